@@ -1,0 +1,83 @@
+"""Stowage: language models under hard memory budgets, whose prefixes survive in host memory and on disk.
+
+This module holds the public names and nothing else. They are looked up on first use, so that ``import stowage``
+costs milliseconds and leaves torch out of ``sys.modules``. ``tests/unit/test_import.py`` pins the list.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stowage.config import Memory
+    from stowage.engine.engine import Engine
+    from stowage.engine.request import Completion, Delta
+    from stowage.engine.sampler import SamplingParams, TokenLogprob
+    from stowage.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        DirectoryError,
+        FormatError,
+        ModelError,
+        RequestError,
+        StorageError,
+        StowageError,
+        TransferError,
+        UnsupportedModelError,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Memory": "stowage.config",
+    "Engine": "stowage.engine.engine",
+    "Completion": "stowage.engine.request",
+    "Delta": "stowage.engine.request",
+    "SamplingParams": "stowage.engine.sampler",
+    "TokenLogprob": "stowage.engine.sampler",
+    "BudgetError": "stowage.errors",
+    "CheckpointError": "stowage.errors",
+    "ConfigError": "stowage.errors",
+    "DirectoryError": "stowage.errors",
+    "FormatError": "stowage.errors",
+    "ModelError": "stowage.errors",
+    "RequestError": "stowage.errors",
+    "StorageError": "stowage.errors",
+    "StowageError": "stowage.errors",
+    "TransferError": "stowage.errors",
+    "UnsupportedModelError": "stowage.errors",
+}
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "Delta",
+    "DirectoryError",
+    "Engine",
+    "FormatError",
+    "Memory",
+    "ModelError",
+    "RequestError",
+    "SamplingParams",
+    "StorageError",
+    "StowageError",
+    "TokenLogprob",
+    "TransferError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'stowage' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,210 @@
+"""Settings: one table that flags, environment, configuration file and ``stowage config show`` all read.
+
+Contract: ``load_settings`` merges flag > ``STOWAGE_*`` environment > ``stowage.toml`` > default, and remembers for each
+value where it came from. An unknown key, or a value of the wrong kind, stops start-up; the message names the nearest
+valid key. Values are only read here; whether they fit together is checked by ``Memory`` and ``SamplingParams``.
+
+Imports only the standard library and ``stowage.config``, so the command line can show settings in milliseconds.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from stowage.config import SIZE_FIX, Memory, unknown_name
+from stowage.errors import ConfigError
+
+
+def _as_size(value: object) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"it is {value!r}, not a size. {SIZE_FIX}")
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() and value.isascii() else value
+
+
+def _as_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"it is {value!r}, not text.")
+    return value
+
+
+def _as_int(value: object) -> int:
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"it is {value!r}, not a whole number.")
+    return value
+
+
+def _as_float(value: object) -> float:
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float | str):
+            return float(value)
+    except ValueError:
+        pass
+    raise ConfigError(f"it is {value!r}, not a number.")
+
+
+def _as_seed(value: object) -> int | None:
+    return None if value is None or value == "" else _as_int(value)
+
+
+def _as_texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ConfigError(f"it is {value!r}, not text or a list of texts.")
+
+
+def _as_kinds(value: object) -> dict[str, int]:
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        return {name.strip(): _as_int(number) for name, _, number in pairs}
+    if isinstance(value, Mapping):
+        return {str(name): _as_int(number) for name, number in value.items()}
+    raise ConfigError(f"it is {value!r}; write kind=tokens, for example sliding=32,recurrent=512.")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: its name in ``stowage.toml`` (``--name`` and ``STOWAGE_NAME`` elsewhere) and how it is read."""
+
+    name: str
+    default: Any
+    read: Callable[[object], Any]
+    metavar: str
+    about: str
+
+
+_MEMORY_SETTINGS = (
+    Setting("device_kv", "1GiB", _as_size, "SIZE", "KV pool that the model computes from"),
+    Setting("host", 0, _as_size, "SIZE", "host arena below the device pool; 0 = off"),
+    Setting("disk", "", _as_text, "DIR:SIZE", "disk tier as DIR:SIZE; empty = off"),
+    Setting("block_tokens", 16, _as_int, "N", "tokens of one block"),
+    Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded"),
+    Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state"),
+    Setting(
+        "group_block_tokens",
+        {},
+        _as_kinds,
+        "KIND=N,...",
+        "block_tokens for a kind of group, as sliding=32,recurrent=512",
+    ),
+    Setting("step_tokens_max", 1024, _as_int, "N", "most tokens computed in one step"),
+    Setting("sequences_max", 16, _as_int, "N", "most sequences computed at the same time"),
+    Setting("load_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a load before it is recomputed"),
+)
+_SAMPLING_SETTINGS = (
+    Setting("max_new_tokens", 128, _as_int, "N", "most tokens to generate"),
+    Setting("temperature", 0.0, _as_float, "X", "0 = greedy"),
+    Setting("top_k", 0, _as_int, "K", "sample among the k likeliest tokens; 0 = all"),
+    Setting("top_p", 1.0, _as_float, "P", "sample among the likeliest tokens that sum to this probability"),
+    Setting("min_p", 0.0, _as_float, "P", "leave out tokens below this share of the likeliest one's probability"),
+    Setting("seed", None, _as_seed, "N", "seed of the sampler; unset = a new one for each request"),
+    Setting("stop", (), _as_texts, "TEXT", "texts that end the answer"),
+    Setting("logprobs", 0, _as_int, "N", "log-probabilities to return per token"),
+)
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        *_MEMORY_SETTINGS,
+        Setting("dtype", "auto", _as_text, "TYPE", "type to compute in: auto, float32, bfloat16, float16"),
+        *_SAMPLING_SETTINGS,
+    )
+}
+
+ENVIRONMENT_PREFIX = "STOWAGE_"
+_OTHER_VARIABLES = ("STOWAGE_CONFIG", "STOWAGE_DEBUG", "STOWAGE_DISABLE_PIN_MEMORY")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting's value, and where it came from: ``default``, ``flag``, ``environment`` or the file's path."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every setting with its value and source. ``settings["host"]`` is the value."""
+
+    values: Mapping[str, Value]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name].value
+
+    def memory(self) -> Memory:
+        """The budgets, checked. Raises ConfigError."""
+        return Memory(**{item.name: self[item.name] for item in fields(Memory)})
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments for ``SamplingParams``."""
+        return {item.name: self[item.name] for item in _SAMPLING_SETTINGS}
+
+
+def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], toml_path: Path | None = None) -> Settings:
+    """Merge the four sources. A flag that is ``None`` was not given. ``toml_path`` None: no file.
+
+    Raises ConfigError for an unknown key, a value of the wrong kind, or a file that is not TOML.
+    """
+    values = {name: Value(setting.default, "default") for name, setting in SETTINGS.items()}
+    if toml_path is not None:
+        values |= _read_all(_load_toml(toml_path), str(toml_path), str)
+    values |= _read_all(_from_environment(environ), "environment", lambda name: ENVIRONMENT_PREFIX + name.upper())
+    given = {name: value for name, value in flags.items() if value is not None}
+    values |= _read_all(given, "flag", lambda name: "--" + name.replace("_", "-"))
+    return Settings(values)
+
+
+def find_config(environ: Mapping[str, str], directory: Path | None = None) -> Path | None:
+    """The file to read: ``$STOWAGE_CONFIG``, else ``stowage.toml`` in ``directory`` (the current one), else none."""
+    named = environ.get("STOWAGE_CONFIG", "")
+    if named:
+        return Path(named).expanduser()
+    here = (directory or Path.cwd()) / "stowage.toml"
+    return here if here.is_file() else None
+
+
+def _load_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration file {path} is not valid TOML: {error}.") from error
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """``STOWAGE_*`` variables that are settings and not empty.
+
+    A variable that is close to a setting's name is refused as a typing error. One that resembles none is left alone:
+    Kubernetes, for example, defines STOWAGE_SERVICE_HOST beside a service called stowage.
+    """
+    found: dict[str, str] = {}
+    known = [ENVIRONMENT_PREFIX + name.upper() for name in SETTINGS] + list(_OTHER_VARIABLES)
+    for variable in sorted(environ):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
+            continue
+        if variable in known and environ[variable]:
+            found[variable.removeprefix(ENVIRONMENT_PREFIX).lower()] = environ[variable]
+        elif variable not in known and (near := difflib.get_close_matches(variable, known, n=1, cutoff=0.85)):
+            raise ConfigError(f"The environment variable {variable} is not a setting. Did you mean {near[0]}?")
+    return found
+
+
+def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str]) -> dict[str, Value]:
+    read: dict[str, Value] = {}
+    for name, value in raw.items():
+        if name not in SETTINGS:
+            raise ConfigError(unknown_name(f"The setting {name!r} in {source}", name, SETTINGS))
+        try:
+            read[name] = Value(SETTINGS[name].read(value), source)
+        except ConfigError as error:
+            where = f" in {source}" if source not in ("flag", "environment") else ""
+            raise ConfigError(f"The setting {spelled(name)}{where} cannot be used: {error}") from error
+    return read

@@ -1,0 +1,21 @@
+"""Settings for all tests: no network, nothing from the caller's environment, no time limits in hypothesis."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only spins
+
+# Shared machines stall for seconds at a time: an example that is slow once is not a failure.
+settings.register_profile("stowage", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("stowage")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of whoever runs the tests must not reach them."""
+    for name in [name for name in os.environ if name.startswith("STOWAGE_")]:
+        monkeypatch.delenv(name)

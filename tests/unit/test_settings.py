@@ -1,0 +1,118 @@
+"""Which source of a setting wins, and what happens to misspelt ones."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from stowage.config import Memory
+from stowage.errors import ConfigError
+from stowage.settings import SETTINGS, find_config, load_settings
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "stowage.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_those_of_memory() -> None:
+    settings = load_settings({}, {})
+    assert settings.memory() == Memory()
+    assert {value.source for value in settings.values.values()} == {"default"}
+
+
+def test_every_budget_is_a_setting() -> None:
+    assert {item.name for item in dataclasses.fields(Memory)} <= set(SETTINGS)
+
+
+def test_precedence_flag_environment_file_default(tmp_path: Path) -> None:
+    path = written(tmp_path, 'host = "1GiB"\ndevice_kv = "1MiB"\nblock_tokens = 8\n')
+    environ = {"STOWAGE_HOST": "2GiB", "STOWAGE_DEVICE_KV": "2MiB", "HOME": "/", "STOWAGE_SEED": ""}
+    settings = load_settings({"host": "3GiB", "disk": None}, environ, path)
+    found = {name: (settings.values[name].value, settings.values[name].source) for name in SETTINGS}
+    assert found["host"] == ("3GiB", "flag")
+    assert found["device_kv"] == ("2MiB", "environment")
+    assert found["block_tokens"] == (8, str(path))
+    assert found["disk"] == ("", "default")
+    assert found["seed"] == (None, "default")
+
+
+def test_every_kind_of_value_reads_the_same_from_file_and_environment(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        'host = 4096\nload_timeout_s = 2\ntemperature = 0.5\nseed = 7\nstop = ["\\n"]\n'
+        "[group_block_tokens]\nsliding = 32\nrecurrent = 512\n",
+    )
+    environ = {
+        "STOWAGE_HOST": "4096",
+        "STOWAGE_LOAD_TIMEOUT_S": "2",
+        "STOWAGE_TEMPERATURE": "0.5",
+        "STOWAGE_SEED": "7",
+        "STOWAGE_STOP": "\n",
+        "STOWAGE_GROUP_BLOCK_TOKENS": "sliding=32, recurrent=512",
+    }
+    from_file, from_environment = load_settings({}, {}, file), load_settings({}, environ)
+    assert {name: from_file[name] for name in SETTINGS} == {name: from_environment[name] for name in SETTINGS}
+    assert from_file.memory() == from_environment.memory()
+    assert from_file.sampling()["stop"] == ("\n",)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("hots", "host"), ("device-kv", "device_kv"), ("blocktokens", "block_tok")]
+)
+def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path, wrong: str, right: str) -> None:
+    path = written(tmp_path, f'"{wrong}" = 1\n')
+    with pytest.raises(ConfigError, match=right) as caught:
+        load_settings({}, {}, path)
+    assert wrong in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_unknown_key_that_resembles_nothing_lists_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"block_tokens.*device_kv"):
+        load_settings({}, {}, written(tmp_path, "zzzzzz = 1\n"))
+
+
+def test_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
+    with pytest.raises(ConfigError, match="Did you mean STOWAGE_DEVICE_KV"):
+        load_settings({}, {"STOWAGE_DEVICE_VK": "1GiB"})
+    foreign = {"STOWAGE_SERVICE_HOST": "10.0.0.1", "STOWAGE_PORT_8000_TCP_ADDR": "10.0.0.1", "STOWAGE_DEBUG": "1"}
+    assert load_settings({}, foreign).memory() == Memory()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "host = true",
+        "host = 1.5",
+        "disk = 5",
+        'block_tokens = "many"',
+        "block_tokens = 1.5",
+        'temperature = "hot"',
+        "stop = [1]",
+        "group_block_tokens = 3",
+        'group_block_tokens = "sliding"',
+    ],
+)
+def test_values_of_the_wrong_kind_name_the_setting_and_the_file(tmp_path: Path, line: str) -> None:
+    path = written(tmp_path, line + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings({}, {}, path)
+    assert line.split()[0] in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_file_that_is_no_toml_or_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_settings({}, {}, written(tmp_path, "host: 2GiB\n"))
+    (tmp_path / "stowage.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_settings({}, {}, tmp_path / "stowage.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_settings({}, {}, tmp_path / "missing.toml")
+
+
+def test_the_file_that_is_read(tmp_path: Path) -> None:
+    assert find_config({}, tmp_path) is None
+    path = written(tmp_path, "")
+    assert find_config({}, tmp_path) == path
+    assert find_config({"STOWAGE_CONFIG": "/etc/stowage.toml"}, tmp_path) == Path("/etc/stowage.toml")
