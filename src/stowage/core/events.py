@@ -1,0 +1,87 @@
+"""What goes through the flow: the actions that it asks for, the fetches that it answers, the counters that it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.core.geometry import IntArray, MaskArray
+
+__all__ = ["Action", "Counters", "Discard", "Fetch", "SourceArray", "StartLoad", "StartStore"]
+
+SourceArray = NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoad:
+    """Fill `slots[i]` with the `sizes[i]` bytes of `keys[i]` from tier `tier`."""
+
+    tier: int
+    id: int
+    keys: list[bytes]
+    slots: IntArray
+    sizes: IntArray
+    masks: MaskArray
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartStore:
+    """Write the `sizes[i]` bytes in `slots[i]` to tier `tier` as `keys[i]` with the valid blocks `masks[i]`."""
+
+    tier: int
+    id: int
+    keys: list[bytes]
+    slots: IntArray
+    sizes: IntArray
+    masks: MaskArray
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Forget `keys` in tier `tier`: they could not be read."""
+
+    tier: int
+    keys: list[bytes]
+
+
+Action = StartLoad | StartStore | Discard
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Chunks that somebody wants in host, one array entry per key, one array per (group, keys) pair that was asked for.
+
+    Final once `done`. `slots`: the pinned slot, -1 for a chunk that is missing or failed. `masks`: its valid blocks.
+    `sources`: where it came from, 0 host, i + 1 tier i, -1 nowhere.
+    """
+
+    id: int
+    deadline_s: float
+    slots: list[IntArray] = field(default_factory=list)
+    masks: list[MaskArray] = field(default_factory=list)
+    sources: list[SourceArray] = field(default_factory=list)
+    done: bool = False
+    waiting: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Slot on its way -> the (pair, place) that it will serve."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so far; chunks unless the name says otherwise."""
+
+    lookups: int = 0
+    fetches: int = 0
+    joined: int = 0
+    promoted: int = 0
+    promoted_bytes: int = 0
+    stores: int = 0
+    spills: int = 0
+    spilled_bytes: int = 0
+    spill_failures: int = 0
+    load_failures: int = 0
+    timeouts: int = 0
+    fetch_timeouts: int = 0

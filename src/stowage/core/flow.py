@@ -1,0 +1,456 @@
+"""The tiered store's state machine: events in, actions out. Time is an argument; no I/O, no threads, no clock.
+
+    lookup, fetch, reserve, commit, ...  --+                  +--> StartLoad   fill these slots from tier i
+    outcome (a transfer was reported)    --+--> ledger, ... --+--> StartStore  write these slots to tier i
+    tick (time passed)                   --+                  +--> Discard     forget these keys in tier i
+
+Tiers are counted from 0 here; as the source of a chunk 0 is the host and i + 1 is tier i. What a tier holds is asked
+through the functions given at construction, which answer from memory.
+
+Promises:
+
+- A slot that a transfer reads or fills is not reused before the transfer is reported, however late that is.
+- A chunk is in one flight at most: a fetch of a chunk that is on its way waits for that flight.
+- A fetch ends by its deadline with what has arrived. Each of its chunks succeeds or fails alone.
+- A slot in `Fetch.slots` is pinned for that fetch until it is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import compress
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.core.breaker import Breaker
+from stowage.core.events import Action, Counters, Discard, Fetch, SourceArray, StartLoad, StartStore
+from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, SlabClass
+from stowage.core.ledger import Ledger, State, gains
+from stowage.core.spill import SpillQueue
+
+__all__ = ["Action", "Counters", "Discard", "Fetch", "Flow", "StartLoad", "StartStore"]
+
+TRANSFER_BYTES_MAX: Final = 32 << 20
+"""Longer transfers are split, so that a deadline finds most of a long prefix arrived, not nothing."""
+
+STORE_LIMIT_S: Final = 30.0
+"""The deadline of a spill. Nobody waits for it; past it the tier counts as failing."""
+
+NEVER_S: Final = float("inf")
+
+Index = Callable[[list[bytes]], MaskArray]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A transfer that has not been reported."""
+
+    tier: int
+    is_load: bool
+    keys: list[bytes]
+    slots: IntArray
+    masks: MaskArray
+    payload_bytes: int
+    deadline_s: float
+    late: bool = False
+
+
+def _taken(slots: IntArray) -> IntArray:
+    """Those that are slots, not -1."""
+    there = slots >= 0
+    return slots if np.count_nonzero(there) == len(slots) else slots[there]
+
+
+class Flow:
+    """See the module. Groups are those of `geometry`; `slabs` says which slots they use; `indexes[i]` asks tier i."""
+
+    def __init__(
+        self, geometry: Geometry, slabs: Sequence[SlabClass], indexes: Sequence[Index] = (), spill_bytes_max: int = 0
+    ) -> None:
+        total = sum(slab.slots for slab in slabs)
+        self.ledger = Ledger([slab.slots for slab in slabs])
+        self.counters = Counters()
+        self.hits: NDArray[np.int64] = np.zeros(1 + len(indexes), np.int64)
+        self._slab_of_group = {group: number for number, slab in enumerate(slabs) for group in slab.groups}
+        self._full_masks: MaskArray = np.array([group.full_mask for group in geometry.groups], np.uint64)
+        self._payload: IntArray = np.array([group.bytes_per_chunk for group in geometry.groups], np.int64)
+        self._group_of: NDArray[np.int64] = np.zeros(total, np.int64)
+        self._indexes = list(indexes)
+        self.breakers = [Breaker() for _ in indexes]
+        self.spills = [SpillQueue(spill_bytes_max // len(indexes), max(total, 1)) for _ in indexes]
+        self._fetches: dict[int, Fetch] = {}
+        self._pending: dict[int, Fetch] = {}
+        self._awaited: dict[int, list[Fetch]] = {}
+        self._source_of: NDArray[np.int8] = np.zeros(total, np.int8)
+        self._flights: dict[int, _Flight] = {}
+        self._late_keys: set[bytes] = set()
+        self._actions: list[Action] = []
+        self._next_id = 0
+        self.next_deadline_s = NEVER_S
+
+    # What is there
+
+    def lookup(self, group: int, keys: list[bytes], now_s: float) -> MaskArray:
+        """The valid blocks that a fetch of each key would bring, 0 where absent."""
+        masks = self.ledger.lookup(keys)
+        self.counters.lookups += len(keys)
+        found = int(np.count_nonzero(masks))
+        self.hits[0] += found
+        if found == len(keys) or not self._indexes:
+            return masks
+        masks, sources = self._look_below(keys, masks, now_s)
+        self.hits[1:] += np.bincount(sources[sources > 0], minlength=len(self.hits))[1:]
+        return masks
+
+    def sources(self, group: int, keys: list[bytes], now_s: float) -> SourceArray:
+        """Where a fetch would take each key from: -1 absent, 0 host, i + 1 tier i."""
+        return self._look_below(keys, self.ledger.lookup(keys), now_s)[1]
+
+    def _look_below(self, keys: list[bytes], masks: MaskArray, now_s: float) -> tuple[MaskArray, SourceArray]:
+        """Complete the masks of the host by those of the first tier that has each key; where each was found.
+
+        A tier whose breaker is open has nothing, nor has any tier a key whose last read is overdue.
+        """
+        masks = masks.copy()
+        sources = np.where(masks != 0, np.int8(0), np.int8(-1))
+        for tier, index in enumerate(self._indexes):
+            absent = np.flatnonzero(sources < 0)
+            if not len(absent) or not self.breakers[tier].allows(now_s):
+                continue
+            below = index(keys if len(absent) == len(keys) else [keys[place] for place in absent.tolist()])
+            if self._late_keys:
+                below = np.where([keys[place] in self._late_keys for place in absent.tolist()], np.uint64(0), below)
+            masks[absent] = below
+            sources[absent[below != 0]] = tier + 1
+        return masks, sources
+
+    # Fetch
+
+    def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float, now_s: float) -> Fetch:
+        """Pin what is in host, wait for what is on its way, and start to promote what a lower tier has.
+
+        Everything in host is pinned before room is made, so a fetch never evicts its own chunks. When room is short the
+        first keys get it. With a deadline that has passed already, only what is in host comes.
+        """
+        fetch = Fetch(self._take_id(), deadline_s)
+        self._fetches[fetch.id] = fetch
+        self.counters.fetches += 1
+        for _, keys in wanted:
+            slots = self.ledger.find(keys)
+            present = slots >= 0
+            self.ledger.pin(_taken(slots))
+            fetch.slots.append(slots)
+            fetch.masks.append(self.ledger.masks(slots))
+            fetch.sources.append(np.where(present, np.int8(0), np.int8(-1)))
+        if now_s < deadline_s:
+            for pair, (group, keys) in enumerate(wanted):
+                missing = np.flatnonzero(fetch.slots[pair] < 0)
+                if len(missing):
+                    self._promote(fetch, pair, group, [keys[place] for place in missing.tolist()], missing, now_s)
+        if fetch.waiting:
+            self._pending[fetch.id] = fetch
+            self.next_deadline_s = min(self.next_deadline_s, deadline_s)
+        else:
+            fetch.done = True
+        return fetch
+
+    def release(self, fetch: Fetch) -> None:
+        """Unpin what the fetch holds. One that is not done is cancelled. Releasing twice is the same as once."""
+        if self._fetches.pop(fetch.id, None) is None:
+            return
+        self._end(fetch)
+        for slots in fetch.slots:
+            self.ledger.unpin(_taken(slots))
+
+    def _promote(self, fetch: Fetch, pair: int, group: int, keys: list[bytes], places: IntArray, now_s: float) -> None:
+        """Start to bring the missing `keys`, which are at `places` of the pair, or wait where that was done before."""
+        masks, sources = self._look_below(keys, np.zeros(len(keys), np.uint64), now_s)
+        before = self.ledger.find_on_the_way(keys)
+        for tier in range(len(self._indexes)):
+            mine = (sources == tier + 1) & (before < 0)
+            if mine.any():
+                self._load(tier, group, list(compress(keys, mine.tolist())), masks[mine], fetch.deadline_s, now_s)
+        for key, place, slot, old in zip(
+            keys, places.tolist(), self.ledger.find_on_the_way(keys).tolist(), before.tolist(), strict=True
+        ):
+            if slot < 0 or key in self._late_keys:
+                continue
+            self.counters.joined += old >= 0
+            if slot not in fetch.waiting:
+                fetch.waiting[slot] = []
+                self._awaited.setdefault(slot, []).append(fetch)
+            fetch.waiting[slot].append((pair, place))
+
+    def _load(
+        self, tier: int, group: int, keys: list[bytes], masks: MaskArray, deadline_s: float, now_s: float
+    ) -> None:
+        """Start flights for keys that the tier has and that are neither in host nor on their way."""
+        distinct = dict(zip(keys, masks.tolist(), strict=True))
+        keys, masks = list(distinct), np.fromiter(distinct.values(), np.uint64, len(distinct))
+        slots = self.ledger.fill(self._slab_of_group[group], keys)
+        room = int(np.count_nonzero(slots >= 0))
+        self._group_of[slots[:room]] = group
+        self._source_of[slots[:room]] = tier + 1
+        step = max(1, TRANSFER_BYTES_MAX // max(1, int(self._payload[group])))
+        for begin in range(0, room, step):
+            part = slice(begin, min(begin + step, room))
+            if self.breakers[tier].allows(now_s):
+                action = StartLoad(
+                    tier, *self._fly(tier, True, keys[part], slots[part], masks[part], deadline_s), deadline_s
+                )
+                self._actions.append(action)
+            else:
+                self.ledger.abort(slots[part])
+
+    def _fly(
+        self, tier: int, is_load: bool, keys: list[bytes], slots: IntArray, masks: MaskArray, deadline_s: float
+    ) -> tuple[int, list[bytes], IntArray, IntArray, MaskArray]:
+        """Record a flight. What its action needs: id, keys, slots, sizes, masks."""
+        flight_id = self._take_id()
+        sizes = self._payload[self._group_of[slots]]
+        self._flights[flight_id] = _Flight(tier, is_load, keys, slots, masks, int(sizes.sum()), deadline_s)
+        self.breakers[tier].begin()
+        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
+        return flight_id, keys, slots, sizes, masks
+
+    def _settle(self, slots: IntArray, arrived: bool) -> None:
+        """Slots that are not on their way any more: give them to the fetches that wait for them."""
+        if not self._awaited:
+            return
+        for slot in slots.tolist():
+            for fetch in self._awaited.pop(slot, ()):
+                for pair, place in fetch.waiting.pop(slot):
+                    if arrived:
+                        fetch.slots[pair][place] = slot
+                        fetch.masks[pair][place] = self.ledger.masks(np.array([slot]))[0]
+                        fetch.sources[pair][place] = self._source_of[slot]
+                        self.ledger.pin(np.array([slot]))
+                if not fetch.waiting:
+                    self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        """The fetch waits for nothing any more."""
+        for slot in fetch.waiting:
+            self._awaited[slot].remove(fetch)
+            if not self._awaited[slot]:
+                del self._awaited[slot]
+        fetch.waiting.clear()
+        fetch.done = True
+        self._pending.pop(fetch.id, None)
+
+    # Store
+
+    def reserve(self, group: int, keys: list[bytes], masks: MaskArray) -> IntArray:
+        """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
+        slots = self.ledger.reserve(self._slab_of_group[group], keys, masks)
+        taken = _taken(slots)
+        self._group_of[taken] = group
+        self._source_of[taken] = 0
+        return slots
+
+    def commit(self, slots: IntArray, now_s: float) -> None:
+        """The bytes of reserved slots are there; -1 is ignored. They are served now, and written to the tiers soon."""
+        slots = _taken(slots)
+        self.ledger.commit(slots)
+        self.counters.stores += len(slots)
+        self._settle(slots, arrived=True)
+        self._queue_spills(slots, source=0)
+        self._pump(now_s)
+
+    def abort(self, slots: IntArray) -> None:
+        """The bytes of reserved slots will not come; -1 is ignored."""
+        slots = _taken(slots)
+        self.ledger.abort(slots)
+        self._settle(slots, arrived=False)
+
+    def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
+        """A slot with one owner per key, -1 when there is no room. In no look-up, never evicted, never spilled."""
+        slots = self.ledger.take_private(self._slab_of_group[group], keys)
+        self._group_of[_taken(slots)] = group
+        return slots
+
+    def commit_private(self, slots: IntArray) -> None:
+        """The owner has written its private slots; -1 is ignored."""
+        assert (self.ledger.states(_taken(slots)) == State.PRIVATE).all(), "commit of a slot that is not private"
+
+    def drop_private(self, slots: IntArray) -> None:
+        """Free private slots; -1 is ignored."""
+        self.ledger.drop_private(_taken(slots))
+
+    def drop_host(self) -> int:
+        """Evict every chunk that nobody pins. How many there were."""
+        return self.ledger.drop()
+
+    # Spill
+
+    def _queue_spills(self, slots: IntArray, source: int) -> None:
+        """Write ready chunks to every tier but the one that they came from."""
+        if not self._indexes or not len(slots):
+            return
+        keys = self.ledger.keys(slots)
+        for tier, queue in enumerate(self.spills):
+            if tier + 1 != source:
+                queue.add(slots, keys)
+
+    def _pump(self, now_s: float) -> None:
+        """Start what the bounds allow of what waits to be spilled."""
+        for tier, queue in enumerate(self.spills):
+            if queue.chunks and self.breakers[tier].state(now_s) == "open":
+                queue.drop()
+            while queue.room() and self.breakers[tier].allows(now_s) and self._spill(tier, queue, now_s):
+                pass
+
+    def _spill(self, tier: int, queue: SpillQueue, now_s: float) -> bool:
+        """Start one transfer of the oldest chunks that are still in host and that the tier lacks. Whether it did."""
+        parts: list[IntArray] = []
+        gathered = 0
+        while queue.chunks:
+            slots = self._still_wanted(tier, queue, *queue.pop())
+            sizes = self._payload[self._group_of[slots]]
+            count = queue.fitting(sizes, gathered, TRANSFER_BYTES_MAX)
+            parts.append(slots[:count])
+            gathered += int(sizes[:count].sum())
+            if count < len(slots):
+                queue.push_back(slots[count:], self.ledger.keys(slots[count:]))
+                break
+        slots = np.concatenate(parts)
+        if not len(slots):
+            return False
+        self.ledger.pin(slots)
+        queue.begin(gathered)
+        deadline_s = now_s + STORE_LIMIT_S
+        flight = self._fly(tier, False, self.ledger.keys(slots), slots, self.ledger.masks(slots), deadline_s)
+        self._actions.append(StartStore(tier, *flight, deadline_s))
+        return True
+
+    def _still_wanted(self, tier: int, queue: SpillQueue, slots: IntArray, keys: list[bytes]) -> IntArray:
+        """Which of the queued slots still hold these keys, and would give the tier blocks that it lacks."""
+        current = self.ledger.find(keys)
+        queue.dropped += int(np.count_nonzero(current < 0))
+        wanted: IntArray = slots[(current == slots) & gains(self.ledger.masks(slots), self._indexes[tier](keys))]
+        return wanted
+
+    # What happened
+
+    def outcome(self, flight_id: int, ok: BoolArray, masks: MaskArray, now_s: float, refused: bool = False) -> None:
+        """A tier reports a transfer. One that does not fit its transfer failed; one that nobody knows is ignored.
+
+        Chunks that failed are discarded there, unless the tier `refused` to try or the report is late.
+        """
+        flight = self._flights.pop(flight_id, None)
+        if flight is None:
+            return
+        if len(ok) != len(flight.keys) or len(masks) != len(flight.keys):
+            ok, masks = np.zeros(len(flight.keys), bool), np.zeros(len(flight.keys), np.uint64)
+        if flight.is_load:
+            masks = masks & self._full_masks[self._group_of[flight.slots]]
+            ok = ok & (masks != 0)
+        breaker = self.breakers[flight.tier]
+        if ok.any():
+            breaker.succeeded()
+        elif not flight.late:
+            breaker.failed(now_s)
+        if flight.is_load:
+            self._loaded(flight, ok, masks)
+            failed = list(compress(flight.keys, (~ok).tolist()))
+            if failed and not (refused or flight.late or now_s >= flight.deadline_s):
+                self._actions.append(Discard(flight.tier, failed))
+        else:
+            self._spilled(flight, ok)
+        self._pump(now_s)
+
+    def _loaded(self, flight: _Flight, ok: BoolArray, masks: MaskArray) -> None:
+        self._late_keys.difference_update(flight.keys)
+        good, bad = flight.slots[ok], flight.slots[~ok]
+        self.ledger.commit_filled(good, masks[ok])
+        self.ledger.abort(bad)
+        self._settle(good, arrived=True)
+        self._settle(bad, arrived=False)
+        self.counters.promoted += len(good)
+        self.counters.promoted_bytes += int(self._payload[self._group_of[good]].sum())
+        self.counters.load_failures += len(bad)
+        self._queue_spills(good, source=flight.tier + 1)
+
+    def _spilled(self, flight: _Flight, ok: BoolArray) -> None:
+        self.ledger.unpin(flight.slots)
+        self.spills[flight.tier].end(flight.payload_bytes)
+        done = flight.slots[ok]
+        self.counters.spills += len(done)
+        self.counters.spilled_bytes += int(self._payload[self._group_of[done]].sum())
+        self.counters.spill_failures += len(flight.slots) - len(done)
+
+    def tick(self, now_s: float) -> None:
+        """Time passed: end the fetches that are due; count flights that are overdue as failures of their tier."""
+        if now_s < self.next_deadline_s:
+            return
+        for fetch in [fetch for fetch in self._pending.values() if fetch.deadline_s <= now_s]:
+            self.counters.fetch_timeouts += 1
+            self._end(fetch)
+        for flight in self._flights.values():
+            if flight.late or flight.deadline_s > now_s:
+                continue
+            flight.late = True
+            self.counters.timeouts += 1
+            self.breakers[flight.tier].failed(now_s)
+            if flight.is_load:
+                self._late_keys.update(flight.keys)
+        due = [fetch.deadline_s for fetch in self._pending.values()]
+        due += [flight.deadline_s for flight in self._flights.values() if not flight.late]
+        self.next_deadline_s = min(due, default=NEVER_S)
+        self._pump(now_s)
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done now, in this order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def flights(self) -> int:
+        """Transfers that no tier has reported yet."""
+        return len(self._flights)
+
+    def spills_idle(self) -> bool:
+        """Whether nothing waits to be spilled or is being spilled."""
+        return all(queue.idle() for queue in self.spills)
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def stats(self) -> dict[str, int]:
+        """The counters by name."""
+        return asdict(self.counters) | {
+            "stores_without_room": self.ledger.without_room,
+            "evictions": self.ledger.evictions,
+            "spills_dropped": sum(queue.dropped for queue in self.spills),
+            "spills_waiting": sum(queue.chunks for queue in self.spills),
+            "transfers_under_way": len(self._flights),
+            "chunks_pinned": self.ledger.pinned(),
+        }
+
+    def check(self) -> None:
+        """Assert every invariant, those of the parts included. Linear in the slots."""
+        self.ledger.check()
+        loads = [flight for flight in self._flights.values() if flight.is_load]
+        filling = np.sort(np.concatenate([flight.slots for flight in loads])) if loads else np.empty(0, np.int64)
+        assert np.array_equal(filling, self.ledger.filling()), "a slot is filled by no flight, or by two"
+        stores = [(flight.tier, flight) for flight in self._flights.values() if not flight.is_load]
+        holders = [slots[slots >= 0] for fetch in self._fetches.values() for slots in fetch.slots]
+        self.ledger.check_pins(holders + [flight.slots for _, flight in stores])
+        for tier, queue in enumerate(self.spills):
+            queue.check()
+            self.breakers[tier].check()
+            mine = [flight.payload_bytes for at, flight in stores if at == tier]
+            assert (queue.transfers, queue.bytes_under_way) == (len(mine), sum(mine)), "spills under way do not add up"
+        awaited = {(slot, fetch.id) for slot, fetches in self._awaited.items() for fetch in fetches}
+        waiting = {(slot, fetch.id) for fetch in self._fetches.values() for slot in fetch.waiting}
+        assert awaited == waiting, "a fetch waits for a slot that does not know it"
+        states = set(self.ledger.states(np.array(list(self._awaited), np.int64)).tolist())
+        assert states <= {State.RESERVED, State.FILLING}, "a fetch waits for what is not on its way"
+        for fetch in self._fetches.values():
+            assert fetch.done == (not fetch.waiting) == (fetch.id not in self._pending)
+        assert self._pending.keys() <= self._fetches.keys()
+        late = {key for flight in loads if flight.late for key in flight.keys}
+        assert self._late_keys == late, "the overdue keys are not those of the overdue flights"

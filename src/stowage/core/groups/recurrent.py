@@ -1,0 +1,49 @@
+"""Recurrent state (Mamba, linear attention): a resume needs the one snapshot taken exactly at the boundary.
+
+chunk    |    0    |    1    |    2    |       chunk i = the state after exactly (i + 1) * block_tokens tokens
+taken              *                   *       presence is sparse: snapshots are large, and taken at a few boundaries
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stowage.core.geometry import BoolArray, Group, IntArray, MaskArray
+from stowage.core.groups.base import boundary_range, check_boundary, expand_masks, storable_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """One snapshot per chunk, one block per chunk."""
+
+    group: Group
+
+    def needed(self, boundary: int) -> range:
+        """See GroupStrategy."""
+        return self.needed_blocks(boundary)
+
+    def needed_blocks(self, boundary: int) -> range:
+        """See GroupStrategy."""
+        check_boundary(self.group, boundary)
+        snapshots = boundary // self.group.block_tokens
+        return range(max(snapshots - 1, 0), snapshots)
+
+    def storable(self, progress: int, first_chunk: int, block_table: IntArray) -> tuple[IntArray, MaskArray]:
+        """See GroupStrategy; block_table[i] is the block of the snapshot after (i + 1) * block_tokens tokens."""
+        return storable_chunks(self.group, progress, first_chunk, block_table)
+
+    def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
+        """See GroupStrategy."""
+        snapshots = boundary_range(self.group, limit, step) // self.group.block_tokens
+        # taken[n]: is there a state after n blocks of tokens? The empty state, n = 0, always is.
+        taken = np.zeros(int(snapshots[-1]) + 1, dtype=np.bool_)
+        present = expand_masks(masks, 1)[: len(taken) - 1]
+        taken[0] = True
+        taken[1 : len(present) + 1] = present
+        return taken[snapshots]
+
+    def first_live_block(self, position: int) -> int:
+        """Always 0: position says nothing about snapshots; whoever took one decides when to drop it."""
+        return 0

@@ -1,0 +1,99 @@
+"""What waits to be written to one lower tier.
+
+Chunks wait in host without being pinned: a wait costs no room, and a chunk that is evicted first is dropped, counted.
+Only chunks that a transfer reads right now are pinned, at most `bytes_max` of them and `TRANSFERS_MAX` transfers, so
+that a slow tier gathers larger batches and never holds the arena. One chunk may always be under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from stowage.core.geometry import IntArray
+
+__all__ = ["TRANSFERS_MAX", "SpillQueue"]
+
+TRANSFERS_MAX: Final = 4
+"""Stores under way at a tier. More would only be smaller ones."""
+
+
+class SpillQueue:
+    """Batches of chunks, oldest first, and the bytes that are under way. Holds at most `chunks_max` chunks."""
+
+    __slots__ = ("_batches", "_bytes_max", "_chunks_max", "bytes_under_way", "chunks", "dropped", "transfers")
+
+    def __init__(self, bytes_max: int, chunks_max: int) -> None:
+        self._batches: deque[tuple[IntArray, list[bytes]]] = deque()
+        self._bytes_max = bytes_max
+        self._chunks_max = chunks_max
+        self.chunks = 0
+        self.bytes_under_way = 0
+        self.transfers = 0
+        self.dropped = 0
+
+    def add(self, slots: IntArray, keys: list[bytes]) -> None:
+        """Queue ready chunks. When too many wait the oldest are dropped: they leave the host first anyway."""
+        if not keys:
+            return
+        self._batches.append((slots, keys))
+        self.chunks += len(keys)
+        while self.chunks > self._chunks_max:
+            _, oldest = self._batches.popleft()
+            self.chunks -= len(oldest)
+            self.dropped += len(oldest)
+
+    def drop(self) -> None:
+        """Forget everything that waits."""
+        self.dropped += self.chunks
+        self.chunks = 0
+        self._batches.clear()
+
+    def room(self) -> bool:
+        """Whether something waits and another transfer may begin."""
+        full = self.transfers >= TRANSFERS_MAX or self.bytes_under_way >= self._bytes_max
+        return bool(self._batches) and (not full or self.transfers == 0)
+
+    def pop(self) -> tuple[IntArray, list[bytes]]:
+        """The oldest batch."""
+        slots, keys = self._batches.popleft()
+        self.chunks -= len(keys)
+        return slots, keys
+
+    def push_back(self, slots: IntArray, keys: list[bytes]) -> None:
+        """Return what did not fit of the batch popped last."""
+        if keys:
+            self._batches.appendleft((slots, keys))
+            self.chunks += len(keys)
+
+    def fitting(self, sizes: IntArray, gathered_bytes: int, transfer_bytes_max: int) -> int:
+        """How many chunks of these sizes, in order, may join a transfer that has `gathered_bytes` already.
+
+        The first chunk of the only transfer always may.
+        """
+        allowed = min(self._bytes_max - self.bytes_under_way, transfer_bytes_max) - gathered_bytes
+        count = int(np.searchsorted(np.cumsum(sizes), allowed, side="right"))
+        return max(count, min(1, len(sizes))) if self.transfers == 0 and gathered_bytes == 0 else count
+
+    def begin(self, payload_bytes: int) -> None:
+        """A transfer of so many bytes starts."""
+        self.transfers += 1
+        self.bytes_under_way += payload_bytes
+
+    def end(self, payload_bytes: int) -> None:
+        """It was reported."""
+        self.transfers -= 1
+        self.bytes_under_way -= payload_bytes
+
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not self._batches and self.transfers == 0
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.chunks == sum(len(keys) for _, keys in self._batches) <= self._chunks_max
+        assert 0 <= self.transfers <= TRANSFERS_MAX and self.bytes_under_way >= 0
+        assert (self.bytes_under_way == 0) == (self.transfers == 0)
+        assert self.transfers <= 1 or self.bytes_under_way <= self._bytes_max, "too much is under way"

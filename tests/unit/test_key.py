@@ -1,0 +1,240 @@
+"""Keys: golden vectors, independence of how tokens arrive, and that everything named changes the key (case F3)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stowage.core.key import KEY_BYTES, Chain, Field, group_keys, namespace, private_key
+
+GOLDEN: dict[str, list[dict[str, Any]]] = json.loads(
+    (Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8")
+)
+SPACE = namespace({"model": "test"})
+
+
+def field_from_json(value: Any) -> Any:
+    """Bytes are written as {"hex": ...}."""
+    match value:
+        case {"hex": str(digits)} if len(value) == 1:
+            return bytes.fromhex(digits)
+        case dict():
+            return {name: field_from_json(inner) for name, inner in value.items()}
+        case list():
+            return [field_from_json(inner) for inner in value]
+    return value
+
+
+@pytest.mark.parametrize("vector", GOLDEN["namespaces"])
+def test_golden_namespaces(vector: dict[str, Any]) -> None:
+    fields = field_from_json(vector["fields"])
+    assert namespace(fields).hex() == vector["digest"]
+    assert namespace(dict(reversed(fields.items()))).hex() == vector["digest"]
+
+
+@pytest.mark.parametrize("vector", GOLDEN["chains"])
+def test_golden_chains(vector: dict[str, Any]) -> None:
+    space = bytes.fromhex(vector["namespace"])
+    media = [(position, bytes.fromhex(digest)) for position, digest in vector["media"]]
+    for tokens in (vector["tokens"], np.array(vector["tokens"]), np.array(vector["tokens"], dtype=">u4")):
+        digests = Chain(space, vector["chunk_tokens"]).extend(tokens, media)
+        assert [digest.hex() for digest in digests] == vector["digests"]
+
+
+@pytest.mark.parametrize("vector", GOLDEN["group_keys"])
+def test_golden_group_keys(vector: dict[str, Any]) -> None:
+    assert group_keys([bytes.fromhex(vector["digest"])], vector["group"]) == [bytes.fromhex(vector["key"])]
+
+
+@pytest.mark.parametrize("vector", GOLDEN["private_keys"])
+def test_golden_private_keys(vector: dict[str, Any]) -> None:
+    space, nonce = bytes.fromhex(vector["namespace"]), bytes.fromhex(vector["nonce"])
+    key = private_key(space, vector["sequence_id"], vector["group"], vector["chunk"], nonce)
+    assert key.hex() == vector["key"]
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4242"])
+def test_keys_do_not_depend_on_the_hash_seed(seed: str) -> None:
+    program = "from stowage.core.key import *; print(Chain(namespace({'b': 1, 'a': 'x'}), 2).extend([1, 2])[0].hex())"
+    source = str(Path(__file__).parents[2] / "src")
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": source}
+    printed = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True).stdout
+    assert printed.decode().strip() == Chain(namespace({"a": "x", "b": 1}), 2).extend([1, 2])[0].hex()
+
+
+BASE: dict[str, Field] = {
+    "format": 1,
+    "weights": b"\x01\x02",
+    "dtype": "bfloat16",
+    "kv_dtype": "bfloat16",
+    "layout": ["full", "sliding"],
+    "block_tokens": 16,
+    "parallel": {"tp": 1, "rank": 0},
+    "rope": {"theta": 10000.0, "scaling": None},
+    "adapter": "",
+    "salt": b"",
+}
+CHANGES: dict[str, Field] = {
+    "format": 2,
+    "weights": b"\x01\x03",
+    "dtype": "float16",
+    "kv_dtype": "float8",
+    "layout": ["sliding", "full"],
+    "block_tokens": 32,
+    "parallel": {"tp": 1, "rank": 1},
+    "rope": {"theta": 10000.5, "scaling": None},
+    "adapter": "lora",
+    "salt": b"tenant",
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_changing_any_field_changes_every_key(name: str) -> None:
+    """F3: a key names everything that the bytes depend on."""
+    before, after = namespace(BASE), namespace({**BASE, name: CHANGES[name]})
+    without = namespace({other: value for other, value in BASE.items() if other != name})
+    assert len({before, after, without}) == 3
+    keys = [group_keys(Chain(space, 2).extend([1, 2, 3, 4]), 0) for space in (before, after)]
+    assert not set(keys[0]) & set(keys[1])
+
+
+def test_namespace_encoding_is_unambiguous() -> None:
+    different: list[dict[str, Field]] = [
+        {},
+        {"a": "bc"},
+        {"ab": "c"},
+        {"a": "b", "c": ""},
+        {"a": 1},
+        {"a": "1"},
+        {"a": b"1"},
+        {"a": True},
+        {"a": 1.0},
+        {"a": None},
+        {"a": []},
+        {"a": {}},
+        {"a": ["b", "c"]},
+        {"a": ["bc"]},
+        {"a": [["b"], "c"]},
+        {"a": {"b": "c"}},
+    ]
+    assert len({namespace(fields) for fields in different}) == len(different)
+    assert namespace({"a": [1, 2]}) == namespace({"a": (1, 2)})
+
+
+@pytest.mark.parametrize("fields", [{"a": {1, 2}}, {"a": object()}, {"a": [np.int64(1)]}, {"a": {1: 2}}])
+def test_namespace_refuses_what_has_no_canonical_form(fields: Any) -> None:
+    with pytest.raises(TypeError):
+        namespace(fields)
+
+
+tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=60)
+
+
+@given(tokens_lists, st.integers(1, 9), st.data())
+def test_digests_do_not_depend_on_how_tokens_arrive(tokens: list[int], chunk_tokens: int, data: st.DataObject) -> None:
+    media = data.draw(st.lists(st.tuples(st.integers(0, 70), st.binary(max_size=4)), max_size=4))
+    once = Chain(SPACE, chunk_tokens).extend(tokens, media)
+    assert len(once) == len(tokens) // chunk_tokens
+
+    piecewise, chain, position = [], Chain(SPACE, chunk_tokens), 0
+    while position < len(tokens):
+        end = data.draw(st.integers(position + 1, len(tokens)))
+        piece = tokens[position:end]
+        due = [(place, digest) for place, digest in media if position <= place < end]
+        late = chain.copy()
+        digests = chain.extend(piece if data.draw(st.booleans()) else np.array(piece, dtype=np.uint32), due)
+        assert late.extend(piece, due) == digests
+        piecewise += digests
+        position = end
+    assert piecewise == once
+    assert (chain.tokens, chain.chunks) == (len(tokens), len(once))
+
+
+@given(tokens_lists, st.integers(1, 9), st.data())
+def test_a_digest_names_the_whole_prefix(tokens: list[int], chunk_tokens: int, data: st.DataObject) -> None:
+    if not tokens:
+        return
+    place = data.draw(st.integers(0, len(tokens) - 1))
+    other = [*tokens]
+    other[place] ^= 1 << data.draw(st.integers(0, 31))
+    before, after = (Chain(SPACE, chunk_tokens).extend(each) for each in (tokens, other))
+    equal = [left == right for left, right in zip(before, after, strict=True)]
+    assert equal == [index < place // chunk_tokens for index in range(len(equal))]
+
+
+def test_media_change_the_chunk_they_fall_into_and_all_after() -> None:
+    tokens = list(range(12))
+    plain = Chain(SPACE, 4).extend(tokens)
+    pictured = Chain(SPACE, 4).extend(tokens, [(7, b"picture")])
+    assert [a == b for a, b in zip(plain, pictured, strict=True)] == [True, False, False]
+    moved = Chain(SPACE, 4).extend(tokens, [(6, b"picture")])
+    another = Chain(SPACE, 4).extend(tokens, [(7, b"picturf")])
+    assert len({plain[1], pictured[1], moved[1], another[1]}) == 4
+    joined = Chain(SPACE, 4).extend(tokens, [(4, b"ab")])
+    split = Chain(SPACE, 4).extend(tokens, [(4, b"a"), (4, b"b")])
+    assert joined[1] != split[1]
+
+
+def test_media_of_a_complete_chunk_are_refused_and_change_nothing() -> None:
+    chain = Chain(SPACE, 4)
+    chain.extend([1, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="too late"):
+        chain.extend([6, 7, 8], [(3, b"picture")])
+    assert chain.tokens == 5
+    assert chain.extend([6, 7, 8]) == Chain(SPACE, 4).extend([1, 2, 3, 4, 5, 6, 7, 8])[1:]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1, -1],
+        [1 << 32],
+        [1 << 70],
+        [1.0],
+        ["1"],
+        np.array([1 << 32]),
+        np.array([-1]),
+        np.array([1.0]),
+        np.array([[1], [2]]),
+    ],
+)
+def test_tokens_out_of_range_are_refused_and_change_nothing(tokens: Any) -> None:
+    chain = Chain(SPACE, 2)
+    chain.extend([1])
+    with pytest.raises(ValueError, match="token ids"):
+        chain.extend(tokens)
+    assert chain.tokens == 1
+    assert chain.extend([2]) == Chain(SPACE, 2).extend([1, 2])
+
+
+def test_array_slices_are_read_in_their_own_order() -> None:
+    tokens = np.arange(40)
+    assert Chain(SPACE, 4).extend(tokens[::-2]) == Chain(SPACE, 4).extend(list(range(39, 0, -2)))
+    assert Chain(SPACE, 4).extend(range(8)) == Chain(SPACE, 4).extend(bytes(range(8)))
+
+
+def test_group_and_private_keys_are_distinct_and_32_bytes() -> None:
+    digests = Chain(SPACE, 1).extend([1, 2, 3])
+    keys = [key for group in (0, 1, 256, 65535) for key in group_keys(digests, group)]
+    keys += [private_key(SPACE, sequence, group, chunk, nonce)
+             for sequence in (0, 1) for group in (0, 1) for chunk in (0, 1) for nonce in (b"", b"a")]  # fmt: skip
+    assert len(set(keys)) == len(keys) == 12 + 16
+    assert {len(key) for key in keys} == {KEY_BYTES}
+    with pytest.raises(OverflowError):
+        group_keys(digests, 65536)
+
+
+def test_a_chain_refuses_a_wrong_namespace_or_chunk() -> None:
+    with pytest.raises(ValueError, match="32 bytes"):
+        Chain(b"short", 16)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        Chain(SPACE, 0)
