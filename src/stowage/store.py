@@ -1,0 +1,232 @@
+"""The tiered store: host arena and lower tiers as one place for chunks. Drives `core.flow` with real tiers and a clock.
+
+Owns the arena, the flow and the tiers. All methods are called from one thread, the engine's; the workers of the tiers
+only queue outcomes and call `wake`, which is the one thing here that other threads touch. No method but `wait`, `flush`
+and `close` blocks.
+
+Every chunk passes through the host arena, on its way down as well as up; without host memory there is no store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from stowage.core.events import Discard, Fetch, SourceArray, StartLoad, StartStore
+from stowage.core.flow import Flow
+from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, split_arena
+from stowage.errors import ConfigError, StorageError
+from stowage.tiers.host import HostArena
+from stowage.tiers.protocol import Described, Tier, Transfer, Waitable
+
+__all__ = ["Fetch", "TieredStore"]
+
+_SPILL_BYTES_MAX = 256 << 20
+_POLL_S = 0.002
+"""How often tiers that cannot announce their outcomes are asked."""
+
+
+class TieredStore:
+    """Chunks by key, in host and in `tiers`, fastest first.
+
+    `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
+    all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
+    Raises ConfigError (BudgetError) for sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        host_bytes: int,
+        tiers: Sequence[Tier] = (),
+        *,
+        snapshot_tokens: int = 512,
+        clock: Callable[[], float] = time.monotonic,
+        spill_bytes_max: int | None = None,
+    ) -> None:
+        if host_bytes == 0:
+            raise ConfigError(
+                "the store needs host memory, because chunks of every tier pass through it; set host to a size such as "
+                "'1GiB', or leave out the lower tiers"
+            )
+        if spill_bytes_max is not None and spill_bytes_max < 0:
+            raise ConfigError(f"spill_bytes_max is {spill_bytes_max}; it cannot be negative")
+        self.geometry = geometry
+        self.slabs = split_arena(geometry, host_bytes, snapshot_tokens)
+        self.arena = HostArena(self.slabs)
+        self.tiers = tuple(tiers)
+        if spill_bytes_max is None:
+            spill_bytes_max = min(_SPILL_BYTES_MAX, self.arena.bytes // 4)
+        self._flow = Flow(geometry, self.slabs, [tier.lookup for tier in tiers], spill_bytes_max)
+        self._clock = clock
+        self._wake = threading.Event()
+        self._all_announce = True
+        self._closed = False
+        for tier in self.tiers:
+            if isinstance(tier, Waitable):
+                tier.wake = self._wake.set
+            else:
+                self._all_announce = False
+
+    # Look-up and fetch
+
+    def lookup(self, group: int, keys: list[bytes]) -> MaskArray:
+        """The valid blocks that a fetch of each key would bring from host or the first tier that has it; 0: absent."""
+        return self._flow.lookup(group, keys, self._clock())
+
+    def sources(self, group: int, keys: list[bytes]) -> SourceArray:
+        """Where a fetch would take each key from: -1 absent, 0 host, i + 1 `tiers[i]`."""
+        return self._flow.sources(group, keys, self._clock())
+
+    def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
+        """Pin what is in host and start to promote the rest; (group, keys) pairs, keys in prompt order. Never blocks.
+
+        The fetch is final when `done`, at `deadline_s` at the latest (by `poll`). Give it back with `release`.
+        """
+        fetch = self._flow.fetch(wanted, deadline_s, self._clock())
+        self._act()
+        return fetch
+
+    def release(self, fetch: Fetch) -> None:
+        """Unpin the chunks of a fetch. One that is not done is cancelled; what is on its way comes for others."""
+        self._flow.release(fetch)
+
+    # Store
+
+    def reserve(self, group: int, keys: list[bytes], masks: MaskArray) -> IntArray:
+        """A slot to write each chunk into, for `commit` or `abort`; keys in prompt order.
+
+        -1: an empty mask; stored already, and the new valid blocks are no strict superset; on its way already; no room.
+        Chunks that nobody uses are evicted, least recently used first.
+        """
+        return self._flow.reserve(group, keys, masks)
+
+    def commit(self, slots: IntArray) -> None:
+        """The bytes are written (-1 is ignored): the chunks are found from now on, and spilled in the background."""
+        self._flow.commit(slots, self._clock())
+        self._act()
+
+    def abort(self, slots: IntArray) -> None:
+        """The bytes will not be written (-1 is ignored)."""
+        self._flow.abort(slots)
+
+    def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
+        """A slot per chunk that only the caller knows: in no look-up, pinned, never spilled. -1: no room."""
+        return self._flow.reserve_private(group, keys)
+
+    def commit_private(self, slots: IntArray) -> None:
+        """The bytes of private slots are written. They stay until `drop_private`."""
+        self._flow.commit_private(slots)
+
+    def drop_private(self, slots: IntArray) -> None:
+        """Free private slots (-1 is ignored), committed or not."""
+        self._flow.drop_private(slots)
+
+    def payload(self, slot: int, group: int) -> memoryview:
+        """The bytes of a chunk in its slot, writable."""
+        return self.arena.slot_view(slot, self.geometry.groups[group].bytes_per_chunk)
+
+    def drop_host(self) -> int:
+        """Evict every chunk from host that nobody uses. How many there were."""
+        return self._flow.drop_host()
+
+    # Driving
+
+    def poll(self) -> None:
+        """Take the outcomes of the tiers and let time pass. Cheap when nothing is under way."""
+        # Cleared before the tiers are asked: an outcome that is queued afterwards sets it again.
+        self._wake.clear()
+        if self._flow.flights():
+            for tier in self.tiers:
+                for outcome in tier.poll():
+                    self._flow.outcome(outcome.id, outcome.ok, outcome.masks, self._clock(), outcome.refused)
+        self._flow.tick(self._clock())
+        self._act()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until an outcome is queued or a deadline is due, at most `timeout_s`. May return early. Then `poll`."""
+        limit_s = min(timeout_s, self._flow.next_deadline_s - self._clock())
+        if self._flow.flights() and not self._all_announce:
+            limit_s = min(limit_s, _POLL_S)
+        if limit_s > 0:
+            self._wake.wait(limit_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to be spilled. False when that takes longer than `timeout_s`."""
+        end_s = self._clock() + timeout_s
+        self.poll()
+        while not self._flow.spills_idle():
+            left_s = end_s - self._clock()
+            if left_s <= 0:
+                return False
+            self.wait(left_s)
+            self.poll()
+        return True
+
+    def _act(self) -> None:
+        """Carry out what the flow asks for. A tier that cannot even begin has failed that transfer."""
+        actions = self._flow.take_actions()
+        while actions:
+            for action in actions:
+                tier = self.tiers[action.tier]
+                if isinstance(action, Discard):
+                    tier.discard(action.keys)
+                    continue
+                buffers = self.arena.slot_views(action.slots, action.sizes)
+                transfer = Transfer(action.id, action.keys, buffers, action.masks, action.deadline_s)
+                try:
+                    if isinstance(action, StartLoad):
+                        tier.load(transfer)
+                    else:
+                        tier.store(transfer)
+                except (StorageError, OSError):
+                    self._refused(action)
+            actions = self._flow.take_actions()
+
+    def _refused(self, action: StartLoad | StartStore) -> None:
+        none: BoolArray = np.zeros(len(action.keys), np.bool_)
+        self._flow.outcome(action.id, none, np.zeros(len(action.keys), np.uint64), self._clock(), refused=True)
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Counters since the start and gauges of now, by name; those of a tier under `tier name.`."""
+        now_s = self._clock()
+        stats: dict[str, int | float | str] = dict(self._flow.stats())
+        stats["host_bytes"] = self.arena.bytes
+        stats["hits.host"] = int(self._flow.hits[0])
+        for number, slab in enumerate(self.slabs):
+            stats[f"slab{number}.bytes_used"] = self._flow.ledger.used(number) * slab.slot_bytes
+            stats[f"slab{number}.bytes"] = slab.slots * slab.slot_bytes
+        for number, tier in enumerate(self.tiers):
+            stats[f"hits.{tier.name}"] = int(self._flow.hits[number + 1])
+            stats[f"{tier.name}.breaker"] = self._flow.breakers[number].state(now_s)
+            stats[f"{tier.name}.breaker_opened"] = self._flow.breakers[number].opened
+            if isinstance(tier, Described):
+                stats |= {f"{tier.name}.{name}": value for name, value in tier.stats().items()}
+        return stats
+
+    def check(self) -> None:
+        """Assert the invariants of everything that this store owns. Linear in the slots."""
+        self._flow.check()
+        assert self.arena.bytes == sum(slab.slots * slab.slot_bytes for slab in self.slabs)
+        assert self.arena.slots == sum(slab.slots for slab in self.slabs)
+        for before, after in zip(self.slabs, self.slabs[1:], strict=False):
+            assert before.end_bytes <= after.offset_bytes, "slab classes overlap"
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Finish the spills, close the tiers, unmap the arena, within `timeout_s`. Closing twice is the same as once.
+
+        A tier that still has not reported a transfer may yet touch its buffers: the arena then stays mapped.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        end_s = self._clock() + timeout_s
+        self.flush(timeout_s)
+        for tier in self.tiers:
+            tier.close(end_s)
+        self.poll()
+        if not self._flow.flights():
+            self.arena.close()

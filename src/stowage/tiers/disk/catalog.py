@@ -1,0 +1,150 @@
+"""Which segments are known, and the refresh that follows other processes that write in the same directory.
+
+The tier's writer changes it, under a lock that is for `check` only; others look numbers up. A number is never reused:
+a row of the index cannot come to mean another file.
+
+Invariants (`check`): names and numbers are in bijection; the index holds rows of known segments only.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from stowage.errors import FormatError
+from stowage.format import segment
+from stowage.format.segment import SegmentName
+from stowage.tiers.disk.counters import Counters
+from stowage.tiers.disk.directory import Directory
+from stowage.tiers.disk.index import Index
+from stowage.tiers.disk.survey import State, Survey, is_sealed, survey, survey_batches
+
+__all__ = ["Catalog", "Segment"]
+
+
+ROWS_AT_ONCE: Final = 1024
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment whose chunks are in the index. `end`: how far it was scanned; `complete`: nothing more will come."""
+
+    number: int
+    name: SegmentName
+    namespace: bytes
+    end: int
+    complete: bool
+
+
+class Catalog:
+    """Known segments by name and by number."""
+
+    def __init__(self, directory: Directory, index: Index, namespace: bytes, counters: Counters) -> None:
+        self._directory = directory
+        self._index = index
+        self._namespace = namespace
+        self._counters = counters
+        self._numbers = count()
+        self._by_name: dict[SegmentName, Segment] = {}
+        self._by_number: dict[int, Segment] = {}
+        self._damaged: set[SegmentName] = set()
+        self._lock = threading.RLock()
+        self.bytes_used = 0
+        self.ignored = 0
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def name_of(self, number: int) -> SegmentName | None:
+        """None if the segment is gone."""
+        known = self._by_number.get(number)
+        return known.name if known else None
+
+    def number_of(self, name: SegmentName) -> int | None:
+        known = self._by_name.get(name)
+        return known.number if known else None
+
+    def complete(self) -> set[SegmentName]:
+        """Segments that need no repair as far as is known."""
+        return {name for name, known in self._by_name.items() if known.complete}
+
+    def add(self, name: SegmentName, *, complete: bool, namespace: bytes, end: int) -> Segment:
+        """A segment that was found or made."""
+        with self._lock:
+            known = Segment(next(self._numbers), name, namespace, end, complete)
+            self._by_number[known.number] = known
+            self._by_name[name] = known
+            return known
+
+    def index_batch(self, known: Segment, entries: segment.Entries) -> None:
+        """Chunks of our namespace that were found in a segment, or written to it."""
+        for start in range(0, len(entries), ROWS_AT_ONCE):  # look-ups wait for one insertion at most
+            some = segment.select(entries[start : start + ROWS_AT_ONCE], self._namespace)
+            self._index.insert(known.number, some)
+
+    def forget(self, name: SegmentName) -> None:
+        """The segment is gone: so are its chunks."""
+        with self._lock:
+            known = self._by_name.pop(name, None)
+            if known is not None:
+                del self._by_number[known.number]
+                self._index.drop_segment(known.number)
+
+    def refresh(self) -> None:
+        """Finds new segments and new batches of live ones, drops what has vanished. Raises OSError."""
+        entries = self._directory.entries()
+        names = {entry.name for entry in entries if entry.name}
+        self.bytes_used = sum(entry.bytes for entry in entries)
+        self.ignored = max(0, len(entries) - len(names) - 2)  # the directory itself and its lock are no strangers
+        for gone in [name for name in self._by_name if name not in names]:
+            self.forget(gone)
+        self._damaged &= names
+        for entry in entries:
+            name = entry.name
+            if name is None:
+                continue
+            known = self._by_name.get(name)
+            if known is not None and known.complete:
+                continue
+            try:
+                self._follow(name, known)
+            except FileNotFoundError:
+                self.forget(name)
+            except (OSError, FormatError):
+                self._counters.add("read_errors")
+
+    def _follow(self, name: SegmentName, known: Segment | None) -> None:
+        """Indexes a new segment, or what was added to a live one."""
+        with self._directory.open_segment(name) as file:
+            if known is None:
+                found = survey(file, name, self._directory.limit_bytes, self._namespace)
+            else:
+                state = (
+                    State.SEALED if is_sealed(file, name) else State.OPEN
+                )  # asked before scanning: nothing is missed
+                found = survey_batches(file, name, Survey(state, known.namespace, [], known.end))
+        if found.state is State.EMPTY:
+            return  # in the making
+        if found.state is State.UNUSABLE:
+            if name not in self._damaged:
+                self._damaged.add(name)
+                self._counters.add("damaged_segments")
+            return
+        if known is None:
+            known = self.add(name, complete=False, namespace=found.namespace, end=found.end)
+        if found.namespace == self._namespace:
+            for entries in found.batches:
+                self.index_batch(known, entries)
+        known.end = found.end
+        known.complete = found.state is State.SEALED
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        with self._lock:
+            assert len(self._by_name) == len(self._by_number), "a segment with two numbers"
+            for number, known in self._by_number.items():
+                assert known.number == number and self._by_name[known.name] is known, "a segment under a foreign number"
+            self._index.check()
+            assert self._index.segments() <= self._by_number.keys(), "chunks of an unknown segment"

@@ -1,0 +1,208 @@
+"""Loads: a bounded queue of transfers, and the reader threads that serve it.
+
+A transfer is planned by the first free reader, cut into runs, and finished by whoever reads the last run. A run whose
+deadline has passed is not started. A reader that hangs in the kernel keeps its transfer unreported (its buffers are in
+the kernel's hands) while the other readers go on; what is queued behind expires by `expire`, which needs no reader.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.tiers.disk.reader import Reader, Result, Run, plan_runs
+from stowage.tiers.disk.shared import Shared
+from stowage.tiers.protocol import Outcome, Transfer
+
+__all__ = ["Loader"]
+
+LOG: Final = logging.getLogger("stowage.disk")
+COUNTED: Final = {Result.CORRUPT: "corrupt", Result.GONE: "vanished", Result.FAILED: "read_errors"}
+
+
+@dataclass(slots=True)
+class Flight:
+    """A transfer under way: `runs_left` runs have not reported yet."""
+
+    transfer: Transfer
+    ok: NDArray[np.bool_]
+    masks: NDArray[np.uint64]
+    runs_left: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def outcome(self) -> Outcome:
+        text = ", ".join(f"{count} of {len(self.ok)} chunks {what}" for what, count in sorted(self.failures.items()))
+        return Outcome(self.transfer.id, self.ok, self.masks, text)
+
+
+class Loader:
+    """Any thread may submit."""
+
+    def __init__(self, shared: Shared, *, readers: int) -> None:
+        self._catalog = shared.catalog
+        self._index = shared.index
+        self._counters = shared.counters
+        self._transfers_max = shared.transfers_max
+        self._clock = shared.clock
+        self._finish = shared.finish
+        self._change = threading.Condition()
+        self._queued: deque[Flight] = deque()
+        self._runs: deque[tuple[Flight, Run]] = deque()
+        self._under_way = 0
+        self._closing = False
+        self._threads = [
+            threading.Thread(
+                target=self._work,
+                args=(Reader(shared.directory, shared.namespace),),
+                name=f"stowage-disk-read-{number}",
+                daemon=True,
+            )
+            for number in range(readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def under_way(self) -> int:
+        """Transfers that were taken and not reported yet."""
+        return self._under_way
+
+    def submit(self, transfer: Transfer) -> bool:
+        """Takes the transfer, or returns False at once when the queue is full or closed."""
+        count = len(transfer.keys)
+        flight = Flight(transfer, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
+        with self._change:
+            if self._closing or self._under_way >= self._transfers_max:
+                return False
+            self._under_way += 1
+            self._queued.append(flight)
+            self._change.notify()
+        return True
+
+    def expire(self) -> None:
+        """Gives up what is queued past its deadline. Cheap when nothing is."""
+        if self._queued or self._runs:
+            now_s = self._clock()
+            self._give_up(lambda flight: flight.transfer.deadline_s < now_s)
+
+    def close(self, seconds: Callable[[], float]) -> bool:
+        """Ends the threads once the queue is empty; after `seconds()` gives up what has not begun. False: one hangs."""
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, seconds()))
+        self._give_up(lambda _: True)
+        for thread in self._threads:
+            thread.join(max(0.05, seconds()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _give_up(self, is_late: Callable[[Flight], bool]) -> None:
+        with self._change:
+            late = [flight for flight in self._queued if is_late(flight)]
+            late_runs = [item for item in self._runs if is_late(item[0])]
+            if late:
+                self._queued = deque(flight for flight in self._queued if not is_late(flight))
+            if late_runs:
+                self._runs = deque(item for item in self._runs if not is_late(item[0]))
+        for flight in late:
+            self._expired(flight, len(flight.transfer.keys))
+            self._report(flight)
+        for flight, run in late_runs:
+            self._expired(flight, len(run))
+            self._run_done(flight)
+
+    def _expired(self, flight: Flight, chunks: int) -> None:
+        self._counters.add("timed_out", chunks)
+        with self._change:
+            flight.failures["timed out"] += chunks
+
+    def _work(self, reader: Reader) -> None:
+        while True:
+            with self._change:
+                while not (self._runs or self._queued or self._closing):
+                    self._change.wait()
+                if self._runs:
+                    flight, run = self._runs.popleft()
+                elif self._queued:
+                    flight, run = self._queued.popleft(), None
+                else:
+                    return
+            try:
+                self._serve(reader, flight, run)
+            except Exception:  # the thread's outermost frame
+                self._counters.add("faults")
+                LOG.exception("a disk reader failed")
+                self._run_done(flight)
+
+    def _serve(self, reader: Reader, flight: Flight, run: Run | None) -> None:
+        late = flight.transfer.deadline_s < self._clock()
+        if run is None:
+            flight.runs_left = 1  # a planner that fails ends the flight like a failed run
+            if late:
+                self._expired(flight, len(flight.transfer.keys))
+                runs = []
+            else:
+                runs = self._plan(flight)
+            with self._change:
+                flight.runs_left += len(runs)
+                self._runs.extend((flight, run) for run in runs)
+                self._change.notify(len(runs))
+        elif late:
+            self._expired(flight, len(run))
+        else:
+            self._settle(flight, run, reader.read(run))
+        self._run_done(flight)
+
+    def _plan(self, flight: Flight) -> list[Run]:
+        """Where the chunks lie, in the order of the disk. What is absent or of another length fails here."""
+        keys, buffers = flight.transfer.keys, flight.transfer.buffers
+        found = self._index.find(keys)
+        lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
+        other = np.flatnonzero((found.segments >= 0) & (found.lengths != lengths))
+        if len(other):
+            self._counters.add("mismatched", len(other))
+            self._index.drop([keys[at] for at in other.tolist()])
+        flight.masks[:] = found.masks
+        runs = plan_runs(keys, buffers, found, self._catalog.name_of, len(self._threads))
+        absent = len(keys) - sum(map(len, runs))
+        if absent:
+            flight.failures["absent"] = absent
+        return runs
+
+    def _settle(self, flight: Flight, run: Run, results: list[Result]) -> None:
+        good = [at for at, result in enumerate(results) if result is Result.OK]
+        with self._change:
+            flight.ok[[run.positions[at] for at in good]] = True
+        self._counters.add("read_calls")
+        if good:
+            self._counters.add("reads", len(good))
+            self._counters.add("read_bytes", sum(run.buffers[at].nbytes for at in good))
+            self._index.mark_hits([run.keys[at] for at in good])
+        for at, result in enumerate(results):
+            if result is not Result.OK:
+                # Even where it was only the disk that failed: forgotten, the chunk is written anew by the next store.
+                self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
+                self._counters.add(COUNTED[result])
+                with self._change:
+                    flight.failures[result.name.lower()] += 1
+
+    def _run_done(self, flight: Flight) -> None:
+        with self._change:
+            flight.runs_left -= 1
+            if flight.runs_left > 0:
+                return
+        self._report(flight)
+
+    def _report(self, flight: Flight) -> None:
+        flight.masks[~flight.ok] = 0
+        self._finish(flight.outcome())
+        with self._change:
+            self._under_way -= 1

@@ -1,0 +1,170 @@
+"""Room in the directory: makes new segments within the limit, reclaims the oldest, repairs what killed writers left.
+
+All of it happens under the directory's lock, so that any number of processes keep one limit. A segment is made at its
+full length, and only after the sum of everything in the directory leaves room for it: nothing grows later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Final
+
+from stowage.errors import FormatError
+from stowage.format.segment import PAGE_BYTES, SegmentName, pack_segment_header
+from stowage.tiers.disk.counters import Counters
+from stowage.tiers.disk.directory import Directory, Entry, SegmentFile
+from stowage.tiers.disk.files import DISK_FULL, in_pages
+from stowage.tiers.disk.survey import State, repair
+
+__all__ = ["Created", "Room", "metadata_bytes"]
+
+LOCK_TIMEOUT_S: Final = 2.0
+SEQUENCE_MAX: Final = (1 << 63) - 1
+
+
+def metadata_bytes(segment_bytes: int) -> int:
+    """What a segment leaves free for blocks that the file system adds (extent trees: below 1/340 at the very worst)."""
+    return max(16 << 10, segment_bytes // 256 // PAGE_BYTES * PAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """A new segment, locked by its file. `victim`: the one that has to go when the next is made, if any."""
+
+    file: SegmentFile
+    name: SegmentName
+    victim: SegmentName | None
+
+
+class Room:
+    """Not for several threads at once (the tier's writer owns it)."""
+
+    def __init__(self, directory: Directory, namespace: bytes, counters: Counters) -> None:
+        self._directory = directory
+        self._namespace = namespace
+        self._counters = counters
+
+    def recover(self, timeout_s: float) -> None:
+        """At opening: repairs what killed writers left; shrinks to the limit if that was lowered. Raises OSError."""
+        with self._directory.locked(timeout_s) as held:
+            if held:
+                self._repair(self._directory.entries(), frozenset())
+                entries = self._directory.entries()
+                self._reclaim(entries, _sum(entries) - self._directory.limit_bytes, partly=True)
+
+    def create(self, segment_bytes: int, sealed: Set[SegmentName]) -> Created | None:
+        """A new segment that takes at most `segment_bytes`, or None if there is no room for it within the limit.
+
+        `sealed` are segments that need no repair. Raises OSError (a full disk only after old segments went in vain).
+        """
+        directory = self._directory
+        with directory.locked(LOCK_TIMEOUT_S) as held:
+            if not held:
+                return None
+            self._repair(directory.entries(), sealed)
+            entries = directory.entries()
+            excess = _sum(entries) + segment_bytes - directory.limit_bytes
+            if not self._reclaim(entries, excess):
+                return None
+            entries = directory.entries()
+            sequence = max((entry.name.sequence for entry in entries if entry.name), default=0)
+            name = SegmentName(min(sequence + 1, SEQUENCE_MAX), os.urandom(8))
+            file = self._make(name, segment_bytes)
+            return Created(file, name, self._next_victim(segment_bytes))
+
+    def _make(self, name: SegmentName, segment_bytes: int) -> SegmentFile:
+        """Makes the file at its full length. A full disk costs the oldest segments first."""
+        length = segment_bytes - metadata_bytes(segment_bytes)
+        file = self._directory.create_segment(name)
+        try:
+            while True:
+                try:
+                    self._directory.files.allocate(file.fd, length)
+                    break
+                except OSError as error:
+                    if error.errno not in DISK_FULL:
+                        raise
+                    self._counters.add("enospc")
+                    file.truncate(0)
+                    if not self._reclaim(self._directory.entries(), 1):
+                        raise
+            file.bytes = length
+            file.write([in_pages(pack_segment_header(name, length, self._namespace))], 0)
+        except BaseException:
+            self._discard(file, name)
+            raise
+        return file
+
+    def _discard(self, file: SegmentFile, name: SegmentName) -> None:
+        """Takes back a file that could not be made."""
+        try:
+            file.truncate(0)
+            self._directory.unlink(name)
+        except OSError:
+            self._counters.add("write_errors")
+        finally:
+            file.close()
+
+    def _reclaim(self, entries: list[Entry], excess: int, *, partly: bool = False) -> bool:
+        """Removes the oldest idle segments until `excess` bytes are free. Unless `partly`: that many, or none."""
+        chosen: list[Entry] = []
+        for entry in self._idle(entries):
+            if excess <= sum(victim.bytes for victim in chosen):
+                break
+            chosen.append(entry)
+        enough = excess <= sum(victim.bytes for victim in chosen)
+        if enough or partly:
+            for victim in chosen:
+                assert victim.name is not None
+                if not self._directory.remove_segment(victim.name):
+                    return False
+                self._counters.add("reclaimed_segments")
+        return enough
+
+    def _idle(self, entries: list[Entry]) -> Iterator[Entry]:
+        """The segments that no live writer holds, oldest first."""
+        for entry in entries:
+            if entry.name is None:
+                continue
+            try:
+                with self._directory.open_segment(entry.name) as file:
+                    idle = file.lock()
+            except (OSError, FormatError):
+                continue
+            if idle:
+                yield entry
+
+    def _repair(self, entries: list[Entry], sealed: Set[SegmentName]) -> None:
+        """Seals torn segments without a live writer, and removes what is empty."""
+        for entry in entries:
+            if entry.name is None or entry.name in sealed:
+                continue
+            try:
+                self._repair_one(entry.name)
+            except (OSError, FormatError):
+                self._counters.add("read_errors")
+
+    def _repair_one(self, name: SegmentName) -> None:
+        with self._directory.open_segment(name, writable=True) as file:
+            if not file.lock():
+                return
+            before = file.bytes
+            state = repair(file, name, self._directory.limit_bytes)
+            if state is State.EMPTY:
+                file.truncate(0)
+                self._directory.unlink(name)
+                self._counters.add("removed_leftovers")
+            elif file.bytes != before:
+                self._counters.add("repaired_segments")
+
+    def _next_victim(self, segment_bytes: int) -> SegmentName | None:
+        entries = self._directory.entries()
+        if _sum(entries) + segment_bytes <= self._directory.limit_bytes:
+            return None
+        return next((entry.name for entry in self._idle(entries)), None)
+
+
+def _sum(entries: list[Entry]) -> int:
+    return sum(entry.bytes for entry in entries)

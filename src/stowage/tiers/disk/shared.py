@@ -1,0 +1,32 @@
+"""What the reading and the writing half of the disk tier have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stowage.tiers.disk.catalog import Catalog
+from stowage.tiers.disk.counters import Counters
+from stowage.tiers.disk.directory import Directory
+from stowage.tiers.disk.index import Index
+from stowage.tiers.protocol import Outcome
+
+__all__ = ["Shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Parts that both halves use, each with a lock of its own where it needs one.
+
+    `finish` takes each outcome once, from any thread, under no lock. `transfers_max` bounds the transfers of each half
+    that were taken and not reported yet. `clock` is that of the deadlines.
+    """
+
+    directory: Directory
+    catalog: Catalog
+    index: Index
+    counters: Counters
+    namespace: bytes
+    transfers_max: int
+    clock: Callable[[], float]
+    finish: Callable[[Outcome], None]

@@ -1,0 +1,293 @@
+"""Stores: a bounded queue of transfers, and the one thread that writes, makes room, and follows other processes.
+
+Nothing raises into the caller. A disk that is full or failing makes the thread back off: transfers fail at once for a
+while (0.1 s, doubled up to 30 s), so that a broken disk costs hits and no time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from stowage.format import segment
+from stowage.format.segment import PAGE_BYTES, SegmentName
+from stowage.tiers.disk.catalog import Segment
+from stowage.tiers.disk.files import DISK_FULL, pages
+from stowage.tiers.disk.index import Found
+from stowage.tiers.disk.reader import RUN_BYTES_MAX, Reader, Result, plan_runs
+from stowage.tiers.disk.room import Room, metadata_bytes
+from stowage.tiers.disk.shared import Shared
+from stowage.tiers.disk.writer import STAGING_BYTES, ActiveSegment, Chunk
+from stowage.tiers.protocol import Outcome, Transfer
+
+__all__ = ["Storer", "segment_bytes_for"]
+
+LOG: Final = logging.getLogger("stowage.disk")
+BACK_OFF_S_MIN: Final = 0.1
+BACK_OFF_S_MAX: Final = 30.0
+REWRITE_SHARE: Final = 4
+"""Still-hot chunks of the next victim may take one part in this many of a new segment."""
+
+
+def segment_bytes_for(chunk_bytes: int) -> int:
+    """The least that a segment with one such chunk takes on disk."""
+    length = PAGE_BYTES + segment.batch_bytes([chunk_bytes]) + segment.footer_room(1)
+    total = length + metadata_bytes(length)
+    while total - metadata_bytes(total) < length:
+        total += PAGE_BYTES
+    return total
+
+
+class NoRoom(Exception):
+    """No new segment fits within the limit, because live writers or other files take the rest."""
+
+
+class Storer:
+    """Any thread may submit. Segments take `segment_bytes` on disk, `room_bytes` if a chunk is so long."""
+
+    def __init__(self, shared: Shared, room: Room, *, segment_bytes: int, room_bytes: int, refresh_s: float) -> None:
+        self._catalog = shared.catalog
+        self._index = shared.index
+        self._room = room
+        self._namespace = shared.namespace
+        self._counters = shared.counters
+        self._segment_bytes = segment_bytes
+        self._room_bytes = room_bytes
+        self._transfers_max = shared.transfers_max
+        self._refresh_s = refresh_s
+        self._clock = shared.clock
+        self._finish = shared.finish
+        self._staging = pages(STAGING_BYTES)
+        self._reader = Reader(shared.directory, shared.namespace)
+        self._change = threading.Condition()
+        self._queue: deque[Transfer] = deque()
+        self._under_way = 0
+        self._closing = False
+        self._active: tuple[ActiveSegment, Segment] | None = None
+        self._back_off_s = BACK_OFF_S_MIN
+        self._retry_at_s = float("-inf")
+        self._refresh_at_s = time.monotonic() + refresh_s
+        self._thread = threading.Thread(target=self._work, name="stowage-disk-write", daemon=True)
+        self._thread.start()
+
+    @property
+    def under_way(self) -> int:
+        """Transfers that were taken and not reported yet."""
+        return self._under_way
+
+    def submit(self, transfer: Transfer) -> bool:
+        """Takes the transfer, or returns False at once when the queue is full or closed."""
+        with self._change:
+            if self._closing or self._under_way >= self._transfers_max:
+                return False
+            self._under_way += 1
+            self._queue.append(transfer)
+            self._change.notify()
+        return True
+
+    def expire(self) -> None:
+        """Gives up what is queued past its deadline. Cheap when nothing is."""
+        if self._queue:
+            now_s = self._clock()
+            self._give_up(lambda transfer: transfer.deadline_s < now_s)
+
+    def close(self, seconds: Callable[[], float]) -> bool:
+        """Ends the thread once the queue is empty and the segment sealed. After `seconds()` what has not begun is
+        given up. False: the thread hangs."""
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        self._thread.join(max(0.0, seconds()))
+        self._give_up(lambda _: True)
+        self._thread.join(max(0.05, seconds()))
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        """Asserts the invariants. Only while nothing is stored."""
+        active = self._active
+        if active is not None:
+            active[0].check()
+
+    def _give_up(self, is_late: Callable[[Transfer], bool]) -> None:
+        with self._change:
+            late = [transfer for transfer in self._queue if is_late(transfer)]
+            if late:
+                self._queue = deque(transfer for transfer in self._queue if not is_late(transfer))
+        for transfer in late:
+            self._counters.add("timed_out", len(transfer.keys))
+            self._report(transfer, np.zeros(len(transfer.keys), np.bool_), "timed out in the queue")
+
+    def _report(self, transfer: Transfer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]], error: str = "") -> None:
+        self._finish(Outcome(transfer.id, ok, transfer.masks.copy(), error))
+        with self._change:
+            self._under_way -= 1
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                if not (self._queue or self._closing):
+                    self._change.wait(max(0.0, self._refresh_at_s - time.monotonic()))
+                transfer = self._queue.popleft() if self._queue else None
+                done = self._closing and transfer is None
+            try:
+                if done:
+                    self._seal()
+                    self._catalog.refresh()  # so that the last statistics are right
+                    return
+                self._refresh_when_due()
+            except OSError:
+                self._counters.add("read_errors")
+            except Exception:  # the thread's outermost frame
+                self._counters.add("faults")
+                LOG.exception("following the cache directory failed")
+            if done:
+                return
+            if transfer is not None:
+                self._serve(transfer)
+
+    def _refresh_when_due(self) -> None:
+        started_s = time.monotonic()
+        if started_s < self._refresh_at_s:
+            return
+        try:
+            self._catalog.refresh()
+        finally:
+            now_s = time.monotonic()
+            self._refresh_at_s = now_s + max(self._refresh_s, 20 * (now_s - started_s))
+
+    def _serve(self, transfer: Transfer) -> None:
+        ok = np.zeros(len(transfer.keys), np.bool_)
+        error = ""
+        now_s = self._clock()
+        try:
+            if transfer.deadline_s < now_s:
+                self._counters.add("timed_out", len(ok))
+                error = "timed out in the queue"
+            elif now_s < self._retry_at_s:
+                self._counters.add("backed_off", len(ok))
+                error = "the disk failed lately"
+            else:
+                self._store(transfer, ok)
+                error = "" if ok.all() else "some chunks do not fit"
+        except NoRoom:
+            self._counters.add("no_room")
+            self._back_off()
+            error = "no room within the limit"
+        except OSError as failure:
+            self._counters.add("enospc" if failure.errno in DISK_FULL else "write_errors")
+            self._back_off()
+            error = f"the disk failed: {failure.strerror}"
+        except Exception:  # the thread's outermost frame
+            self._counters.add("faults")
+            LOG.exception("the disk writer failed")
+            self._seal()
+            error = "the disk writer failed"
+        self._report(transfer, ok, error)
+
+    def _back_off(self) -> None:
+        self._seal()
+        self._retry_at_s = self._clock() + self._back_off_s
+        self._back_off_s = min(2 * self._back_off_s, BACK_OFF_S_MAX)
+
+    def _seal(self) -> None:
+        """Closes the active segment. One that cannot be sealed is scanned by whoever opens it."""
+        if self._active is None:
+            return
+        active, known = self._active
+        self._active = None
+        try:
+            active.seal()
+            self._counters.add("sealed_segments")
+        except OSError:
+            known.complete, known.end = False, active.end
+            self._counters.add("write_errors")
+
+    def _store(self, transfer: Transfer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+        """Writes the transfer in batches; sets `ok` for what is written and indexed. Raises OSError, NoRoom."""
+        waiting: list[tuple[int, Chunk]] = []
+        for at, (key, mask, buffer) in enumerate(
+            zip(transfer.keys, transfer.masks.tolist(), transfer.buffers, strict=True)
+        ):
+            if mask and buffer.nbytes and segment_bytes_for(buffer.nbytes) <= self._room_bytes:
+                waiting.append((at, (key, mask, buffer)))
+            else:
+                self._counters.add("refused")
+        while waiting:
+            head = waiting[: segment.BATCH_CHUNKS_MAX]
+            lengths = [chunk[2].nbytes for _, chunk in head]
+            active, known = self._segment_for(lengths)
+            count = active.fitting(lengths)
+            assert count, "a new segment without room for the chunk that it was made for"
+            self._append(active, known, [chunk for _, chunk in head[:count]])
+            ok[[at for at, _ in head[:count]]] = True
+            del waiting[:count]
+        self._back_off_s = BACK_OFF_S_MIN
+
+    def _append(self, active: ActiveSegment, known: Segment, chunks: list[Chunk]) -> None:
+        self._catalog.index_batch(known, active.append(chunks))
+        self._counters.add("writes", len(chunks))
+        self._counters.add("write_bytes", sum(chunk[2].nbytes for chunk in chunks))
+
+    def _segment_for(self, lengths: list[int]) -> tuple[ActiveSegment, Segment]:
+        """The active segment if the first payload fits, else a new one."""
+        if self._active is not None:
+            active, known = self._active
+            gone = self._catalog.name_of(known.number) is None  # somebody removed the file
+            if active.fitting(lengths[:1]) and not gone:
+                return self._active
+        self._seal()
+        created = self._room.create(max(self._segment_bytes, segment_bytes_for(lengths[0])), self._catalog.complete())
+        if created is None:
+            raise NoRoom
+        active = ActiveSegment(created.file, created.name, self._namespace, self._staging)
+        known = self._catalog.add(created.name, complete=True, namespace=self._namespace, end=PAGE_BYTES)
+        self._active = active, known
+        self._catalog.refresh()
+        if created.victim is not None:
+            self._rewrite(active, known, created.victim, lengths[0])
+        return self._active
+
+    def _rewrite(self, active: ActiveSegment, known: Segment, victim: SegmentName, keep_bytes: int) -> None:
+        """Copies chunks that were hit, from the segment that goes next. Leaves room for a chunk of `keep_bytes`."""
+        number = self._catalog.number_of(victim)
+        if number is None:
+            return
+        keys, found = self._index.hits(number)
+        padded = [segment.round_up(length) for length in found.lengths.tolist()]
+        room = active.file.bytes - active.end - segment_bytes_for(keep_bytes)
+        budget = min(active.file.bytes // REWRITE_SHARE, room)
+        at = 0
+        while at < len(keys):
+            start = at
+            while at < len(keys) and at - start < segment.BATCH_CHUNKS_MAX:
+                if at > start and sum(padded[start : at + 1]) > RUN_BYTES_MAX:
+                    break
+                at += 1
+            budget -= sum(padded[start:at]) + 2 * PAGE_BYTES
+            if budget < 0:
+                return
+            self._copy(active, known, keys[start:at], found.part(slice(start, at)))
+
+    def _copy(self, active: ActiveSegment, known: Segment, keys: list[bytes], found: Found) -> None:
+        """Reads the chunks of one batch, and appends what verifies."""
+        lengths = found.lengths.tolist()
+        memory = pages(sum(map(segment.round_up, lengths)))
+        buffers = []
+        at = 0
+        for length in lengths:
+            buffers.append(memory[at : at + length])
+            at += segment.round_up(length)
+        chunks: list[Chunk] = []
+        for run in plan_runs(keys, buffers, found, self._catalog.name_of, 1):
+            for n, result in enumerate(self._reader.read(run)):
+                if result is Result.OK:
+                    chunks.append((run.keys[n], run.masks[n], run.buffers[n]))
+        if chunks and active.fitting([chunk[2].nbytes for chunk in chunks]) == len(chunks):
+            self._append(active, known, chunks)
+            self._counters.add("rewritten", len(chunks))

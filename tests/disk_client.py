@@ -1,0 +1,164 @@
+"""A caller of the disk tier as simple as can be: blocking stores and loads of chunks whose bytes follow from keys."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stowage.tiers.disk import DiskTier
+from stowage.tiers.protocol import Outcome, Transfer
+
+NAMESPACE = hashlib.sha256(b"a namespace").digest()
+NEVER_S = 1e18
+
+
+def key(name: object) -> bytes:
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+def payload(chunk: bytes, length: int) -> bytes:
+    """The only bytes that may ever be read under that key."""
+    return hashlib.shake_128(chunk).digest(length)
+
+
+def aligned(lengths: Sequence[int]) -> list[memoryview]:
+    """Buffers as the arena has them: each begins on a page."""
+    padded = [(length + 4095) // 4096 * 4096 for length in lengths]
+    memory = memoryview(mmap.mmap(-1, max(4096, sum(padded))))
+    starts = np.cumsum([0, *padded]).tolist()
+    return [memory[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+
+
+def used_bytes(directory: Path) -> int:
+    """Everything in the directory, itself included, by length or by blocks: whichever is larger."""
+    total = 0
+    for path in (directory, *directory.iterdir()):
+        status = path.lstat()
+        total += max(status.st_size, status.st_blocks * 512)
+    return total
+
+
+def steady_bytes(directory: Path) -> int:
+    """`used_bytes` of one moment although other processes are at work: two listings that agree."""
+
+    def listing() -> dict[str, tuple[int, int]]:
+        found = {}
+        for path in (directory, *directory.iterdir()):
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                return {}
+            found[path.name] = (status.st_ino, max(status.st_size, status.st_blocks * 512))
+        return found
+
+    while True:
+        first, second = listing(), listing()
+        if first and first == second:
+            return sum(size for _, size in first.values())
+
+
+class Client:
+    """One open tier. Waits for each transfer; anything that takes a minute is a failure."""
+
+    def __init__(self, directory: Path, limit_bytes: int = 64 << 20, *, namespace: bytes = NAMESPACE, **options: Any):
+        self.directory = directory
+        self.tier = DiskTier(directory, limit_bytes, namespace, **options)
+        self.limit_bytes = limit_bytes
+        self._woken = threading.Event()
+        self.tier.wake = self._woken.set
+        self._ids = iter(range(1 << 30))
+        self._waiting: dict[int, Outcome] = {}
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, seconds: float = 30.0) -> None:
+        self.tier.close(time.monotonic() + seconds)
+
+    def stats(self) -> dict[str, Any]:
+        return self.tier.stats()
+
+    def begin(self, verb: str, transfer: Transfer) -> int:
+        (self.tier.store if verb == "store" else self.tier.load)(transfer)
+        return transfer.id
+
+    def transfer(
+        self,
+        keys: list[bytes],
+        buffers: list[memoryview],
+        masks: Sequence[int] | None = None,
+        deadline_s: float = NEVER_S,
+    ) -> Transfer:
+        valid = np.array(masks if masks is not None else [1] * len(keys), np.uint64)
+        return Transfer(next(self._ids), keys, buffers, valid, deadline_s)
+
+    def outcome(self, number: int, seconds: float = 60.0) -> Outcome:
+        until_s = time.monotonic() + seconds
+        while number not in self._waiting:
+            self._woken.wait(max(0.0, min(0.1, until_s - time.monotonic())))
+            self._woken.clear()
+            for outcome in self.tier.poll():
+                self._waiting[outcome.id] = outcome
+            assert time.monotonic() < until_s, "no outcome"
+        return self._waiting.pop(number)
+
+    def store(self, keys: list[bytes], lengths: Sequence[int], masks: Sequence[int] | None = None) -> Outcome:
+        buffers = aligned(lengths)
+        for chunk, buffer in zip(keys, buffers, strict=True):
+            buffer[:] = payload(chunk, buffer.nbytes)
+        return self.outcome(self.begin("store", self.transfer(keys, buffers, masks)))
+
+    def load(self, keys: list[bytes], lengths: Sequence[int]) -> Outcome:
+        """Loads and holds the promise: what is ok is exact, whatever else happened."""
+        buffers = aligned(lengths)
+        outcome = self.outcome(self.begin("load", self.transfer(keys, buffers)))
+        for ok, chunk, buffer in zip(outcome.ok.tolist(), keys, buffers, strict=True):
+            assert not ok or bytes(buffer) == payload(chunk, buffer.nbytes), "other bytes than were stored"
+        assert (outcome.masks[~outcome.ok] == 0).all()
+        return outcome
+
+    def hits(self, keys: list[bytes]) -> list[bool]:
+        return [bool(mask) for mask in self.tier.lookup(keys)]
+
+    def wait_for(self, keys: list[bytes], seconds: float = 20.0) -> None:
+        """Until look-ups find all of them."""
+        until_s = time.monotonic() + seconds
+        while not all(self.hits(keys)):
+            assert time.monotonic() < until_s, "never found"
+            time.sleep(0.01)
+
+    def check(self) -> None:
+        self.tier.check()
+        assert self.stats()["faults"] == 0
+
+
+def segments(directory: Path) -> list[Path]:
+    """The segment files, oldest first."""
+    return sorted(directory.glob("*.seg"))
+
+
+def only_segment(directory: Path) -> Path:
+    (path,) = segments(directory)
+    return path
+
+
+def descriptors(directory: Path) -> Iterator[str]:
+    """What this process has open in the directory."""
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:
+            continue
+        if target.startswith(str(directory)):
+            yield target
