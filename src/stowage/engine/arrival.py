@@ -1,0 +1,353 @@
+"""How a sequence gets its prefix: the longest boundary that device, host and lower tiers can serve together.
+
+Owns admissions that are under way. ``begin`` asks the device first and the tiers for the rest, takes all blocks that
+the prefix needs at once (so that two half-admitted sequences never wait for each other), and starts one fetch;
+``arrive`` copies what came into the blocks. A chunk that failed is refused for the rest of the request's life and the
+admission is tried again without it, so every retry is shorter than the one before. Never waits for a tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.core.geometry import NULL_BLOCK, Kind
+from stowage.core.plan import CopyPlan, Incomplete, load_plan
+from stowage.core.reuse import longest_boundary
+from stowage.engine.pace import Pace
+from stowage.engine.pool import BlockPool, blocks_needed
+from stowage.engine.residency import Residency
+from stowage.engine.sequence import Phase, Sequence
+from stowage.errors import TransferError
+from stowage.store import Fetch
+
+HOST = 0
+
+
+@dataclass(slots=True)
+class Need:
+    """What one group needs on the device to resume at the boundary."""
+
+    pool: BlockPool
+    first: int
+    held: NDArray[np.int64]
+    chunks: list[int] = field(default_factory=list)
+    sources: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
+
+    @property
+    def lacking(self) -> int:
+        """Blocks to allocate. A recurrent group always needs one: the live state, beside the snapshot that it begins
+        from.
+        """
+        return 1 if self.pool.group.kind is Kind.RECURRENT else int((self.held == NULL_BLOCK).sum())
+
+    @property
+    def retained(self) -> list[int]:
+        found: list[int] = self.held[self.held != NULL_BLOCK].tolist()
+        return found
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One admission on its way: the fetch brings ``needs[i].chunks`` for each group that lacks some."""
+
+    sequence: Sequence
+    boundary: int
+    needs: list[Need]
+    fetch: Fetch | None
+    began_s: float
+
+
+class Arrivals:
+    """Admissions under way."""
+
+    def __init__(
+        self, residency: Residency, boundary_tokens: int, step_tokens_max: int, pace: Pace, clock: Callable[[], float]
+    ) -> None:
+        self._residency = residency
+        self._boundary_tokens = boundary_tokens
+        self._step_tokens_max = step_tokens_max
+        self._pace = pace
+        self._clock = clock
+        self._pending: dict[int, Arrival] = {}
+        self._tier_names = ["host"]
+        if residency.store is not None:
+            self._tier_names += [tier.name for tier in residency.store.tiers]
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [arrival.sequence for arrival in self._pending.values()]
+
+    def begin(self, sequence: Sequence, alone: bool) -> bool:
+        """Admit ``sequence``: afterwards it is RUNNING or LOADING. False, and nothing taken, while blocks are lacking.
+
+        ``alone``: no other sequence holds blocks, so waiting would not help and only what the prefix needs is asked
+        for.
+        """
+        sequence.restart()
+        sequence.keys.extend(sequence.tokens, len(sequence.tokens))
+        boundary, needs = self._choose(sequence)
+        for need in needs:
+            need.pool.retain(need.retained)
+        if not self._room(sequence, needs, alone):
+            self._give_back(needs)
+            return False
+        self._take_blocks(sequence, boundary, needs)
+        wanted = [(n.pool.group.index, self._keys(sequence, n)) for n in needs if n.chunks]
+        arrival = Arrival(sequence, boundary, needs, None, self._clock())
+        if wanted:
+            assert self._residency.store is not None
+            deadline_s = arrival.began_s + self._pace.load_limit_s(boundary)
+            arrival.fetch = self._residency.store.fetch(wanted, deadline_s)
+            if not arrival.fetch.done:
+                sequence.phase = Phase.LOADING
+                self._pending[sequence.id] = arrival
+                return True
+        self._arrive(arrival)
+        return True
+
+    def poll(self) -> list[Sequence]:
+        """Finish what has come; return the sequences that are no longer loading: RUNNING, or WAITING again when a chunk
+        failed.
+        """
+        finished = [a for a in self._pending.values() if a.fetch is not None and a.fetch.done]
+        for arrival in finished:
+            del self._pending[arrival.sequence.id]
+            self._arrive(arrival)
+        return [arrival.sequence for arrival in finished]
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop loading ``sequence`` and take its blocks."""
+        arrival = self._pending.pop(sequence.id)
+        self._undo(arrival)
+
+    # choosing the boundary
+
+    def _choose(self, sequence: Sequence) -> tuple[int, list[Need]]:
+        """The boundary to resume at, and each group's need: device alone unless the tiers reach further and are worth
+        it.
+        """
+        residency, length = self._residency, len(sequence.tokens)
+        keys = [sequence.keys.of(pool.group.index) for pool in residency.pools]
+        device = [pool.lookup(k) for pool, k in zip(residency.pools, keys, strict=True)]
+        near = longest_boundary(residency.strategies, device, length, self._boundary_tokens)
+        if residency.store is None:
+            return near, self._needs(sequence, near)
+        below = [residency.store.lookup(i, k) for i, k in enumerate(keys)]
+        if sequence.refused:
+            for masks, group in zip(below, keys, strict=True):
+                masks[[k in sequence.refused for k in group]] = 0
+        both = [d | b for d, b in zip(device, below, strict=True)]
+        far = longest_boundary(residency.strategies, both, length, self._boundary_tokens)
+        if far > near:
+            needs = self._needs(sequence, far)
+            if self._pace.worth_loading(far - near, self._bytes_of_tier(sequence, needs)):
+                return far, needs
+            residency.counters.loads_refused += 1
+        return near, self._needs(sequence, near)
+
+    def _needs(self, sequence: Sequence, boundary: int) -> list[Need]:
+        needs = []
+        for pool, strategy in zip(self._residency.pools, self._residency.strategies, strict=True):
+            per_chunk = pool.group.blocks_per_chunk
+            wanted = strategy.needed_blocks(boundary)
+            keys = sequence.keys.of(pool.group.index)
+            chunks = strategy.needed(boundary)
+            found = np.array([pool.find(keys[c]) for c in chunks], dtype=np.int64).reshape(-1)
+            offset = chunks.start * per_chunk
+            held = found[wanted.start - offset : wanted.stop - offset]
+            need = Need(pool, wanted.start, held)
+            lacking = np.flatnonzero(held == NULL_BLOCK) + wanted.start
+            need.chunks = np.unique(lacking // per_chunk).tolist()
+            needs.append(need)
+        return needs
+
+    def _bytes_of_tier(self, sequence: Sequence, needs: list[Need]) -> dict[int, int]:
+        assert self._residency.store is not None
+        total: dict[int, int] = {}
+        for need in needs:
+            sources = self._residency.store.sources(need.pool.group.index, self._keys(sequence, need))
+            for tier, count in zip(*np.unique(sources, return_counts=True), strict=True):
+                if tier > HOST:
+                    total[int(tier)] = total.get(int(tier), 0) + int(count) * need.pool.group.bytes_per_chunk
+        return total
+
+    def _keys(self, sequence: Sequence, need: Need) -> list[bytes]:
+        keys = sequence.keys.of(need.pool.group.index)
+        return [keys[chunk] for chunk in need.chunks]
+
+    # taking blocks
+
+    def _room(self, sequence: Sequence, needs: list[Need], alone: bool) -> bool:
+        for need in needs:
+            asked = need.lacking
+            if not alone:
+                layout = self._residency.layout.blocks[need.pool.group.index]
+                whole = blocks_needed(layout, len(sequence.tokens), self._step_tokens_max)
+                asked = max(asked, whole - len(need.retained))
+            if asked > need.pool.available:
+                return False
+        return True
+
+    def _give_back(self, needs: list[Need]) -> None:
+        for need in needs:
+            need.pool.release(need.retained)
+
+    def _take_blocks(self, sequence: Sequence, boundary: int, needs: list[Need]) -> None:
+        """Fill the block tables up to ``boundary``: holes, then what the device had, with new blocks in between."""
+        for need in needs:
+            group, table = need.pool.group, sequence.tables[need.pool.group.index]
+            fresh = need.pool.allocate(need.lacking)
+            assert fresh is not None, "room was checked"
+            if group.kind is Kind.RECURRENT:
+                table.append(fresh)
+                continue
+            blocks = need.held.copy()
+            blocks[blocks == NULL_BLOCK] = fresh
+            table.append([NULL_BLOCK] * need.first + blocks.tolist())
+            sequence.freed[group.index] = need.first
+            sequence.stored[group.index] = boundary // group.chunk_tokens
+
+    # arriving
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Copy what came into its blocks; the sequence is RUNNING afterwards, or WAITING again with the failed chunks
+        refused.
+        """
+        sequence = arrival.sequence
+        if not self._load(arrival):
+            self._undo(arrival)
+            sequence.phase = Phase.WAITING
+            return
+        self._account(arrival)
+        for need in arrival.needs:
+            if need.pool.group.kind is Kind.RECURRENT:
+                need.pool.release(need.retained)  # the snapshot was only copied from
+        if arrival.fetch is not None and self._residency.store is not None:
+            self._residency.store.release(arrival.fetch)
+        sequence.computed = arrival.boundary
+        sequence.phase = Phase.RUNNING
+
+    def _undo(self, arrival: Arrival) -> None:
+        if arrival.fetch is not None and self._residency.store is not None:
+            self._residency.store.release(arrival.fetch)
+        for need in arrival.needs:
+            if need.pool.group.kind is Kind.RECURRENT:
+                need.pool.release(need.retained)
+        self._residency.drop(arrival.sequence)
+
+    def _load(self, arrival: Arrival) -> bool:
+        if not arrival.boundary:
+            return True
+        fetched = iter(range(len(arrival.needs)))
+        complete = True
+        for need in arrival.needs:
+            place = next(fetched) if need.chunks else None
+            if need.pool.group.kind is Kind.RECURRENT:
+                complete &= self._load_state(arrival, need, place)
+            elif place is not None:
+                complete &= self._load_chunks(arrival, need, place)
+        return complete
+
+    def _load_chunks(self, arrival: Arrival, need: Need, place: int) -> bool:
+        sequence, group = arrival.sequence, need.pool.group
+        assert arrival.fetch is not None
+        strategy = self._residency.strategies[group.index]
+        table = sequence.table(group.index)
+        slots = dict(zip(need.chunks, arrival.fetch.slots[place].tolist(), strict=True))
+        masks = np.zeros(max(need.chunks) + 1, dtype=np.uint64)
+        masks[need.chunks] = arrival.fetch.masks[place]
+        already = np.zeros(need.first + len(need.held), dtype=np.bool_)
+        already[need.first :] = need.held != NULL_BLOCK
+        plan = load_plan(strategy, arrival.boundary, slots, masks, table, already)
+        if isinstance(plan, Incomplete):
+            self._refuse(sequence, group.index, plan.chunks.tolist())
+            return False
+        if not self._copy_in(plan.copies, need.pool):
+            self._refuse(sequence, group.index, need.chunks)
+            return False
+        self._name(sequence, need)
+        return True
+
+    def _load_state(self, arrival: Arrival, need: Need, place: int | None) -> bool:
+        """Put the boundary's snapshot into the live block, from the device's own snapshot or from a slot."""
+        sequence, pool = arrival.sequence, need.pool
+        live = int(sequence.table(pool.group.index)[0])
+        if place is None:
+            pool.storage[live].copy_(pool.storage[need.retained[0]])
+            return True
+        assert arrival.fetch is not None
+        slots = arrival.fetch.slots[place]
+        chunk = need.chunks[0]
+        plan = CopyPlan(pool.group.index, np.array([live]), slots, np.zeros(1, dtype=np.int64))
+        if slots[0] < 0 or not self._copy_in(plan, pool):
+            self._refuse(sequence, pool.group.index, [chunk])
+            return False
+        self._residency.cache_state(pool, sequence.keys.of(pool.group.index)[chunk], live)
+        return True
+
+    def _copy_in(self, plan: CopyPlan, pool: BlockPool) -> bool:
+        assert self._residency.transfer is not None
+        try:
+            self._residency.transfer.load(plan, pool.storage)
+        except TransferError:
+            self._residency.counters.copies_failed += 1
+            return False
+        return True
+
+    def _refuse(self, sequence: Sequence, group: int, chunks: list[int]) -> None:
+        keys = sequence.keys.of(group)
+        sequence.refused.update(keys[chunk] for chunk in chunks)
+
+    def _name(self, sequence: Sequence, need: Need) -> None:
+        """Let the loaded chunks be found on the device."""
+        per_chunk, table = need.pool.group.blocks_per_chunk, sequence.table(need.pool.group.index)
+        for chunk, key in zip(need.chunks, self._keys(sequence, need), strict=True):
+            blocks = table[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
+            need.pool.name(key, blocks + [NULL_BLOCK] * (per_chunk - len(blocks)))
+
+    def _account(self, arrival: Arrival) -> None:
+        """Say where the reused tokens came from: by the chunks of the group that keeps the most tokens."""
+        sequence = arrival.sequence
+        reused = dict.fromkeys(["device", *self._tier_names], 0)
+        elapsed_s = self._clock() - arrival.began_s
+        if arrival.boundary:
+            sources = self._sources(arrival)
+            edges = [min(arrival.boundary, edge) for edge in sources]
+            names = list(sources.values())
+            for begin, end, name in zip([0, *edges[1:]], [*edges[1:], arrival.boundary], names, strict=True):
+                reused[name] += end - begin
+            self._residency.counters.tokens_reused += arrival.boundary
+        if arrival.fetch is not None:
+            self._measure(arrival, elapsed_s)
+        sequence.reused = reused
+
+    def _sources(self, arrival: Arrival) -> dict[int, str]:
+        """First token of each needed chunk, and where it came from, for the group with the most needed tokens."""
+        primary = max(arrival.needs, key=lambda n: len(n.held) * n.pool.group.block_tokens)
+        group = primary.pool.group
+        fetched = [n for n in arrival.needs if n.chunks]
+        came: dict[int, str] = {}
+        if primary.chunks and arrival.fetch is not None:
+            place = next(i for i, n in enumerate(fetched) if n is primary)
+            tiers = arrival.fetch.sources[place].tolist()
+            came = {c: self._tier_names[t] for c, t in zip(primary.chunks, tiers, strict=True)}
+        chunks = self._residency.strategies[group.index].needed(arrival.boundary)
+        return {chunk * group.chunk_tokens: came.get(chunk, "device") for chunk in chunks} or {0: "device"}
+
+    def _measure(self, arrival: Arrival, elapsed_s: float) -> None:
+        """Teach the pace what the slowest tier of this fetch delivered."""
+        assert arrival.fetch is not None
+        fetched = [n for n in arrival.needs if n.chunks]
+        total: dict[int, int] = {}
+        for need, sources in zip(fetched, arrival.fetch.sources, strict=True):
+            for tier in sources[sources > HOST].tolist():
+                total[tier] = total.get(tier, 0) + need.pool.group.bytes_per_chunk
+        for tier, nbytes in total.items():
+            self._pace.loaded(tier, nbytes, elapsed_s)

@@ -1,0 +1,95 @@
+"""The two ends of a request: what a prompt is made of, and when and with what a completion ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+from stowage.engine.layers import ModelLayout
+from stowage.engine.request import Completion
+from stowage.engine.sequence import Sequence
+from stowage.errors import RequestError
+
+
+def prompt_tokens(prompt: Any, tokenizer: Any, layout: ModelLayout) -> list[int]:
+    """Token ids of a prompt: text, token ids, or chat messages (``[{"role": ..., "content": ...}]``, through the
+    model's template).
+
+    Raises ``RequestError`` for an empty prompt, one longer than the context, a token outside the vocabulary, or text
+    without a tokenizer.
+    """
+    tokens = _tokenize(prompt, tokenizer)
+    if not tokens:
+        raise RequestError("the prompt is empty; give at least one token.")
+    if len(tokens) > layout.context_tokens:
+        raise RequestError(
+            f"the prompt is {len(tokens)} tokens long, above the context of {layout.context_tokens}: shorten it."
+        )
+    wrong = next((t for t in tokens if not 0 <= t < layout.vocab), None)
+    if wrong is not None:
+        raise RequestError(f"token {wrong} is outside the model's vocabulary of {layout.vocab}.")
+    return tokens
+
+
+def _tokenize(prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, Items) and not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
+        return list(prompt)
+    if tokenizer is None:
+        raise RequestError("this model has no tokenizer; give the prompt as token ids.")
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        return list(ids)
+    if not isinstance(prompt, Items) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
+    ):
+        raise RequestError("a prompt is text, a list of token ids, or a list of messages with role and content.")
+    return _apply_chat_template(prompt, tokenizer)
+
+
+def _apply_chat_template(messages: Any, tokenizer: Any) -> list[int]:
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise RequestError("this model's tokenizer has no chat template; give the prompt as text.")
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+    return list(encoded["input_ids"])
+
+
+def eos_ids(model: Any) -> frozenset[int]:
+    """Tokens that end a sequence: of the generation config, or of the config where that says nothing."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return frozenset([value] if isinstance(value, int) else value)
+    return frozenset()
+
+
+def is_over(sequence: Sequence, token: int, eos: frozenset[int]) -> str:
+    """Why ``sequence`` ends with ``token``, or an empty string."""
+    params = sequence.params
+    if sequence.text.stopped or token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+        return "stop"
+    if len(sequence.tokens) - sequence.prompt_tokens >= sequence.new_tokens_max:
+        return "length"
+    return ""
+
+
+def complete(sequence: Sequence, reason: str) -> Completion:
+    """The completion of a sequence that has ended."""
+    times, new = sequence.times, sequence.new_tokens
+    decode_s = times.finished_s - times.first_token_s
+    return Completion(
+        text=sequence.text.text,
+        token_ids=new,
+        finish_reason=reason,
+        prompt_tokens=sequence.prompt_tokens,
+        reused_tokens=dict(sequence.reused),
+        ttft_s=max(0.0, times.first_token_s - times.arrived_s),
+        decode_tokens_per_s=(len(new) - 1) / decode_s if len(new) > 1 and decode_s > 0 else 0.0,
+        logprobs=sequence.logprobs if sequence.params.logprobs else None,
+        prompt_logprobs=sequence.prompt_logprobs if sequence.params.prompt_logprobs else None,
+        preemptions=sequence.preemptions,
+    )

@@ -1,0 +1,88 @@
+"""What weights are: a digest of their content, so that two models never share a key and a copy of the same model always
+does.
+
+The design's cheaper identity (config, tensor headers and sizes) cannot tell a fine-tuned checkpoint from its base: same
+names, same shapes, same sizes. Reading the bytes costs little beside loading them (BLAKE3 hashes several GB/s per
+core), and the digest of a file that has not changed is remembered by size, inode and times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+_REMEMBERED_MAX = 512
+
+
+def of_checkpoint(directory: Path, files: Iterable[Path], cache_directory: Path | None = None) -> str:
+    """Hex digest over the names and contents of ``files``, which lie in ``directory``."""
+    known = _Remembered((cache_directory or default_cache_directory()) / "identities.json")
+    whole = blake3()
+    for path in sorted(files):
+        whole.update(path.relative_to(directory).as_posix().encode() + b"\0")
+        whole.update(bytes.fromhex(known.digest(path)))
+    known.save()
+    return whole.hexdigest()
+
+
+def of_parameters(model: Any) -> str:
+    """Hex digest over the names, shapes, types and values of a model in memory."""
+    import torch
+
+    whole = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(model.state_dict().items()):
+        whole.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        whole.update(memoryview(raw.numpy()))
+    return whole.hexdigest()
+
+
+def default_cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/stowage``, or ``~/.cache/stowage``."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "stowage"
+
+
+class _Remembered:
+    """Digests of files by what changes whenever a file does: device, inode, size, modification and change time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._changed = False
+        try:
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            loaded = {}
+        valid = isinstance(loaded, dict) and all(isinstance(v, str) and len(v) == 64 for v in loaded.values())
+        self._digests: dict[str, str] = loaded if valid else {}
+
+    def digest(self, path: Path) -> str:
+        stat = path.stat()
+        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+        if key not in self._digests:
+            self._digests[key] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+            self._changed = True
+        return self._digests[key]
+
+    def save(self) -> None:
+        """Write the digests beside the old ones and put them in place at once; a failure only costs the next start some
+        time.
+        """
+        if not self._changed:
+            return
+        kept = dict(list(self._digests.items())[-_REMEMBERED_MAX:])
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
+            ) as file:
+                json.dump(kept, file)
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""From a name to a model: where the checkpoint is, whether it is whole, and the model and tokenizer that Transformers
+builds of it.
+
+Owns the checks before and after loading. A checkpoint that is missing something is refused: Transformers would fill the
+gap with random numbers and answer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stowage.engine import identity, layers
+from stowage.errors import CheckpointError, ConfigError
+
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run, its tokenizer if it has one, and the digest of its weights."""
+
+    model: Any
+    tokenizer: Any
+    identity: str
+    name: str
+
+
+def load(model: Any, dtype: str = "auto", tokenizer: Any = None) -> Loaded:
+    """Load ``model``: a directory, a hub id, or a Transformers model that is in memory already.
+
+    Raises ``CheckpointError`` for a checkpoint that is missing, damaged or incomplete, ``UnsupportedModelError`` for a
+    family that this version refuses, ``ConfigError`` for an unknown ``dtype``.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
+    if not isinstance(model, str | Path):
+        layers.refuse_unsupported(model.config)
+        return Loaded(model.eval(), tokenizer, identity.of_parameters(model), type(model).__name__)
+    directory = find(str(model))
+    files = check_files(directory)
+    config = _config(directory)
+    layers.refuse_unsupported(config)
+    return Loaded(
+        model=_load_model(directory, dtype),
+        tokenizer=tokenizer or _load_tokenizer(directory),
+        identity=identity.of_checkpoint(directory, [directory / "config.json", *files]),
+        name=str(model),
+    )
+
+
+def find(name: str) -> Path:
+    """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
+    ``HF_HUB_OFFLINE`` are honoured).
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise CheckpointError(
+            f"{name} does not exist. Give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B."
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name!r} is no directory here, and the hub did not give it: {reason}. Check the spelling and the "
+            "network; for a private model set HF_TOKEN; to use what was downloaded before set HF_HUB_OFFLINE=1. "
+            "A tiny model to try with: stowage tiny llama ./tiny"
+        ) from error
+
+
+def check_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, after checking that all are there and that each is as long as its header
+    says.
+    """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short."
+        )
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [directory / name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
+    else:
+        files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        old = sorted(p.name for p in directory.glob("*.bin"))
+        if old:
+            raise CheckpointError(
+                f"{directory} holds only {old[0]}, a pickle, which can run code when it is opened and is refused. "
+                "Convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+            )
+        raise CheckpointError(
+            f"{directory} holds no model*.safetensors file: its download was cut short, or the weights are elsewhere."
+        )
+    for path in files:
+        _check_file(path)
+    return files
+
+
+def _check_file(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; download the checkpoint again.")
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
+
+
+def _config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory / 'config.json'} is not a config that Transformers understands: {error}"
+        ) from error
+
+
+def _load_model(directory: Path, dtype: str) -> Any:
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if report.get(what):
+            first = sorted(map(str, report[what]))[0]
+            raise CheckpointError(
+                f"{directory} is incomplete: {len(report[what])} {what.replace('_', ' ')}, the first is {first}. "
+                "Such weights would be random numbers; download the checkpoint again."
+            )
+    return model.eval()
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise CheckpointError(f"the tokenizer in {directory} cannot be loaded: {error}") from error

@@ -1,0 +1,80 @@
+"""What goes into the engine and what comes out: a request's handle, pieces of text, a finished completion."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from stowage.engine.sampler import TokenLogprob
+from stowage.errors import StowageError
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request.
+
+    ``finish_reason``: ``stop`` (end of sequence, stop token or stop string), ``length``, ``cancelled``.
+    ``reused_tokens``: prompt tokens that were not computed, by where they came from (``device``, ``host``, ``disk``).
+    ``ttft_s``: seconds from submission to the first token. ``decode_tokens_per_s``: tokens after the first over the
+    seconds that they took, 0 for a single token.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    reused_tokens: Mapping[str, int]
+    ttft_s: float
+    decode_tokens_per_s: float
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a completion as it grows: text that is certain, and the tokens since the last piece. The last has
+    ``completion``.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+    error: StowageError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The handle of a submitted prompt. ``on_delta`` is called on the engine's thread and must not block."""
+
+    id: int
+    on_delta: Callable[[Delta], None] | None = None
+    completion: Completion | None = None
+    error: StowageError | None = None
+    cancelled: bool = False
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the request has ended, at most ``timeout_s``; whether it has."""
+        return self._done.wait(timeout_s)
+
+    def result(self) -> Completion:
+        """The completion of a request that has ended. Raises the request's own error."""
+        if self.error is not None:
+            raise self.error
+        assert self.completion is not None, "the request has not ended"
+        return self.completion
+
+    def deliver(self, delta: Delta) -> None:
+        """Hand a piece to whoever listens; called by the engine."""
+        if delta.completion is not None or delta.error is not None:
+            self.completion, self.error = delta.completion, delta.error
+        if self.on_delta is not None:
+            self.on_delta(delta)
+        if delta.completion is not None or delta.error is not None:
+            self._done.set()

@@ -1,0 +1,185 @@
+"""Where the KV of running sequences lies: block tables are filled, finished chunks are kept, unseen blocks are freed.
+
+Owns the movement between sequences, device pools and the tiered store after tokens were computed. How a sequence gets
+its first blocks is ``arrival``'s business, how it leaves and comes back under pressure ``spill``'s. Never computes,
+never waits.
+
+    settle(sequence)       chunks complete?  -> named in the pool (device prefix cache)
+                                             -> copied to an arena slot, committed (host; the store spills it further)
+                           blocks unseen?    -> released (they stay findable until someone needs the room)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+
+from stowage.core.geometry import NULL_BLOCK, Kind
+from stowage.core.groups import GroupStrategy
+from stowage.core.plan import CopyPlan, store_plan
+from stowage.engine.layers import ModelLayout
+from stowage.engine.pool import BlockPool
+from stowage.engine.sequence import Sequence
+from stowage.errors import TransferError
+from stowage.store import TieredStore
+from stowage.transfer.protocol import Transfer
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the engine began."""
+
+    copies_failed: int = 0
+    preemptions: int = 0
+    preemptions_recomputed: int = 0
+    loads_refused: int = 0
+    tokens_reused: int = 0
+    tokens_computed: int = 0
+
+
+class Residency:
+    """Device pools and the store behind them, seen from sequences."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        pools: Items[BlockPool],
+        strategies: Items[GroupStrategy],
+        store: TieredStore | None,
+        transfer: Transfer | None,
+        snapshot_tokens: int,
+    ) -> None:
+        self.layout = layout
+        self.pools = pools
+        self.strategies = strategies
+        self.store = store
+        self.transfer = transfer
+        self.snapshot_tokens = snapshot_tokens
+        self.counters = Counters()
+
+    def extend(self, sequence: Sequence, end: int) -> bool:
+        """Give ``sequence`` blocks for its tokens up to ``end``; all of them or none."""
+        lacking = []
+        for pool in self.pools:
+            if pool.group.kind is Kind.RECURRENT:
+                lacking.append(0)
+                continue
+            lacking.append(max(0, -(-end // pool.group.block_tokens) - len(sequence.tables[pool.group.index])))
+        if any(count > pool.available for pool, count in zip(self.pools, lacking, strict=True)):
+            return False
+        for pool, count in zip(self.pools, lacking, strict=True):
+            if count:
+                sequence.tables[pool.group.index].append(pool.allocate(count) or [])
+        return True
+
+    def settle(self, sequence: Sequence) -> None:
+        """Keep what became complete, and free what no later query sees. Call after ``sequence.computed`` has grown."""
+        sequence.keys.extend(sequence.tokens, sequence.computed)
+        for pool, strategy in zip(self.pools, self.strategies, strict=True):
+            group = pool.group
+            if group.kind is Kind.RECURRENT:
+                self._snapshot(sequence, pool)
+                continue
+            if sequence.computed // group.chunk_tokens > sequence.stored[group.index]:
+                self._keep(sequence, pool, strategy)
+            self._free_unseen(sequence, pool, strategy)
+
+    def _keep(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
+        group = pool.group
+        table = sequence.table(group.index)
+        chunks, masks = strategy.storable(sequence.computed, sequence.stored[group.index], table)
+        sequence.stored[group.index] = sequence.computed // group.chunk_tokens
+        every_key = sequence.keys.of(group.index)
+        keys = [every_key[chunk] for chunk in chunks.tolist()]
+        for key, chunk in zip(keys, chunks.tolist(), strict=True):
+            pool.name(key, table[chunk * group.blocks_per_chunk : (chunk + 1) * group.blocks_per_chunk].tolist())
+        if self.store is None or not keys:
+            return
+        slots = self.store.reserve(group.index, keys, masks)
+        self.copy_out(pool, store_plan(group, chunks, masks, slots, table), slots)
+
+    def copy_out(self, pool: BlockPool, plan: CopyPlan, slots: np.ndarray, *, private: bool = False) -> bool:
+        """Carry out a store plan into reserved ``slots`` (-1: none) and commit them, or give them back when a copy
+        fails (case F2).
+        """
+        assert self.store is not None and self.transfer is not None
+        held = slots[slots >= 0]
+        if not len(held):
+            return True
+        try:
+            self.transfer.store(plan, pool.storage)
+        except TransferError:
+            self.counters.copies_failed += 1
+            if private:
+                self.store.drop_private(held)
+            else:
+                self.store.abort(held)
+            return False
+        if private:
+            self.store.commit_private(held)
+        else:
+            self.store.commit(held)
+        return True
+
+    def _free_unseen(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
+        index = pool.group.index
+        first = strategy.first_live_block(sequence.computed)
+        if first > sequence.freed[index]:
+            pool.release(sequence.tables[index].take(sequence.freed[index], first))
+            sequence.freed[index] = first
+
+    def _snapshot(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Keep the state after exactly ``computed`` tokens, if this is a place where one is wanted and it is not known
+        yet.
+        """
+        group = pool.group
+        chunk, rest = divmod(sequence.computed, group.block_tokens)
+        if rest or not chunk or not self._wants_snapshot(sequence, group.block_tokens):
+            return
+        key = sequence.keys.of(group.index)[chunk - 1]
+        live = int(sequence.table(group.index)[0])
+        if not pool.lookup([key])[0]:
+            self.cache_state(pool, key, live)
+        if self.store is not None:
+            slots = self.store.reserve(group.index, [key], np.ones(1, dtype=np.uint64))
+            self.copy_out(pool, state_plan(pool, live, slots), slots)
+
+    def _wants_snapshot(self, sequence: Sequence, grid: int) -> bool:
+        places = ((sequence.prompt_tokens - 1) // grid * grid, sequence.prompt_tokens // grid * grid)
+        return sequence.computed % self.snapshot_tokens == 0 or sequence.computed in places
+
+    def cache_state(self, pool: BlockPool, key: bytes, live: int) -> None:
+        """Copy the state in block ``live`` to a block of its own, findable as ``key``, if the pool has room to
+        spare.
+        """
+        spare = pool.allocate(1)
+        if spare is None:
+            return
+        pool.storage[spare[0]].copy_(pool.storage[live])
+        pool.name(key, spare)
+        pool.release(spare)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take all device blocks from ``sequence``; what is named stays findable."""
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.release(table.clear())
+
+    def check(self, sequences: Items[Sequence]) -> None:
+        """Assert that exactly the blocks in the tables of ``sequences`` are in use, besides the pools' own
+        invariants.
+        """
+        for pool in self.pools:
+            pool.check()
+            held = [int(b) for s in sequences for b in s.table(pool.group.index) if b != NULL_BLOCK]
+            assert len(set(held)) == pool.blocks - pool.available, (
+                f"group {pool.group.index}: blocks in use that no sequence has"
+            )
+
+
+def state_plan(pool: BlockPool, block: int, slots: np.ndarray) -> CopyPlan:
+    """The copy between one block of recurrent state and its slot; empty when the slot is -1."""
+    held = slots[slots >= 0]
+    count = len(held)
+    return CopyPlan(pool.group.index, np.full(count, block, dtype=np.int64), held, np.zeros(count, dtype=np.int64))

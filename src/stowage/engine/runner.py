@@ -1,0 +1,83 @@
+"""Runs forwards: from work on sequences to logits.
+
+Owns the model and how a batch of work is cut into forwards: one flattened forward where the family allows it; for
+recurrent families all single tokens as one batch and each run by itself. Never decides what is computed, and never
+samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stowage.core.groups import GroupStrategy
+from stowage.engine import attention
+from stowage.engine.layers import ModelLayout
+from stowage.engine.paged_cache import PagedCache
+from stowage.engine.pool import BlockPool
+from stowage.engine.step import Step, Work, build, current, order
+
+
+class Runner:
+    """Computes work on a Transformers model whose KV cache lies in ``pools``."""
+
+    def __init__(
+        self, model: Any, layout: ModelLayout, pools: Sequence[BlockPool], strategies: Sequence[GroupStrategy]
+    ) -> None:
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+        self._model = model
+        self._layout = layout
+        self._pools = pools
+        self._strategies = strategies
+        recurrent = layout.recurrent
+        self._recurrent = pools[recurrent.group.index] if recurrent else None
+        self._cache = PagedCache(model.config.num_hidden_layers, self._recurrent)
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[Work]) -> list[Tensor]:
+        """Compute ``work`` and return, in its order, each item's logits: ``[1, vocab]`` of its last token, or ``[count,
+        vocab]``; float32.
+        """
+        ordered = order(work)
+        found: dict[int, Tensor] = {}
+        for part in self._forwards(ordered):
+            logits = self._forward(part)
+            sizes = [w.count if w.every_logit else 1 for w in part]
+            found.update(zip(map(id, part), torch.split(logits, sizes), strict=True))
+        return [found[id(w)] for w in work]
+
+    def _forwards(self, work: list[Work]) -> list[list[Work]]:
+        if self._layout.ragged:
+            return [work]
+        singles = [w for w in work if w.count == 1 and w.start > 0]
+        return ([singles] if singles else []) + [[w] for w in work if w.count > 1 or w.start == 0]
+
+    def _forward(self, work: list[Work]) -> Tensor:
+        step = build(work, self._pools, self._strategies, self._model.dtype)
+        batched = not self._layout.ragged and len(work) > 1
+        shape = (len(work), 1) if batched else (1, step.ids.shape[0])
+        if self._recurrent is not None:
+            blocks = [int(w.sequence.table(self._recurrent.group.index)[0]) for w in work]
+            self._cache.bind_states(blocks, fresh=work[0].start == 0)
+        token = current.set(step)
+        try:
+            logits = self._call(step, shape, batched)
+        finally:
+            current.reset(token)
+        self._cache.unbind_states()
+        return logits
+
+    def _call(self, step: Step, shape: tuple[int, int], batched: bool) -> Tensor:
+        out = self._model(
+            input_ids=step.ids.view(shape),
+            position_ids=step.positions.view(shape),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1 if batched else step.logit_rows,
+        )
+        logits: Tensor = out.logits
+        return logits.reshape(-1, logits.shape[-1]).float()

@@ -1,0 +1,111 @@
+"""From logits to tokens: greedy or sampled, reproducible by seed.
+
+Owns the sampling parameters and one random generator per sequence, so that what a sequence draws never depends on its
+neighbours, on preemption or on how its prefix arrived. Filters apply in the order temperature, top-k, top-p (Holtzman
+et al., arXiv:1904.09751), min-p (Nguyen et al., arXiv:2407.01082), which is the order of Transformers' own logits
+processors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stowage.errors import RequestError
+
+LOGPROBS_MAX = 50
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a completion is drawn and when it ends.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off. ``seed`` ``None`` draws
+    anew each time. ``logprobs`` n > 0 reports the chosen token's log-probability and the n likeliest of the unfiltered
+    distribution; ``prompt_logprobs`` the log-probability of every prompt token that had to be computed. A ``stop``
+    string ends the text before it; a token of ``stop_token_ids`` (and, unless ``ignore_eos``, the model's own end of
+    sequence) ends it after it.
+
+    Raises ``RequestError`` for a value out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        problems = {
+            f"max_new_tokens must be at least 1, not {self.max_new_tokens}": self.max_new_tokens < 1,
+            f"temperature must be a finite number from 0, not {self.temperature}": not 0 <= self.temperature < math.inf,
+            f"top_k must be 0 (off) or more, not {self.top_k}": self.top_k < 0,
+            f"top_p must be above 0 and at most 1, not {self.top_p}": not 0 < self.top_p <= 1,
+            f"min_p must be from 0 to below 1, not {self.min_p}": not 0 <= self.min_p < 1,
+            f"logprobs must be from 0 to {LOGPROBS_MAX}, not {self.logprobs}": not 0 <= self.logprobs <= LOGPROBS_MAX,
+            "stop must be a sequence of non-empty strings": isinstance(self.stop, str) or "" in self.stop,
+            f"seed must be from 0 to 2**63 - 1, not {self.seed}": self.seed is not None and not 0 <= self.seed < 2**63,
+        }
+        for problem, true in problems.items():
+            if true:
+                raise RequestError(f"{problem}.")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural logarithm) of a chosen token, and the likeliest ``(token_id, logprob)`` at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Draws the tokens of one sequence."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def draw(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
+        """The next token from ``logits`` ``[vocab]``, float32, with its log-probability when asked for."""
+        if self.params.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial(self._filtered(logits), 1, generator=self._generator))
+        return token, self._report(logits, token) if self.params.logprobs else None
+
+    def _filtered(self, logits: Tensor) -> Tensor:
+        """Probabilities ``[vocab]`` after temperature and filters."""
+        params = self.params
+        scaled = logits / params.temperature
+        if 0 < params.top_k < scaled.numel():
+            least = scaled.topk(params.top_k).values[-1]
+            scaled = scaled.masked_fill(scaled < least, -math.inf)
+        if params.top_p < 1:
+            ordered, order = scaled.softmax(-1).sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= params.top_p
+            scaled = scaled.index_fill(0, order[beyond], -math.inf)
+        probabilities = scaled.softmax(-1)
+        if params.min_p > 0:
+            probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0.0)
+        return probabilities
+
+    def _report(self, logits: Tensor, token: int) -> TokenLogprob:
+        logprobs = logits.log_softmax(-1)
+        values, ids = logprobs.topk(min(self.params.logprobs, logprobs.numel()))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenLogprob(token, float(logprobs[token]), top)

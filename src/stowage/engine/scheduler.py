@@ -1,0 +1,144 @@
+"""What is computed next: continuous batching under a token budget, with prefill in pieces and preemption.
+
+Owns the queues. Every step takes one token of each decoding sequence first, then pieces of prefills, then admits
+waiting sequences while the budget lasts. When a block is lacking the youngest sequence is preempted, so the oldest
+always gets on and every request ends. It never waits for a tier: a sequence whose prefix is on its way is simply not
+ready yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from stowage.core.geometry import Kind
+from stowage.engine.arrival import Arrivals
+from stowage.engine.residency import Residency
+from stowage.engine.sequence import Phase, Sequence, recurrent_cuts
+from stowage.engine.spill import Spill
+from stowage.engine.step import Work
+
+
+class Scheduler:
+    """Queues of sequences and the choice of each step's work."""
+
+    def __init__(
+        self, residency: Residency, arrivals: Arrivals, spill: Spill, step_tokens_max: int, sequences_max: int
+    ) -> None:
+        self._residency = residency
+        self._arrivals = arrivals
+        self._spill = spill
+        self._step_tokens_max = step_tokens_max
+        self._sequences_max = sequences_max
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running or len(self._arrivals))
+
+    @property
+    def loading(self) -> int:
+        return len(self._arrivals)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Work]:
+        """The next step's work; empty when every sequence waits for a tier, or there is none."""
+        self._collect_arrived()
+        work: list[Work] = []
+        budget = self._step_tokens_max
+        for sequence in list(self.running):
+            if sequence.phase is Phase.RUNNING and len(sequence.tokens) - sequence.computed == 1:
+                budget -= self._take(sequence, 1, work)
+        for sequence in list(self.running):
+            if sequence.phase is Phase.RUNNING and len(sequence.tokens) - sequence.computed > 1 and budget > 0:
+                budget -= self._take(sequence, budget, work)
+        while budget > 0 and (admitted := self._admit()) is not None:
+            if admitted.phase is Phase.RUNNING:
+                budget -= self._take(admitted, budget, work)
+        return [w for w in work if isinstance(w.sequence, Sequence) and w.sequence.phase is Phase.RUNNING]
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take ``sequence`` out of every queue and give its memory back, whatever it is doing."""
+        if sequence.phase is Phase.LOADING:
+            self._arrivals.cancel(sequence)
+        elif sequence.phase is Phase.PREEMPTED:
+            self._spill.forget(sequence)
+        elif sequence.phase is Phase.RUNNING:
+            self._residency.drop(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.phase = Phase.FINISHED
+
+    def _collect_arrived(self) -> None:
+        for sequence in self._arrivals.poll():
+            if sequence.phase is Phase.RUNNING:
+                self.running.append(sequence)
+            else:
+                self.waiting.appendleft(sequence)
+
+    def _admit(self) -> Sequence | None:
+        """Move the first waiting sequence on, if there is room; later ones never overtake it."""
+        if not self.waiting or len(self.running) + len(self._arrivals) >= self._sequences_max:
+            return None
+        sequence = self.waiting[0]
+        alone = not self.running and not len(self._arrivals)
+        if sequence.phase is Phase.PREEMPTED:
+            admitted = self._spill.back(sequence, headroom_blocks=0 if alone else 1 + len(self.running))
+        else:
+            admitted = self._arrivals.begin(sequence, alone)
+        if not admitted:
+            return None
+        if sequence.phase is not Phase.WAITING:  # WAITING again: something failed to load, it is tried anew without it
+            self.waiting.popleft()
+        if sequence.phase is Phase.RUNNING:
+            self.running.append(sequence)
+        return sequence
+
+    def _take(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
+        """Add a piece of ``sequence`` to ``work``, preempting younger ones for room if needed; return its tokens."""
+        count = min(budget, len(sequence.tokens) - sequence.computed, self._cut(sequence) - sequence.computed)
+        while not self._residency.extend(sequence, sequence.computed + count):
+            victim = self.running[-1]
+            if victim is not sequence:
+                self._preempt(victim)
+            elif len(self.running) > 1:
+                self._preempt(sequence)
+                return 0
+            elif count > 1:
+                count = max(1, count // 2)  # alone: loading ones may hold the rest; go on in smaller pieces
+            else:
+                return 0
+        work.append(Work(sequence, sequence.computed, count, sequence.params.prompt_logprobs))
+        return count
+
+    def _cut(self, sequence: Sequence) -> int:
+        """Where computing must stop at the latest, for a snapshot of recurrent state."""
+        recurrent = self._residency.layout.recurrent
+        if recurrent is None:
+            return len(sequence.tokens)
+        return recurrent_cuts(sequence, recurrent.group, self._residency.snapshot_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._spill.out(sequence)
+        self.waiting.appendleft(sequence)
+
+    def check(self) -> None:
+        """Assert that every sequence is in exactly one queue that fits its phase, and that no block is held
+        otherwise.
+        """
+        assert all(s.phase is Phase.RUNNING for s in self.running)
+        assert all(s.phase in (Phase.WAITING, Phase.PREEMPTED) for s in self.waiting)
+        everyone = [*self.running, *self.waiting, *self._arrivals.sequences]
+        assert len({s.id for s in everyone}) == len(everyone), "a sequence is in two queues"
+        assert len(self._spill) == sum(1 for s in self.waiting if s.phase is Phase.PREEMPTED)
+        if not len(self._arrivals):
+            self._residency.check(everyone)
+        for pool in self._residency.pools:
+            assert pool.group.kind is not Kind.RECURRENT or all(
+                len(s.table(pool.group.index)) == 1 for s in self.running
+            )

@@ -1,0 +1,197 @@
+"""One forward, described: which tokens of which sequences, and where each group finds and puts their keys and values.
+
+Owns the arithmetic between sequences and tensors. It is rebuilt from the sequences for every forward and holds no truth
+of its own, so the batch can be built anew at any time (case A).
+
+    flattened tokens   | d0 d1 d2 | p p p p p p p | q q q q |
+                         decoding   one prefill     another       (single tokens first, then runs of one sequence each)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stowage.core.geometry import Group, Kind
+from stowage.core.groups import GroupStrategy
+from stowage.engine.pool import PADDING_BLOCK, BlockPool
+
+
+class HasTables(Protocol):
+    """What a step needs of a sequence."""
+
+    tokens: list[int]
+
+    def table(self, group: int) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute ``count`` tokens of ``sequence`` from position ``start``; their blocks are allocated."""
+
+    sequence: HasTables
+    start: int
+    count: int
+    every_logit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """Single tokens. ``blocks`` is ``[sequences, blocks]``; ``bias`` ``[sequences, 1, 1, keys]`` is 0 or -inf, or
+    ``None`` when all is seen.
+    """
+
+    blocks: torch.Tensor
+    keys: int
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    """A run of one sequence: flattened tokens ``[begin, end)``, its ``keys`` in ``blocks``; ``bias`` ``None`` means
+    plainly causal.
+    """
+
+    begin: int
+    end: int
+    blocks: torch.Tensor
+    keys: int
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One attention group's part of a step: where new tokens go (``rows``, ``places``: ``[tokens]``), and what the
+    queries read.
+    """
+
+    pool: BlockPool
+    rows: torch.Tensor
+    places: torch.Tensor
+    decode: DecodeStep | None
+    prefills: tuple[PrefillStep, ...]
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward. ``positions`` and ``ids`` are flat; ``logit_rows`` are the flattened tokens whose logits are
+    wanted.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    decodes: int
+    of_layer: dict[int, GroupStep] = field(default_factory=dict)
+
+
+current: ContextVar[Step] = ContextVar("stowage_step")
+
+
+def order(work: Sequence[Work]) -> list[Work]:
+    """Single tokens first, runs after them; otherwise in the given order."""
+    return sorted(work, key=lambda w: w.count > 1)
+
+
+def build(
+    work: Sequence[Work], pools: Sequence[BlockPool], strategies: Sequence[GroupStrategy], dtype: torch.dtype
+) -> Step:
+    """The step that computes ``work`` (see ``order``), for the attention groups among ``pools``."""
+    decodes = sum(1 for w in work if w.count == 1)
+    ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
+    positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
+    ends = np.cumsum([w.count for w in work])
+    wanted = [np.arange(end - w.count, end) if w.every_logit else [end - 1] for w, end in zip(work, ends, strict=True)]
+    step = Step(
+        ids=torch.tensor(ids, dtype=torch.long),
+        positions=torch.from_numpy(positions),
+        logit_rows=torch.from_numpy(np.concatenate(wanted).astype(np.int64)),
+        decodes=decodes,
+    )
+    for pool, strategy in zip(pools, strategies, strict=True):
+        if pool.group.kind is not Kind.RECURRENT:
+            group_step = _group_step(work, decodes, positions, pool, strategy, dtype)
+            step.of_layer.update(dict.fromkeys(pool.group.layers, group_step))
+    return step
+
+
+def _group_step(
+    work: Sequence[Work],
+    decodes: int,
+    positions: NDArray[np.int64],
+    pool: BlockPool,
+    strategy: GroupStrategy,
+    dtype: torch.dtype,
+) -> GroupStep:
+    group = pool.group
+    tables = [w.sequence.table(group.index) for w in work]
+    blocks_of = positions // group.block_tokens
+    begins = np.concatenate([[0], np.cumsum([w.count for w in work])])
+    rows = np.concatenate([table[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
+    assert (rows > PADDING_BLOCK).all(), "a token has no block to go to"
+    return GroupStep(
+        pool=pool,
+        rows=torch.from_numpy(rows),
+        places=torch.from_numpy(positions % group.block_tokens),
+        decode=_decode_step(work[:decodes], tables, group, strategy, dtype) if decodes else None,
+        prefills=tuple(
+            _prefill_step(w, int(begins[i]), tables[i], group, strategy, dtype)
+            for i, w in enumerate(work)
+            if i >= decodes
+        ),
+    )
+
+
+def _decode_step(
+    work: Sequence[Work], tables: list[NDArray[np.int64]], group: Group, strategy: GroupStrategy, dtype: torch.dtype
+) -> DecodeStep:
+    size = group.block_tokens
+    firsts = [strategy.first_live_block(w.start) for w in work]
+    seen = [tables[i][first : w.start // size + 1] for i, (w, first) in enumerate(zip(work, firsts, strict=True))]
+    blocks = np.full((len(work), max(map(len, seen))), PADDING_BLOCK, dtype=np.int64)
+    for row, table in zip(blocks, seen, strict=True):
+        row[: len(table)] = table
+    positions = np.array([w.start for w in work])
+    bases = np.array(firsts) * size
+    keys = int((positions - bases).max()) + 1
+    allowed = _visible(group, positions[:, None], bases[:, None] + np.arange(keys)[None])
+    bias = None if allowed.all() else _bias(allowed, dtype)[:, None, None]
+    return DecodeStep(torch.from_numpy(blocks), keys, bias)
+
+
+def _prefill_step(
+    work: Work, begin: int, table: NDArray[np.int64], group: Group, strategy: GroupStrategy, dtype: torch.dtype
+) -> PrefillStep:
+    first = strategy.first_live_block(work.start)
+    end = work.start + work.count
+    blocks = table[first : (end - 1) // group.block_tokens + 1]
+    base = first * group.block_tokens
+    keys = end - base
+    bias = None
+    whole = group.kind is Kind.FULL or end <= group.window  # no query of the run is too far from the first key
+    if work.start > base or not whole:
+        positions = np.arange(work.start, end)
+        bias = _bias(_visible(group, positions[:, None], base + np.arange(keys)[None]), dtype)
+    assert (blocks > PADDING_BLOCK).all(), "a query needs a block that is gone"
+    return PrefillStep(begin, begin + work.count, torch.from_numpy(blocks.copy()), keys, bias)
+
+
+def _visible(group: Group, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which key positions each query position reads."""
+    allowed = keys <= queries
+    if group.kind is Kind.SLIDING:
+        allowed &= keys > queries - group.window
+    elif group.kind is Kind.CHUNKED:
+        allowed &= keys >= queries // group.window * group.window
+    return allowed
+
+
+def _bias(allowed: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+    bias = torch.zeros(allowed.shape, dtype=dtype)
+    return bias.masked_fill_(torch.from_numpy(~allowed), float("-inf"))

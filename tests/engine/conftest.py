@@ -1,0 +1,113 @@
+"""Tiny checkpoints, built once per run, and plain Transformers as the reference that every engine answer is held
+against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stowage.config import Memory
+from stowage.engine.engine import Engine
+from stowage.engine.sampler import SamplingParams
+from stowage.testing import tiny_models
+
+LOGPROB_BOUND = 2e-4
+"""float32 sums in another order: the largest difference of a log-probability that is not an error."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Reference:
+    """Plain ``generate()`` of one family."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._known: dict[tuple[tuple[int, ...], int], Answer] = {}
+
+    def answer(self, prompt: list[int], new_tokens: int) -> Answer:
+        key = (tuple(prompt), new_tokens)
+        if key not in self._known:
+            ids = torch.tensor([prompt])
+            options = {
+                "attention_mask": torch.ones_like(ids),  # generate() would take a pad token in a prompt for padding
+                "max_new_tokens": new_tokens,
+                "do_sample": False,
+                "eos_token_id": None,
+                "pad_token_id": 0,
+            }
+            with torch.inference_mode():
+                out = self.model.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
+            tokens = out.sequences[0, len(prompt) :]
+            logprobs = torch.stack(out.logits, 1)[0].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+            self._known[key] = Answer(tokens.tolist(), logprobs.tolist())
+        return self._known[key]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def checkpoint(family: str, context_tokens: int = 4096) -> Path:
+        path = root / f"{family}-{context_tokens}"
+        size = tiny_models.TinySize(context_tokens=context_tokens)
+        return path if path.exists() else tiny_models.write(family, path, size)
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: Callable[..., Path]) -> Callable[[str], Reference]:
+    known: dict[str, Reference] = {}
+
+    def reference(family: str) -> Reference:
+        if family not in known:
+            known[family] = Reference(checkpoints(family))
+        return known[family]
+
+    return reference
+
+
+@pytest.fixture
+def engines(checkpoints: Callable[..., Path]) -> Iterator[Callable[..., Engine]]:
+    """Engines on tiny checkpoints, closed at the test's end after checking their invariants."""
+    opened: list[Engine] = []
+
+    def engine(family: str, context_tokens: int = 4096, **memory: object) -> Engine:
+        made = Engine(checkpoints(family, context_tokens), Memory(**({"device_kv": "8MiB"} | memory)))  # type: ignore[arg-type]
+        opened.append(made)
+        return made
+
+    yield engine
+    for made in opened:
+        if not made._closing:
+            made.check()
+            made.close()
+
+
+def random_prompt(length: int, seed: int = 0, vocab: int = 512) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, vocab, (length,), generator=generator).tolist()
+
+
+def greedy(new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, logprobs=1)
+
+
+def assert_same(completion: object, answer: Answer) -> None:
+    """The completion's tokens are the reference's, and so are its log-probabilities within the bound."""
+    assert completion.token_ids == answer.tokens  # type: ignore[attr-defined]
+    found = [report.logprob for report in completion.logprobs]  # type: ignore[attr-defined]
+    assert max(abs(a - b) for a, b in zip(found, answer.logprobs, strict=True)) < LOGPROB_BOUND

@@ -1,0 +1,182 @@
+"""Bad input gets a clear error that says what to do, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from stowage.config import Memory
+from stowage.engine.engine import Engine
+from stowage.engine.loading import find
+from stowage.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    DirectoryError,
+    RequestError,
+    UnsupportedModelError,
+)
+from stowage.testing import tiny_models
+from tests.engine.conftest import assert_same, greedy, random_prompt
+
+
+@pytest.fixture
+def damaged(checkpoints, tmp_path):
+    return shutil.copytree(checkpoints("llama"), tmp_path / "model")
+
+
+def test_missing_directory(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Engine(tmp_path / "nowhere")
+
+
+def test_unknown_hub_id():
+    with pytest.raises(CheckpointError, match="stowage tiny"):
+        find("nobody/no-such-model")
+
+
+def test_a_file_is_no_checkpoint(damaged):
+    with pytest.raises(CheckpointError, match=r"directory that holds config\.json"):
+        Engine(damaged / "model.safetensors")
+
+
+def test_empty_directory(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        Engine(tmp_path)
+
+
+def test_truncated_weights(damaged):
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged"):
+        Engine(damaged)
+
+
+def test_missing_tensor(damaged):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(damaged / "model.safetensors")
+    tensors.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="q_proj"):
+        Engine(damaged)
+
+
+def test_missing_shard(damaged):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="is missing"):
+        Engine(damaged)
+
+
+def test_pickled_weights_are_refused(damaged):
+    (damaged / "model.safetensors").unlink()
+    (damaged / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match="pickle"):
+        Engine(damaged)
+
+
+def test_damaged_config(damaged):
+    (damaged / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Engine(damaged)
+
+
+def test_family_that_is_not_supported(damaged):
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(
+        json.dumps(config | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+    )
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        Engine(damaged)
+
+
+def test_rope_that_depends_on_the_batch(damaged):
+    config = json.loads((damaged / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (damaged / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        Engine(damaged)
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_budget_for_no_sequence_says_the_least(family, checkpoints):
+    """The least that the message names works."""
+    with pytest.raises(BudgetError, match=r"--device-kv (\d+)KiB") as caught:
+        Engine(checkpoints(family), Memory(device_kv="1KiB"))
+    least = str(caught.value).split("--device-kv ")[1].split()[0]
+    with Engine(checkpoints(family), Memory(device_kv=least, step_tokens_max=1024)) as engine:
+        assert len(engine.generate([random_prompt(4)], greedy(2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_budget_for_one_long_sequence_says_the_least(family, checkpoints, references):
+    prompt = random_prompt(2000)
+    with Engine(checkpoints(family), Memory(device_kv="400KiB", step_tokens_max=64)) as engine:
+        with pytest.raises(BudgetError, match="--device-kv") as caught:
+            engine.generate([prompt], greedy(20))
+        (short,) = engine.generate([prompt[:20]], greedy(4))
+        assert_same(short, references(family).answer(prompt[:20], 4))
+    least = str(caught.value).split("--device-kv ")[1].rstrip(".")
+    with Engine(checkpoints(family), Memory(device_kv=least, step_tokens_max=64)) as engine:
+        assert_same(engine.generate([prompt], greedy(20))[0], references(family).answer(prompt, 20))
+
+
+def test_host_too_small_for_one_chunk(checkpoints):
+    with pytest.raises(BudgetError):
+        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8KiB"))
+
+
+def test_prompts_that_cannot_be_served(engines, references):
+    engine = engines("llama", context_tokens=128)
+    for prompt, text in (
+        (random_prompt(129), "context of 128"),
+        ([], "empty"),
+        ([5, 600], "vocabulary"),
+        ([-1], "vocabulary"),
+        (3.5, "a prompt is text"),
+        ([{"role": "user"}], "role and content"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            engine.generate([prompt], greedy(2))
+    (completion,) = engine.generate([random_prompt(120)], greedy(50))
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 9, "the context ends the answer"
+
+
+def test_one_bad_prompt_does_not_hurt_the_others(engines, references):
+    engine = engines("llama", context_tokens=128)
+    good = engine.submit(random_prompt(50), greedy(30))
+    with pytest.raises(RequestError):
+        engine.submit([], greedy(2))
+    assert good.wait(60)
+    assert len(good.result().token_ids) == 30
+
+
+def test_unknown_dtype(checkpoints):
+    with pytest.raises(ConfigError, match="bfloat16"):
+        Engine(checkpoints("llama"), dtype="float8")
+
+
+def test_directory_of_another_user(checkpoints, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    foreign = tmp_path / "cache"
+    foreign.mkdir(mode=0o700)
+    os.chown(foreign, 12345, 12345)
+    with pytest.raises(DirectoryError):
+        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB", disk=f"{foreign}:64MiB"))
+
+
+def test_stop_strings_without_a_tokenizer(references):
+    from stowage.engine.sampler import SamplingParams
+
+    model = tiny_models.build("llama")
+    with Engine(model, Memory(device_kv="8MiB")) as engine:
+        with pytest.raises(RequestError, match="tokenizer"):
+            engine.generate([[5, 6]], SamplingParams(stop=("x",)))
+        with pytest.raises(RequestError, match="token ids"):
+            engine.generate(["text"], SamplingParams())
+        assert len(engine.generate([[5, 6]], greedy(3))[0].token_ids) == 3

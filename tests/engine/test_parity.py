@@ -1,0 +1,63 @@
+"""The first promise: the engine answers what plain ``generate()`` answers, for one family of every kind of group."""
+
+from __future__ import annotations
+
+import pytest
+
+from stowage.testing.tiny_models import FAMILIES
+from tests.engine.conftest import assert_same, greedy, random_prompt
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 333)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_and_in_pieces(family, engines, references):
+    engine = engines(family, step_tokens_max=48)
+    for i, length in enumerate(LENGTHS):
+        prompt = random_prompt(length, seed=i)
+        (completion,) = engine.generate([prompt], greedy(12))
+        assert_same(completion, references(family).answer(prompt, 12))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batch(family, engines, references):
+    engine = engines(family, step_tokens_max=96)
+    prompts = [random_prompt(length, seed=50 + i) for i, length in enumerate(LENGTHS)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(20)), strict=True):
+        assert_same(completion, references(family).answer(prompt, 20))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [{"block_tokens": 32, "chunk_blocks": 2}, {"block_tokens": 16, "chunk_blocks": 1}])
+def test_block_sizes(family, sizes, engines, references):
+    engine = engines(family, **sizes)
+    prompts = [random_prompt(length, seed=70 + i) for i, length in enumerate((31, 150, 260))]
+    for again in (False, True):
+        for prompt, completion in zip(prompts, engine.generate(prompts, greedy(10)), strict=True):
+            assert_same(completion, references(family).answer(prompt, 10))
+            assert not again or completion.reused_tokens["device"] >= len(prompt) - 64 - 32
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gemma3", {"full": 16, "sliding": 32}),
+        ("gemma3", {"full": 32, "sliding": 16}),
+        ("llama4", {"full": 16, "chunked": 48}),
+        ("qwen3_next", {"full": 528}),
+        ("nemotron_h", {"full": 32, "recurrent": 96}),
+        ("nemotron_h", {"full": 1056}),
+    ],
+)
+def test_groups_with_unequal_blocks(family, sizes, engines, references, tmp_path):
+    """Each group has a block size of its own, also one forced by the size of a recurrent state (528, 1056 tokens)."""
+    memory = {"host": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 96, "device_kv": "16MiB"}
+    engine = engines(family, group_block_tokens=sizes, chunk_blocks=1 if max(sizes.values()) > 500 else 2, **memory)
+    prompt = random_prompt(1200, seed=5)
+    for where in ("cold", "device", "host"):
+        (completion,) = engine.generate([prompt], greedy(8))
+        assert_same(completion, references(family).answer(prompt, 8))
+        if where != "cold":
+            assert completion.reused_tokens[where] > 0
+        if where == "device":
+            engine.drop_device_cache()

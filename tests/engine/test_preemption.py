@@ -1,0 +1,63 @@
+"""A pool smaller than the sequences need: they take turns through host memory, nothing is computed twice, no answer
+changes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from stowage.testing.tiny_models import FAMILIES
+from tests.engine.conftest import assert_same, greedy, random_prompt
+
+
+def small_pool(engines, family, **memory):
+    """An engine whose device holds about one and a half sequences of 160 tokens."""
+    from stowage.engine.pool import bytes_needed
+
+    layouts = engines(family, context_tokens=160).parts.layout.blocks
+    need = bytes_needed(layouts, 160, 64)
+    return engines(family, context_tokens=160, device_kv=int(need * 1.7), step_tokens_max=64, **memory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spilled_and_loaded_back(family, engines, references):
+    engine = small_pool(engines, family, host="32MiB", snapshot_tokens=64)
+    prompts = [random_prompt(60 + i, seed=i) for i in range(5)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):
+        assert_same(completion, references(family).answer(prompt, 90))
+    counters = engine.stats()["engine"]
+    assert counters["preemptions"] > 0
+    assert counters["preemptions_recomputed"] == 0
+    computed_once = sum(len(p) + 89 for p in prompts)
+    assert counters["tokens_computed"] == computed_once, "a preempted sequence was computed again"
+    store = engine.stats()["store"]
+    assert store is not None
+    engine.check()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h"])
+def test_without_host_it_is_computed_again(family, engines, references):
+    engine = small_pool(engines, family)
+    prompts = [random_prompt(60 + i, seed=i) for i in range(4)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):
+        assert_same(completion, references(family).answer(prompt, 90))
+    counters = engine.stats()["engine"]
+    assert counters["preemptions"] == counters["preemptions_recomputed"] > 0
+
+
+def test_host_too_small_for_the_spill(engines, references):
+    """The arena holds a few chunks only: some sequences cannot be spilled and are computed again; answers stay
+    right.
+    """
+    engine = small_pool(engines, "llama", host="128KiB")
+    prompts = [random_prompt(60 + i, seed=i) for i in range(6)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):
+        assert_same(completion, references("llama").answer(prompt, 90))
+    assert engine.stats()["engine"]["preemptions_recomputed"] > 0
+
+
+def test_more_requests_than_sequences_max(engines, references):
+    engine = engines("qwen3", sequences_max=2, host="16MiB")
+    prompts = [random_prompt(30 + 7 * i, seed=i) for i in range(7)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(8)), strict=True):
+        assert_same(completion, references("qwen3").answer(prompt, 8))

@@ -1,0 +1,177 @@
+"""Sampling, stop conditions, text, streaming and cancellation, as a user sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from stowage.engine.sampler import Sampler, SamplingParams
+from stowage.errors import RequestError
+from tests.engine.conftest import greedy, random_prompt
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, top_k=20),
+        SamplingParams(temperature=1.3, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=2.0, top_k=50, top_p=0.9, min_p=0.02),
+    ],
+)
+def test_filters_are_those_of_transformers(params):
+    """The distribution is the one that Transformers' own processors give."""
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(3)) * 4
+    processors = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    expected = processors(None, logits[None].clone())[0].softmax(-1)
+    found = Sampler(params)._filtered(logits)
+    torch.testing.assert_close(found / found.sum(), expected)
+
+
+def test_seed_decides_alone(engines):
+    """The same seed draws the same tokens alone, in a batch, and with the prefix reused; another seed draws others."""
+    engine = engines("llama", host="16MiB")
+    prompt = random_prompt(100)
+    params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=7, ignore_eos=True)
+    first = engine.generate([prompt], params)[0].token_ids
+    batch = engine.generate([random_prompt(40, seed=1), prompt, random_prompt(70, seed=2)], params)[1]
+    assert batch.token_ids == first
+    assert batch.reused_tokens["device"] > 0
+    other = SamplingParams(max_new_tokens=24, temperature=0.8, seed=8, ignore_eos=True)
+    assert engine.generate([prompt], other)[0].token_ids != first
+
+
+def test_logprobs(engines, references):
+    engine = engines("llama")
+    prompt = random_prompt(50)
+    params = SamplingParams(max_new_tokens=5, logprobs=3, prompt_logprobs=True, ignore_eos=True)
+    (completion,) = engine.generate([prompt], params)
+    with torch.inference_mode():
+        logits = references("llama").model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert completion.prompt_logprobs[0] is None
+    expected = logits[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert completion.prompt_logprobs[1:] == pytest.approx(expected.tolist(), abs=2e-4)
+    report = completion.logprobs[0]
+    values, ids = logits[-1].topk(3)
+    assert [token for token, _ in report.top] == ids.tolist()
+    assert [value for _, value in report.top] == pytest.approx(values.tolist(), abs=2e-4)
+    assert report.token_id == completion.token_ids[0]
+
+
+def test_stop_string_cuts_the_text(engines):
+    engine = engines("llama")
+    prompt = random_prompt(40)
+    text = engine.generate([prompt], greedy(40))[0].text
+    stop = text[10:14]
+    params = SamplingParams(max_new_tokens=40, stop=(stop, "never there"), ignore_eos=True)
+    (completion,) = engine.generate([prompt], params)
+    assert completion.finish_reason == "stop"
+    assert completion.text == text[: text.index(stop)]
+    assert len(completion.token_ids) < 40
+    pieces = "".join(delta.text for delta in engine.iterate(prompt, params))
+    assert pieces == completion.text, "streaming gave away what the stop string took back"
+
+
+def test_stop_token_and_length(engines):
+    engine = engines("llama")
+    prompt = random_prompt(40)
+    tokens = engine.generate([prompt], greedy(12))[0].token_ids
+    (stopped,) = engine.generate([prompt], SamplingParams(max_new_tokens=12, stop_token_ids=(tokens[4],)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+    (whole,) = engine.generate([prompt], greedy(12))
+    assert whole.finish_reason == "length" and len(whole.token_ids) == 12
+
+
+def test_stream_gives_the_same_text_and_tokens(engines):
+    engine = engines("gemma3")
+
+    async def collect() -> tuple[str, list[int], str]:
+        text, tokens, last = "", [], None
+        async for delta in engine.stream("The first prompt of all.", greedy(30)):
+            text += delta.text
+            tokens += delta.token_ids
+            last = delta.completion
+        return text, tokens, last.text
+
+    async def both() -> list[tuple[str, list[int], str]]:
+        return await asyncio.gather(collect(), collect())
+
+    (completion,) = engine.generate("The first prompt of all.", greedy(30))
+    for text, tokens, final in asyncio.run(both()):
+        assert text == final == completion.text
+        assert tokens == completion.token_ids
+
+
+def test_cancellation_frees_everything(engines):
+    engine = engines("llama", sequences_max=2)
+    long = SamplingParams(max_new_tokens=3000, ignore_eos=True)
+    requests = [engine.submit(random_prompt(50, seed=i), long) for i in range(4)]
+    time.sleep(0.3)
+    for request in requests:
+        engine.cancel(request)
+    assert all(request.wait(30) for request in requests)
+    assert {request.result().finish_reason for request in requests} == {"cancelled"}
+    engine.check()
+    assert all(pool["used"] == 0 for pool in engine.stats()["pools"])
+
+
+def test_leaving_a_stream_cancels_it(engines):
+    engine = engines("llama")
+    for _ in engine.iterate(random_prompt(30), SamplingParams(max_new_tokens=3000, ignore_eos=True)):
+        break
+    deadline_s = time.monotonic() + 30
+    while engine._alive and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not engine._alive
+    engine.check()
+
+
+def test_chat_template(engines):
+    engine = engines("llama")
+    messages = [{"role": "user", "content": "Hello"}]
+    (chat,) = engine.generate([messages], greedy(8))
+    ids = engine.tokenizer("<bos><user>Hello<assistant>", add_special_tokens=False)["input_ids"]
+    (plain,) = engine.generate([ids], greedy(8))
+    assert chat.token_ids == plain.token_ids and chat.prompt_tokens == len(ids)
+
+
+def test_text_with_characters_of_several_tokens(engines):
+    """Characters that span tokens arrive whole."""
+    engine = engines("llama")
+    tokenizer = engine.tokenizer
+    from stowage.engine.detokenizer import Detokenizer
+
+    text = "naïve café 漢字 🚢 end"
+    detokenizer = Detokenizer(tokenizer, [], [])
+    pieces = [detokenizer.push(token) for token in tokenizer(text)["input_ids"]] + [detokenizer.finish()]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5},
+        {"top_k": -1}, {"min_p": 1.0}, {"logprobs": 1000}, {"stop": "text"}, {"stop": ("",)}, {"seed": -1},
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range(wrong):
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
