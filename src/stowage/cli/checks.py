@@ -1,0 +1,209 @@
+"""What ``stowage doctor`` looks at. Each check reads the machine, changes nothing that stays, and names the fix.
+
+Versions are read from the installed packages' metadata, so nothing heavy is imported. The check of direct reads writes
+one temporary file beside the cache and removes it.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stowage.config import Memory, format_size, parse_disk, ram_total_bytes
+from stowage.errors import ConfigError
+from stowage.settings import Settings
+
+_DIRECT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. ``problem`` keeps Stowage from working as asked; ``note`` costs speed or may surprise."""
+
+    name: str
+    level: Literal["ok", "note", "problem"]
+    found: str
+    fix: str = ""
+
+
+def all_checks(settings: Settings) -> list[Check]:
+    """Every check, in the order in which a reader would fix them."""
+    return [
+        check_python(),
+        *check_packages(importlib.metadata.version),
+        check_cores(),
+        check_instructions(_processor_flags()),
+        check_budgets(settings),
+        *check_disk(settings["disk"]),
+    ]
+
+
+def check_python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Check("Python", "ok", version)
+    return Check("Python", "note", f"{version}, which is not tested", "Use Python 3.11, 3.12 or 3.13.")
+
+
+def check_packages(version_of: Callable[[str], str]) -> list[Check]:
+    """torch, transformers and the small packages, as installed. ``version_of`` raises PackageNotFoundError."""
+    checks = []
+    for name, wanted, fits in (
+        ("torch", "2.11 or newer", lambda v: v >= (2, 11)),
+        ("transformers", "5.17", lambda v: v == (5, 17)),
+        ("safetensors", "any", lambda v: True),
+        ("blake3", "any", lambda v: True),
+        ("xxhash", "any", lambda v: True),
+    ):
+        fix = "Run `make env`, or reinstall Stowage with pip in this environment."
+        try:
+            version = version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            checks.append(Check(name, "problem", "not installed", fix))
+            continue
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        if fits(numbers):
+            checks.append(Check(name, "ok", version))
+        else:
+            checks.append(Check(name, "problem", f"{version}; this version needs {wanted}", fix))
+    return checks
+
+
+def check_cores() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > cores:
+        fix = f"Unset OMP_NUM_THREADS, or set it to at most {cores}: threads that share a core wait for each other."
+        return Check("cores", "note", f"{cores} usable, but OMP_NUM_THREADS={threads}", fix)
+    return Check("cores", "ok", f"{cores} usable")
+
+
+def check_instructions(flags: frozenset[str]) -> Check:
+    """Instruction sets that decide how fast a CPU computes. ``flags`` as in /proc/cpuinfo; empty = not known."""
+    names = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
+    names |= {"asimd": "NEON", "bf16": "bf16", "sve": "SVE"}
+    if not flags:
+        return Check("instruction sets", "note", "not known on this system")
+    found = [text for flag, text in names.items() if flag in flags]
+    if not flags & {"avx2", "asimd"}:
+        return Check("instruction sets", "note", "neither AVX2 nor NEON", "Expect slow computing.")
+    if not flags & {"avx512_bf16", "amx_bf16", "bf16"}:
+        fix = "Models in bfloat16 compute slowly here. Compare with --dtype float32, which needs twice the memory."
+        return Check("instruction sets", "note", f"{', '.join(found)}; no bfloat16", fix)
+    return Check("instruction sets", "ok", ", ".join(found))
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(found, []))
+
+
+def check_budgets(settings: Settings) -> Check:
+    """Whether the stated budgets can be used, and fit into this machine's memory."""
+    try:
+        memory: Memory = settings.memory()
+    except ConfigError as error:
+        return Check("budgets", "problem", str(error), "Change the setting that is named above.")
+    total_bytes = ram_total_bytes()
+    asked_bytes = memory.device_kv_bytes + memory.host_bytes
+    text = (
+        f"device {format_size(memory.device_kv_bytes)} + host {format_size(memory.host_bytes)} of "
+        f"{format_size(total_bytes)} memory"
+    )
+    if asked_bytes > total_bytes:
+        return Check("budgets", "problem", text, "Lower --device-kv or --host: the weights need memory too.")
+    if asked_bytes > total_bytes * 0.8:
+        return Check("budgets", "note", text, "This leaves little for the model's weights.")
+    return Check("budgets", "ok", text)
+
+
+def check_disk(disk: str) -> list[Check]:
+    """The cache directory: whose it is, who may read it, how much fits, and whether reads can bypass the page cache."""
+    if not disk:
+        return [Check("disk", "ok", "off (give --disk DIR:SIZE to check a directory)")]
+    try:
+        directory, limit_bytes = parse_disk(disk)
+    except ConfigError as error:
+        return [Check("disk", "problem", str(error), "Write it as ~/.cache/stowage:20GiB.")]
+    owner = check_owner(directory)
+    if owner.level == "problem":
+        return [owner]
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    return [owner, check_free(directory, existing, limit_bytes), check_direct(existing)]
+
+
+def check_owner(directory: Path) -> Check:
+    name = "cache directory"
+    if not os.path.lexists(directory):
+        parent = directory.parent
+        while not parent.exists():
+            parent = parent.parent
+        if not os.access(parent, os.W_OK | os.X_OK):
+            fix = f"Choose another directory, or make {parent} writable for you."
+            return Check(name, "problem", f"{directory} cannot be made: {parent} is not writable", fix)
+        return Check(name, "ok", f"{directory} will be made")
+    found = directory.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return Check(name, "problem", f"{directory} is a link", f"Give the place itself: {directory.resolve()}")
+    if not stat.S_ISDIR(found.st_mode):
+        return Check(name, "problem", f"{directory} is not a directory", "Choose another directory.")
+    if found.st_uid != os.geteuid():
+        fix = "Choose a directory of your own: a cache of another user is never read."
+        return Check(name, "problem", f"{directory} belongs to user {found.st_uid}", fix)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o022:
+        text = f"{directory} can be written by other users (mode {mode:04o})"
+        return Check(name, "problem", text, "Choose another directory, or close this one to others.")
+    if mode & 0o077 and _holds_other_things(directory):
+        text = f"{directory} holds other files, and other users can read it (mode {mode:04o})"
+        return Check(name, "problem", text, "Choose a new or empty directory.")
+    return Check(name, "ok", f"{directory} is yours" + (", and will be closed to others" if mode & 0o077 else " alone"))
+
+
+def _holds_other_things(directory: Path) -> bool:
+    names = os.listdir(directory)
+    return bool(names) and "lock" not in names
+
+
+def check_free(directory: Path, existing: Path, limit_bytes: int) -> Check:
+    held_bytes = _bytes_below(directory)
+    free_bytes = shutil.disk_usage(existing).free
+    text = f"{format_size(free_bytes)} free, {format_size(held_bytes)} held, limit {format_size(limit_bytes)}"
+    if held_bytes + free_bytes < limit_bytes:
+        reachable = format_size(held_bytes + free_bytes)
+        return Check("disk space", "note", text, f"Free some, or set the limit below {reachable}.")
+    return Check("disk space", "ok", text)
+
+
+def _bytes_below(directory: Path) -> int:
+    sizes = (path.lstat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+    return sum(sizes) if directory.is_dir() else 0
+
+
+def check_direct(existing: Path) -> Check:
+    name = "direct reads"
+    if not hasattr(os, "O_DIRECT"):
+        return Check(name, "note", "not offered by this system", "Reads go through the page cache; nothing to do.")
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".stowage-doctor-") as probe:
+            probe.write(bytes(_DIRECT_BYTES))
+            probe.flush()
+            os.close(os.open(probe.name, os.O_RDONLY | os.O_DIRECT))
+    except PermissionError:
+        return Check(name, "problem", f"no file can be written in {existing}", "Choose another directory.")
+    except OSError as error:
+        fix = "Reads go through the page cache, which holds the bytes twice. Best is a local ext4 or xfs."
+        return Check(name, "note", f"refused by the file system of {existing} ({error.strerror})", fix)
+    return Check(name, "ok", f"work in {existing}")

@@ -1,0 +1,100 @@
+"""Flags that several commands share. They are made from the table in ``settings.py``, so that a flag, its variable and
+its key in ``stowage.toml`` cannot drift apart."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stowage.settings import SETTINGS, Setting, find_config, load_settings
+
+MEMORY = (
+    "device_kv",
+    "host",
+    "disk",
+    "block_tokens",
+    "chunk_blocks",
+    "snapshot_tokens",
+    "group_block_tokens",
+    "step_tokens_max",
+    "sequences_max",
+    "load_timeout_s",
+    "dtype",
+)
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")
+_DEBUG_KEY = "stowage.debug"
+
+
+def wants_traceback(ctx: Any) -> bool:
+    """Whether ``--debug`` was given, or STOWAGE_DEBUG is set."""
+    return bool(ctx.meta.get(_DEBUG_KEY)) or os.environ.get("STOWAGE_DEBUG", "") not in ("", "0")
+
+
+def _note_debug(ctx: typer.Context, wanted: bool) -> bool:
+    ctx.meta[_DEBUG_KEY] = wanted
+    return wanted
+
+
+Debug = Annotated[
+    bool, typer.Option("--debug", callback=_note_debug, is_eager=True, help="Show the traceback of an error.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text for people.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a model's id on the Hugging Face hub.")]
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of the settings ``names``, ``--config`` and ``--debug``.
+
+    The command is called with ``settings``, merged from flags, environment, file and defaults, in their place.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            flags = {name: given.pop(name) or None if name == "stop" else given.pop(name) for name in names}
+            path = given.pop("config")
+            del given["debug"]
+            settings = load_settings(flags, os.environ, path or find_config(os.environ))
+            command(settings=settings, **given)
+
+        own = inspect.signature(command, eval_str=True).parameters
+        added = [_flag(SETTINGS[name]) for name in names] + [_CONFIG, _DEBUG]
+        parameters = [p for name, p in own.items() if name != "settings"] + added
+        signature = inspect.Signature(parameters, return_annotation=None)
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _flag(setting: Setting) -> inspect.Parameter:
+    kind = list[str] | None if setting.name == "stop" else str | None
+    default = "" if setting.default in (None, "", (), {}) else f" [default: {setting.default}]"
+    option = typer.Option(
+        "--" + setting.name.replace("_", "-"),
+        metavar=setting.metavar,
+        help=setting.about[0].upper() + setting.about[1:] + "." + default,
+        rich_help_panel="Sampling" if setting.name in SAMPLING else "Memory",
+        show_default=False,
+    )
+    return _keyword(setting.name, Annotated[kind, option], None)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_CONFIG = _keyword(
+    "config",
+    Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Read this file, not stowage.toml of the current directory."),
+    ],
+    None,
+)
+_DEBUG = _keyword("debug", Debug, False)

@@ -1,0 +1,95 @@
+"""``stowage run MODEL``: answer prompts, under the stated budgets, reusing what the tiers hold."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stowage.cli.options import MEMORY, SAMPLING, Json, Model, with_settings
+from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
+from stowage.errors import RequestError
+from stowage.settings import Settings
+
+if TYPE_CHECKING:
+    from stowage.engine.engine import Engine, Prompt
+    from stowage.engine.sampler import SamplingParams
+
+
+@with_settings(*SAMPLING, *MEMORY)
+def run(
+    model: Model,
+    *,
+    settings: Settings,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeatable.")] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option("--prompt-file", metavar="FILE", help="A prompt in a file (- for stdin). Repeatable."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Answer prompts. The answer goes to stdout, what it cost to stderr."""
+    settings.memory()  # wrong budgets are told before prompts are read and the model is loaded
+    prompts: list[Prompt] = [*(prompt or []), *map(read_prompt, prompt_file or [])]
+    if not prompts:
+        raise RequestError("There is no prompt. Give --prompt TEXT or --prompt-file FILE (- for stdin).")
+    from stowage.engine.sampler import SamplingParams
+
+    params = SamplingParams(**settings.sampling())
+    with opened(model, settings) as engine:
+        if json:
+            for completion in engine.generate(prompts, params):
+                print_json(completion_json(completion))
+        elif len(prompts) == 1:
+            stream_answer(engine, prompts[0], params)
+        else:
+            _print_answers(engine, prompts, params)
+
+
+@contextmanager
+def opened(model: str, settings: Settings) -> Iterator["Engine"]:
+    """The engine for ``model``, closed at the end. Says on stderr what is happening while it loads."""
+    memory = settings.memory()
+    if sys.stderr.isatty():
+        note(f"Loading {model} ...")
+    from stowage.engine.engine import Engine
+
+    quiet_libraries()
+    engine = Engine(model, memory, dtype=settings["dtype"])
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def read_prompt(path: Path) -> str:
+    """The text in ``path``, unchanged. Raises RequestError."""
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"The prompt file {path} cannot be read: {error.strerror}.") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The prompt file {path} is not UTF-8 text (byte {error.start}).") from error
+
+
+def stream_answer(engine: "Engine", prompt: "Prompt", params: "SamplingParams") -> str:
+    """Print the answer as it comes, then what it cost. Returns its text."""
+    completion = None
+    for delta in engine.iterate(prompt, params):
+        print_text(delta.text)
+        completion = delta.completion or completion
+    assert completion is not None, "a stream ends with its completion"
+    print_text("\n")
+    note(summary_line(completion))
+    return completion.text
+
+
+def _print_answers(engine: "Engine", prompts: "list[Prompt]", params: "SamplingParams") -> None:
+    for number, completion in enumerate(engine.generate(prompts, params), start=1):
+        note(f"--- prompt {number} of {len(prompts)}")
+        print_text(completion.text + "\n")
+        note(summary_line(completion))

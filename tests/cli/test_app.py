@@ -1,0 +1,61 @@
+"""What holds for every command: help answers at once, and errors are one paragraph."""
+
+import subprocess
+import sys
+
+import pytest
+
+from stowage import __version__
+from tests.cli.conftest import SOURCE, OwnProcess, Stowage
+
+COMMANDS = ["run", "chat", "verify", "stats", "doctor", "tiny", "config"]
+HEAVY = {"torch", "transformers", "tokenizers", "numpy", "safetensors", "blake3", "huggingface_hub"}
+
+
+def test_help_names_every_command(call: Stowage) -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    listed = [line.split()[0] for line in result.stdout.partition("Commands:")[2].splitlines() if line.strip()]
+    assert sorted(listed) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "config show"])
+def test_every_command_has_help(call: Stowage, command: str) -> None:
+    result = call(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage:")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["config", "show"], ["doctor"], ["--version"]])
+def test_light_commands_load_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        f"import sys; sys.argv = ['stowage', *{arguments}]\nfrom stowage.cli import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\nprint('MODULES', *{m.partition('.')[0] for m in sys.modules})"
+    )
+    environment = {"PYTHONPATH": str(SOURCE), "HOME": "/tmp"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert not set(done.stdout.partition("MODULES")[2].split()) & HEAVY
+
+
+def test_version(call: Stowage) -> None:
+    assert call("--version").stdout == f"stowage {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["sail"], ["run"], ["run", "m", "--hots", "1GiB"], ["stats"], ["tiny", "llama"]])
+def test_wrong_use_is_status_2(call: Stowage, arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+def test_an_error_is_one_paragraph_without_a_traceback(call_process: OwnProcess) -> None:
+    done = call_process("config", "show", "--host", "lots")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("stowage: host cannot be used. The size 'lots' is not understood.")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flags", "environment"), [(["--debug"], {}), ([], {"STOWAGE_DEBUG": "1"})])
+def test_debug_shows_the_traceback(call_process: OwnProcess, flags: list[str], environment: dict[str, str]) -> None:
+    done = call_process("config", "show", "--host", "lots", *flags, **environment)
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr and "ConfigError" in done.stderr

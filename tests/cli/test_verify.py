@@ -1,0 +1,94 @@
+"""``stowage verify``: that it passes where offloading is right, and fails where it is not."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stowage.config import Memory
+from stowage.engine.verify import DIFFERENT, OK, SHORT, UNUSED, Report, verify
+from stowage.store import TieredStore
+from stowage.testing import tiny_models
+from stowage.transfer.cpu import CpuTransfer
+from tests.cli.conftest import Stowage
+
+SMALL = Memory(device_kv="8MiB", host="8MiB", block_tokens=4, chunk_blocks=2, snapshot_tokens=64)
+FLAGS = ["--device-kv", "8MiB", "--host", "8MiB", "--block-tokens", "4", "--chunk-blocks", "2"]
+
+
+def by_verdict(report: Report, tier: str) -> set[str]:
+    return {case.verdict for case in report.cases if case.tier == tier}
+
+
+def test_json_has_every_tier_and_reports_what_it_reused(call: Stowage, tiny_llama: Path) -> None:
+    result = call("verify", tiny_llama, *FLAGS, "--json", "--seed", "1")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["parity"], report["seed"]) == (0, True, 1)
+    served = [case for case in report["cases"] if case["verdict"] == OK]
+    assert {case["tier"] for case in served} == {"off", "device", "host", "disk"}
+    for case in served:
+        total = sum(case["reused_tokens"].values())
+        assert case["identical"] and case["max_logprob_difference"] < 1e-3
+        assert total == 0 if case["tier"] == "off" else case["reused_tokens"][case["tier"]] == total > 0
+    assert {case["verdict"] for case in report["cases"]} == {OK, SHORT}
+    assert len({case["prompt_tokens"] for case in served}) >= 4
+    assert any("first 32 of the long one" in case["name"] for case in served)
+    assert any("after a restart" in case["name"] for case in served)
+
+
+def test_text_is_for_people_and_no_directory_of_a_dead_run_stays(
+    call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftover = tmp_path / "temporary" / "stowage-verify-killed"
+    leftover.mkdir(parents=True)
+    (leftover / "disk").write_text("of a run that was killed")
+    (running := tmp_path / "temporary" / "stowage-verify-running").mkdir()
+    fcntl.flock(descriptor := os.open(running, os.O_RDONLY), fcntl.LOCK_EX)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    result = call("verify", tiny_llama, *FLAGS)
+    assert result.exit_code == 0 and "Parity: offloading changed no answer." in result.stdout
+    os.close(descriptor)
+    assert list((tmp_path / "temporary").iterdir()) == [running]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "nemotron_h"])
+def test_hybrids_pass_with_middle_hits(family: str, tmp_path: Path) -> None:
+    report = verify(tiny_models.write(family, tmp_path / family), SMALL)
+    middles = [case for case in report.cases if "of the long one" in case.name and case.tier != "off"]
+    assert report.parity and {case.tier for case in middles} == {"device", "host", "disk"}
+    assert {case.verdict for case in middles} == {OK}
+
+
+def test_fails_when_loaded_bytes_are_wrong(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = CpuTransfer.load
+
+    def flipping(self: CpuTransfer, plan: Any, storage: Any) -> None:
+        whole(self, plan, storage)
+        storage[plan.blocks[0], 0] ^= 1 << 6  # one bit of one block
+
+    monkeypatch.setattr(CpuTransfer, "load", flipping)
+    report = verify(tiny_llama, SMALL)
+    assert not report.parity
+    assert DIFFERENT in by_verdict(report, "host") and DIFFERENT in by_verdict(report, "disk")
+    assert by_verdict(report, "device") <= {OK, SHORT}
+
+
+def test_fails_when_nothing_is_reused(call: Stowage, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TieredStore, "lookup", lambda self, group, keys: np.zeros(len(keys), np.uint64))
+    result = call("verify", tiny_llama, *FLAGS, "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["parity"]) == (1, False)
+    assert {case["verdict"] for case in report["cases"] if case["tier"] in ("host", "disk")} == {UNUSED, SHORT}
+    assert all(case["identical"] for case in report["cases"])
+
+
+@pytest.mark.slow
+def test_uses_the_given_directory_whatever_it_holds(tiny_llama: Path, tmp_path: Path) -> None:
+    memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path}/kv:64MiB", block_tokens=4, chunk_blocks=2)
+    assert all(verify(tiny_llama, memory).parity for _ in range(2))
+    assert (tmp_path / "kv").is_dir()
