@@ -180,3 +180,9 @@ def test_stop_strings_without_a_tokenizer(references):
         with pytest.raises(RequestError, match="token ids"):
             engine.generate(["text"], SamplingParams())
         assert len(engine.generate([[5, 6]], greedy(3))[0].token_ids) == 3
+
+
+def test_a_model_that_is_not_on_the_cpu():
+    model = tiny_models.build("llama").to("meta")
+    with pytest.raises(UnsupportedModelError, match="meta"):
+        Engine(model, Memory(device_kv="8MiB"))

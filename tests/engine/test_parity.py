@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stowage.testing.tiny_models import FAMILIES
 from tests.engine.conftest import assert_same, greedy, random_prompt
@@ -61,3 +62,22 @@ def test_groups_with_unequal_blocks(family, sizes, engines, references, tmp_path
             assert completion.reused_tokens[where] > 0
         if where == "device":
             engine.drop_device_cache()
+
+
+def test_a_model_in_memory_is_shared_and_given_back(references):
+    """Two engines on one model object, one after the other closed; afterwards plain ``generate()`` works as before."""
+    from stowage.config import Memory
+    from stowage.engine.engine import Engine
+    from stowage.testing import tiny_models
+
+    model = tiny_models.build("gemma3")
+    attention = model.config._attn_implementation
+    prompt = random_prompt(100)
+    expected = references("gemma3").answer(prompt, 6)
+    with Engine(model, Memory(device_kv="4MiB")) as first:
+        with Engine(model, Memory(device_kv="4MiB", host="4MiB")) as second:
+            assert_same(second.generate([prompt], greedy(6))[0], expected)
+        assert_same(first.generate([prompt], greedy(6))[0], expected)
+    assert model.config._attn_implementation == attention
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert out[0, 100:].tolist() == expected.tokens

@@ -115,7 +115,7 @@ class Ledger:
 
     def lookup(self, keys: list[bytes]) -> MaskArray:
         """The valid blocks of each key's ready chunk, 0 where there is none."""
-        return self._masks.take(self._find(keys))
+        return self._masks.take(self._look_up(keys))
 
     def find(self, keys: list[bytes]) -> IntArray:
         """The ready slot of each key, or ABSENT."""
@@ -133,18 +133,23 @@ class Ledger:
         return slots
 
     def _find(self, keys: list[bytes]) -> IntArray:
-        """The ready slot of each key, or the one on its way, or ABSENT. A new array."""
+        """The ready slot of each key, or the one on its way, or ABSENT. The caller may change the array."""
+        slots = self._look_up(keys)
+        return slots if slots.flags.owndata else slots.copy()
+
+    def _look_up(self, keys: list[bytes]) -> IntArray:
+        """As `_find`, but maybe a view of a trail, which nobody may change."""
         if len(keys) < self._trails.keys_min:
             return self._probe(keys)
         first = self._slot_of.get(keys[0], ABSENT)
         followed = self._trails.follow(first, keys) if first >= 0 else _NONE
         if len(followed) == len(keys):
-            return followed.copy()
+            return followed
         if not len(followed):
             slots = self._probe(keys)
             self._learn(keys, slots)
             return slots
-        return np.concatenate((followed, self._find(keys[len(followed) :])))
+        return np.concatenate((followed, self._look_up(keys[len(followed) :])))
 
     def _probe(self, keys: list[bytes]) -> IntArray:
         return np.fromiter(map(self._slot_of.get, keys, _NOT_THERE), np.int64, len(keys))

@@ -49,8 +49,18 @@ def assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], floa
 
     Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory.
     """
+    attention.install(loaded.model)
+    try:
+        return _assemble(loaded, memory, salt, clock)
+    except BaseException:
+        attention.uninstall(loaded.model)
+        raise
+
+
+def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float]) -> Parts:
     block_tokens = _block_tokens(memory)
-    layout = probe(loaded.model, block_tokens, memory.chunk_blocks)
+    with attention.probing():
+        layout = probe(loaded.model, block_tokens, memory.chunk_blocks)
     geometry = Geometry(layout.groups)
     name = namespace(_namespace_fields(loaded, layout, salt))
     counts = split_pool(layout.blocks, memory.device_kv_bytes, layout.context_tokens, memory.step_tokens_max)

@@ -11,23 +11,54 @@ build no masks. Reads the step from ``step.current``. Never allocates blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from stowage.engine.step import DecodeStep, GroupStep, PrefillStep, current
-from stowage.errors import UnsupportedModelError
+from stowage.engine.step import DecodeStep, GroupStep, PrefillStep, Step, current
+from stowage.errors import StowageError, UnsupportedModelError
 
 NAME = "stowage_paged"
 
 
-def register() -> None:
-    """Make ``NAME`` known to Transformers; doing it again changes nothing."""
+_users: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+"""Models that engines use just now: how many engines, and the attention that the model had before the first."""
+
+
+def install(model: Any) -> None:
+    """Let ``model`` call ``paged_attention``. Several engines may share one model."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
+    count, before = _users.get(model, (0, model.config._attn_implementation))
+    _users[model] = (count + 1, before)
+    model.set_attn_implementation(NAME)
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    """Forwards of installed models in here bring their own cache; only the shapes in it matter, so attention is 0."""
+    nothing = torch.zeros(0, dtype=torch.long)
+    token = current.set(Step(nothing, nothing, nothing, 0))
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+def uninstall(model: Any) -> None:
+    """Take one ``install`` back; after the last one the model is as it was before the first."""
+    count, before = _users[model]
+    if count > 1:
+        _users[model] = (count - 1, before)
+        return
+    del _users[model]
+    model.set_attn_implementation(before)
 
 
 def paged_attention(
@@ -49,9 +80,13 @@ def paged_attention(
             f"{type(module).__name__} uses attention sinks or soft-capping, which are not supported yet."
         )
     assert attention_mask is None, "the mask interface must not know this attention"
-    step = current.get()
-    group = step.of_layer[module.layer_idx]
+    step = current.get(None)
+    if step is None:
+        raise StowageError("this model belongs to an open engine; close the engine before calling the model itself.")
     batch, heads, length, width = query.shape
+    if not step.of_layer:
+        return query.new_zeros((batch, length, heads, value.shape[-1])), None
+    group = step.of_layer[module.layer_idx]
     flat = query.transpose(1, 2).reshape(batch * length, heads, width)
     scale = width**-0.5 if scaling is None else scaling
     latent = group.pool.layout.layers[0].latent

@@ -266,6 +266,7 @@ class Engine:
             self._closing = True
             self._news.notify()
         self._thread.join(timeout_s)
+        self.parts.runner.close()
         if self.store is not None:
             if self.parts.transfer is not None:
                 self.parts.transfer.close()

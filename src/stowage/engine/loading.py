@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.engine import identity, layers
-from stowage.errors import CheckpointError, ConfigError
+from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -39,6 +39,10 @@ def load(model: Any, dtype: str = "auto", tokenizer: Any = None) -> Loaded:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
     if not isinstance(model, str | Path):
         layers.refuse_unsupported(model.config)
+        if model.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"the model lies on {model.device}, and this version computes on the CPU: give it model.to('cpu')."
+            )
         return Loaded(model.eval(), tokenizer, identity.of_parameters(model), type(model).__name__)
     directory = find(str(model))
     files = check_files(directory)

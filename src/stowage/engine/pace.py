@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 _NEWEST_SHARE = 0.25
 _DEADLINE_LEAST_S = 0.05
+_FORGIVENESS = 1.25
 
 
 class Pace:
@@ -37,7 +38,12 @@ class Pace:
         recompute_s = self.recompute_s(tokens)
         if recompute_s is None:
             return True
-        return sum(n / self.bytes_per_s[t] for t, n in bytes_of_tier.items() if t in self.bytes_per_s) <= recompute_s
+        measured = {tier: nbytes for tier, nbytes in bytes_of_tier.items() if tier in self.bytes_per_s}
+        if sum(nbytes / self.bytes_per_s[tier] for tier, nbytes in measured.items()) <= recompute_s:
+            return True
+        for tier in measured:  # nothing measures a tier that is refused: trust the measurement a little less each time
+            self.bytes_per_s[tier] *= _FORGIVENESS
+        return False
 
     def load_limit_s(self, tokens: int) -> float:
         """How long a load that saves ``tokens`` may take (case F6)."""

@@ -22,13 +22,11 @@ from stowage.engine.step import Step, Work, build, current, order
 
 
 class Runner:
-    """Computes work on a Transformers model whose KV cache lies in ``pools``."""
+    """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it."""
 
     def __init__(
         self, model: Any, layout: ModelLayout, pools: Sequence[BlockPool], strategies: Sequence[GroupStrategy]
     ) -> None:
-        attention.register()
-        model.set_attn_implementation(attention.NAME)
         self._model = model
         self._layout = layout
         self._pools = pools
@@ -36,6 +34,10 @@ class Runner:
         recurrent = layout.recurrent
         self._recurrent = pools[recurrent.group.index] if recurrent else None
         self._cache = PagedCache(model.config.num_hidden_layers, self._recurrent)
+
+    def close(self) -> None:
+        """Give the model its own attention back."""
+        attention.uninstall(self._model)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:

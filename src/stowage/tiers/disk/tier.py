@@ -128,7 +128,9 @@ class DiskTier:
     def _drop(self, transfer: Transfer) -> None:
         count = len(transfer.keys)
         self._counters.add("dropped", count)
-        self._finish(Outcome(transfer.id, np.zeros(count, np.bool_), np.zeros(count, np.uint64), "dropped: queue full"))
+        self._finish(
+            Outcome(transfer.id, np.zeros(count, np.bool_), np.zeros(count, np.uint64), "dropped: queue full", True)
+        )
 
     def poll(self) -> list[Outcome]:
         """The outcomes since the last call, among them those of queued transfers whose deadline has passed."""
