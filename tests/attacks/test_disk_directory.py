@@ -46,7 +46,7 @@ def test_a_readable_directory_with_other_files_is_refused(tmp_path: Path) -> Non
     directory = tmp_path / "home"
     directory.mkdir(mode=0o755)
     (directory / "letter.txt").write_text("dear")
-    with pytest.raises(DirectoryError, match="chmod 700"):
+    with pytest.raises(DirectoryError, match="mkdir -m 700"):
         Client(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o755
     directory.chmod(0o700)

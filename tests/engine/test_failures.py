@@ -177,7 +177,7 @@ def test_hung_read_costs_its_deadline(engines, references, tmp_path, disk_faults
     engine = with_disk(engines, "llama", tmp_path, load_timeout_s=0.5)
     ask(engine, references, "llama")
     leave_only_disk(engine)
-    engine._pace.prefill_tokens_per_s = 0.0  # not measured: the time-out alone decides
+    engine.forget_pace()  # the time-out alone decides
     hang = disk_faults.hang("preadv", times=1000)
     references("llama").answer(PROMPT, 8)
     began_s = time.monotonic()

@@ -244,6 +244,13 @@ class Engine:
         with self._lock:
             return self.store.drop_host() if self.store is not None else 0
 
+    def forget_pace(self) -> None:
+        """Forget how fast this engine computed and loaded: the next prefixes are loaded even where computing is
+        quicker.
+        """
+        with self._lock:
+            self._pace.forget()
+
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until everything stored has reached the lower tiers, at most ``timeout_s``; whether it has."""
         with self._lock:

@@ -19,9 +19,9 @@ from blake3 import blake3
 _REMEMBERED_MAX = 512
 
 
-def of_checkpoint(directory: Path, files: Iterable[Path], cache_directory: Path | None = None) -> str:
+def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path | None = None) -> str:
     """Hex digest over the names and contents of ``files``, which lie in ``directory``."""
-    known = _Remembered((cache_directory or default_cache_directory()) / "identities.json")
+    known = _Remembered((state_directory or default_state_directory()) / "identities.json")
     whole = blake3()
     for path in sorted(files):
         whole.update(path.relative_to(directory).as_posix().encode() + b"\0")
@@ -42,9 +42,11 @@ def of_parameters(model: Any) -> str:
     return whole.hexdigest()
 
 
-def default_cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/stowage``, or ``~/.cache/stowage``."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def default_state_directory() -> Path:
+    """``$XDG_STATE_HOME/stowage``, or ``~/.local/state/stowage``: apart from cache directories, whose bytes are
+    counted.
+    """
+    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(root) / "stowage"
 
 

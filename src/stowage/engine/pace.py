@@ -29,6 +29,11 @@ class Pace:
         """``nbytes`` came from ``tier`` in ``seconds``."""
         self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, 0.0), nbytes / max(seconds, 1e-9))
 
+    def forget(self) -> None:
+        """As if nothing had been measured: the next loads are tried, whatever they cost."""
+        self.prefill_tokens_per_s = 0.0
+        self.bytes_per_s.clear()
+
     def recompute_s(self, tokens: int) -> float | None:
         """Predicted time to compute ``tokens``; ``None`` before anything was measured."""
         return tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else None

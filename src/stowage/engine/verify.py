@@ -214,7 +214,7 @@ class _Comparison:
 
 def _load_whatever_it_takes(engine: Engine) -> None:
     """Let the next prompt be loaded even if computing it is quicker, as it is for tiny models."""
-    engine._pace.prefill_tokens_per_s = 0.0
+    engine.forget_pace()
 
 
 def _empty_above(engine: Engine, tier: str) -> None:

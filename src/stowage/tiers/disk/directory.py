@@ -276,17 +276,15 @@ def _make_private(fd: int, path: Path) -> None:
             f"Choose a directory of your own, or: chown {os.geteuid()} {path}"
         )
     mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o022:
-        raise DirectoryError(
-            f"Cannot use {path} as cache directory: other users can write in it (mode {mode:04o}). "
-            f"If nobody else needs it: chmod 700 {path}"
-        )
-    if mode & 0o077:
-        names = os.listdir(fd)
-        if names and LOCK_NAME not in names:
-            raise DirectoryError(
-                f"Cannot use {path} as cache directory: it holds other files, and other users can read it "
-                f"(mode {mode:04o}). Choose an empty directory, or: chmod 700 {path}"
-            )
-    if mode != 0o700:
-        os.fchmod(fd, 0o700)
+    if not mode & 0o077:
+        if mode != 0o700:
+            os.fchmod(fd, 0o700)
+        return
+    names = os.listdir(fd)
+    ours = LOCK_NAME in names
+    if mode & 0o022 or (names and not ours):
+        reason = "other users can write in it" if mode & 0o022 else "it holds other files, and other users can read it"
+        # Advice to close a directory that serves others too, such as /tmp or /etc, would do harm.
+        fix = f"chmod 700 {path}" if ours or not names else f"mkdir -m 700 {path / 'stowage'}, and name that one"
+        raise DirectoryError(f"Cannot use {path} as cache directory: {reason} (mode {mode:04o}). Way out: {fix}")
+    os.fchmod(fd, 0o700)

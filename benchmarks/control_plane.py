@@ -1,0 +1,142 @@
+"""Nanoseconds per key of the store's control plane at 100,000 keys, beside vLLM's CPUOffloadingManager.
+
+    python -m benchmarks.control_plane [--json] [--rounds 5]
+
+Four things that happen to a request's keys, in batches of 256: look-up; store (reserve, commit); load (fetch, release);
+and a store that has to evict as many chunks as it brings. Through `TieredStore`, with chunks of one page each, whose
+bytes are not touched. CPU time of the thread that works, so that neighbours on the machine count little.
+Ours and the peer's run in turn, each in a fresh interpreter. Without the peers' environment (`make bench-env`) only
+ours is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._report import median_spread, write_result
+from stowage.core.geometry import Geometry, Group, Kind
+from stowage.store import TieredStore
+
+KEYS = 100_000
+BATCH = 256
+OPERATIONS = ("lookup", "store", "load", "evicting_store")
+PEER_PYTHON = Path(".venv-bench/bin/python")
+PEER_SCRIPT = Path(__file__).parent / "peers" / "vllm_control_plane.py"
+PAGE_BYTES = 4096
+TIMED_TOGETHER = 8
+"""Batches between two looks at the clock, which costs as much as a few keys. The peer's script does the same."""
+
+
+def new_batches(count: int) -> list[list[bytes]]:
+    keys = [os.urandom(32) for _ in range(count)]
+    return [keys[i : i + BATCH] for i in range(0, count - BATCH + 1, BATCH)]
+
+
+def measure(work: Callable[[list[bytes]], object], batches: list[list[bytes]], anew: bool = False) -> float:
+    """`anew`: as a request that makes its keys itself, equal bytes but other objects; making them is not counted."""
+    spent_ns = 0
+    for start in range(0, len(batches), TIMED_TOGETHER):
+        some = batches[start : start + TIMED_TOGETHER]
+        if anew:
+            some = [[bytes(bytearray(key)) for key in keys] for keys in some]
+        began_ns = time.thread_time_ns()
+        for keys in some:
+            work(keys)
+        spent_ns += time.thread_time_ns() - began_ns
+    return spent_ns / sum(len(keys) for keys in batches)
+
+
+def run_ours() -> dict[str, float]:
+    """One round."""
+    store = TieredStore(Geometry((Group(0, Kind.FULL, 16, 4, PAGE_BYTES // 4),)), KEYS * PAGE_BYTES)
+    masks = np.full(BATCH, 0b1111, np.uint64)
+    first, second = new_batches(KEYS), new_batches(KEYS)
+    results = {"store": measure(lambda keys: store.commit(store.reserve(0, keys, masks)), first)}
+    random.Random(0).shuffle(first)
+    results["lookup"] = measure(lambda keys: store.lookup(0, keys), first, anew=True)
+    results["load"] = measure(lambda keys: store.release(store.fetch([(0, keys)], 0.0)), first)
+    results["evicting_store"] = measure(lambda keys: store.commit(store.reserve(0, keys, masks)), second)
+    stats = store.stats()
+    assert stats["hits.host"] == stats["lookups"] and stats["stores_without_room"] == 0
+    store.check()
+    store.close()
+    return results
+
+
+def in_fresh_interpreter(command: list[str]) -> dict[str, Any]:
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def collect(rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Ours and the peer's in turn."""
+    ours: list[dict[str, float]] = []
+    peers: list[dict[str, float]] = []
+    peer_version = ""
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
+        ours.append(in_fresh_interpreter([sys.executable, "-m", "benchmarks.control_plane", "--once"]))
+        if PEER_PYTHON.exists():
+            command = [str(PEER_PYTHON), str(PEER_SCRIPT), "--keys", str(KEYS), "--batch", str(BATCH)]
+            answer = in_fresh_interpreter(command)
+            peer_version = answer["version"]
+            peers.append(answer["ns_per_key"])
+    result: dict[str, Any] = {"keys": KEYS, "batch": BATCH, "unit": "CPU nanoseconds per key"}
+    result["stowage"] = {name: median_spread([one[name] for one in ours]) for name in OPERATIONS}
+    if peers:
+        result["vllm_version"] = peer_version
+        result["vllm"] = {name: median_spread([one[name] for one in peers]) for name in peers[0]}
+        result["times_faster"] = {
+            name: round(result["vllm"][name].median / result["stowage"][name].median, 1) for name in OPERATIONS
+        }
+        result["times_faster_finished"] = {
+            name: round(result["vllm"][f"{name}_finished"].median / result["stowage"][name].median, 1)
+            for name in OPERATIONS
+        }
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['keys']:,} keys, {result['batch']} per request; {result['unit']}: median (least to largest)")
+    for name in OPERATIONS:
+        line = f"  {name:15} stowage {result['stowage'][name]!s:34}"
+        if "vllm" in result:
+            line += f" vllm {result['vllm'][name]!s:36} x{result['times_faster'][name]}"
+            finished = result["vllm"][f"{name}_finished"]
+            line += f"   with request finished {finished!s:36} x{result['times_faster_finished'][name]}"
+        print(line)
+    if "vllm" not in result:
+        print("  vLLM is not measured: `make bench-env` creates its environment")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the result file instead of a table")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        print(json.dumps(run_ours()))
+        return
+    result = collect(options.rounds, lambda text: print(text, file=sys.stderr))
+    path = write_result("control_plane", result)
+    if options.json:
+        print(path.read_text(encoding="utf-8"), end="")
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()

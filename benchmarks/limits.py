@@ -1,0 +1,68 @@
+"""Physical limits of this machine, measured beside the benchmark that is held against them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+MIB = 1 << 20
+
+
+def memcpy_bytes_per_s(nbytes: int = 192 * MIB, rounds: int = 4) -> float:
+    """Best rate of copying ``nbytes`` between two warm buffers, in pieces of 192 KiB, 4 MiB, or as a whole."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    best_s = float("inf")
+    for _ in range(rounds):
+        for piece_bytes in (192 * 1024, 4 * MIB, nbytes):
+            began_s = time.perf_counter()
+            for begin in range(0, nbytes, piece_bytes):
+                target[begin : begin + piece_bytes].copy_(source[begin : begin + piece_bytes])
+            best_s = min(best_s, time.perf_counter() - began_s)
+    return nbytes / best_s
+
+
+def direct_read_bytes_per_s(directory: Path, nbytes: int = 128 * MIB, depth: int = 8, rounds: int = 3) -> float:
+    """Best rate of reading a file with ``O_DIRECT``, ``depth`` reads of 1 MiB in flight, page cache not involved."""
+    path = directory / "read-limit.bin"
+    path.write_bytes(np.random.default_rng(0).bytes(nbytes))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        os.fsync(descriptor)
+        return max(_read_all(descriptor, nbytes, depth) for _ in range(rounds))
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _read_all(descriptor: int, nbytes: int, depth: int) -> float:
+    import mmap
+
+    buffer = mmap.mmap(-1, depth * MIB)
+    view = memoryview(buffer)
+
+    def read(worker: int) -> None:
+        for place in range(worker * MIB, nbytes, depth * MIB):
+            os.preadv(descriptor, [view[worker * MIB : (worker + 1) * MIB]], place)
+
+    threads = [threading.Thread(target=read, args=(worker,)) for worker in range(depth)]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return nbytes / (time.perf_counter() - began_s)
+
+
+def drop_page_cache() -> bool:
+    """Write dirty pages out and forget the clean ones; False where this user may not."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3\n", encoding="ascii")
+    except OSError:
+        return False
+    return True
