@@ -12,6 +12,7 @@ instructions bfloat16 prefill is several times slower than float32, which would 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -97,14 +98,15 @@ def measure(model: Any, prefix_tokens: int, rounds: int, directory: Path) -> dic
             engine.drop_device_cache()
             seconds["host"].append(ask(prompt(), "host"))
             loads["host"].append(watch.copy_s)
+            rates["memcpy"].append(limits.memcpy_bytes_per_s())
             assert engine.flush(120)
             engine.drop_device_cache()
             engine.drop_host()
             limits.drop_page_cache()
+            before = limits.direct_read_bytes_per_s(directory)
             seconds["disk"].append(ask(prompt(), "disk"))
             loads["disk"].append(watch.promote_s)
-            rates["memcpy"].append(limits.memcpy_bytes_per_s())
-            rates["disk"].append(limits.direct_read_bytes_per_s(directory))
+            rates["disk"].append((before + limits.direct_read_bytes_per_s(directory)) / 2)
         nbytes = prefix_tokens // group.chunk_tokens * group.bytes_per_chunk
     return {"seconds": seconds, "load_s": loads, "limit_bytes_per_s": rates, "prefix_bytes": nbytes}
 
@@ -122,10 +124,15 @@ def report(found: dict[str, Any], show: Callable[[str], None] = print) -> dict[s
             f"{spread.median / cold_s:6.2%} of cold"
         )
     for tier, limit in (("host", "memcpy"), ("disk", "disk")):
-        rate = found["prefix_bytes"] / median_spread(found["load_s"][tier]).median
-        most = median_spread(found["limit_bytes_per_s"][limit]).median
-        kept["loads"][tier] = {"bytes_per_s": rate, "limit_bytes_per_s": most, "share_of_limit": rate / most}
-        show(f"{tier} load: {rate / 1e9:.2f} GB/s of {most / 1e9:.2f} GB/s ({limit}), {rate / most:.0%}")
+        rates = [found["prefix_bytes"] / load_s for load_s in found["load_s"][tier]]
+        most = found["limit_bytes_per_s"][limit]
+        share = median_spread([rate / limit_rate for rate, limit_rate in zip(rates, most, strict=True)])
+        kept["loads"][tier] = {"bytes_per_s": median_spread(rates), "limit_bytes_per_s": median_spread(most)}
+        kept["loads"][tier]["share_of_limit"] = share
+        show(
+            f"{tier} load: {statistics.median(rates) / 1e9:.2f} GB/s of {statistics.median(most) / 1e9:.2f} GB/s "
+            f"({limit}); share, median of rounds {share.median:.0%} ({share.least:.0%} to {share.largest:.0%})"
+        )
     return kept
 
 

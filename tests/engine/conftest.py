@@ -69,13 +69,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def references(checkpoints: Callable[..., Path]) -> Callable[[str], Reference]:
-    known: dict[str, Reference] = {}
+def references(checkpoints: Callable[..., Path]) -> Callable[..., Reference]:
+    known: dict[tuple[str, int], Reference] = {}
 
-    def reference(family: str) -> Reference:
-        if family not in known:
-            known[family] = Reference(checkpoints(family))
-        return known[family]
+    def reference(family: str, context_tokens: int = 4096) -> Reference:
+        key = (family, context_tokens)
+        if key not in known:
+            known[key] = Reference(checkpoints(*key))
+        return known[key]
 
     return reference
 

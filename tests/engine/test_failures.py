@@ -172,6 +172,27 @@ def test_full_disk_costs_hits_not_requests(engines, references, tmp_path, disk_f
     assert ask(engine, references, "gemma3", random_prompt(300, seed=0))["disk"] == 0
 
 
+def test_tier_that_takes_no_loads(engines, references, tmp_path, monkeypatch):
+    """A tier may know chunks and refuse to load them (its queue is full): they are computed, and not asked for
+    again.
+    """
+    engine = with_disk(engines, "llama", tmp_path)
+    ask(engine, references, "llama")
+    leave_only_disk(engine)
+    tier = engine.store.tiers[0]
+    asked = []
+    monkeypatch.setattr(tier._loader, "submit", lambda transfer: asked.append(transfer))
+    request = engine.submit(PROMPT, greedy(8))
+    assert request.wait(60), "it was asked again and again"
+    assert_same(request.result(), references("llama").answer(PROMPT, 8))
+    assert sum(request.result().reused_tokens.values()) == 0
+    assert len(asked) == 1
+    monkeypatch.undo()
+    engine.drop_device_cache()
+    engine.drop_host()
+    assert ask(engine, references, "llama")["disk"] > 0, "a refusal says nothing about the chunks"
+
+
 def test_hung_read_costs_its_deadline(engines, references, tmp_path, disk_faults):
     """F6: the request gives up on the read and computes; the engine goes on, also while the read still hangs."""
     engine = with_disk(engines, "llama", tmp_path, load_timeout_s=0.5)

@@ -122,3 +122,22 @@ def test_another_model_shares_nothing(tmp_path):
             assert completion.reused_tokens["disk"] >= expected
             assert expected or not sum(completion.reused_tokens.values())
             engine.flush()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_1024_of_1300_tokens(family, engines, references, tmp_path):
+    """A prompt of 1,300 tokens is stored, its first 1,024 are asked with another end: all 1,024 are reused, by default
+    settings, from host and from disk. (vLLM 0.32 reuses none of them on sliding-window and recurrent models.)
+    """
+    engine = engines(family, host="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", device_kv="16MiB")
+    stored = random_prompt(1300)
+    engine.generate([stored], greedy(1))
+    assert engine.flush()
+    for seed, tier in enumerate(("host", "disk")):
+        engine.drop_device_cache()
+        if tier == "disk":
+            engine.drop_host()
+        prompt = stored[:1024] + random_prompt(50, seed=20 + seed)
+        (completion,) = engine.generate([prompt], greedy(8))
+        assert_same(completion, references(family).answer(prompt, 8))
+        assert completion.reused_tokens[tier] == sum(completion.reused_tokens.values()) == 1024

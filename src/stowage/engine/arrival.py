@@ -59,6 +59,7 @@ class Arrival:
     needs: list[Need]
     fetch: Fetch | None
     began_s: float
+    began_forward: int
 
 
 class Arrivals:
@@ -73,6 +74,8 @@ class Arrivals:
         self._pace = pace
         self._clock = clock
         self._pending: dict[int, Arrival] = {}
+        self.forwards = 0
+        """Forwards so far, counted by the scheduler: while one runs, nobody sees what arrives."""
         self._tier_names = ["host"]
         if residency.store is not None:
             self._tier_names += [tier.name for tier in residency.store.tiers]
@@ -100,7 +103,7 @@ class Arrivals:
             return False
         self._take_blocks(sequence, boundary, needs)
         wanted = [(n.pool.group.index, self._keys(sequence, n)) for n in needs if n.chunks]
-        arrival = Arrival(sequence, boundary, needs, None, self._clock())
+        arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards)
         if wanted:
             assert self._residency.store is not None
             deadline_s = arrival.began_s + self._pace.load_limit_s(boundary)
@@ -324,7 +327,7 @@ class Arrivals:
             for begin, end, name in zip([0, *edges[1:]], [*edges[1:], arrival.boundary], names, strict=True):
                 reused[name] += end - begin
             self._residency.counters.tokens_reused += arrival.boundary
-        if arrival.fetch is not None:
+        if arrival.fetch is not None and arrival.began_forward == self.forwards:
             self._measure(arrival, elapsed_s)
         sequence.reused = reused
 

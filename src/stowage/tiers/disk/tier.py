@@ -64,7 +64,7 @@ class DiskTier:
         *,
         segment_bytes: int | None = None,
         chunk_bytes_max: int = 0,
-        readers: int = 6,
+        readers: int = 8,
         direct: bool = True,
         transfers_max: int = 64,
         refresh_s: float = 1.0,

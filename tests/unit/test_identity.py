@@ -1,0 +1,67 @@
+"""What weights are: the same content anywhere gives one identity, any other content another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from stowage.engine.identity import of_checkpoint, of_parameters
+
+
+def make(directory: Path, weights: bytes = b"weights" * 1000) -> list[Path]:
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(weights)
+    return [directory / "config.json", directory / "model.safetensors"]
+
+
+def test_a_copy_is_the_same_model(tmp_path: Path) -> None:
+    files = make(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copies = [tmp_path / "b" / path.name for path in files]
+    assert of_checkpoint(tmp_path / "a", files, tmp_path) == of_checkpoint(tmp_path / "b", copies, tmp_path)
+
+
+def test_one_byte_makes_another_model(tmp_path: Path) -> None:
+    first = of_checkpoint(tmp_path / "a", make(tmp_path / "a"), tmp_path)
+    other = of_checkpoint(tmp_path / "b", make(tmp_path / "b", b"weightt" + b"weights" * 999), tmp_path)
+    assert first != other
+
+
+def test_a_file_changed_in_place_is_hashed_again(tmp_path: Path) -> None:
+    files = make(tmp_path / "a")
+    before = of_checkpoint(tmp_path / "a", files, tmp_path)
+    with files[1].open("r+b") as file:
+        file.write(b"W")
+    assert of_checkpoint(tmp_path / "a", files, tmp_path) != before
+
+
+def test_digests_are_remembered_privately(tmp_path: Path) -> None:
+    files = make(tmp_path / "a")
+    first = of_checkpoint(tmp_path / "a", files, tmp_path / "state")
+    memory = tmp_path / "state" / "identities.json"
+    assert len(json.loads(memory.read_text())) == 2
+    assert memory.stat().st_mode & 0o777 == 0o600
+    assert of_checkpoint(tmp_path / "a", files, tmp_path / "state") == first
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["identities.json"]
+
+
+def test_a_damaged_memory_costs_nothing_but_time(tmp_path: Path) -> None:
+    files = make(tmp_path / "a")
+    first = of_checkpoint(tmp_path / "a", files, tmp_path / "state")
+    for damage in ("{", "[]", '{"x": 3}', '{"x": "short"}'):
+        (tmp_path / "state" / "identities.json").write_text(damage)
+        assert of_checkpoint(tmp_path / "a", files, tmp_path / "state") == first
+
+
+def test_parameters_in_memory() -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    before = of_parameters(model)
+    assert of_parameters(model) == before
+    with torch.no_grad():
+        model.weight[2, 2] += 1e-3
+    assert of_parameters(model) != before
