@@ -175,3 +175,18 @@ def test_text_with_characters_of_several_tokens(engines):
 def test_parameters_out_of_range(wrong):
     with pytest.raises(RequestError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+def test_the_queue_has_a_limit(engines, monkeypatch):
+    from stowage.engine import engine as module
+
+    monkeypatch.setattr(module, "REQUESTS_MAX", 3)
+    engine = engines("llama")
+    long = SamplingParams(max_new_tokens=3000, ignore_eos=True)
+    requests = [engine.submit(random_prompt(10, seed=i), long) for i in range(3)]
+    with pytest.raises(RequestError, match="3 requests are open"):
+        engine.submit(random_prompt(10), long)
+    for request in requests:
+        engine.cancel(request)
+    assert all(request.wait(30) for request in requests)
+    assert len(engine.generate([random_prompt(10)], greedy(2))[0].token_ids) == 2

@@ -44,6 +44,8 @@ Prompt = str | list[int] | list[dict[str, str]]
 logger = logging.getLogger("stowage")
 _LOADING_WAIT_S = 0.005
 _IDLE_WAIT_S = 0.05
+REQUESTS_MAX = 1 << 16
+"""Requests that may be open at once: more are refused, because a queue without a limit only hides the trouble."""
 
 
 class Engine:
@@ -164,6 +166,8 @@ class Engine:
                 raise StowageError(f"the engine has stopped: {self._broken}") from self._broken
             if self._closing:
                 raise StowageError("the engine is closed.")
+            if len(self._inbox) + len(self._alive) >= REQUESTS_MAX:
+                raise RequestError(f"{REQUESTS_MAX} requests are open already; wait for some to end.")
             self._inbox.append((request, sequence))
             self._news.notify()
         return request
