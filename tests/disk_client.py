@@ -24,6 +24,10 @@ def key(name: object) -> bytes:
     return hashlib.sha256(repr(name).encode()).digest()
 
 
+def keys_of(*names: object) -> list[bytes]:
+    return [key(name) for name in names]
+
+
 def payload(chunk: bytes, length: int) -> bytes:
     """The only bytes that may ever be read under that key."""
     return hashlib.shake_128(chunk).digest(length)

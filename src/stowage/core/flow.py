@@ -1,11 +1,12 @@
 """The tiered store's state machine: events in, actions out. Time is an argument; no I/O, no threads, no clock.
 
-    lookup, fetch, reserve, commit, ...  --+                  +--> StartLoad   fill these slots from tier i
-    outcome (a transfer was reported)    --+--> ledger, ... --+--> StartStore  write these slots to tier i
-    tick (time passed)                   --+                  +--> Discard     forget these keys in tier i
+    lookup, fetch, reserve, commit, ...  --+    ledger      +--> StartLoad   fill these slots from tier i
+    outcome (a transfer was reported)    --+--> fetches   --+--> StartStore  write these slots to tier i
+    tick (time passed)                   --+    flights     +--> Discard     forget these keys in tier i
 
 Tiers are counted from 0 here; as the source of a chunk 0 is the host and i + 1 is tier i. What a tier holds is asked
-through the functions given at construction, which answer from memory.
+through the functions given at construction, which answer from memory. The flow decides; its parts remember: `ledger`
+what is in which slot, `fetches` who waits for what, `flights` what is under way, `spill` what is to be written.
 
 Promises:
 
@@ -18,7 +19,7 @@ Promises:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import compress
 from typing import Final
 
@@ -27,7 +28,10 @@ from numpy.typing import NDArray
 
 from stowage.core.breaker import Breaker
 from stowage.core.events import Action, Counters, Discard, Fetch, SourceArray, StartLoad, StartStore
+from stowage.core.fetches import Fetches
+from stowage.core.flights import Flight, Flights
 from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, SlabClass
+from stowage.core.keymap import taken
 from stowage.core.ledger import Ledger, State, gains
 from stowage.core.spill import SpillQueue
 
@@ -42,26 +46,6 @@ STORE_LIMIT_S: Final = 30.0
 NEVER_S: Final = float("inf")
 
 Index = Callable[[list[bytes]], MaskArray]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A transfer that has not been reported."""
-
-    tier: int
-    is_load: bool
-    keys: list[bytes]
-    slots: IntArray
-    masks: MaskArray
-    payload_bytes: int
-    deadline_s: float
-    late: bool = False
-
-
-def _taken(slots: IntArray) -> IntArray:
-    """Those that are slots, not -1."""
-    there = slots >= 0
-    return slots if np.count_nonzero(there) == len(slots) else slots[there]
 
 
 class Flow:
@@ -81,12 +65,8 @@ class Flow:
         self._indexes = list(indexes)
         self.breakers = [Breaker() for _ in indexes]
         self.spills = [SpillQueue(spill_bytes_max // len(indexes), max(total, 1)) for _ in indexes]
-        self._fetches: dict[int, Fetch] = {}
-        self._pending: dict[int, Fetch] = {}
-        self._awaited: dict[int, list[Fetch]] = {}
-        self._source_of: NDArray[np.int8] = np.zeros(total, np.int8)
-        self._flights: dict[int, _Flight] = {}
-        self._late_keys: set[bytes] = set()
+        self._fetches = Fetches(self.ledger)
+        self._flights = Flights(self.breakers)
         self._actions: list[Action] = []
         self._next_id = 0
         self.next_deadline_s = NEVER_S
@@ -121,8 +101,9 @@ class Flow:
             if not len(absent) or not self.breakers[tier].allows(now_s):
                 continue
             below = index(keys if len(absent) == len(keys) else [keys[place] for place in absent.tolist()])
-            if self._late_keys:
-                below = np.where([keys[place] in self._late_keys for place in absent.tolist()], np.uint64(0), below)
+            late_keys = self._flights.late_keys
+            if late_keys:
+                below = np.where([keys[place] in late_keys for place in absent.tolist()], np.uint64(0), below)
             masks[absent] = below
             sources[absent[below != 0]] = tier + 1
         return masks, sources
@@ -135,35 +116,20 @@ class Flow:
         Everything in host is pinned before room is made, so a fetch never evicts its own chunks. When room is short the
         first keys get it. With a deadline that has passed already, only what is in host comes.
         """
-        fetch = Fetch(self._take_id(), deadline_s)
-        self._fetches[fetch.id] = fetch
+        fetch = self._fetches.open(self._take_id(), wanted, deadline_s)
         self.counters.fetches += 1
-        for _, keys in wanted:
-            slots = self.ledger.find(keys)
-            present = slots >= 0
-            self.ledger.pin(_taken(slots))
-            fetch.slots.append(slots)
-            fetch.masks.append(self.ledger.masks(slots))
-            fetch.sources.append(np.where(present, np.int8(0), np.int8(-1)))
         if now_s < deadline_s:
             for pair, (group, keys) in enumerate(wanted):
                 missing = np.flatnonzero(fetch.slots[pair] < 0)
                 if len(missing):
                     self._promote(fetch, pair, group, [keys[place] for place in missing.tolist()], missing, now_s)
-        if fetch.waiting:
-            self._pending[fetch.id] = fetch
+        if not fetch.done:
             self.next_deadline_s = min(self.next_deadline_s, deadline_s)
-        else:
-            fetch.done = True
         return fetch
 
     def release(self, fetch: Fetch) -> None:
         """Unpin what the fetch holds. One that is not done is cancelled. Releasing twice is the same as once."""
-        if self._fetches.pop(fetch.id, None) is None:
-            return
-        self._end(fetch)
-        for slots in fetch.slots:
-            self.ledger.unpin(_taken(slots))
+        self._fetches.release(fetch)
 
     def _promote(self, fetch: Fetch, pair: int, group: int, keys: list[bytes], places: IntArray, now_s: float) -> None:
         """Start to bring the missing `keys`, which are at `places` of the pair, or wait where that was done before."""
@@ -173,16 +139,12 @@ class Flow:
             mine = (sources == tier + 1) & (before < 0)
             if mine.any():
                 self._load(tier, group, list(compress(keys, mine.tolist())), masks[mine], fetch.deadline_s, now_s)
-        for key, place, slot, old in zip(
-            keys, places.tolist(), self.ledger.find_on_the_way(keys).tolist(), before.tolist(), strict=True
-        ):
-            if slot < 0 or key in self._late_keys:
-                continue
-            self.counters.joined += old >= 0
-            if slot not in fetch.waiting:
-                fetch.waiting[slot] = []
-                self._awaited.setdefault(slot, []).append(fetch)
-            fetch.waiting[slot].append((pair, place))
+        slots = self.ledger.find_on_the_way(keys)
+        coming = slots >= 0
+        if self._flights.late_keys:
+            coming &= np.fromiter((key not in self._flights.late_keys for key in keys), np.bool_, len(keys))
+        self.counters.joined += int(np.count_nonzero(coming & (before >= 0)))
+        self._fetches.wait(fetch, pair, places[coming], slots[coming])
 
     def _load(
         self, tier: int, group: int, keys: list[bytes], masks: MaskArray, deadline_s: float, now_s: float
@@ -193,7 +155,6 @@ class Flow:
         slots = self.ledger.fill(self._slab_of_group[group], keys)
         room = int(np.count_nonzero(slots >= 0))
         self._group_of[slots[:room]] = group
-        self._source_of[slots[:room]] = tier + 1
         step = max(1, TRANSFER_BYTES_MAX // max(1, int(self._payload[group])))
         for begin in range(0, room, step):
             part = slice(begin, min(begin + step, room))
@@ -210,75 +171,49 @@ class Flow:
     ) -> tuple[int, list[bytes], IntArray, IntArray, MaskArray]:
         """Record a flight. What its action needs: id, keys, slots, sizes, masks."""
         flight_id = self._take_id()
-        sizes = self._payload[self._group_of[slots]]
-        self._flights[flight_id] = _Flight(tier, is_load, keys, slots, masks, int(sizes.sum()), deadline_s)
-        self.breakers[tier].begin()
+        groups = self._group_of[slots]
+        sizes, full_masks = self._payload[groups], self._full_masks[groups]
+        flight = Flight(tier, is_load, keys, slots, full_masks, int(sizes.sum()), deadline_s)
+        self._flights.begin(flight_id, flight)
         self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         return flight_id, keys, slots, sizes, masks
-
-    def _settle(self, slots: IntArray, arrived: bool) -> None:
-        """Slots that are not on their way any more: give them to the fetches that wait for them."""
-        if not self._awaited:
-            return
-        for slot in slots.tolist():
-            for fetch in self._awaited.pop(slot, ()):
-                for pair, place in fetch.waiting.pop(slot):
-                    if arrived:
-                        fetch.slots[pair][place] = slot
-                        fetch.masks[pair][place] = self.ledger.masks(np.array([slot]))[0]
-                        fetch.sources[pair][place] = self._source_of[slot]
-                        self.ledger.pin(np.array([slot]))
-                if not fetch.waiting:
-                    self._end(fetch)
-
-    def _end(self, fetch: Fetch) -> None:
-        """The fetch waits for nothing any more."""
-        for slot in fetch.waiting:
-            self._awaited[slot].remove(fetch)
-            if not self._awaited[slot]:
-                del self._awaited[slot]
-        fetch.waiting.clear()
-        fetch.done = True
-        self._pending.pop(fetch.id, None)
 
     # Store
 
     def reserve(self, group: int, keys: list[bytes], masks: MaskArray) -> IntArray:
         """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
         slots = self.ledger.reserve(self._slab_of_group[group], keys, masks)
-        taken = _taken(slots)
-        self._group_of[taken] = group
-        self._source_of[taken] = 0
+        self._group_of[taken(slots)] = group
         return slots
 
     def commit(self, slots: IntArray, now_s: float) -> None:
         """The bytes of reserved slots are there; -1 is ignored. They are served now, and written to the tiers soon."""
-        slots = _taken(slots)
+        slots = taken(slots)
         self.ledger.commit(slots)
         self.counters.stores += len(slots)
-        self._settle(slots, arrived=True)
+        self._fetches.arrived(slots, source=0)
         self._queue_spills(slots, source=0)
         self._pump(now_s)
 
     def abort(self, slots: IntArray) -> None:
         """The bytes of reserved slots will not come; -1 is ignored."""
-        slots = _taken(slots)
+        slots = taken(slots)
         self.ledger.abort(slots)
-        self._settle(slots, arrived=False)
+        self._fetches.failed(slots)
 
     def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
         """A slot with one owner per key, -1 when there is no room. In no look-up, never evicted, never spilled."""
         slots = self.ledger.take_private(self._slab_of_group[group], keys)
-        self._group_of[_taken(slots)] = group
+        self._group_of[taken(slots)] = group
         return slots
 
     def commit_private(self, slots: IntArray) -> None:
         """The owner has written its private slots; -1 is ignored."""
-        assert (self.ledger.states(_taken(slots)) == State.PRIVATE).all(), "commit of a slot that is not private"
+        assert (self.ledger.states(taken(slots)) == State.PRIVATE).all(), "commit of a slot that is not private"
 
     def drop_private(self, slots: IntArray) -> None:
         """Free private slots; -1 is ignored."""
-        self.ledger.drop_private(_taken(slots))
+        self.ledger.drop_private(taken(slots))
 
     def drop_host(self) -> int:
         """Evict every chunk that nobody pins. How many there were."""
@@ -340,19 +275,10 @@ class Flow:
 
         Chunks that failed are discarded there, unless the tier `refused` to try or the report is late.
         """
-        flight = self._flights.pop(flight_id, None)
-        if flight is None:
+        report = self._flights.end(flight_id, ok, masks, now_s)
+        if report is None:
             return
-        if len(ok) != len(flight.keys) or len(masks) != len(flight.keys):
-            ok, masks = np.zeros(len(flight.keys), bool), np.zeros(len(flight.keys), np.uint64)
-        if flight.is_load:
-            masks = masks & self._full_masks[self._group_of[flight.slots]]
-            ok = ok & (masks != 0)
-        breaker = self.breakers[flight.tier]
-        if ok.any():
-            breaker.succeeded()
-        elif not flight.late:
-            breaker.failed(now_s)
+        flight, ok, masks = report
         if flight.is_load:
             self._loaded(flight, ok, masks)
             failed = list(compress(flight.keys, (~ok).tolist()))
@@ -362,19 +288,18 @@ class Flow:
             self._spilled(flight, ok)
         self._pump(now_s)
 
-    def _loaded(self, flight: _Flight, ok: BoolArray, masks: MaskArray) -> None:
-        self._late_keys.difference_update(flight.keys)
+    def _loaded(self, flight: Flight, ok: BoolArray, masks: MaskArray) -> None:
         good, bad = flight.slots[ok], flight.slots[~ok]
         self.ledger.commit_filled(good, masks[ok])
         self.ledger.abort(bad)
-        self._settle(good, arrived=True)
-        self._settle(bad, arrived=False)
+        self._fetches.arrived(good, source=flight.tier + 1)
+        self._fetches.failed(bad)
         self.counters.promoted += len(good)
         self.counters.promoted_bytes += int(self._payload[self._group_of[good]].sum())
         self.counters.load_failures += len(bad)
         self._queue_spills(good, source=flight.tier + 1)
 
-    def _spilled(self, flight: _Flight, ok: BoolArray) -> None:
+    def _spilled(self, flight: Flight, ok: BoolArray) -> None:
         self.ledger.unpin(flight.slots)
         self.spills[flight.tier].end(flight.payload_bytes)
         done = flight.slots[ok]
@@ -386,20 +311,9 @@ class Flow:
         """Time passed: end the fetches that are due; count flights that are overdue as failures of their tier."""
         if now_s < self.next_deadline_s:
             return
-        for fetch in [fetch for fetch in self._pending.values() if fetch.deadline_s <= now_s]:
-            self.counters.fetch_timeouts += 1
-            self._end(fetch)
-        for flight in self._flights.values():
-            if flight.late or flight.deadline_s > now_s:
-                continue
-            flight.late = True
-            self.counters.timeouts += 1
-            self.breakers[flight.tier].failed(now_s)
-            if flight.is_load:
-                self._late_keys.update(flight.keys)
-        due = [fetch.deadline_s for fetch in self._pending.values()]
-        due += [flight.deadline_s for flight in self._flights.values() if not flight.late]
-        self.next_deadline_s = min(due, default=NEVER_S)
+        self.counters.fetch_timeouts += self._fetches.end_due(now_s)
+        self.counters.timeouts += self._flights.mark_late(now_s)
+        self.next_deadline_s = min([*self._fetches.deadlines_s(), *self._flights.deadlines_s()], default=NEVER_S)
         self._pump(now_s)
 
     def take_actions(self) -> list[Action]:
@@ -433,24 +347,15 @@ class Flow:
     def check(self) -> None:
         """Assert every invariant, those of the parts included. Linear in the slots."""
         self.ledger.check()
-        loads = [flight for flight in self._flights.values() if flight.is_load]
-        filling = np.sort(np.concatenate([flight.slots for flight in loads])) if loads else np.empty(0, np.int64)
+        self._fetches.check()
+        self._flights.check()
+        filled = [flight.slots for flight in self._flights.loads()]
+        filling = np.sort(np.concatenate(filled)) if filled else np.empty(0, np.int64)
         assert np.array_equal(filling, self.ledger.filling()), "a slot is filled by no flight, or by two"
-        stores = [(flight.tier, flight) for flight in self._flights.values() if not flight.is_load]
-        holders = [slots[slots >= 0] for fetch in self._fetches.values() for slots in fetch.slots]
-        self.ledger.check_pins(holders + [flight.slots for _, flight in stores])
+        stores = self._flights.stores()
+        self.ledger.check_pins(self._fetches.pinned() + [flight.slots for flight in stores])
         for tier, queue in enumerate(self.spills):
             queue.check()
             self.breakers[tier].check()
-            mine = [flight.payload_bytes for at, flight in stores if at == tier]
+            mine = [flight.payload_bytes for flight in stores if flight.tier == tier]
             assert (queue.transfers, queue.bytes_under_way) == (len(mine), sum(mine)), "spills under way do not add up"
-        awaited = {(slot, fetch.id) for slot, fetches in self._awaited.items() for fetch in fetches}
-        waiting = {(slot, fetch.id) for fetch in self._fetches.values() for slot in fetch.waiting}
-        assert awaited == waiting, "a fetch waits for a slot that does not know it"
-        states = set(self.ledger.states(np.array(list(self._awaited), np.int64)).tolist())
-        assert states <= {State.RESERVED, State.FILLING}, "a fetch waits for what is not on its way"
-        for fetch in self._fetches.values():
-            assert fetch.done == (not fetch.waiting) == (fetch.id not in self._pending)
-        assert self._pending.keys() <= self._fetches.keys()
-        late = {key for flight in loads if flight.late for key in flight.keys}
-        assert self._late_keys == late, "the overdue keys are not those of the overdue flights"

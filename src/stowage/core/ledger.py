@@ -6,9 +6,9 @@
     FREE -> PRIVATE -> FREE                one owner, in no look-up, never evicted
 
 Slots are numbered through all slab classes. A key has at most one READY slot (`lookup` and `find` see only those) and
-at most one slot on its way (RESERVED or FILLING). One map leads from a key to its slot; only the replacement of a ready
-chunk is kept apart until it is committed. A slot's mask is 0 until it is READY, which is what hides it from look-ups.
-The eviction policy of a class knows exactly the READY slots that nobody pins.
+at most one slot on its way (RESERVED or FILLING); `core.keymap` leads from the key to them, and holds exactly these. A
+slot's mask is 0 until it is READY, which is what hides it from look-ups. The eviction policy of a class knows exactly
+the READY slots that nobody pins.
 
 Every method takes a batch and costs a few dictionary passes in C and a few array operations; none loops over keys in
 Python. Keys of one batch are in prompt order: when room is short the first keys get it, and of chunks used together the
@@ -18,24 +18,19 @@ first is counted as used last, so that the head of a prefix outlives its tail.
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
+from stowage.core.keymap import ABSENT, KeyMap
 from stowage.core.policy import LRU, Policy
-from stowage.core.trails import Trails
 
 __all__ = ["ABSENT", "Ledger", "State", "gains"]
 
-ABSENT = -1
-"""In an array of slots: no slot."""
-
-_NOT_THERE = repeat(ABSENT)
 _NONE: IntArray = np.empty(0, np.int64)
 
 
@@ -61,10 +56,6 @@ def gains(masks: MaskArray, held: MaskArray) -> BoolArray:
     return more
 
 
-def _exhaust(iterator: Iterable[object]) -> None:
-    deque(iterator, maxlen=0)
-
-
 class Ledger:
     """States, keys, masks and pins of all slots; the first `slots_per_class[0]` belong to slab class 0, and so on."""
 
@@ -74,24 +65,20 @@ class Ledger:
         "_free",
         "_free_count",
         "_key_of",
+        "_map",
         "_masks",
         "_masks_coming",
         "_pins",
         "_policies",
-        "_replacing",
-        "_slot_of",
         "_stale",
         "_state",
-        "_trails",
         "evictions",
         "without_room",
     )
 
     def __init__(self, slots_per_class: Sequence[int], policy: Callable[[int], Policy] = LRU) -> None:
         total = sum(slots_per_class)
-        self._slot_of: dict[bytes, int] = {}
-        self._replacing: dict[bytes, int] = {}
-        self._trails = Trails(total)
+        self._map = KeyMap(total)
         self._state: NDArray[np.uint8] = np.zeros(total, np.uint8)
         self._pins: NDArray[np.int64] = np.zeros(total, np.int64)
         # One mask more than slots: ABSENT, used as an index, reads the last one, which is always 0.
@@ -115,52 +102,22 @@ class Ledger:
 
     def lookup(self, keys: list[bytes]) -> MaskArray:
         """The valid blocks of each key's ready chunk, 0 where there is none."""
-        return self._masks.take(self._look_up(keys))
+        return self._masks.take(self._map.look_up(keys))
 
     def find(self, keys: list[bytes]) -> IntArray:
         """The ready slot of each key, or ABSENT."""
-        slots = self._find(keys)
+        slots = self._map.find(keys)
         ready = self._masks.take(slots) != 0
         return slots if np.count_nonzero(ready) == len(keys) else np.where(ready, slots, ABSENT)
 
     def find_on_the_way(self, keys: list[bytes]) -> IntArray:
         """The slot of each key that is being stored or promoted, or ABSENT."""
-        slots = self._find(keys)
+        slots = self._map.find(keys)
         slots[self._masks.take(slots) != 0] = ABSENT
-        if self._replacing:
-            places = [place for place, key in enumerate(keys) if key in self._replacing]
-            slots[places] = [self._replacing[keys[place]] for place in places]
+        if self._map.replacements:
+            newer = self._map.find_replacements(keys)
+            return np.where(newer >= 0, newer, slots)
         return slots
-
-    def _find(self, keys: list[bytes]) -> IntArray:
-        """The ready slot of each key, or the one on its way, or ABSENT. The caller may change the array."""
-        slots = self._look_up(keys)
-        return slots if slots.flags.owndata else slots.copy()
-
-    def _look_up(self, keys: list[bytes]) -> IntArray:
-        """As `_find`, but maybe a view of a trail, which nobody may change."""
-        if len(keys) < self._trails.keys_min:
-            return self._probe(keys)
-        first = self._slot_of.get(keys[0], ABSENT)
-        followed = self._trails.follow(first, keys) if first >= 0 else _NONE
-        if len(followed) == len(keys):
-            return followed
-        if not len(followed):
-            slots = self._probe(keys)
-            self._learn(keys, slots)
-            return slots
-        return np.concatenate((followed, self._look_up(keys[len(followed) :])))
-
-    def _probe(self, keys: list[bytes]) -> IntArray:
-        return np.fromiter(map(self._slot_of.get, keys, _NOT_THERE), np.int64, len(keys))
-
-    def _learn(self, keys: list[bytes], slots: IntArray) -> None:
-        """Keep the beginning that was found as a trail."""
-        if slots[0] >= 0:
-            absent = np.flatnonzero(slots < 0)
-            count = int(absent[0]) if len(absent) else len(keys)
-            self._trails.cut(slots[:count])
-            self._trails.add(keys[:count], slots[:count])
 
     def masks(self, slots: IntArray) -> MaskArray:
         """The valid blocks of slots; 0 for ABSENT."""
@@ -195,14 +152,16 @@ class Ledger:
         ABSENT: empty mask; ready with a mask that is not a strict subset; on its way already; repeated in the batch; no
         room. Ready chunks of the batch count as used now, so a batch never evicts its own chunks while others can go.
         """
-        all_new = not self._replacing and self._slot_of.keys().isdisjoint(keys)
+        all_new = self._map.has_none(keys)
         wanted = masks != 0 if all_new else self._worth_storing(keys, masks)
         if np.count_nonzero(wanted) < len(keys):
             keys, masks = list(compress(keys, wanted.tolist())), masks[wanted]
         slots = self._take_new(slab, keys, _RESERVED)
         self.without_room += len(keys) - len(slots)
         self._masks_coming[slots] = masks[: len(slots)]
-        slots = self._map_new(slots, keys[: len(slots)], all_new)
+        keys = keys[: len(slots)]
+        if not self._map.add_or_replace(keys, slots, all_new):
+            slots = self._without_repeated(keys, slots)
         if len(slots) == len(wanted):
             return slots
         result = np.full(len(wanted), ABSENT, np.int64)
@@ -212,7 +171,7 @@ class Ledger:
     def commit(self, slots: IntArray) -> None:
         """RESERVED or FILLING -> READY, unpinned. A key's older chunk is freed, or is STALE while it is pinned."""
         assert self._all_are_on_the_way(slots), "commit of a slot that is not on its way"
-        older = self._commit_replacements(slots) if self._replacing else _NONE
+        older = self._map.replace(self.keys(slots), slots) if self._map.replacements else _NONE
         self._masks[slots] = self._masks_coming.take(slots)
         self._state[slots] = _READY
         self._insert(slots)
@@ -222,7 +181,8 @@ class Ledger:
     def abort(self, slots: IntArray) -> None:
         """RESERVED or FILLING -> FREE."""
         assert self._all_are_on_the_way(slots), "abort of a slot that is not on its way"
-        self._forget(self._abort_replacements(slots) if self._replacing else slots)
+        mapped = self._map.withdraw(self.keys(slots), slots) if self._map.replacements else slots
+        self._map.forget(self.keys(mapped), mapped)
         self._release(slots)
 
     # Promote
@@ -231,7 +191,7 @@ class Ledger:
         """A FILLING slot per key, ABSENT where there is no room. Keys are distinct, neither ready nor on their way."""
         slots = self._take_new(slab, keys, _FILLING)
         assert len(set(keys)) == len(keys), "a key is filled twice"
-        self._slot_of.update(zip(keys, slots.tolist(), strict=False))
+        self._map.add(keys, slots)
         if len(slots) == len(keys):
             return slots
         return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
@@ -331,62 +291,24 @@ class Ledger:
 
     def _worth_storing(self, keys: list[bytes], masks: MaskArray) -> BoolArray:
         """Which chunks gain blocks and are not on their way. Those that are ready count as used now."""
-        known = self._find(keys)
+        known = self._map.find(keys)
         held = self._masks.take(known)
         self._use(known[held != 0])
         wanted: BoolArray = gains(masks, held) & ((known < 0) | (held != 0))
-        if self._replacing:
-            wanted &= np.fromiter((key not in self._replacing for key in keys), np.bool_, len(keys))
+        if self._map.replacements:
+            wanted &= self._map.find_replacements(keys) < 0
         return wanted
 
-    def _map_new(self, slots: IntArray, keys: list[bytes], all_new: bool) -> IntArray:
-        """Map reserved slots, apart where the key has a ready chunk. A repeated key gets one slot, the others go."""
-        before = len(self._slot_of) + len(self._replacing)
-        ready = None if all_new else self._find(keys) >= 0
-        if ready is None or not ready.any():
-            self._slot_of.update(zip(keys, slots.tolist(), strict=False))
-        else:
-            self._slot_of.update(zip(compress(keys, (~ready).tolist()), slots[~ready].tolist(), strict=True))
-            self._replacing.update(zip(compress(keys, ready.tolist()), slots[ready].tolist(), strict=True))
-        if len(self._slot_of) + len(self._replacing) - before == len(slots):
-            if all_new:
-                self._trails.add(keys, slots)
-            return slots
+    def _without_repeated(self, keys: list[bytes], slots: IntArray) -> IntArray:
+        """Release the slots of repeated keys that the map does not lead to; ABSENT in their places."""
         vain = slots != self.find_on_the_way(keys)
         self._release(slots[vain])
         return np.where(vain, ABSENT, slots)
 
-    def _commit_replacements(self, slots: IntArray) -> IntArray:
-        """Map those of the slots that replace a ready one. The slots replaced; one may have been evicted meanwhile."""
-        older = []
-        for key, slot in zip(self.keys(slots), slots.tolist(), strict=True):
-            if self._replacing.get(key) == slot:
-                del self._replacing[key]
-                older.append(self._slot_of.get(key, ABSENT))
-                self._slot_of[key] = slot
-        replaced = np.array([slot for slot in older if slot >= 0], np.int64)
-        self._trails.cut(replaced)
-        return replaced
-
-    def _abort_replacements(self, slots: IntArray) -> IntArray:
-        """Forget those of the slots that would replace a ready one. The others."""
-        others = []
-        for key, slot in zip(self.keys(slots), slots.tolist(), strict=True):
-            if self._replacing.get(key) == slot:
-                del self._replacing[key]
-            else:
-                others.append(slot)
-        return np.array(others, np.int64)
-
-    def _forget(self, slots: IntArray) -> None:
-        """Make the keys of mapped slots absent."""
-        self._trails.cut(slots)
-        _exhaust(map(self._slot_of.pop, self.keys(slots)))
-
     def _evict(self, slab: int, count: int) -> IntArray:
         """Up to `count` slots whose chunks are forgotten; the caller gives them a state."""
         slots = self._policies[slab].victims(count)
-        self._forget(slots)
+        self._map.forget(self.keys(slots), slots)
         self._masks[slots] = 0
         self.evictions += len(slots)
         return slots
@@ -427,12 +349,13 @@ class Ledger:
         assert self._stale == np.count_nonzero(states == _STALE)
         on_the_way = (states == _RESERVED) | (states == _FILLING)
         assert (self._masks[:total][on_the_way] == 0).all(), "a chunk on its way can be looked up"
-        slots = [*self._slot_of.values(), *self._replacing.values()]
-        assert sorted(slots) == np.flatnonzero((states == _READY) | on_the_way).tolist(), "map and states disagree"
-        assert on_the_way[list(self._replacing.values())].all(), "a replacement is not on its way"
-        for key, slot in [*self._slot_of.items(), *self._replacing.items()]:
+        self._map.check()
+        mapped = self._map.items()
+        slots = sorted(slot for _, slot in mapped)
+        assert slots == np.flatnonzero((states == _READY) | on_the_way).tolist(), "map and states disagree"
+        assert on_the_way[list(self._map.replacements.values())].all(), "a replacement is not on its way"
+        for key, slot in mapped:
             assert self._key_of[slot] == key, "map and keys disagree"
-        self._trails.check(self._probe)
         for slab, policy in enumerate(self._policies):
             policy.check()
             evictable = (states == _READY) & (self._pins == 0) & (self._class_of == slab)

@@ -1,0 +1,157 @@
+"""Which slot a key leads to: one map, the replacements beside it, and the trails that shorten the way through it.
+
+    keys ── trail of the first key ── slots          a beginning that was stored, or found, together
+       └─── map, one probe per key ── slots          everything else
+
+A key leads to one slot, that of its ready chunk or of its first one on its way. A second slot is a replacement: it is
+kept apart and in no look-up until it takes the place of the first. Trails hold only what the map says: a slot that
+loses its key is cut out of them.
+
+Which slots are ready, free or pinned is the ledger's to know; nothing here depends on it. Every method takes a batch;
+but for replacements, which are rare, none loops over keys in Python.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import compress, repeat
+from typing import Final
+
+import numpy as np
+
+from stowage.core.geometry import IntArray
+from stowage.core.trails import Trails
+
+__all__ = ["ABSENT", "KeyMap", "taken"]
+
+ABSENT: Final = -1
+"""In an array of slots: no slot."""
+
+_NOT_THERE = repeat(ABSENT)
+_NONE: IntArray = np.empty(0, np.int64)
+
+
+def taken(slots: IntArray) -> IntArray:
+    """Those that are slots, not ABSENT."""
+    there = slots >= 0
+    return slots if np.count_nonzero(there) == len(slots) else slots[there]
+
+
+def _exhaust(iterator: Iterable[object]) -> None:
+    deque(iterator, maxlen=0)
+
+
+class KeyMap:
+    """See the module. `replacements`, key to slot, is to be read only: most of the time it is empty."""
+
+    __slots__ = ("_slot_of", "_trails", "replacements")
+
+    def __init__(self, slots: int) -> None:
+        self._slot_of: dict[bytes, int] = {}
+        self._trails = Trails(slots)
+        self.replacements: dict[bytes, int] = {}
+
+    # What is there
+
+    def find(self, keys: list[bytes]) -> IntArray:
+        """The slot of each key, or ABSENT. The caller may change the array."""
+        slots = self.look_up(keys)
+        return slots if slots.flags.owndata else slots.copy()
+
+    def look_up(self, keys: list[bytes]) -> IntArray:
+        """As `find`, but maybe a view of a trail, which nobody may change."""
+        if len(keys) < self._trails.keys_min:
+            return self._probe(keys)
+        first = self._slot_of.get(keys[0], ABSENT)
+        followed = self._trails.follow(first, keys) if first >= 0 else _NONE
+        if len(followed) == len(keys):
+            return followed
+        if not len(followed):
+            slots = self._probe(keys)
+            self._learn(keys, slots)
+            return slots
+        return np.concatenate((followed, self.look_up(keys[len(followed) :])))
+
+    def find_replacements(self, keys: list[bytes]) -> IntArray:
+        """The slot of each key's replacement, or ABSENT."""
+        return np.fromiter(map(self.replacements.get, keys, _NOT_THERE), np.int64, len(keys))
+
+    def has_none(self, keys: list[bytes]) -> bool:
+        """Whether all keys are absent. While there are replacements it is not looked into: False."""
+        return not self.replacements and self._slot_of.keys().isdisjoint(keys)
+
+    def _probe(self, keys: list[bytes]) -> IntArray:
+        return np.fromiter(map(self._slot_of.get, keys, _NOT_THERE), np.int64, len(keys))
+
+    def _learn(self, keys: list[bytes], slots: IntArray) -> None:
+        """Keep the beginning that was found as a trail."""
+        if slots[0] >= 0:
+            absent = np.flatnonzero(slots < 0)
+            count = int(absent[0]) if len(absent) else len(keys)
+            self._trails.cut(slots[:count])
+            self._trails.add(keys[:count], slots[:count])
+
+    # What changes
+
+    def add(self, keys: list[bytes], slots: IntArray) -> None:
+        """The first keys, which are absent and distinct, get these slots."""
+        self._slot_of.update(zip(keys, slots.tolist(), strict=False))
+
+    def add_or_replace(self, keys: list[bytes], slots: IntArray, all_new: bool) -> bool:
+        """Each key gets its slot, as a replacement where it has one. `all_new`: none of them has.
+
+        Whether each got its own: a repeated key keeps one slot, and the others lead nowhere.
+        """
+        before = len(self._slot_of) + len(self.replacements)
+        ready = None if all_new else self.find(keys) >= 0
+        if ready is None or not ready.any():
+            self._slot_of.update(zip(keys, slots.tolist(), strict=False))
+        else:
+            self._slot_of.update(zip(compress(keys, (~ready).tolist()), slots[~ready].tolist(), strict=True))
+            self.replacements.update(zip(compress(keys, ready.tolist()), slots[ready].tolist(), strict=True))
+        if len(self._slot_of) + len(self.replacements) - before < len(slots):
+            return False
+        if all_new:
+            self._trails.add(keys, slots)
+        return True
+
+    def replace(self, keys: list[bytes], slots: IntArray) -> IntArray:
+        """Those of the slots that are replacements become the slots of their keys. The slots that they replaced.
+
+        There may be fewer: a key may have lost its older slot meanwhile.
+        """
+        older = []
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            if self.replacements.get(key) == slot:
+                del self.replacements[key]
+                older.append(self._slot_of.get(key, ABSENT))
+                self._slot_of[key] = slot
+        replaced = np.array([slot for slot in older if slot >= 0], np.int64)
+        self._trails.cut(replaced)
+        return replaced
+
+    def withdraw(self, keys: list[bytes], slots: IntArray) -> IntArray:
+        """Forget those of the slots that are replacements. The others."""
+        others = []
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            if self.replacements.get(key) == slot:
+                del self.replacements[key]
+            else:
+                others.append(slot)
+        return np.array(others, np.int64)
+
+    def forget(self, keys: list[bytes], slots: IntArray) -> None:
+        """The keys, whose slots these are, become absent."""
+        self._trails.cut(slots)
+        _exhaust(map(self._slot_of.pop, keys))
+
+    def items(self) -> list[tuple[bytes, int]]:
+        """Every key with its slot; replacements too."""
+        return [*self._slot_of.items(), *self.replacements.items()]
+
+    def check(self) -> None:
+        """Assert every invariant. Linear in the keys."""
+        slots = [slot for _, slot in self.items()]
+        assert len(set(slots)) == len(slots), "two keys lead to one slot"
+        self._trails.check(self._probe)
