@@ -95,7 +95,7 @@ class Arrivals:
         """
         sequence.restart()
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
-        boundary, needs = self._choose(sequence)
+        near, boundary, needs = self._choose(sequence)
         for need in needs:
             need.pool.retain(need.retained)
         if not self._room(sequence, needs, alone):
@@ -106,7 +106,7 @@ class Arrivals:
         arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards)
         if wanted:
             assert self._residency.store is not None
-            deadline_s = arrival.began_s + self._pace.load_limit_s(boundary)
+            deadline_s = arrival.began_s + self._pace.load_limit_s(boundary - near)
             arrival.fetch = self._residency.store.fetch(wanted, deadline_s)
             if not arrival.fetch.done:
                 sequence.phase = Phase.LOADING
@@ -132,16 +132,16 @@ class Arrivals:
 
     # choosing the boundary
 
-    def _choose(self, sequence: Sequence) -> tuple[int, list[Need]]:
-        """The boundary to resume at, and each group's need: device alone unless the tiers reach further and are worth
-        it.
+    def _choose(self, sequence: Sequence) -> tuple[int, int, list[Need]]:
+        """The boundary that the device serves alone, the one to resume at (that one, unless the tiers reach further and
+        are worth it), and what each group needs for it.
         """
         residency, length = self._residency, len(sequence.tokens)
         keys = [sequence.keys.of(pool.group.index) for pool in residency.pools]
         device = [pool.lookup(k) for pool, k in zip(residency.pools, keys, strict=True)]
         near = longest_boundary(residency.strategies, device, length, self._boundary_tokens)
         if residency.store is None:
-            return near, self._needs(sequence, near)
+            return near, near, self._needs(sequence, near)
         below = [residency.store.lookup(i, k) for i, k in enumerate(keys)]
         if sequence.refused:
             for masks, group in zip(below, keys, strict=True):
@@ -151,9 +151,9 @@ class Arrivals:
         if far > near:
             needs = self._needs(sequence, far)
             if self._pace.worth_loading(far - near, self._bytes_of_tier(sequence, needs)):
-                return far, needs
+                return near, far, needs
             residency.counters.loads_refused += 1
-        return near, self._needs(sequence, near)
+        return near, near, self._needs(sequence, near)
 
     def _needs(self, sequence: Sequence, boundary: int) -> list[Need]:
         needs = []
