@@ -44,6 +44,8 @@ Prompt = str | list[int] | list[dict[str, str]]
 logger = logging.getLogger("stowage")
 _LOADING_WAIT_S = 0.005
 _IDLE_WAIT_S = 0.05
+CHECK_EVERY_S = 30.0
+"""An engine that has become idle verifies its invariants, at most this often."""
 REQUESTS_MAX = 1 << 16
 """Requests that may be open at once: more are refused, because a queue without a limit only hides the trouble."""
 
@@ -93,6 +95,7 @@ class Engine:
         self._lock = threading.RLock()
         self._news = threading.Condition()
         self._closing = False
+        self._checked_s = self._clock()
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="stowage-engine", daemon=True)
         self._thread.start()
@@ -319,12 +322,19 @@ class Engine:
         while True:
             with self._lock:
                 spilling = self.store is not None and not self.store.flush(0.0)
+                self._check_if_idle()
             with self._news:
                 if self._closing:
                     return False
                 if self._inbox or self._scheduler.busy:
                     return True
                 self._news.wait(_IDLE_WAIT_S if spilling else None)
+
+    def _check_if_idle(self) -> None:
+        now_s = self._clock()
+        if not self._scheduler.busy and now_s - self._checked_s >= CHECK_EVERY_S:
+            self._checked_s = now_s
+            self.check()
 
     def _accept(self) -> None:
         with self._news:
