@@ -41,6 +41,7 @@ def test_without_host_it_is_computed_again(family, engines, references):
     prompts = [random_prompt(60 + i, seed=i) for i in range(4)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):
         assert_same(completion, references(family).answer(prompt, 90))
+        assert not any(completion.reused_tokens.values()), "its own prompt, computed again, is no reuse"
     counters = engine.stats()["engine"]
     assert counters["preemptions"] == counters["preemptions_recomputed"] > 0
 

@@ -15,29 +15,28 @@ SourceArray = NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True)
-class StartLoad:
+class _Start:
+    """A transfer between slots and one tier: key, slot, size in bytes and valid blocks of each chunk."""
+
+    tier: int
+    id: int
+    keys: list[bytes]
+    slots: IntArray
+    sizes: IntArray
+    masks: MaskArray
+    deadline_s: float
+
+
+class StartLoad(_Start):
     """Fill `slots[i]` with the `sizes[i]` bytes of `keys[i]` from tier `tier`."""
 
-    tier: int
-    id: int
-    keys: list[bytes]
-    slots: IntArray
-    sizes: IntArray
-    masks: MaskArray
-    deadline_s: float
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StartStore:
+class StartStore(_Start):
     """Write the `sizes[i]` bytes in `slots[i]` to tier `tier` as `keys[i]` with the valid blocks `masks[i]`."""
 
-    tier: int
-    id: int
-    keys: list[bytes]
-    slots: IntArray
-    sizes: IntArray
-    masks: MaskArray
-    deadline_s: float
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import NULL_BLOCK, Kind
-from stowage.core.plan import CopyPlan, Incomplete, load_plan
+from stowage.core.plan import Incomplete, load_plan
 from stowage.core.reuse import longest_boundary
 from stowage.engine.pace import Pace
 from stowage.engine.pool import BlockPool, blocks_needed
-from stowage.engine.residency import Residency
+from stowage.engine.residency import Residency, state_plan
 from stowage.engine.sequence import Phase, Sequence
-from stowage.errors import TransferError
 from stowage.store import Fetch
 
 HOST = 0
@@ -35,7 +34,8 @@ class Need:
     first: int
     held: NDArray[np.int64]
     chunks: list[int] = field(default_factory=list)
-    sources: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
+    place: int = -1
+    """Which of the fetch's answers is this need's; none for a need without chunks."""
 
     @property
     def lacking(self) -> int:
@@ -99,10 +99,14 @@ class Arrivals:
         for need in needs:
             need.pool.retain(need.retained)
         if not self._room(sequence, needs, alone):
-            self._give_back(needs)
+            for need in needs:
+                need.pool.release(need.retained)
             return False
         self._take_blocks(sequence, boundary, needs)
-        wanted = [(n.pool.group.index, self._keys(sequence, n)) for n in needs if n.chunks]
+        lacking = [need for need in needs if need.chunks]
+        for place, need in enumerate(lacking):
+            need.place = place
+        wanted = [(need.pool.group.index, self._keys(sequence, need)) for need in lacking]
         arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards)
         if wanted:
             assert self._residency.store is not None
@@ -198,10 +202,6 @@ class Arrivals:
                 return False
         return True
 
-    def _give_back(self, needs: list[Need]) -> None:
-        for need in needs:
-            need.pool.release(need.retained)
-
     def _take_blocks(self, sequence: Sequence, boundary: int, needs: list[Need]) -> None:
         """Fill the block tables up to ``boundary``: holes, then what the device had, with new blocks in between."""
         for need in needs:
@@ -229,79 +229,67 @@ class Arrivals:
             sequence.phase = Phase.WAITING
             return
         self._account(arrival)
-        for need in arrival.needs:
-            if need.pool.group.kind is Kind.RECURRENT:
-                need.pool.release(need.retained)  # the snapshot was only copied from
-        if arrival.fetch is not None and self._residency.store is not None:
-            self._residency.store.release(arrival.fetch)
+        self._let_go(arrival)
         sequence.computed = arrival.boundary
         sequence.phase = Phase.RUNNING
 
     def _undo(self, arrival: Arrival) -> None:
+        self._let_go(arrival)
+        self._residency.drop(arrival.sequence)
+
+    def _let_go(self, arrival: Arrival) -> None:
+        """Release what was held only to be copied from: the fetch's slots, and snapshots on the device."""
         if arrival.fetch is not None and self._residency.store is not None:
             self._residency.store.release(arrival.fetch)
         for need in arrival.needs:
             if need.pool.group.kind is Kind.RECURRENT:
                 need.pool.release(need.retained)
-        self._residency.drop(arrival.sequence)
 
     def _load(self, arrival: Arrival) -> bool:
         if not arrival.boundary:
             return True
-        fetched = iter(range(len(arrival.needs)))
         complete = True
         for need in arrival.needs:
-            place = next(fetched) if need.chunks else None
             if need.pool.group.kind is Kind.RECURRENT:
-                complete &= self._load_state(arrival, need, place)
-            elif place is not None:
-                complete &= self._load_chunks(arrival, need, place)
+                complete &= self._load_state(arrival, need)
+            elif need.chunks:
+                complete &= self._load_chunks(arrival, need)
         return complete
 
-    def _load_chunks(self, arrival: Arrival, need: Need, place: int) -> bool:
+    def _load_chunks(self, arrival: Arrival, need: Need) -> bool:
         sequence, group = arrival.sequence, need.pool.group
         assert arrival.fetch is not None
         strategy = self._residency.strategies[group.index]
         table = sequence.table(group.index)
-        slots = dict(zip(need.chunks, arrival.fetch.slots[place].tolist(), strict=True))
+        slots = dict(zip(need.chunks, arrival.fetch.slots[need.place].tolist(), strict=True))
         masks = np.zeros(max(need.chunks) + 1, dtype=np.uint64)
-        masks[need.chunks] = arrival.fetch.masks[place]
+        masks[need.chunks] = arrival.fetch.masks[need.place]
         already = np.zeros(need.first + len(need.held), dtype=np.bool_)
         already[need.first :] = need.held != NULL_BLOCK
         plan = load_plan(strategy, arrival.boundary, slots, masks, table, already)
         if isinstance(plan, Incomplete):
             self._refuse(sequence, group.index, plan.chunks.tolist())
             return False
-        if not self._copy_in(plan.copies, need.pool):
+        if not self._residency.copy_in(need.pool, plan.copies):
             self._refuse(sequence, group.index, need.chunks)
             return False
         self._name(sequence, need)
         return True
 
-    def _load_state(self, arrival: Arrival, need: Need, place: int | None) -> bool:
+    def _load_state(self, arrival: Arrival, need: Need) -> bool:
         """Put the boundary's snapshot into the live block, from the device's own snapshot or from a slot."""
         sequence, pool = arrival.sequence, need.pool
         live = int(sequence.table(pool.group.index)[0])
-        if place is None:
+        if not need.chunks:
             pool.storage[live].copy_(pool.storage[need.retained[0]])
             return True
         assert arrival.fetch is not None
-        slots = arrival.fetch.slots[place]
         chunk = need.chunks[0]
-        plan = CopyPlan(pool.group.index, np.array([live]), slots, np.zeros(1, dtype=np.int64))
-        if slots[0] < 0 or not self._copy_in(plan, pool):
+        plan = state_plan(pool, live, arrival.fetch.slots[need.place])
+        if not plan.copies or not self._residency.copy_in(pool, plan):
             self._refuse(sequence, pool.group.index, [chunk])
             return False
         self._residency.cache_state(pool, sequence.keys.of(pool.group.index)[chunk], live)
-        return True
-
-    def _copy_in(self, plan: CopyPlan, pool: BlockPool) -> bool:
-        assert self._residency.transfer is not None
-        try:
-            self._residency.transfer.load(plan, pool.storage)
-        except TransferError:
-            self._residency.counters.copies_failed += 1
-            return False
         return True
 
     def _refuse(self, sequence: Sequence, group: int, chunks: list[int]) -> None:
@@ -329,17 +317,16 @@ class Arrivals:
             self._residency.counters.tokens_reused += arrival.boundary
         if arrival.fetch is not None and arrival.began_forward == self.forwards:
             self._measure(arrival, elapsed_s)
-        sequence.reused = reused
+        if not sequence.reused:  # a preempted sequence that is computed again reuses its own prompt, which is no news
+            sequence.reused = reused
 
     def _sources(self, arrival: Arrival) -> dict[int, str]:
         """First token of each needed chunk, and where it came from, for the group with the most needed tokens."""
         primary = max(arrival.needs, key=lambda n: len(n.held) * n.pool.group.block_tokens)
         group = primary.pool.group
-        fetched = [n for n in arrival.needs if n.chunks]
         came: dict[int, str] = {}
         if primary.chunks and arrival.fetch is not None:
-            place = next(i for i, n in enumerate(fetched) if n is primary)
-            tiers = arrival.fetch.sources[place].tolist()
+            tiers = arrival.fetch.sources[primary.place].tolist()
             came = {c: self._tier_names[t] for c, t in zip(primary.chunks, tiers, strict=True)}
         chunks = self._residency.strategies[group.index].needed(arrival.boundary)
         return {chunk * group.chunk_tokens: came.get(chunk, "device") for chunk in chunks} or {0: "device"}
@@ -347,9 +334,11 @@ class Arrivals:
     def _measure(self, arrival: Arrival, elapsed_s: float) -> None:
         """Teach the pace what the slowest tier of this fetch delivered."""
         assert arrival.fetch is not None
-        fetched = [n for n in arrival.needs if n.chunks]
         total: dict[int, int] = {}
-        for need, sources in zip(fetched, arrival.fetch.sources, strict=True):
+        for need in arrival.needs:
+            if not need.chunks:
+                continue
+            sources = arrival.fetch.sources[need.place]
             for tier in sources[sources > HOST].tolist():
                 total[tier] = total.get(tier, 0) + need.pool.group.bytes_per_chunk
         for tier, nbytes in total.items():

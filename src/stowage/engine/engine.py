@@ -280,6 +280,11 @@ class Engine:
             self._closing = True
             self._news.notify()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "a step outlasted the %.0f s given to close; its memory is given back when the process ends", timeout_s
+            )
+            return
         self.parts.runner.close()
         if self.store is not None:
             if self.parts.transfer is not None:
@@ -318,7 +323,7 @@ class Engine:
         self._finish(request, sequence, "cancelled")
 
     def _rest(self) -> bool:
-        """Wait until there is something to do, tending background spills meanwhile; False when closing."""
+        """Poll the store, and wait until there is something to do; False when closing."""
         while True:
             with self._lock:
                 spilling = self.store is not None and not self.store.flush(0.0)
@@ -348,8 +353,6 @@ class Engine:
             self._finish(request, sequence, "cancelled")
 
     def _step(self) -> None:
-        if self.store is not None:
-            self.store.poll()
         work = self._scheduler.schedule()
         if not work:
             if self.store is not None and self._scheduler.loading:
@@ -367,7 +370,6 @@ class Engine:
 
     def _advance(self, work: Work, logits: Any) -> None:
         sequence = work.sequence
-        assert isinstance(sequence, Sequence)
         sequence.computed += work.count
         self._residency.settle(sequence)
         if work.every_logit:

@@ -21,7 +21,7 @@ from stowage.core.groups import GroupStrategy
 from stowage.core.plan import CopyPlan, store_plan
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool
-from stowage.engine.sequence import Sequence
+from stowage.engine.sequence import Sequence, snapshot_places
 from stowage.errors import TransferError
 from stowage.store import TieredStore
 from stowage.transfer.protocol import Transfer
@@ -123,6 +123,16 @@ class Residency:
             self.store.commit(held)
         return True
 
+    def copy_in(self, pool: BlockPool, plan: CopyPlan) -> bool:
+        """Carry out a load plan; False when a copy failed, and its blocks hold nothing that may be used (case F2)."""
+        assert self.transfer is not None
+        try:
+            self.transfer.load(plan, pool.storage)
+        except TransferError:
+            self.counters.copies_failed += 1
+            return False
+        return True
+
     def _free_unseen(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
         index = pool.group.index
         first = strategy.first_live_block(sequence.computed)
@@ -147,8 +157,7 @@ class Residency:
             self.copy_out(pool, state_plan(pool, live, slots), slots)
 
     def _wants_snapshot(self, sequence: Sequence, grid: int) -> bool:
-        places = ((sequence.prompt_tokens - 1) // grid * grid, sequence.prompt_tokens // grid * grid)
-        return sequence.computed % self.snapshot_tokens == 0 or sequence.computed in places
+        return sequence.computed % self.snapshot_tokens == 0 or sequence.computed in snapshot_places(sequence, grid)
 
     def cache_state(self, pool: BlockPool, key: bytes, live: int) -> None:
         """Copy the state in block ``live`` to a block of its own, findable as ``key``, if the pool has room to

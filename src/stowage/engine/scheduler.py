@@ -57,7 +57,7 @@ class Scheduler:
         while budget > 0 and (admitted := self._admit()) is not None:
             if admitted.phase is Phase.RUNNING:
                 budget -= self._take(admitted, budget, work)
-        work = [w for w in work if isinstance(w.sequence, Sequence) and w.sequence.phase is Phase.RUNNING]
+        work = [w for w in work if w.sequence.phase is Phase.RUNNING]
         self._arrivals.forwards += bool(work)
         return work
 

@@ -160,16 +160,19 @@ class Sequence:
         self.freed = [0] * len(self.tables)
 
 
-def recurrent_cuts(sequence: Sequence, group: Group, snapshot_tokens: int) -> int:
-    """The next position at which computing must stop so that a snapshot of recurrent state can be taken; beyond the end
-    when none is due.
+def snapshot_places(sequence: Sequence, grid: int) -> tuple[int, int]:
+    """The last two places before the prompt's end at which a later prompt can resume: one for the same prompt again (at
+    least one token must be left to compute), one for a prompt that goes on from it.
+    """
+    return (sequence.prompt_tokens - 1) // grid * grid, sequence.prompt_tokens // grid * grid
 
-    Stops are the multiples of ``snapshot_tokens``, and the last two places before the prompt's end at which a later
-    prompt can resume: one for the same prompt again (at least one token must be left to compute), one for a prompt that
-    goes on from it.
+
+def recurrent_cuts(sequence: Sequence, group: Group, snapshot_tokens: int) -> int:
+    """The next position at which computing must stop so that a snapshot of recurrent state can be taken, at a multiple
+    of ``snapshot_tokens`` or one of the ``snapshot_places``; the sequence's end when none is due.
     """
     assert group.kind is Kind.RECURRENT
-    grid, start, length = group.block_tokens, sequence.computed, len(sequence.tokens)
+    start = sequence.computed
     stops = [start // snapshot_tokens * snapshot_tokens + snapshot_tokens]
-    stops += [(sequence.prompt_tokens - 1) // grid * grid, sequence.prompt_tokens // grid * grid]
-    return min((stop for stop in stops if stop > start), default=length)
+    stops += snapshot_places(sequence, group.block_tokens)
+    return min((stop for stop in stops if stop > start), default=len(sequence.tokens))

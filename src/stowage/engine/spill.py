@@ -20,7 +20,6 @@ from stowage.core.plan import CopyPlan
 from stowage.engine.pool import BlockPool
 from stowage.engine.residency import Residency
 from stowage.engine.sequence import Phase, Sequence
-from stowage.errors import TransferError
 from stowage.store import Fetch, TieredStore
 
 
@@ -88,11 +87,7 @@ class Spill:
             return False
         del self._spilled[sequence.id]
         sequence.phase = Phase.RUNNING
-        try:
-            for spilled, pool in zip(groups, pools, strict=True):
-                self._restore_group(sequence, spilled, pool)
-        except TransferError:
-            self._residency.counters.copies_failed += 1
+        if not all(self._restore_group(sequence, g, p) for g, p in zip(groups, pools, strict=True)):
             self._residency.drop(sequence)
             sequence.restart()
             sequence.phase = Phase.WAITING
@@ -167,14 +162,13 @@ class Spill:
     def _key(self, sequence: Sequence, group: int, chunk: int) -> bytes:
         return private_key(self._namespace, sequence.id, group, chunk, self._nonce + self._count.to_bytes(8, "little"))
 
-    def _restore_group(self, sequence: Sequence, spilled: GroupSpill, pool: BlockPool) -> None:
+    def _restore_group(self, sequence: Sequence, spilled: GroupSpill, pool: BlockPool) -> bool:
         fresh = pool.allocate(len(spilled.slots))
         assert fresh is not None, "room was checked"
         sequence.tables[pool.group.index].append([NULL_BLOCK] * spilled.first + fresh)
         sequence.freed[pool.group.index] = spilled.first
         plan = CopyPlan(pool.group.index, np.array(fresh, dtype=np.int64), spilled.slots, spilled.offsets)
-        assert self._residency.transfer is not None
-        self._residency.transfer.load(plan, pool.storage)
+        return self._residency.copy_in(pool, plan)
 
     def _free(self, groups: list[GroupSpill]) -> None:
         store = self._residency.store

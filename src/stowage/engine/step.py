@@ -9,10 +9,9 @@ of its own, so the batch can be built anew at any time (case A).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,21 +20,14 @@ from numpy.typing import NDArray
 from stowage.core.geometry import Group, Kind
 from stowage.core.groups import GroupStrategy
 from stowage.engine.pool import PADDING_BLOCK, BlockPool
-
-
-class HasTables(Protocol):
-    """What a step needs of a sequence."""
-
-    tokens: list[int]
-
-    def table(self, group: int) -> NDArray[np.int64]: ...
+from stowage.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Compute ``count`` tokens of ``sequence`` from position ``start``; their blocks are allocated."""
 
-    sequence: HasTables
+    sequence: Sequence
     start: int
     count: int
     every_logit: bool = False
@@ -94,14 +86,12 @@ class Step:
 current: ContextVar[Step] = ContextVar("stowage_step")
 
 
-def order(work: Sequence[Work]) -> list[Work]:
+def order(work: Items[Work]) -> list[Work]:
     """Single tokens first, runs after them; otherwise in the given order."""
     return sorted(work, key=lambda w: w.count > 1)
 
 
-def build(
-    work: Sequence[Work], pools: Sequence[BlockPool], strategies: Sequence[GroupStrategy], dtype: torch.dtype
-) -> Step:
+def build(work: Items[Work], pools: Items[BlockPool], strategies: Items[GroupStrategy], dtype: torch.dtype) -> Step:
     """The step that computes ``work`` (see ``order``), for the attention groups among ``pools``."""
     decodes = sum(1 for w in work if w.count == 1)
     ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
@@ -122,7 +112,7 @@ def build(
 
 
 def _group_step(
-    work: Sequence[Work],
+    work: Items[Work],
     decodes: int,
     positions: NDArray[np.int64],
     pool: BlockPool,
@@ -149,7 +139,7 @@ def _group_step(
 
 
 def _decode_step(
-    work: Sequence[Work], tables: list[NDArray[np.int64]], group: Group, strategy: GroupStrategy, dtype: torch.dtype
+    work: Items[Work], tables: list[NDArray[np.int64]], group: Group, strategy: GroupStrategy, dtype: torch.dtype
 ) -> DecodeStep:
     size = group.block_tokens
     firsts = [strategy.first_live_block(w.start) for w in work]
