@@ -19,6 +19,7 @@ from stowage.engine import assembly
 from stowage.errors import TransferError
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import DiskTier
+from stowage.tiers.disk.system import System
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 PROMPT = random_prompt(500)
@@ -49,7 +50,7 @@ class FailingTransfer:
 @pytest.fixture
 def disk_faults(monkeypatch):
     faults = FaultyFileSystem()
-    monkeypatch.setattr(assembly, "DiskTier", functools.partial(DiskTier, files=faults))
+    monkeypatch.setattr(assembly, "DiskTier", functools.partial(DiskTier, system=System(files=faults)))
     yield faults
     faults.heal()
 

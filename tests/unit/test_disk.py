@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stowage.testing.faults import FaultyFileSystem
+from stowage.tiers.disk.system import System
 from stowage.tiers.protocol import Described, Waitable
 from tests.disk_client import Client, descriptors, keys_of, payload, segments
 
@@ -79,7 +80,7 @@ def test_the_newest_store_of_a_key_wins_also_after_a_restart(tmp_path: Path) -> 
 def test_a_prefix_is_read_in_few_calls(tmp_path: Path) -> None:
     files = FaultyFileSystem()
     names = keys_of(*range(200))
-    with Client(tmp_path / "c", files=files, readers=4) as client:
+    with Client(tmp_path / "c", system=System(files=files), readers=4) as client:
         client.store(names, [65536] * 200)
         files.calls.clear()
         assert client.load(names, [65536] * 200).ok.all()
@@ -93,7 +94,7 @@ def test_restart_finds_everything_and_leaves_nothing_open(tmp_path: Path) -> Non
         client.check()
     assert not list(descriptors(tmp_path))
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files) as client:
+    with Client(tmp_path / "c", system=System(files=files)) as client:
         assert files.calls["preadv"] <= 4 * len(segments(tmp_path / "c")), "opened from the footers only"
         assert client.load(names, [50_000] * 100).ok.all()
         client.check()

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 from stowage.testing.faults import FaultyFileSystem
+from stowage.tiers.disk.system import System
 from tests.disk_client import Client, aligned, key, keys_of, payload
 
 
 def test_a_full_queue_drops_at_once(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files, transfers_max=3, readers=1) as client:
+    with Client(tmp_path / "c", system=System(files=files), transfers_max=3, readers=1) as client:
         client.store(keys_of(1), [4096])
         for verb, operation in (("load", "preadv"), ("store", "pwritev")):
             hang = files.hang(operation)
@@ -30,7 +31,7 @@ def test_a_full_queue_drops_at_once(tmp_path: Path) -> None:
 
 def test_a_hung_read_costs_its_own_chunks_and_nobody_waits(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files, readers=2) as client:
+    with Client(tmp_path / "c", system=System(files=files), readers=2) as client:
         client.store(keys_of(1, 2), [4096] * 2)
         hang = files.hang("preadv")
         buffers = aligned([4096])
@@ -45,7 +46,7 @@ def test_a_hung_read_costs_its_own_chunks_and_nobody_waits(tmp_path: Path) -> No
 
 def test_what_waits_behind_a_hung_reader_expires(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files, readers=1) as client:
+    with Client(tmp_path / "c", system=System(files=files), readers=1) as client:
         client.store(keys_of(1, 2), [4096] * 2)
         hang = files.hang("preadv")
         hung = client.begin("load", client.transfer(keys_of(1), aligned([4096])))
@@ -62,7 +63,7 @@ def test_what_waits_behind_a_hung_reader_expires(tmp_path: Path) -> None:
 
 def test_what_waits_behind_a_hung_write_expires(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files) as client:
+    with Client(tmp_path / "c", system=System(files=files)) as client:
         hang = files.hang("pwritev")
         hung = client.begin("store", client.transfer(keys_of(1), aligned([4096])))
         assert hang.reached.wait(10)
@@ -75,7 +76,7 @@ def test_what_waits_behind_a_hung_write_expires(tmp_path: Path) -> None:
 
 def test_deadlines_are_of_the_given_clock(tmp_path: Path) -> None:
     now = [100.0]
-    with Client(tmp_path / "c", clock=lambda: now[0]) as client:
+    with Client(tmp_path / "c", system=System(clock=lambda: now[0])) as client:
         buffers = aligned([10])
         for verb in ("store", "load"):
             number = client.begin(verb, client.transfer(keys_of(1), buffers, deadline_s=99.0))
@@ -85,7 +86,7 @@ def test_deadlines_are_of_the_given_clock(tmp_path: Path) -> None:
 
 def test_close_does_not_wait_for_a_hung_read(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    client = Client(tmp_path / "c", files=files, readers=1)
+    client = Client(tmp_path / "c", system=System(files=files), readers=1)
     client.store(keys_of(1), [4096])
     hang = files.hang("preadv")
     hung = client.begin("load", client.transfer(keys_of(1), aligned([4096])))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stowage.testing.faults import FaultyFileSystem
+from stowage.tiers.disk.system import System
 from tests.disk_client import Client, keys_of
 
 
@@ -18,10 +19,10 @@ from tests.disk_client import Client, keys_of
 def test_a_disk_that_fails_costs_hits_and_then_recovers(tmp_path: Path, operation: str, code: int) -> None:
     now = [0.0]
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files, clock=lambda: now[0]) as client:
+    with Client(tmp_path / "c", system=System(files=files, clock=lambda: now[0])) as client:
         assert client.store(keys_of(1), [10_000]).ok.all()
         client.close()
-    with Client(tmp_path / "c", files=files, clock=lambda: now[0]) as client:
+    with Client(tmp_path / "c", system=System(files=files, clock=lambda: now[0])) as client:
         files.fail(operation, code)
         assert not client.store(keys_of(2, 3), [10_000] * 2).ok.any()
         calls = sum(files.calls.values())
@@ -39,7 +40,7 @@ def test_a_disk_that_fails_costs_hits_and_then_recovers(tmp_path: Path, operatio
 
 def test_what_was_written_before_a_disk_failed_stays(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files) as client:
+    with Client(tmp_path / "c", system=System(files=files)) as client:
         client.store(keys_of(*range(10)), [10_000] * 10)
         files.fail("pwritev", errno.EIO, after=2, times=1)  # the first batch passes, the second one fails
         outcome = client.store(keys_of(*range(100, 150)), [10_000] * 50)
@@ -53,7 +54,7 @@ def test_what_was_written_before_a_disk_failed_stays(tmp_path: Path) -> None:
 
 def test_a_bad_sector_costs_one_chunk(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files, readers=1) as client:
+    with Client(tmp_path / "c", system=System(files=files), readers=1) as client:
         names = keys_of(*range(10))
         client.store(names, [8192] * 10)
         files.fail("preadv", errno.EIO, times=1)
@@ -68,17 +69,17 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path) -> None:
     files = FaultyFileSystem()
     files.shorten("preadv", 8192)
     files.shorten("pwritev", 4096)
-    with Client(tmp_path / "c", files=files) as client:
+    with Client(tmp_path / "c", system=System(files=files)) as client:
         names = keys_of(*range(40))
         assert client.store(names, [9000] * 40).ok.all()
         assert client.load(names, [9000] * 40).ok.all()
-    with Client(tmp_path / "c", files=files) as client:
+    with Client(tmp_path / "c", system=System(files=files)) as client:
         assert client.load(names, [9000] * 40).ok.all()
 
 
 def test_rot_on_the_way_is_a_miss(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files) as client:
+    with Client(tmp_path / "c", system=System(files=files)) as client:
         for bit in range(0, 8 * 4096, 997):
             assert client.store(keys_of(1), [4096]).ok.all()
             files.rot(bit, times=1)
@@ -90,7 +91,7 @@ def test_rot_on_the_way_is_a_miss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["open", "preadv", "pwritev"])
 def test_a_file_system_without_direct_io_is_used_buffered(tmp_path: Path, where: str) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files) as client:
+    with Client(tmp_path / "c", system=System(files=files)) as client:
         if where == "open":
             files.fail_flags(os.O_DIRECT, errno.EINVAL)
         else:

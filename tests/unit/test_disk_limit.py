@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from stowage.errors import BudgetError
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import DiskTier, least_limit_bytes
+from stowage.tiers.disk.system import System
 from tests.disk_client import NAMESPACE, Client, keys_of, only_segment, used_bytes
 
 MIB = 1 << 20
@@ -100,7 +102,7 @@ def test_a_limit_without_room_for_a_chunk_says_what_would_do(tmp_path: Path) -> 
 
 def test_a_full_disk_gives_up_the_oldest_for_the_newest(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", files=files, segment_bytes=2 * MIB) as client:
+    with Client(tmp_path / "c", system=System(files=files), segment_bytes=2 * MIB) as client:
         for n in range(4):
             client.store(keys_of(n), [MIB])
         files.fail("allocate", errno.ENOSPC, times=1)
@@ -120,3 +122,24 @@ def test_a_file_system_without_preallocation_still_keeps_the_limit(
         for n in range(100):
             assert client.store(keys_of(n), [100_000]).ok.all()
             assert used_bytes(tmp_path / "c") <= 8 * MIB
+
+
+def test_the_limit_can_be_lowered_and_raised_while_running(tmp_path: Path) -> None:
+    with Client(tmp_path / "c", 16 * MIB) as client:
+        keys = keys_of(*range(120))
+        client.store(keys, [100_000] * 120)
+        assert used_bytes(tmp_path / "c") > 8 * MIB
+        client.tier.set_limit(4 * MIB)
+        until_s = time.monotonic() + 20
+        while used_bytes(tmp_path / "c") > 4 * MIB:
+            assert time.monotonic() < until_s, "the limit was not made true"
+            time.sleep(0.01)
+        client.load(keys, [100_000] * 120)
+        client.store(keys[:20], [100_000] * 20)
+        assert used_bytes(tmp_path / "c") <= 4 * MIB and any(client.hits(keys[:20]))
+        client.tier.set_limit(16 * MIB)
+        client.store(keys, [100_000] * 120)
+        assert sum(client.hits(keys)) > 60
+        with pytest.raises(BudgetError, match="holds no chunk"):
+            client.tier.set_limit(1000)
+        client.check()

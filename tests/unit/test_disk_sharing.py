@@ -10,6 +10,7 @@ import pytest
 
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import least_limit_bytes
+from stowage.tiers.disk.system import System
 from tests.disk_client import Client, keys_of, only_segment, segments, used_bytes
 
 MIB = 1 << 20
@@ -18,7 +19,7 @@ MIB = 1 << 20
 def test_an_unclosed_tier_is_taken_over_when_its_lock_is_gone(tmp_path: Path) -> None:
     """The writer's thread ends without sealing, as in a killed process (tests/crash does it with real ones)."""
     files = FaultyFileSystem()
-    client = Client(tmp_path / "c", files=files)
+    client = Client(tmp_path / "c", system=System(files=files))
     client.store(keys_of(*range(50)), [5000] * 50)
     files.fail("pwritev", errno.EIO)
     client.close()
@@ -33,7 +34,7 @@ def test_an_unclosed_tier_is_taken_over_when_its_lock_is_gone(tmp_path: Path) ->
 def test_a_torn_segment_is_taken_over_by_those_who_are_open(tmp_path: Path) -> None:
     files = FaultyFileSystem()
     with Client(tmp_path / "c", refresh_s=60) as survivor:
-        client = Client(tmp_path / "c", files=files)
+        client = Client(tmp_path / "c", system=System(files=files))
         client.store(keys_of(1), [5000])
         files.fail("pwritev", errno.EIO)
         client.close()
@@ -56,7 +57,10 @@ def test_leftovers_of_a_writer_that_died_early_are_removed(tmp_path: Path) -> No
 
 def test_two_tiers_share_a_directory(tmp_path: Path) -> None:
     files = FaultyFileSystem()
-    with Client(tmp_path / "c", refresh_s=0.05, files=files) as one, Client(tmp_path / "c", refresh_s=0.05) as two:
+    with (
+        Client(tmp_path / "c", refresh_s=0.05, system=System(files=files)) as one,
+        Client(tmp_path / "c", refresh_s=0.05) as two,
+    ):
         for n in range(5):  # into live segments, which the other one follows
             one.store(keys_of("one", n), [20_000] * 2)
             two.store(keys_of("two", -n), [20_000] * 2)

@@ -64,14 +64,15 @@ def stats(
 def holdings(directory: Path) -> Holdings:
     """Read the directory. Raises DirectoryError where there is no cache in it."""
     from stowage.tiers.disk.counters import Counters
-    from stowage.tiers.disk.directory import LOCK_NAME, Directory
-    from stowage.tiers.disk.files import RealFileSystem
+    from stowage.tiers.disk.directory import Directory
+    from stowage.tiers.disk.private import LOCK_NAME
+    from stowage.tiers.disk.system import System
 
     if not directory.is_dir():
         raise DirectoryError(f"{directory} is not a directory: no cache has been stored there yet.")
     if not (directory / LOCK_NAME).exists():
         raise DirectoryError(f"{directory} is not a Stowage cache. Give the directory that --disk was given.")
-    opened = Directory(directory, _FILE_BYTES_MAX, RealFileSystem(), Counters(), direct=False)
+    opened = Directory(directory, _FILE_BYTES_MAX, System(), Counters(), direct=False)
     try:
         return _read(opened)
     finally:

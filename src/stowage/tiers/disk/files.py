@@ -1,4 +1,4 @@
-"""File operations of the disk tier: the six that can fail in interesting ways, injected; and scattered I/O on top.
+"""File operations of the disk tier: six that move or make bytes, six that look after descriptors; scattered I/O on top.
 
 Everything is relative to a directory descriptor, follows no links and is closed on exec. Direct I/O wants addresses,
 lengths and offsets in whole pages; `pages` gives memory for what does not lie so.
@@ -6,21 +6,30 @@ lengths and offsets in whole pages; `pages` gives memory for what does not lie s
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
 
 from stowage.format.segment import PAGE_BYTES
+from stowage.tiers.disk.private import open_private
 
 __all__ = [
     "CALL_BYTES_MAX",
     "DISK_FULL",
+    "Descriptors",
     "FileSystem",
+    "RealDescriptors",
     "RealFileSystem",
+    "Status",
     "in_pages",
     "is_aligned",
     "pages",
@@ -38,7 +47,7 @@ class FileSystem(Protocol):
     """What the tier does to files. All raise OSError. `testing.faults` has one that fails on demand."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
-        """A descriptor; new files get mode 0600. `name` has no slash."""
+        """A descriptor; new files get mode 0600, whatever the umask. `name` has no slash."""
         ...
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int: ...
@@ -58,7 +67,14 @@ class RealFileSystem:
     """The operating system's."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
+        if flags & os.O_CREAT:
+            try:
+                os.fchmod(fd, 0o600)
+            except OSError:
+                os.close(fd)
+                raise
+        return fd
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
@@ -79,6 +95,95 @@ class RealFileSystem:
 
     def unlink(self, name: str, dir_fd: int) -> None:
         os.unlink(name, dir_fd=dir_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is asked of a file. `allocated` are the bytes of its blocks on disk."""
+
+    regular: bool
+    links: int
+    owner: int
+    length: int
+    allocated: int
+    inode: int
+
+    @property
+    def bytes(self) -> int:
+        """What the file counts for: its length or its blocks, whichever is larger."""
+        return max(self.length, self.allocated)
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a regular file of this user with one name."""
+        return self.regular and self.links == 1 and self.owner == os.geteuid()
+
+
+class Descriptors(Protocol):
+    """The bookkeeping besides `FileSystem`. All but `close` raise OSError."""
+
+    def open_directory(self, path: Path) -> int:
+        """A descriptor of a directory that is ours alone, made where it is missing. Raises DirectoryError."""
+        ...
+
+    def close(self, fd: int) -> None: ...
+
+    def status(self, fd: int, name: str | None = None) -> Status:
+        """Of an open file, or of `name` in an open directory; a link is not followed."""
+        ...
+
+    def listing(self, dir_fd: int) -> list[tuple[str, Status]]:
+        """What lies in an open directory, in no order. What vanishes meanwhile is left out."""
+        ...
+
+    def lock(self, fd: int) -> bool:
+        """Takes the exclusive lock on an open file if nobody has it; held until closed, or the process is gone."""
+        ...
+
+    def make_buffered(self, fd: int) -> None:
+        """Direct I/O no more."""
+        ...
+
+
+class RealDescriptors:
+    """The operating system's."""
+
+    def open_directory(self, path: Path) -> int:
+        return open_private(path)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def status(self, fd: int, name: str | None = None) -> Status:
+        return _status(os.fstat(fd) if name is None else os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def listing(self, dir_fd: int) -> list[tuple[str, Status]]:
+        found = []
+        # A descriptor of its own: scandir's position would be shared between threads.
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+        try:
+            with os.scandir(fd) as items:
+                for item in items:
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((item.name, _status(item.stat(follow_symlinks=False))))
+        finally:
+            os.close(fd)
+        return found
+
+    def lock(self, fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def make_buffered(self, fd: int) -> None:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _status(found: os.stat_result) -> Status:
+    regular = stat.S_ISREG(found.st_mode)
+    return Status(regular, found.st_nlink, found.st_uid, found.st_size, found.st_blocks * 512, found.st_ino)
 
 
 def pages(length: int) -> memoryview:

@@ -8,10 +8,12 @@ the kernel's hands) while the other readers go on; what is queued behind expires
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -50,24 +52,16 @@ class Loader:
         self._index = shared.index
         self._counters = shared.counters
         self._transfers_max = shared.transfers_max
-        self._clock = shared.clock
+        self._clock = shared.system.clock
         self._finish = shared.finish
-        self._change = threading.Condition()
+        self._lock = threading.Lock()
         self._queued: deque[Flight] = deque()
         self._runs: deque[tuple[Flight, Run]] = deque()
         self._under_way = 0
         self._closing = False
-        self._threads = [
-            threading.Thread(
-                target=self._work,
-                args=(Reader(shared.directory, shared.namespace),),
-                name=f"stowage-disk-read-{number}",
-                daemon=True,
-            )
-            for number in range(readers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._readers = readers
+        turns = [partial(self._turn, Reader(shared.directory, shared.namespace)) for _ in range(readers)]
+        self._crew = shared.system.crew("stowage-disk-read", turns)
 
     @property
     def under_way(self) -> int:
@@ -78,12 +72,12 @@ class Loader:
         """Takes the transfer, or returns False at once when the queue is full or closed."""
         count = len(transfer.keys)
         flight = Flight(transfer, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
-        with self._change:
+        with self._lock:
             if self._closing or self._under_way >= self._transfers_max:
                 return False
             self._under_way += 1
             self._queued.append(flight)
-            self._change.notify()
+        self._crew.wake()
         return True
 
     def expire(self) -> None:
@@ -94,18 +88,14 @@ class Loader:
 
     def close(self, seconds: Callable[[], float]) -> bool:
         """Ends the threads once the queue is empty; after `seconds()` gives up what has not begun. False: one hangs."""
-        with self._change:
-            self._closing = True
-            self._change.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, seconds()))
+        self._closing = True
+        self._crew.wake(self._readers)
+        self._crew.join(max(0.0, seconds()))
         self._give_up(lambda _: True)
-        for thread in self._threads:
-            thread.join(max(0.05, seconds()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._crew.join(max(0.05, seconds()))
 
     def _give_up(self, is_late: Callable[[Flight], bool]) -> None:
-        with self._change:
+        with self._lock:
             late = [flight for flight in self._queued if is_late(flight)]
             late_runs = [item for item in self._runs if is_late(item[0])]
             if late:
@@ -121,26 +111,25 @@ class Loader:
 
     def _expired(self, flight: Flight, chunks: int) -> None:
         self._counters.add("timed_out", chunks)
-        with self._change:
+        with self._lock:
             flight.failures["timed out"] += chunks
 
-    def _work(self, reader: Reader) -> None:
-        while True:
-            with self._change:
-                while not (self._runs or self._queued or self._closing):
-                    self._change.wait()
-                if self._runs:
-                    flight, run = self._runs.popleft()
-                elif self._queued:
-                    flight, run = self._queued.popleft(), None
-                else:
-                    return
-            try:
-                self._serve(reader, flight, run)
-            except Exception:  # the thread's outermost frame
-                self._counters.add("faults")
-                LOG.exception("a disk reader failed")
-                self._run_done(flight)
+    def _turn(self, reader: Reader) -> float | None:
+        """A reader's turn: one run, or one transfer to be planned."""
+        with self._lock:
+            if self._runs:
+                flight, run = self._runs.popleft()
+            elif self._queued:
+                flight, run = self._queued.popleft(), None
+            else:
+                return None if self._closing else math.inf
+        try:
+            self._serve(reader, flight, run)
+        except Exception:  # the thread's outermost frame
+            self._counters.add("faults")
+            LOG.exception("a disk reader failed")
+            self._run_done(flight)
+        return 0
 
     def _serve(self, reader: Reader, flight: Flight, run: Run | None) -> None:
         late = flight.transfer.deadline_s < self._clock()
@@ -151,10 +140,10 @@ class Loader:
                 runs = []
             else:
                 runs = self._plan(flight)
-            with self._change:
+            with self._lock:
                 flight.runs_left += len(runs)
                 self._runs.extend((flight, run) for run in runs)
-                self._change.notify(len(runs))
+            self._crew.wake(len(runs))
         elif late:
             self._expired(flight, len(run))
         else:
@@ -171,7 +160,7 @@ class Loader:
             self._counters.add("mismatched", len(other))
             self._index.drop([keys[at] for at in other.tolist()])
         flight.masks[:] = found.masks
-        runs = plan_runs(keys, buffers, found, self._catalog.name_of, len(self._threads))
+        runs = plan_runs(keys, buffers, found, self._catalog.name_of, self._readers)
         absent = len(keys) - sum(map(len, runs))
         if absent:
             flight.failures["absent"] = absent
@@ -179,7 +168,7 @@ class Loader:
 
     def _settle(self, flight: Flight, run: Run, results: list[Result]) -> None:
         good = [at for at, result in enumerate(results) if result is Result.OK]
-        with self._change:
+        with self._lock:
             flight.ok[[run.positions[at] for at in good]] = True
         self._counters.add("read_calls")
         if good:
@@ -191,11 +180,11 @@ class Loader:
                 # Even where it was only the disk that failed: forgotten, the chunk is written anew by the next store.
                 self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
                 self._counters.add(COUNTED[result])
-                with self._change:
+                with self._lock:
                     flight.failures[result.name.lower()] += 1
 
     def _run_done(self, flight: Flight) -> None:
-        with self._change:
+        with self._lock:
             flight.runs_left -= 1
             if flight.runs_left > 0:
                 return
@@ -204,5 +193,5 @@ class Loader:
     def _report(self, flight: Flight) -> None:
         flight.masks[~flight.ok] = 0
         self._finish(flight.outcome())
-        with self._change:
+        with self._lock:
             self._under_way -= 1

@@ -6,7 +6,6 @@ full length, and only after the sum of everything in the directory leaves room f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Final
@@ -47,7 +46,7 @@ class Room:
         self._counters = counters
 
     def recover(self, timeout_s: float) -> None:
-        """At opening: repairs what killed writers left; shrinks to the limit if that was lowered. Raises OSError."""
+        """Repairs what killed writers left; shrinks to the limit if that was lowered. Raises OSError."""
         with self._directory.locked(timeout_s) as held:
             if held:
                 self._repair(self._directory.entries(), frozenset())
@@ -70,7 +69,7 @@ class Room:
                 return None
             entries = directory.entries()
             sequence = max((entry.name.sequence for entry in entries if entry.name), default=0)
-            name = SegmentName(min(sequence + 1, SEQUENCE_MAX), os.urandom(8))
+            name = SegmentName(min(sequence + 1, SEQUENCE_MAX), directory.system.random_bytes(8))
             file = self._make(name, segment_bytes)
             return Created(file, name, self._next_victim(segment_bytes))
 
@@ -81,7 +80,7 @@ class Room:
         try:
             while True:
                 try:
-                    self._directory.files.allocate(file.fd, length)
+                    file.allocate(length)
                     break
                 except OSError as error:
                     if error.errno not in DISK_FULL:
@@ -90,7 +89,6 @@ class Room:
                     file.truncate(0)
                     if not self._reclaim(self._directory.entries(), 1):
                         raise
-            file.bytes = length
             file.write([in_pages(pack_segment_header(name, length, self._namespace))], 0)
         except BaseException:
             self._discard(file, name)

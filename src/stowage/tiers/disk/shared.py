@@ -9,6 +9,7 @@ from stowage.tiers.disk.catalog import Catalog
 from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
 from stowage.tiers.disk.index import Index
+from stowage.tiers.disk.system import System
 from stowage.tiers.protocol import Outcome
 
 __all__ = ["Shared"]
@@ -19,7 +20,7 @@ class Shared:
     """Parts that both halves use, each with a lock of its own where it needs one.
 
     `finish` takes each outcome once, from any thread, under no lock. `transfers_max` bounds the transfers of each half
-    that were taken and not reported yet. `clock` is that of the deadlines.
+    that were taken and not reported yet.
     """
 
     directory: Directory
@@ -28,5 +29,5 @@ class Shared:
     counters: Counters
     namespace: bytes
     transfers_max: int
-    clock: Callable[[], float]
+    system: System
     finish: Callable[[Outcome], None]

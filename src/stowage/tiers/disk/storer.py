@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -31,6 +30,7 @@ __all__ = ["Storer", "segment_bytes_for"]
 LOG: Final = logging.getLogger("stowage.disk")
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 30.0
+SHRINK_TIMEOUT_S: Final = 10.0
 REWRITE_SHARE: Final = 4
 """Still-hot chunks of the next victim may take one part in this many of a new segment."""
 
@@ -61,20 +61,21 @@ class Storer:
         self._room_bytes = room_bytes
         self._transfers_max = shared.transfers_max
         self._refresh_s = refresh_s
-        self._clock = shared.clock
+        self._clock = shared.system.clock
+        self._timer = shared.system.timer
         self._finish = shared.finish
         self._staging = pages(STAGING_BYTES)
         self._reader = Reader(shared.directory, shared.namespace)
-        self._change = threading.Condition()
+        self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
         self._under_way = 0
         self._closing = False
         self._active: tuple[ActiveSegment, Segment] | None = None
         self._back_off_s = BACK_OFF_S_MIN
         self._retry_at_s = float("-inf")
-        self._refresh_at_s = time.monotonic() + refresh_s
-        self._thread = threading.Thread(target=self._work, name="stowage-disk-write", daemon=True)
-        self._thread.start()
+        self._limit_changed = False
+        self._refresh_at_s = self._timer() + refresh_s
+        self._crew = shared.system.crew("stowage-disk-write", [self._turn])
 
     @property
     def under_way(self) -> int:
@@ -83,12 +84,12 @@ class Storer:
 
     def submit(self, transfer: Transfer) -> bool:
         """Takes the transfer, or returns False at once when the queue is full or closed."""
-        with self._change:
+        with self._lock:
             if self._closing or self._under_way >= self._transfers_max:
                 return False
             self._under_way += 1
             self._queue.append(transfer)
-            self._change.notify()
+        self._crew.wake()
         return True
 
     def expire(self) -> None:
@@ -100,13 +101,17 @@ class Storer:
     def close(self, seconds: Callable[[], float]) -> bool:
         """Ends the thread once the queue is empty and the segment sealed. After `seconds()` what has not begun is
         given up. False: the thread hangs."""
-        with self._change:
-            self._closing = True
-            self._change.notify_all()
-        self._thread.join(max(0.0, seconds()))
+        self._closing = True
+        self._crew.wake()
+        self._crew.join(max(0.0, seconds()))
         self._give_up(lambda _: True)
-        self._thread.join(max(0.05, seconds()))
-        return not self._thread.is_alive()
+        return self._crew.join(max(0.05, seconds()))
+
+    def change_limit(self, segment_bytes: int, room_bytes: int) -> None:
+        """The directory's limit is another one: the worker makes it true next. Any thread."""
+        self._segment_bytes, self._room_bytes = segment_bytes, room_bytes
+        self._limit_changed = True
+        self._crew.wake()
 
     def check(self) -> None:
         """Asserts the invariants. Only while nothing is stored."""
@@ -115,7 +120,7 @@ class Storer:
             active[0].check()
 
     def _give_up(self, is_late: Callable[[Transfer], bool]) -> None:
-        with self._change:
+        with self._lock:
             late = [transfer for transfer in self._queue if is_late(transfer)]
             if late:
                 self._queue = deque(transfer for transfer in self._queue if not is_late(transfer))
@@ -125,40 +130,48 @@ class Storer:
 
     def _report(self, transfer: Transfer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]], error: str = "") -> None:
         self._finish(Outcome(transfer.id, ok, transfer.masks.copy(), error))
-        with self._change:
+        with self._lock:
             self._under_way -= 1
 
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                if not (self._queue or self._closing):
-                    self._change.wait(max(0.0, self._refresh_at_s - time.monotonic()))
-                transfer = self._queue.popleft() if self._queue else None
-                done = self._closing and transfer is None
-            try:
-                if done:
-                    self._seal()
-                    self._catalog.refresh()  # so that the last statistics are right
-                    return
-                self._refresh_when_due()
-            except OSError:
-                self._counters.add("read_errors")
-            except Exception:  # the thread's outermost frame
-                self._counters.add("faults")
-                LOG.exception("following the cache directory failed")
+    def _turn(self) -> float | None:
+        """The worker's turn: follow the directory when that is due, then serve one transfer."""
+        with self._lock:
+            transfer = self._queue.popleft() if self._queue else None
+            done = self._closing and transfer is None
+        try:
             if done:
-                return
-            if transfer is not None:
-                self._serve(transfer)
+                self._seal()
+                self._catalog.refresh()  # so that the last statistics are right
+                return None
+            if self._limit_changed:
+                self._shrink()
+            self._refresh_when_due()
+        except OSError:
+            self._counters.add("read_errors")
+        except Exception:  # the thread's outermost frame
+            self._counters.add("faults")
+            LOG.exception("following the cache directory failed")
+        if done:
+            return None
+        if transfer is not None:
+            self._serve(transfer)
+        return 0 if self._queue or self._closing else max(0.0, self._refresh_at_s - self._timer())
+
+    def _shrink(self) -> None:
+        """Seals the active segment, which may be too large now, and reclaims down to the limit."""
+        self._limit_changed = False
+        self._seal()
+        self._room.recover(SHRINK_TIMEOUT_S)
+        self._catalog.refresh()
 
     def _refresh_when_due(self) -> None:
-        started_s = time.monotonic()
+        started_s = self._timer()
         if started_s < self._refresh_at_s:
             return
         try:
             self._catalog.refresh()
         finally:
-            now_s = time.monotonic()
+            now_s = self._timer()
             self._refresh_at_s = now_s + max(self._refresh_s, 20 * (now_s - started_s))
 
     def _serve(self, transfer: Transfer) -> None:

@@ -7,9 +7,9 @@ blocks except `close`, and the constructor, which reads the footers of what the 
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,12 +21,12 @@ from stowage.format.segment import PAGE_BYTES, round_up
 from stowage.tiers.disk.catalog import Catalog
 from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
-from stowage.tiers.disk.files import FileSystem, RealFileSystem
 from stowage.tiers.disk.index import Index
 from stowage.tiers.disk.loader import Loader
 from stowage.tiers.disk.room import Room
 from stowage.tiers.disk.shared import Shared
 from stowage.tiers.disk.storer import Storer, segment_bytes_for
+from stowage.tiers.disk.system import System
 from stowage.tiers.protocol import Outcome, Transfer
 
 __all__ = ["DiskTier", "least_limit_bytes"]
@@ -68,19 +68,19 @@ class DiskTier:
         direct: bool = True,
         transfers_max: int = 64,
         refresh_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-        files: FileSystem | None = None,
+        system: System | None = None,
     ) -> None:
         assert len(namespace) == 32 and readers > 0 and transfers_max > 0
         self.wake: Callable[[], None] = lambda: None
         self._limit_bytes = limit_bytes
-        self._clock = clock
+        self._system = system or System()
         self._outcomes: deque[Outcome] = deque()
         self._counters = Counters()
         self._closed = False
         path = Path(directory)
-        self._segment_bytes = _segment_bytes(path, limit_bytes, segment_bytes, chunk_bytes_max)
-        self._directory = Directory(path, limit_bytes, files or RealFileSystem(), self._counters, direct)
+        self._segment_bytes_of = partial(_segment_bytes, path, wanted=segment_bytes, chunk_bytes_max=chunk_bytes_max)
+        self._segment_bytes = self._segment_bytes_of(limit_bytes)
+        self._directory = Directory(path, limit_bytes, self._system, self._counters, direct)
         self._index = Index()
         self._catalog = Catalog(self._directory, self._index, namespace, self._counters)
         room = Room(self._directory, namespace, self._counters)
@@ -99,7 +99,7 @@ class DiskTier:
             self._counters,
             namespace,
             transfers_max,
-            clock,
+            self._system,
             self._finish,
         )
         self._loader = Loader(shared, readers=readers)
@@ -143,6 +143,15 @@ class DiskTier:
         one, may find them again (which is harmless: a key names its content)."""
         self._index.drop(keys)
 
+    def set_limit(self, limit_bytes: int) -> None:
+        """Another limit for the directory, from now on; the worker reclaims down to it. Raises BudgetError.
+
+        Every process that shares the directory keeps its own limit, so all should be given the same.
+        """
+        self._segment_bytes = self._segment_bytes_of(limit_bytes)
+        self._limit_bytes = self._directory.limit_bytes = limit_bytes
+        self._storer.change_limit(self._segment_bytes, limit_bytes - OWN_BYTES)
+
     def stats(self) -> dict[str, int | float | str]:
         """Counters since opening (chunks, unless their name says otherwise) and gauges."""
         return {
@@ -185,11 +194,12 @@ class DiskTier:
 
     def _countdown(self, deadline_s: float) -> Callable[[], float]:
         """Seconds of real time left; the injected clock is asked once, it may stand still."""
-        until_s = time.monotonic() + max(0.0, deadline_s - self._clock())
-        return lambda: until_s - time.monotonic()
+        timer = self._system.timer
+        until_s = timer() + max(0.0, deadline_s - self._system.clock())
+        return lambda: until_s - timer()
 
 
-def _segment_bytes(path: Path, limit_bytes: int, wanted: int | None, chunk_bytes_max: int) -> int:
+def _segment_bytes(path: Path, limit_bytes: int, *, wanted: int | None, chunk_bytes_max: int) -> int:
     least = least_limit_bytes(max(1, chunk_bytes_max))
     if limit_bytes < least:
         raise BudgetError(
