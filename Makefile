@@ -8,10 +8,18 @@ ENV_STAMP := $(VENV)/.installed
 BENCH_VENV := .venv-bench
 BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check
 BENCH_STAMP := $(BENCH_VENV)/.installed
-CODE := src tests benchmarks scripts
+# Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
+JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
+PARALLEL := --numprocesses $(JOBS) --dist worksteal
+MUTATION_STAMP := $(VENV)/.installed-mutation
+FUZZ_STAMP := $(VENV)/.installed-fuzz
+CODE := src tests benchmarks scripts docs/examples
+# The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
+CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,16 +41,43 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 	$(PY) -m stowage.demo
 
 test: $(ENV_STAMP) ## run the whole test suite
-	$(PY) -m pytest -m "not vllm and not cuda"
+	$(PY) -m stowage.testing.sim --seeds 2000 --complete --jobs $(JOBS)
+	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda"
 
 check: static ## formatter, linter, types, layers and the fast tests
-	$(PY) -m pytest -m "not slow and not vllm and not cuda"
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda"
 
 static: $(ENV_STAMP) ## formatter, linter, types and layers, no other tests
 	$(PY) -m ruff format --check $(wildcard $(CODE))
 	$(PY) -m ruff check $(wildcard $(CODE))
 	$(PY) -m mypy --strict src
 	$(PY) -m pytest -q tests/unit/test_layers.py
+
+coverage: $(ENV_STAMP) ## branch coverage of core and format, which must be whole; HTML=1 writes htmlcov
+	$(PY) -m coverage run -m pytest -q --hypothesis-profile=repeatable $(CORE_TESTS)
+	$(if $(HTML),$(PY) -m coverage html --quiet)
+	$(PY) -m coverage report
+
+mutation: $(MUTATION_STAMP) ## do the tests notice each change to core and format? ONLY=core/ledger.py for one file
+	$(PY) scripts/mutation.py $(ONLY)
+
+$(MUTATION_STAMP): $(ENV_STAMP) requirements/mutation.txt
+	@$(PIP) install --quiet --no-deps --requirement requirements/mutation.txt
+	@touch $@
+
+fuzz: $(FUZZ_STAMP) ## feed the format's parsers hostile bytes, for SECONDS=60; coverage-guided where atheris has a wheel
+	$(PY) tests/attacks/fuzz_format.py --seconds $(or $(SECONDS),60)
+
+$(FUZZ_STAMP): $(ENV_STAMP) requirements/fuzz.txt
+	@$(PIP) install --quiet --no-deps --requirement requirements/fuzz.txt \
+		|| echo "atheris could not be installed (see above): fuzzing goes on without it, less thoroughly" >&2
+	@touch $@
+
+sim: $(ENV_STAMP) ## run simulated worlds with faults and crashes: SEEDS=2000, FIRST=0; one that failed: FIRST=n SEEDS=1
+	$(PY) -m stowage.testing.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
+
+crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OPERATIONS=1000000 in one directory
+	STOWAGE_KILLS=$(or $(KILLS),1000) STOWAGE_SHARING_OPERATIONS=$(or $(OPERATIONS),1000000) $(PY) -m pytest -s tests/crash
 
 format: $(ENV_STAMP) ## rewrite the code as the formatter wants it
 	$(PY) -m ruff check --fix $(wildcard $(CODE))
@@ -52,6 +87,7 @@ bench: $(ENV_STAMP) ## run the benchmarks; results go to benchmarks/results
 	$(PY) -m benchmarks.control_plane
 	$(PY) -m benchmarks.no_hit_overhead
 	$(PY) -m benchmarks.prefix_reuse
+	$(PY) -m benchmarks.integrity
 
 bench-env: $(BENCH_STAMP) ## create .venv-bench with the peers that the benchmarks compare with
 
@@ -65,4 +101,4 @@ $(BENCH_STAMP): requirements/bench.txt
 clean: ## remove environments, caches and build products; cached KV data is left alone
 	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -rf src/*.egg-info
+	rm -rf src/*.egg-info mutants htmlcov .coverage

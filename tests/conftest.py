@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +11,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread on
 
 # Shared machines stall for seconds at a time: an example that is slow once is not a failure.
 settings.register_profile("stowage", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Few examples, always the same ones, and none made smaller: for runs that repeat the tests thousands of times.
+settings.register_profile(
+    "repeatable",
+    settings.get_profile("stowage"),
+    max_examples=15,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile("stowage")
 
 

@@ -7,7 +7,8 @@ Contract:
 - ``parse_size`` and ``parse_disk`` are the only readers of sizes. They are exact (no floating point) and refuse what
   they do not understand.
 
-Imports only the standard library and ``stowage.errors``. Which source a setting comes from is ``settings.py``'s job.
+Imports only the standard library, ``stowage.errors`` and ``stowage.addresses``. Which source a setting comes from is
+``settings.py``'s job.
 """
 
 import difflib
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
+from stowage.addresses import parse_object, parse_valkey, shown
 from stowage.errors import ConfigError
 
 _UNITS = {
@@ -32,6 +34,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 _SIZE_BYTES_MAX = 1 << 62
 SIZE_FIX = "Write a number of bytes, or a number with a unit such as 512MB, 2GiB or 30%."
 _GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
+DISK_PROTECTIONS = ("checksum", "blake3", "aes-256-gcm")
 
 
 def parse_size(text: int | str, total_bytes: int | None = None) -> int:
@@ -94,10 +97,7 @@ def parse_disk(text: str) -> tuple[Path, int]:
         raise ConfigError(
             f"The disk {text!r} is not understood. Write DIRECTORY:SIZE, for example ~/.cache/stowage:20GiB."
         )
-    try:
-        directory = Path(os.path.abspath(Path(directory_text).expanduser()))
-    except RuntimeError as error:
-        raise ConfigError(f"The home directory in the disk {text!r} is not known. Write the full path.") from error
+    directory = _expanded("disk", directory_text)
     try:
         limit_bytes = parse_size(size_text, disk_total_bytes(directory) if size_text.strip().endswith("%") else None)
     except ConfigError as error:
@@ -105,6 +105,14 @@ def parse_disk(text: str) -> tuple[Path, int]:
     if limit_bytes == 0:
         raise ConfigError(f"The disk {text!r} may hold nothing. Give it a size above zero, or leave disk out.")
     return directory, limit_bytes
+
+
+def _expanded(name: str, text: str) -> Path:
+    """The full path, `~` expanded. Links are not resolved."""
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except RuntimeError as error:
+        raise ConfigError(f"The home directory in the {name} {text!r} is not known. Write the full path.") from error
 
 
 def disk_total_bytes(directory: Path) -> int:
@@ -138,9 +146,14 @@ class Memory:
     """The memory budgets of one engine. Sizes are bytes, or text for ``parse_size``; percentages are of RAM.
 
     device_kv: the pool that the model computes from. host: the arena below it, 0 switches it off. disk:
-    ``"DIR:SIZE"``, empty switches it off; it needs a host arena, since chunks pass through it. group_block_tokens
-    overrides block_tokens for a kind of group (full, sliding, chunked, recurrent). snapshot_tokens: distance between
-    snapshots of recurrent state. Raises ConfigError when a value cannot be used.
+    ``"DIR:SIZE"``, empty switches it off; it needs a host arena, since chunks pass through it. disk_protection: what
+    chunks at rest, on disk and in shared stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum
+    need the keys of disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share,
+    empty switches them off (see ``stowage.addresses``); they need a host arena too. object_limit: bytes of objects that
+    this process keeps there, 0 means no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever.
+    probe_timeout_s: the longest wait for a shared store to say what it has. group_block_tokens overrides block_tokens
+    for a kind of group (full, sliding, chunked, recurrent). snapshot_tokens: distance between snapshots of recurrent
+    state. Raises ConfigError when a value cannot be used.
     """
 
     device_kv: int | str = "1GiB"
@@ -153,6 +166,14 @@ class Memory:
     step_tokens_max: int = 1024
     sequences_max: int = 16
     load_timeout_s: float = 30.0
+    disk_protection: str = "checksum"
+    disk_key_file: str = ""
+    valkey: str = field(default="", repr=False)
+    valkey_ttl_s: float = 86_400.0
+    valkey_password_file: str = ""
+    object: str = ""
+    object_limit: int | str = 0
+    probe_timeout_s: float = 0.5
 
     def __post_init__(self) -> None:
         if self.device_kv_bytes == 0:
@@ -164,6 +185,8 @@ class Memory:
             )
         if self.disk:
             parse_disk(self.disk)
+        self._check_shared(host_bytes)
+        _check_protection(self.disk_protection, self.disk_key_file)
         for name in ("block_tokens", "chunk_blocks", "snapshot_tokens", "step_tokens_max", "sequences_max"):
             _positive_int(name, getattr(self, name))
         if self.chunk_blocks > 64:
@@ -176,6 +199,28 @@ class Memory:
             raise ConfigError(
                 f"load_timeout_s is {self.load_timeout_s}: it must be a finite number of seconds above 0."
             )
+
+    def _check_shared(self, host_bytes: int) -> None:
+        for name, url in (("valkey", self.valkey), ("object", self.object)):
+            if url and host_bytes == 0:
+                raise ConfigError(
+                    f"{name} is set but host is 0. Chunks reach it through host memory: add a host size, such as "
+                    "256MiB."
+                )
+        if self.object:
+            parse_object(self.object)
+        if self.valkey and parse_valkey(self.valkey).password and self.valkey_password_file:
+            raise ConfigError(
+                f"valkey_password_file is set, and valkey {shown(self.valkey)!r} has a password already. Keep one."
+            )
+        for name in ("valkey_password_file", "object_limit"):
+            owner = name.partition("_")[0]
+            if getattr(self, name) and not getattr(self, owner):
+                raise ConfigError(f"{name} is set, and {owner} is not: it would have no effect.")
+        _ = self.object_limit_bytes, self.valkey_password_path
+        for name in ("valkey_ttl_s", "probe_timeout_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be a finite number of seconds, 0 or more.")
 
     @property
     def device_kv_bytes(self) -> int:
@@ -193,12 +238,51 @@ class Memory:
     def disk_bytes(self) -> int:
         return parse_disk(self.disk)[1] if self.disk else 0
 
+    @property
+    def object_limit_bytes(self) -> int:
+        return _plain_size("object_limit", self.object_limit)
+
+    @property
+    def valkey_password_path(self) -> Path | None:
+        return _expanded("valkey_password_file", self.valkey_password_file) if self.valkey_password_file else None
+
+    @property
+    def disk_key_path(self) -> Path | None:
+        return _expanded("disk_key_file", self.disk_key_file) if self.disk_key_file else None
+
 
 def _size_of(name: str, size: int | str) -> int:
     try:
         return parse_size(size, ram_total_bytes())
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be used. {error}") from error
+
+
+def _plain_size(name: str, size: int | str) -> int:
+    try:
+        return parse_size(size)
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot be used. {error}") from error
+
+
+def _check_protection(protection: str, key_file: str) -> None:
+    """Both or neither: an option that has no effect must not look as if it had."""
+    if protection not in DISK_PROTECTIONS:
+        raise ConfigError(unknown_name(f"The disk_protection {protection!r}", protection, DISK_PROTECTIONS))
+    if protection == "checksum" and key_file:
+        raise ConfigError(
+            f"disk_key_file is set to {key_file!r}, but disk_protection is checksum, which uses no key. "
+            f"Set disk_protection to aes-256-gcm (encrypted) or blake3 (tamper-evident), or leave disk_key_file out."
+        )
+    if protection != "checksum" and not key_file:
+        raise ConfigError(
+            f"disk_protection is {protection}, which needs a key. Make one with `stowage key new FILE`, and set "
+            f"disk_key_file to that file."
+        )
+    if key_file:
+        if "\0" in key_file:
+            raise ConfigError("disk_key_file holds a zero byte: that names no file.")
+        _expanded("disk_key_file", key_file)
 
 
 def _positive_int(name: str, value: object) -> None:

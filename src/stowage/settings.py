@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from stowage.addresses import PASSWORD_VARIABLE, shown
 from stowage.config import SIZE_FIX, Memory, unknown_name
 from stowage.errors import ConfigError
 
@@ -78,12 +79,28 @@ class Setting:
     read: Callable[[object], Any]
     metavar: str
     about: str
+    shown: Callable[[Any], Any] = lambda value: value
+    """What of a value may be shown: all of it, unless it can hold a secret."""
 
 
 _MEMORY_SETTINGS = (
     Setting("device_kv", "1GiB", _as_size, "SIZE", "KV pool that the model computes from"),
     Setting("host", 0, _as_size, "SIZE", "host arena below the device pool; 0 = off"),
     Setting("disk", "", _as_text, "DIR:SIZE", "disk tier as DIR:SIZE; empty = off"),
+    Setting(
+        "disk_protection",
+        "checksum",
+        _as_text,
+        "METHOD",
+        "chunks on disk: checksum, blake3 (tamper-evident) or aes-256-gcm (encrypted)",
+    ),
+    Setting("disk_key_file", "", _as_text, "FILE", "keys of disk_protection; made by `stowage key new FILE`"),
+    Setting("valkey", "", _as_text, "URL", "shared Valkey or Redis server, as redis://host:6379/0; empty = off", shown),
+    Setting("valkey_ttl_s", 86_400.0, _as_float, "SECONDS", "how long what nobody uses stays there; 0 = for ever"),
+    Setting("valkey_password_file", "", _as_text, "FILE", "its password, in the first line of a file"),
+    Setting("object", "", _as_text, "URL", "shared object store, as s3://bucket/prefix; empty = off", shown),
+    Setting("object_limit", 0, _as_size, "SIZE", "objects that this process keeps there; 0 = no limit"),
+    Setting("probe_timeout_s", 0.5, _as_float, "SECONDS", "longest wait for a shared store to say what it has"),
     Setting("block_tokens", 16, _as_int, "N", "tokens of one block"),
     Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded"),
     Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state"),
@@ -108,17 +125,43 @@ _SAMPLING_SETTINGS = (
     Setting("stop", (), _as_texts, "TEXT", "texts that end the answer"),
     Setting("logprobs", 0, _as_int, "N", "log-probabilities to return per token"),
 )
+_SERVER_SETTINGS = (
+    Setting("listen", "127.0.0.1:8000", _as_text, "HOST:PORT", "where to listen; port 0 takes any that is free"),
+    Setting("served_name", "", _as_text, "NAME", "the model's name for clients; empty = that of MODEL"),
+    Setting("api_key_file", "", _as_text, "FILE", "API keys, one per line; with none everybody may ask"),
+    Setting("body_max", "8MiB", _as_size, "SIZE", "largest body of a request"),
+    Setting("prompt_tokens_max", 0, _as_int, "N", "longest prompt; 0 = what the model and the device take"),
+    Setting("choices_max", 128, _as_int, "N", "most choices (prompts times n) of one request"),
+    Setting("queue_max", 128, _as_int, "N", "most choices that wait; more requests are answered with 429"),
+    Setting("request_timeout_s", 600.0, _as_float, "SECONDS", "longest time for one request"),
+    Setting("connections_max", 1024, _as_int, "N", "most connections at the same time"),
+    Setting("header_max", "16KiB", _as_size, "SIZE", "largest head of a request"),
+    Setting("header_timeout_s", 10.0, _as_float, "SECONDS", "longest wait for the head of a request"),
+    Setting("body_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for the body of a request"),
+    Setting("stall_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a client that reads nothing"),
+    Setting("keep_alive_s", 75.0, _as_float, "SECONDS", "how long an idle connection stays open"),
+    Setting("grace_s", 30.0, _as_float, "SECONDS", "how long running requests may go on when the server stops"),
+)
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
         *_MEMORY_SETTINGS,
         Setting("dtype", "auto", _as_text, "TYPE", "type to compute in: auto, float32, bfloat16, float16"),
         *_SAMPLING_SETTINGS,
+        *_SERVER_SETTINGS,
+        Setting("log_format", "text", _as_text, "STYLE", "lines on stderr about trouble: text or json"),
+        Setting("log_level", "warning", _as_text, "LEVEL", "least level that is logged: debug, info, warning, error"),
     )
 }
 
 ENVIRONMENT_PREFIX = "STOWAGE_"
-_OTHER_VARIABLES = ("STOWAGE_CONFIG", "STOWAGE_DEBUG", "STOWAGE_DISABLE_PIN_MEMORY")
+_OTHER_VARIABLES = (
+    "STOWAGE_API_KEYS",
+    "STOWAGE_CONFIG",
+    "STOWAGE_DEBUG",
+    "STOWAGE_DISABLE_PIN_MEMORY",
+    PASSWORD_VARIABLE,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,21 @@ Every chunk passes through the host arena, on its way down as well as up; withou
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from stowage.core.events import Discard, Fetch, SourceArray, StartLoad, StartStore
+from stowage.core.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.core.flow import Flow
-from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, split_arena
+from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
 from stowage.errors import ConfigError, StorageError
+from stowage.log import Trouble
 from stowage.tiers.host import HostArena
-from stowage.tiers.protocol import Described, Tier, Transfer, Waitable
+from stowage.tiers.protocol import Described, Inquiry, Probe, Probing, Tier, Transfer, Waitable
 
 __all__ = ["Fetch", "TieredStore"]
 
@@ -29,11 +32,22 @@ _POLL_S = 0.002
 """How often tiers that cannot announce their outcomes are asked."""
 
 
+class Signal(Protocol):
+    """What threading.Event offers of itself here."""
+
+    def set(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
 class TieredStore:
     """Chunks by key, in host and in `tiers`, fastest first.
 
     `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
     all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
+    `wake` is what `wait` sleeps on and tiers set (a simulator passes its own).
     Raises ConfigError (BudgetError) for sizes that cannot work.
     """
 
@@ -46,6 +60,7 @@ class TieredStore:
         snapshot_tokens: int = 512,
         clock: Callable[[], float] = time.monotonic,
         spill_bytes_max: int | None = None,
+        wake: Signal | None = None,
     ) -> None:
         if host_bytes == 0:
             raise ConfigError(
@@ -61,10 +76,15 @@ class TieredStore:
         if spill_bytes_max is None:
             spill_bytes_max = min(_SPILL_BYTES_MAX, self.arena.bytes // 4)
         self._flow = Flow(geometry, self.slabs, [tier.lookup for tier in tiers], spill_bytes_max)
+        self._snapshot_tokens = snapshot_tokens
         self._clock = clock
-        self._wake = threading.Event()
+        self._wake = wake or threading.Event()
         self._all_announce = True
         self._closed = False
+        self._trouble = Trouble("stowage.store", clock)
+        self._opened = [0 for _ in self.tiers]
+        self._left_alone = [False for _ in self.tiers]
+        self._timeouts = self._without_room = 0
         for tier in self.tiers:
             if isinstance(tier, Waitable):
                 tier.wake = self._wake.set
@@ -89,6 +109,36 @@ class TieredStore:
         fetch = self._flow.fetch(wanted, deadline_s, self._clock())
         self._act()
         return fetch
+
+    @property
+    def probes(self) -> bool:
+        """Whether there are tiers that must be asked what others put there."""
+        return any(isinstance(tier, Probing) for tier in self.tiers)
+
+    def probe(self, wanted: Sequence[tuple[int, list[bytes]]]) -> list[Probe]:
+        """Ask those tiers how far they have a prompt: (group, keys) pairs, keys from the prompt's first on.
+
+        Never blocks; `wait` ends when one has answered. What is found below host already is not asked about.
+        """
+        now_s = self._clock()
+        inquiries = [inquiry for group, keys in wanted if (inquiry := self._inquiry(group, keys, now_s)) is not None]
+        breakers = self._flow.breakers
+        return [
+            tier.probe(inquiries)
+            for number, tier in enumerate(self.tiers)
+            if inquiries and isinstance(tier, Probing) and breakers[number].allows(now_s)
+        ]
+
+    def _inquiry(self, group: int, keys: list[bytes], now_s: float) -> Inquiry | None:
+        absent = np.flatnonzero(self._flow.sources(group, keys, now_s) < 0)
+        if not len(absent):
+            return None
+        geometry = self.geometry.groups[group]
+        if geometry.kind is Kind.RECURRENT:  # snapshots are sparse: what is found says little about those before it
+            stride = max(1, self._snapshot_tokens // geometry.chunk_tokens)
+            return Inquiry(keys, geometry.full_mask, 0, stride)
+        first = int(absent[0])
+        return Inquiry(keys[first:], geometry.full_mask, first)
 
     def release(self, fetch: Fetch) -> None:
         """Unpin the chunks of a fetch. One that is not done is cancelled; what is on its way comes for others."""
@@ -145,6 +195,28 @@ class TieredStore:
                     self._flow.outcome(outcome.id, outcome.ok, outcome.masks, self._clock(), outcome.refused)
         self._flow.tick(self._clock())
         self._act()
+        self._notice()
+
+    def _notice(self) -> None:
+        """Tell the log what has changed for the worse since the last call, and what is well again."""
+        flow, report = self._flow, self._trouble.report
+        for number, breaker in enumerate(flow.breakers):
+            name = self.tiers[number].name
+            if breaker.opened != self._opened[number]:
+                self._opened[number] = breaker.opened
+                self._left_alone[number] = True
+                report(
+                    logging.WARNING, "breaker_opened", "a tier keeps failing and is left alone for a while", tier=name
+                )
+            elif self._left_alone[number] and breaker.state(self._clock()) == "closed":
+                self._left_alone[number] = False
+                report(logging.WARNING, "breaker_closed", "a tier that was left alone is in use again", tier=name)
+        if flow.counters.timeouts != self._timeouts:
+            count, self._timeouts = flow.counters.timeouts - self._timeouts, flow.counters.timeouts
+            report(logging.WARNING, "gave_up", "loads or stores of a lower tier passed their deadline", count=count)
+        if flow.ledger.without_room != self._without_room:
+            count, self._without_room = flow.ledger.without_room - self._without_room, flow.ledger.without_room
+            report(logging.INFO, "no_room", "host memory is full of chunks in use: not stored", count=count)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until an outcome is queued or a deadline is due, at most `timeout_s`. May return early. Then `poll`."""
@@ -183,12 +255,8 @@ class TieredStore:
                     else:
                         tier.store(transfer)
                 except (StorageError, OSError):
-                    self._refused(action)
+                    self._flow.broke(action.id, self._clock())
             actions = self._flow.take_actions()
-
-    def _refused(self, action: StartLoad | StartStore) -> None:
-        none: BoolArray = np.zeros(len(action.keys), np.bool_)
-        self._flow.outcome(action.id, none, np.zeros(len(action.keys), np.uint64), self._clock(), refused=True)
 
     def stats(self) -> dict[str, int | float | str]:
         """Counters since the start and gauges of now, by name; those of a tier under `tier name.`."""
@@ -230,3 +298,6 @@ class TieredStore:
         self.poll()
         if not self._flow.flights():
             self.arena.close()
+            return
+        text = "a tier did not give all memory back in time: it stays in use until the process ends"
+        self._trouble.report(logging.WARNING, "memory_kept", text, count=self._flow.flights())

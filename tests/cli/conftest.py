@@ -1,8 +1,9 @@
 """Calling the command: inside this process (fast), or in one of its own (exit status, loaded modules)."""
 
+import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No stowage.toml from wherever the tests are started, and no cache of whoever starts them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """Commands configure the log of the whole process."""
+    logger = logging.getLogger("stowage")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture

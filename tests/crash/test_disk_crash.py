@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.disk_client import Client, key, segments, steady_bytes, used_bytes
+from tests.nursery import Nursery, wait_until
+from tests.syscall_trap import Board
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 6 << 20
 LENGTHS = (4096, 100, 70_000, 9000)
 
@@ -25,10 +21,11 @@ def length_of(number: int) -> int:
     return LENGTHS[number % len(LENGTHS)]
 
 
-def write_forever(directory: Path, limit_bytes: int, name: str) -> None:
+def write_forever(directory: str, limit_bytes: int, name: str, board_path: str) -> None:
     """The other process: stores, says how far it is, and reads what it stored lately: exact or absent."""
-    client = Client(directory, limit_bytes, refresh_s=0.05)
-    print("open", flush=True)
+    notes = Board(Path(board_path)).control.notes
+    client = Client(Path(directory), limit_bytes, refresh_s=0.05)
+    notes[0] = 1
     number = 0
     while True:
         batch = range(number, number + 8)
@@ -37,72 +34,28 @@ def write_forever(directory: Path, limit_bytes: int, name: str) -> None:
         earlier = range(max(0, number - 40), number + 8, 5)
         client.load([key((name, n)) for n in earlier], [length_of(n) for n in earlier])
         number += 8
-        print(number, flush=True)
+        notes[1] = number
 
 
-def serve_nursery() -> None:
-    """The process that starts writers by forking, which is quick: one per line read (directory, limit, name)."""
-    for line in sys.stdin:
-        directory, limit_bytes, name = line.rstrip("\n").split("\t")
-        child = os.fork()
-        if child == 0:
-            try:
-                print(os.getpid(), flush=True)
-                write_forever(Path(directory), int(limit_bytes), name)
-            finally:
-                traceback.print_exc()
-                os._exit(1)
-        _, status = os.waitpid(child, 0)
-        print("killed" if os.WIFSIGNALED(status) else "failed", flush=True)
+class Writer:
+    """A process that runs `write_forever`, and has opened the directory."""
 
+    def __init__(self, nursery: Nursery, directory: Path, limit_bytes: int, name: str) -> None:
+        path = directory.parent / f"{name}.board"
+        self._notes = Board(path).control.notes
+        self._child = nursery.start(write_forever, directory, limit_bytes, name, path)
+        wait_until(lambda: bool(self._notes[0]), "the writer has opened")
 
-class Nursery:
-    """One clean process, in which writers are forked one at a time."""
-
-    def __init__(self) -> None:
-        program = "from tests.crash.test_disk_crash import serve_nursery; serve_nursery()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(os.environ, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
-            cwd=ROOT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def start(self, directory: Path, limit_bytes: int, name: str) -> int:
-        """Starts a writer and waits until it has opened; returns its process id."""
-        assert self._process.stdin is not None
-        print(directory, limit_bytes, name, sep="\t", file=self._process.stdin, flush=True)
-        pid = int(self._line())
-        assert self._line() == "open"
-        return pid
-
-    def kill(self, pid: int) -> int:
-        """Kills the writer; returns how many chunks it had stored for certain."""
-        os.kill(pid, signal.SIGKILL)
-        count = 0
-        while (line := self._line()) != "killed":
-            assert line.isdigit(), f"the writer failed before it was killed: {line}"
-            count = int(line)
-        return count
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().rstrip("\n")
-
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # a writer too, if a test failed before it killed it
-        self._process.communicate()
+    def kill(self) -> int:
+        """Kills it; returns how many chunks it had stored for certain."""
+        self._child.kill()
+        stored: int = self._notes[1]
+        return stored
 
 
 @pytest.fixture
 def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
+    with Nursery(__name__) as started:
         yield started
 
 
@@ -110,9 +63,9 @@ def test_kill_at_any_moment(tmp_path: Path, nursery: Nursery) -> None:
     chance = random.Random(7)
     found_any = 0
     for round_ in range(40):
-        pid = nursery.start(tmp_path / "c", LIMIT, f"w{round_}")
+        writer = Writer(nursery, tmp_path / "c", LIMIT, f"w{round_}")
         time.sleep(chance.random() * 0.08)
-        stored = nursery.kill(pid)
+        stored = writer.kill()
         assert used_bytes(tmp_path / "c") <= LIMIT
         with Client(tmp_path / "c", LIMIT) as client:
             # All that any writer so far may have stored: exact or absent, which load() asserts.
@@ -134,9 +87,9 @@ def test_kill_at_any_moment(tmp_path: Path, nursery: Nursery) -> None:
 def test_a_process_killed_while_another_lives(tmp_path: Path, nursery: Nursery) -> None:
     """The survivor keeps finding, sees the other's chunks, and takes over its torn segment when it needs the room."""
     with Client(tmp_path / "c", LIMIT, refresh_s=0.05) as client:
-        pid = nursery.start(tmp_path / "c", LIMIT, "dead")
+        writer = Writer(nursery, tmp_path / "c", LIMIT, "dead")
         time.sleep(0.5)
-        stored = nursery.kill(pid)
+        stored = writer.kill()
         keys = [key(("dead", n)) for n in range(stored - 8, stored)]
         lengths = [length_of(n) for n in range(stored - 8, stored)]
         client.wait_for(keys)
@@ -148,11 +101,11 @@ def test_a_process_killed_while_another_lives(tmp_path: Path, nursery: Nursery) 
         client.check()
 
 
-def test_two_processes_under_one_small_limit(tmp_path: Path) -> None:
+def test_two_processes_under_one_small_limit(tmp_path: Path, nursery: Nursery) -> None:
     """Both write at full speed and verify what they read; the directory is watched all the time."""
     samples = []
-    with Nursery() as one, Nursery() as two, Client(tmp_path / "c", LIMIT, refresh_s=0.05) as client:
-        pids = [nursery.start(tmp_path / "c", LIMIT, f"w{n}") for n, nursery in enumerate((one, two))]
+    with Client(tmp_path / "c", LIMIT, refresh_s=0.05) as client:
+        writers = [Writer(nursery, tmp_path / "c", LIMIT, f"w{n}") for n in range(2)]
         until_s = time.monotonic() + 4
         hits = 0
         while time.monotonic() < until_s:
@@ -161,7 +114,7 @@ def test_two_processes_under_one_small_limit(tmp_path: Path) -> None:
             live = [at for at, hit in enumerate(client.hits(keys)) if hit][:200]
             outcome = client.load([keys[at] for at in live], [length_of(at % 2000) for at in live])
             hits += int(outcome.ok.sum())
-        counts = [nursery.kill(pid) for nursery, pid in zip((one, two), pids, strict=True)]
+        counts = [writer.kill() for writer in writers]
         assert max(samples) <= LIMIT, f"{max(samples)} bytes of {LIMIT} after {len(samples)} samples"
         assert max(samples) > LIMIT * 2 // 3 and len(samples) > 20, "the limit was reached and watched"
         assert min(counts) > 100 and hits > 100, "both wrote, and the third one found it"
@@ -170,40 +123,3 @@ def test_two_processes_under_one_small_limit(tmp_path: Path) -> None:
         client.check()
         assert len(client.tier._index) > 0
     assert used_bytes(tmp_path / "c") <= LIMIT
-
-
-def mounted(target: Path, size: int) -> bool:
-    target.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "none", str(target)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """A file system of 8 MiB under a limit of 64 MiB: what fits is kept, the rest costs hits, nothing raises."""
-    if not mounted(tmp_path / "small", 8 << 20):
-        pytest.skip("no right to mount")
-    try:
-        with Client(tmp_path / "small" / "c", 64 << 20, segment_bytes=2 << 20) as client:
-            newest = [client.store([key(n)], [200_000]).ok.all() for n in range(100)]
-            assert all(newest[:30]), "the oldest make room for the newest"
-            assert client.stats()["enospc"] > 0
-            filler = tmp_path / "small" / "filler"
-            with filler.open("wb") as file, pytest.raises(OSError, match="No space"):
-                file.write(bytes(16 << 20))
-            for n in range(100, 140):
-                client.store([key(n)], [200_000])
-            live = [n for n in range(140) if client.hits([key(n)])[0]]
-            assert client.load([key(n) for n in live], [200_000] * len(live)).ok.all()
-            filler.unlink()
-            until_s = time.monotonic() + 40
-            while not client.store([key("again")], [200_000]).ok.all():
-                assert time.monotonic() < until_s
-                time.sleep(0.1)
-            client.check()
-        with Client(tmp_path / "small" / "c", 64 << 20) as client:
-            assert client.load([key("again")], [200_000]).ok.all()
-    finally:
-        subprocess.run(["umount", str(tmp_path / "small")], check=True)

@@ -18,14 +18,14 @@ from stowage.engine.engine import Engine
 from stowage.engine.sampler import SamplingParams
 
 WINDOW_TOKENS, SHARED_TOKENS, WINDOWS = 512, 256, 6
-SCORE = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
+SCORE = SamplingParams(max_new_tokens=1, prompt_logprobs=0, prompt_logprobs_from=SHARED_TOKENS + 1)
 
 
 def perplexity(engine: Engine, windows: list[list[int]], tier: str = "") -> float:
     """Per token, over the second half of every window, given its first half."""
     completions = [engine.generate([window], SCORE)[0] for window in windows]
     assert not tier or all(c.reused_tokens[tier] == SHARED_TOKENS for c in completions)
-    scores = [score for c in completions for score in c.prompt_logprobs[SHARED_TOKENS + 1 :]]
+    scores = [score.logprob for c in completions for score in c.prompt_logprobs[SHARED_TOKENS + 1 :]]
     return math.exp(-sum(scores) / len(scores))
 
 

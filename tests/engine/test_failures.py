@@ -10,15 +10,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from stowage.core.geometry import Kind
 from stowage.engine import assembly
 from stowage.errors import TransferError
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import DiskTier
+from stowage.tiers.disk.files import RealFileSystem
 from stowage.tiers.disk.system import System
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
@@ -211,6 +214,59 @@ def test_hung_read_costs_its_deadline(engines, references, tmp_path, disk_faults
     ask(engine, references, "llama", random_prompt(200, seed=4))
     hang.release()
     engine.check()
+
+
+class SnapshotsHang(RealFileSystem):
+    """Reads of that many bytes do not come back before they are released."""
+
+    def __init__(self):
+        self.bytes, self.reads, self.released = 0, 0, threading.Event()
+
+    def preadv(self, fd, buffers, offset):
+        if sum(buffer.nbytes for buffer in buffers) == self.bytes:
+            self.reads += 1
+            self.released.wait(60)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_a_request_waits_for_one_deadline_only(engines, references, tmp_path, monkeypatch):
+    """F6: the snapshot of its longest prefix does not come, and there are shorter ones: it does not wait for each."""
+    files = SnapshotsHang()
+    monkeypatch.setattr(assembly, "DiskTier", functools.partial(DiskTier, system=System(files=files)))
+    engine = with_disk(engines, "nemotron_h", tmp_path, load_timeout_s=0.3, step_tokens_max=128)
+    ask(engine, references, "nemotron_h")
+    leave_only_disk(engine)
+    engine.forget_pace()  # the time-out alone decides
+    (group,) = [group for group in engine.parts.layout.groups if group.kind is Kind.RECURRENT]
+    files.bytes = -(-group.bytes_per_chunk // 4096) * 4096
+    assert sum(ask(engine, references, "nemotron_h").values()) == 0
+    assert files.reads == 1 and engine.stats()["store"]["fetch_timeouts"] == 1
+    files.released.set()
+
+
+def test_a_prefix_that_arrives_when_the_room_is_gone(engines, references, tmp_path, disk_faults):
+    """Others began while it was loading, and left too little for its rest: it used to leave the device and come back,
+    for ever and within one step.
+    """
+    memory = {"device_kv": "512KiB", "block_tokens": 8, "chunk_blocks": 2}
+    engine = with_disk(engines, "llama", tmp_path, **memory)
+    prompt, others = PROMPT[:200], [random_prompt(170, seed=seed) for seed in (1, 2)]
+    ask(engine, references, "llama", prompt[:70])
+    leave_only_disk(engine)
+    engine.forget_pace()  # it waits for the disk as long as the test wants it to
+    hang = disk_faults.hang("preadv")
+    late = engine.submit(prompt, greedy(8))
+    assert hang.reached.wait(10)
+    begun = [threading.Event() for _ in others]
+    early = [engine.submit(o, greedy(50), lambda _, e=event: e.set()) for o, event in zip(others, begun, strict=True)]
+    assert all(event.wait(60) for event in begun)
+    hang.release()
+    assert late.wait(60), "the engine goes round in circles"
+    assert_same(late.result(), references("llama").answer(prompt, 8))
+    assert late.result().reused_tokens["disk"] == 64
+    for other, request in zip(others, early, strict=True):
+        assert request.wait(60)
+        assert_same(request.result(), references("llama").answer(other, 50))
 
 
 def test_one_flight_per_chunk(engines, references, tmp_path, disk_faults):

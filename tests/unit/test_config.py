@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.config import Memory, format_size, parse_disk, parse_size, ram_total_bytes
+from stowage.config import DISK_PROTECTIONS, Memory, format_size, parse_disk, parse_size, ram_total_bytes
 from stowage.errors import ConfigError
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -153,6 +153,26 @@ def test_memory_that_cannot_be_used_is_never_made(wrong: dict[str, object], word
     with pytest.raises(ConfigError) as caught:
         Memory(**wrong)  # type: ignore[arg-type]
     assert words in str(caught.value)
+
+
+def test_protection_and_key_file_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Memory().disk_key_path is None
+    for method in DISK_PROTECTIONS[1:]:
+        memory = Memory(host=1, disk_protection=method, disk_key_file="~/keys")
+        assert memory.disk_key_path == Path("/home/me/keys"), "not looked at yet"
+        with pytest.raises(ConfigError, match="stowage key new"):
+            Memory(disk_protection=method)
+    with pytest.raises(ConfigError, match="leave disk_key_file out"):
+        Memory(disk_key_file="~/keys")
+    for wrong, near in (
+        ("aes256gcm", "aes-256-gcm"),
+        ("blake", "blake3"),
+        ("AES-256-GCM", "aes-256-gcm"),
+        ("", "Valid"),
+    ):
+        with pytest.raises(ConfigError, match=near):
+            Memory(disk_protection=wrong, disk_key_file="keys")
 
 
 def test_memory_is_a_value() -> None:

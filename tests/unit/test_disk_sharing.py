@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import least_limit_bytes
+from stowage.tiers.disk.files import RealFileSystem
 from stowage.tiers.disk.system import System
 from tests.disk_client import Client, keys_of, only_segment, segments, used_bytes
 
@@ -88,6 +90,24 @@ def test_a_segment_reclaimed_by_another_process_is_a_miss(tmp_path: Path) -> Non
         assert not one.load(keys_of("mine"), [MIB]).ok.any()
         assert one.stats()["vanished"] == 1 and one.stats()["corrupt"] == 0
         assert used_bytes(tmp_path / "c") <= 8 * MIB
+
+
+def test_a_segment_reclaimed_while_it_is_being_opened_is_no_corruption(tmp_path: Path) -> None:
+    class Reclaiming(RealFileSystem):
+        armed = False
+
+        def open(self, name: str, flags: int, dir_fd: int) -> int:
+            fd = super().open(name, flags, dir_fd)
+            if self.armed and name.endswith(".seg"):
+                os.unlink(name, dir_fd=dir_fd)
+            return fd
+
+    files = Reclaiming()
+    with Client(tmp_path / "c", system=System(files=files), refresh_s=60) as client:
+        client.store(keys_of(1, 2), [MIB] * 2)
+        files.armed = True
+        assert not client.load(keys_of(1, 2), [MIB] * 2).ok.any()
+        assert client.stats()["vanished"] == 2 and client.stats()["corrupt"] == 0
 
 
 def test_the_segment_of_a_live_writer_is_never_taken(tmp_path: Path) -> None:

@@ -93,3 +93,34 @@ def test_what_this_version_cannot_read_is_refused(place: int, value: bytes, comp
 def test_a_header_of_another_length_is_refused() -> None:
     with pytest.raises(FormatError, match="128 bytes"):
         envelope.parse_header(bytes(127))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (0, b"stwc", "not an envelope"),
+        (4, b"\x02\x00", "envelope version 2, flags 0: this reads version 1, flags 0"),
+        (6, b"\x02\x00", "envelope version 1, flags 2: this reads version 1, flags 0"),
+        (72, bytes(8), "an envelope without blocks or payload"),
+        (80, bytes(8), "an envelope without blocks or payload"),
+    ],
+)
+def test_a_refusal_says_why(place: int, value: bytes, says: str) -> None:
+    header = bytearray(envelope.pack_header(KEY, NAMESPACE, 1, memoryview(b"x")))
+    header[place : place + len(value)] = value
+    with pytest.raises(FormatError, match=f"^{says}$"):
+        envelope.parse_header(bytes(header))
+
+
+@pytest.mark.parametrize(
+    ("key", "namespace", "mask", "payload"),
+    [
+        (KEY[1:], NAMESPACE, 1, b"x"),
+        (KEY, NAMESPACE + b"x", 1, b"x"),
+        (KEY, NAMESPACE, 0, b"x"),
+        (KEY, NAMESPACE, 1, b""),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_packed(key: bytes, namespace: bytes, mask: int, payload: bytes) -> None:
+    with pytest.raises(AssertionError):
+        envelope.pack_header(key, namespace, mask, memoryview(payload))

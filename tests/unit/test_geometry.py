@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,3 +138,74 @@ def test_snapshots_are_never_closer_than_their_blocks() -> None:
     assert split_arena(geometry, MIB, snapshot_tokens=16)[0].slots == 256
     with pytest.raises(ConfigError, match="snapshot_tokens is 0"):
         split_arena(geometry, MIB, snapshot_tokens=0)
+
+
+def test_what_is_left_over_becomes_the_largest_slots_that_fit() -> None:
+    """Pages of 4 KiB: slots of 1 and 5; 6 for a token's worth, and 6 + 5 + 3 more."""
+    geometry = Geometry((group(0), group(1, bytes_per_block=5000)))
+    assert [slab.slots for slab in split_arena(geometry, 11 * 4096)] == [1, 2]
+    assert [slab.slots for slab in split_arena(geometry, 14 * 4096)] == [4, 2]
+    assert [slab.slots for slab in split_arena(geometry, 17 * 4096)] == [2, 3]
+    assert all(type(slab.slots) is int for slab in split_arena(geometry, 17 * 4096))
+
+
+def test_an_arena_that_fits_exactly_holds_the_same_of_every_group() -> None:
+    """Slots of 3, 4 and 5 pages: one token less, and what is left over goes to the large ones."""
+    geometry = Geometry(tuple(group(index, bytes_per_block=1024 * pages) for index, pages in enumerate((3, 4, 5))))
+    for each in (1, 2, 7, 100):
+        assert [slab.slots for slab in split_arena(geometry, 12 * each * 4096)] == [each] * 3
+
+
+def test_slots_of_a_single_token() -> None:
+    small, large = group(block_tokens=1, blocks_per_chunk=1), group(1, block_tokens=1, blocks_per_chunk=1)
+    assert split_arena(Geometry((small, large)), 2 * 4096)[0].slots == 2
+    geometry = Geometry((small, replace(large, bytes_per_block=5000)))
+    assert [slab.slots for slab in split_arena(geometry, 3 * 4096)] == [1, 1]
+    with pytest.raises(BudgetError) as raised:
+        split_arena(geometry, 3 * 4096 - 1)
+    says = "host memory of 12287 bytes cannot hold one chunk of every cache group; the least that works is 12288 bytes"
+    assert str(raised.value) == says
+
+
+def test_a_snapshot_every_512_tokens_unless_told_otherwise() -> None:
+    state = group(1, Kind.RECURRENT, block_tokens=1, blocks_per_chunk=1, bytes_per_block=8192)
+    geometry = Geometry((group(0, block_tokens=1, blocks_per_chunk=1), state))
+    assert [slab.slots for slab in split_arena(geometry, 4096 * 516)] == [512, 2]
+    assert [slab.slots for slab in split_arena(geometry, 4096 * 516, 513)] == [514, 1]
+
+
+def test_a_slot_belongs_to_its_class() -> None:
+    slab = split_arena(Geometry((group(0), group(1, bytes_per_block=5000))), 14 * 4096)[0]
+    assert [slab.slot_offset_bytes(slot) for slot in (0, 3)] == [0, 3 * 4096]
+    for slot in (-1, 4):
+        with pytest.raises(AssertionError, match=f"^slot {slot} is not of this class$"):
+            slab.slot_offset_bytes(slot)
+
+
+@pytest.mark.parametrize(
+    ("refused", "says"),
+    [
+        (lambda: group(65536), "group 65536 (full): index must be between 0 and 65535"),
+        (lambda: group(3, Kind.SLIDING), "group 3 (sliding): window is 0; it must be at least 1 token"),
+        (lambda: Geometry(()), "a geometry needs at least one cache group"),
+        (
+            lambda: chunk_capacity(4095, 4096),
+            "host memory of 4095 bytes cannot hold one chunk; the least that works is 4096 bytes",
+        ),
+        (lambda: chunk_capacity(None, 1), "no size of host memory is given; set host to a size such as '2GiB'"),
+        (lambda: chunk_capacity(-5, 1), "host memory of -5 bytes is not a size; set host to a size such as '2GiB'"),
+    ],
+)
+def test_a_refusal_says_what_and_which(refused: Callable[[], object], says: str) -> None:
+    with pytest.raises((ConfigError, BudgetError)) as raised:
+        refused()
+    assert str(raised.value) == says
+    assert group(65535).index == 65535
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
+def test_sizes_that_cannot_be_are_a_bug_of_the_caller(sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(AssertionError):
+        bytes_per_chunk(*sizes)
+    with pytest.raises(AssertionError):
+        bytes_per_block([4096], -1)

@@ -145,3 +145,10 @@ def test_masks_expand_and_pack(per_chunk: int) -> None:
     assert blocks.tolist() == wanted
     assert pack_masks(blocks, per_chunk).tolist() == [int(value) & ((1 << per_chunk) - 1) for value in values]
     assert expand_masks(masks(), per_chunk).tolist() == []
+
+
+def test_no_chunks_to_store_have_the_same_types_as_some() -> None:
+    for progress in (0, 7, 8):
+        chunks, valid = FULL.storable(progress, 1, np.arange(2))
+        assert (chunks.tolist(), valid.tolist()) == ([], [])
+        assert (chunks.dtype.name, valid.dtype.name) == ("int64", "uint64")

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
+import pytest
+
+from stowage.engine import identity
 from stowage.engine.identity import of_checkpoint, of_parameters
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as old the moment they are written."""
+    monkeypatch.setattr(identity, "_SETTLED_S", -1e9)
 
 
 def make(directory: Path, weights: bytes = b"weights" * 1000) -> list[Path]:
@@ -29,15 +39,28 @@ def test_one_byte_makes_another_model(tmp_path: Path) -> None:
     assert first != other
 
 
-def test_a_file_changed_in_place_is_hashed_again(tmp_path: Path) -> None:
+def test_a_file_changed_in_place_is_hashed_again(tmp_path: Path, settled: None) -> None:
     files = make(tmp_path / "a")
     before = of_checkpoint(tmp_path / "a", files, tmp_path)
     with files[1].open("r+b") as file:
         file.write(b"W")
+    os.utime(files[1], (2e9, 2e9))  # so that the test does not depend on how fine the file system's clock is
     assert of_checkpoint(tmp_path / "a", files, tmp_path) != before
 
 
-def test_digests_are_remembered_privately(tmp_path: Path) -> None:
+def test_a_file_written_just_now_is_hashed_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one tick of the clock a second write changes neither size nor times: they prove nothing yet."""
+    files = make(tmp_path / "a")
+    before = of_checkpoint(tmp_path / "a", files, tmp_path / "state")
+    frozen = files[1].stat()
+    with files[1].open("r+b") as file:
+        file.write(b"W")
+    real = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **options: frozen if path == files[1] else real(path, **options))
+    assert of_checkpoint(tmp_path / "a", files, tmp_path / "state") != before
+
+
+def test_digests_are_remembered_privately(tmp_path: Path, settled: None) -> None:
     files = make(tmp_path / "a")
     first = of_checkpoint(tmp_path / "a", files, tmp_path / "state")
     memory = tmp_path / "state" / "identities.json"
@@ -47,7 +70,7 @@ def test_digests_are_remembered_privately(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["identities.json"]
 
 
-def test_a_damaged_memory_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_a_damaged_memory_costs_nothing_but_time(tmp_path: Path, settled: None) -> None:
     files = make(tmp_path / "a")
     first = of_checkpoint(tmp_path / "a", files, tmp_path / "state")
     for damage in ("{", "[]", '{"x": 3}', '{"x": "short"}'):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.core.key import KEY_BYTES, Chain, Field, group_keys, namespace, private_key
+from stowage.core.key import KEY_BYTES, Chain, Field, group_keys, namespace, private_key, tenant_namespace
+from tests import golden_keys
 
-GOLDEN: dict[str, list[dict[str, Any]]] = json.loads(
-    (Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8")
-)
+ROOT = Path(__file__).parents[2]
+GOLDEN: dict[str, list[Any]] = json.loads((ROOT / "tests" / "unit" / "golden_keys.json").read_text(encoding="utf-8"))
 SPACE = namespace({"model": "test"})
 
 
@@ -62,13 +63,61 @@ def test_golden_private_keys(vector: dict[str, Any]) -> None:
     assert key.hex() == vector["key"]
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "4242"])
-def test_keys_do_not_depend_on_the_hash_seed(seed: str) -> None:
-    program = "from stowage.core.key import *; print(Chain(namespace({'b': 1, 'a': 'x'}), 2).extend([1, 2])[0].hex())"
-    source = str(Path(__file__).parents[2] / "src")
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": source}
-    printed = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True).stdout
-    assert printed.decode().strip() == Chain(namespace({"a": "x", "b": 1}), 2).extend([1, 2])[0].hex()
+@pytest.mark.parametrize("vector", GOLDEN["tenants"])
+def test_golden_tenants(vector: dict[str, Any]) -> None:
+    salt = vector["salt"]["text"] if "text" in vector["salt"] else bytes.fromhex(vector["salt"]["hex"])
+    assert tenant_namespace(bytes.fromhex(vector["namespace"]), salt).hex() == vector["digest"]
+
+
+def test_a_hundred_golden_keys() -> None:
+    assert list(golden_keys.hundred()) == GOLDEN["hundred"] and len(set(GOLDEN["hundred"])) == 97  # 3 empty salts
+
+
+def printed_by(python: str, seed: str) -> list[str]:
+    """The hundred keys as another process makes them, on another interpreter and hash seed."""
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT / "src")}
+    program = [python, str(ROOT / "tests" / "golden_keys.py")]
+    return subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_keys_do_not_depend_on_process_or_hash_seed(seed: str) -> None:
+    assert printed_by(sys.executable, seed) == GOLDEN["hundred"]
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_keys_do_not_depend_on_the_python_version(version: str) -> None:
+    """Every Python on the PATH, or that pyenv installed. One without numpy and blake3 cannot be asked."""
+    own = sys.executable if version == f"{sys.version_info.major}.{sys.version_info.minor}" else None
+    found = [
+        own,
+        shutil.which(f"python{version}"),
+        *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")),
+    ]
+    able = [
+        p for p in found if p and subprocess.run([p, "-c", "import numpy, blake3"], capture_output=True).returncode == 0
+    ]
+    if not able:
+        pytest.skip(f"no Python {version} here that has numpy and blake3")
+    for python in able:
+        assert printed_by(python, "random") == GOLDEN["hundred"], python
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_tenants_have_no_key_in_common(one: bytes, two: bytes) -> None:
+    spaces = [tenant_namespace(SPACE, salt) for salt in (one, two)]
+    assert (spaces[0] == spaces[1]) == (one == two)
+    digests = [Chain(space, 2).extend([1, 2, 3, 4]) for space in spaces]
+    assert one == two or not set(digests[0]) & set(digests[1])
+
+
+def test_the_empty_salt_is_the_engines_own_and_text_is_utf8() -> None:
+    assert tenant_namespace(SPACE, "") == tenant_namespace(SPACE, b"") == SPACE
+    assert tenant_namespace(SPACE, "größe") == tenant_namespace(SPACE, "größe".encode()) != SPACE
+    assert tenant_namespace(SPACE, "a") != tenant_namespace(namespace({"model": "other"}), "a")
+    assert tenant_namespace(tenant_namespace(SPACE, "a"), "b") != tenant_namespace(SPACE, "ab")
+    with pytest.raises(ValueError, match="surrogates"):
+        tenant_namespace(SPACE, "\ud800")
 
 
 BASE: dict[str, Field] = {
@@ -238,3 +287,47 @@ def test_a_chain_refuses_a_wrong_namespace_or_chunk() -> None:
         Chain(b"short", 16)
     with pytest.raises(ValueError, match="chunk_tokens"):
         Chain(SPACE, 0)
+
+
+def test_media_at_the_first_token_of_a_chunk_belong_to_that_chunk() -> None:
+    tokens = list(range(12))
+    plain, pictured = Chain(SPACE, 4).extend(tokens), Chain(SPACE, 4).extend(tokens, [(4, b"picture")])
+    assert [a == b for a, b in zip(plain, pictured, strict=True)] == [True, False, False]
+
+
+def test_media_that_come_too_late_are_told_where_they_are_and_where_they_could_be() -> None:
+    chain = Chain(SPACE, 4)
+    chain.extend(range(9))
+    with pytest.raises(ValueError, match=r"^media at token 7 come too late: the chunks before 8 have digests$"):
+        chain.extend([9], [(8, b"in time"), (7, b"too late")])
+
+
+@pytest.mark.skipif(sys.byteorder == "big", reason="seen from a little-endian machine")
+def test_a_big_endian_machine_turns_its_tokens_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from here: told that it is one, this machine turns tokens that lie the right way already."""
+    tokens = [0x01020304, 0xA0B0C0D0]
+    mirrored = [int.from_bytes(token.to_bytes(4, "little"), "big") for token in tokens]
+    expected = Chain(SPACE, 2).extend(mirrored)
+    monkeypatch.setattr(sys, "byteorder", "big")
+    assert Chain(SPACE, 2).extend(tokens) == expected
+    monkeypatch.undo()
+    assert Chain(SPACE, 2).extend(tokens) != expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"a": {1: 2}}, "the names of a namespace's fields are strings"),
+        ({1: 2}, "the names of a namespace's fields are strings"),
+        ({"a": [object()]}, "a namespace's field cannot be a object"),
+        ({"a": np.int64(1)}, "a namespace's field cannot be a int64"),
+    ],
+)
+def test_what_cannot_be_named_is_said(fields: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=f"^{says}$"):
+        namespace(fields)
+
+
+def test_a_token_out_of_range_is_told_the_range() -> None:
+    with pytest.raises(ValueError, match=r"^token ids must be in \[0, 2\^32\)$"):
+        Chain(SPACE, 2).extend(np.array([-1]))

@@ -1,5 +1,7 @@
 """Ledger: which chunk is where. Masks, pins, replacement, eviction."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -118,10 +120,12 @@ def test_pinned_chunks_are_never_evicted() -> None:
 
 def test_when_room_is_short_the_first_keys_get_it() -> None:
     ledger = Ledger([3])
-    slots = ledger.reserve(0, keys(1, 2, 3, 4, 5), masks(*[FULL] * 5))
+    slots = ledger.reserve(0, keys(1, 2, 3, 4, 5), masks(0b0001, 0b0010, 0b0100, 0b1000, FULL))
     assert (slots >= 0).tolist() == [True, True, True, False, False]
     assert (ledger.fill(0, keys(8, 9)) < 0).all()
     assert (ledger.take_private(0, keys(8)) < 0).all()
+    ledger.commit(slots[:3])
+    assert ledger.lookup(keys(1, 2, 3, 4, 5)).tolist() == [0b0001, 0b0010, 0b0100, 0, 0]
     ledger.check()
 
 
@@ -158,16 +162,21 @@ def test_private_chunks_are_in_no_look_up_and_never_evicted() -> None:
     ledger.check()
 
 
-def test_slab_classes_do_not_share_slots() -> None:
-    ledger = Ledger([2, 0, 3])
-    first, last = store(ledger, 1, 2, 3), store(ledger, 4, 5, 6, slab=2)
-    assert set(first[first >= 0].tolist()) == {0, 1} and set(last.tolist()) == {2, 3, 4}
-    assert store(ledger, 9, slab=1).tolist() == [-1]
-    both = np.array([0, 3])
+@pytest.mark.parametrize("between", [(), (0,), (0, 0)])
+def test_slab_classes_do_not_share_slots(between: tuple[int, ...]) -> None:
+    ledger = Ledger([2, *between, 3])
+    slab, begin = 1 + len(between), 2
+    first, last = store(ledger, 1, 2, 3), store(ledger, 4, 5, 6, slab=slab)
+    assert set(first[first >= 0].tolist()) == {0, 1} and set(last.tolist()) == {begin, begin + 1, begin + 2}
+    for empty in range(1, slab):
+        assert store(ledger, 9, slab=empty).tolist() == [-1]
+    both = np.array([0, begin + 1])
     ledger.pin(both)
+    ledger.check()
     ledger.unpin(both)
     ledger.check()
-    assert ledger.drop() == 5 and ledger.used(0) == ledger.used(2) == 0
+    assert store(ledger, 7, slab=slab)[0] == begin + 2, "the least recently used of its own class"
+    assert ledger.drop() == 5 and ledger.used(0) == ledger.used(slab) == 0
     ledger.check()
 
 
@@ -188,3 +197,89 @@ def test_empty_batches() -> None:
     ledger.abort(none)
     assert ledger.drop() == 0
     ledger.check()
+
+
+def test_a_replacement_on_its_way_is_found_before_the_chunk_that_it_will_replace() -> None:
+    ledger = Ledger([8])
+    store(ledger, 1, 2, mask=0b1100)
+    new = ledger.reserve(0, keys(2, 3), masks(FULL, FULL))
+    on_the_way = ledger.find_on_the_way(keys(1, 2, 3, 4))
+    assert on_the_way.tolist() == [-1, new[0], new[1], -1] and on_the_way.dtype == np.int64
+    ledger.abort(new[:1])
+    assert ledger.find_on_the_way(keys(1, 2, 3)).tolist() == [-1, -1, new[1]]
+    assert present(ledger, 1, 2, 3) == [True, True, False]
+    ledger.check()
+
+
+def test_a_replacement_in_the_very_first_slot_is_seen() -> None:
+    ledger = Ledger([2])
+    assert [store(ledger, 9)[0], store(ledger, 1, mask=0b1100)[0]] == [0, 1]
+    assert ledger.reserve(0, keys(1), masks(FULL)).tolist() == [0]
+    assert ledger.find_on_the_way(keys(1)).tolist() == [0]
+    assert ledger.reserve(0, keys(1), masks(FULL)).tolist() == [-1], "one replacement at a time"
+    ledger.check()
+
+
+def test_a_replacement_on_its_way_changes_nothing_for_other_chunks() -> None:
+    ledger = Ledger([8])
+    store(ledger, 1, 2, mask=0b1100)
+    coming = ledger.reserve(0, keys(1, 3), masks(FULL, FULL))
+    slots = ledger.reserve(0, keys(2, 2, 3, 4, 5, 5, 6), masks(0b0100, 0b1100, FULL, 0, FULL, FULL, FULL))
+    assert (slots[[4, 5]] >= 0).sum() == 1 and slots[6] >= 0 and (slots[[0, 1, 2, 3]] == -1).all()
+    ledger.commit(np.concatenate((coming, slots[slots >= 0])))
+    ledger.check()
+    assert ledger.used(0) == 5 and ledger.lookup(keys(1, 2, 3, 5, 6)).tolist() == [FULL, 0b1100, FULL, FULL, FULL]
+
+
+def test_a_repeated_replacement_gets_one_slot() -> None:
+    ledger = Ledger([8])
+    store(ledger, 1, mask=0b1100)
+    new = ledger.reserve(0, keys(1, 2, 1), masks(FULL, FULL, FULL))
+    assert (new >= 0).sum() == 2 and new[1] >= 0 and ledger.used(0) == 3
+    ledger.check()
+    ledger.commit(new[new >= 0])
+    assert ledger.lookup(keys(1, 2)).tolist() == [FULL, FULL] and ledger.used(0) == 2
+    ledger.check()
+
+
+def test_several_stale_chunks_are_freed_one_by_one() -> None:
+    ledger = Ledger([8])
+    old = store(ledger, 1, 2, 3, mask=0b1100)
+    ledger.pin(old)
+    for name in (1, 2, 3):
+        ledger.commit(ledger.reserve(0, keys(name), masks(FULL)))
+        ledger.check()
+    for place in range(3):
+        ledger.unpin(old[place : place + 1])
+        ledger.check()
+    assert ledger.used(0) == 3
+
+
+def test_slots_where_there_is_room_for_some_only() -> None:
+    ledger = Ledger([3])
+    filled = ledger.fill(0, keys(1, 2))
+    more = ledger.fill(0, keys(3, 4, 5))
+    assert filled.tolist() == [0, 1] and more.tolist() == [2, -1, -1] and more.dtype == np.int64
+    ledger.check()
+    ledger.abort(np.array([0, 1, 2]))
+    private = ledger.take_private(0, keys(6, 7, 8, 9))
+    assert (private >= 0).tolist() == [True, True, True, False] and private.dtype == np.int64
+    assert ledger.keys(private[:3]) == keys(6, 7, 8)
+    ledger.check()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "says"),
+    [
+        (lambda ledger, slots: ledger.commit(slots), "commit of a slot that is not on its way"),
+        (lambda ledger, slots: ledger.abort(slots), "abort of a slot that is not on its way"),
+        (lambda ledger, slots: ledger.pin(slots + 1), "pin of a slot that is not ready"),
+        (lambda ledger, slots: ledger.unpin(slots), "unpin of a slot that is not pinned"),
+        (lambda ledger, slots: ledger.drop_private(slots), "drop of a slot that is not private"),
+        (lambda ledger, slots: ledger.fill(0, keys(2, 3, 2)), "a key is filled twice"),
+    ],
+)
+def test_misuse_says_what_is_wrong(misuse: Callable[[Ledger, NDArray[np.int64]], object], says: str) -> None:
+    ledger = Ledger([4])
+    with pytest.raises(AssertionError, match=f"^{says}$"):
+        misuse(ledger, store(ledger, 1))

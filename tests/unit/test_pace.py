@@ -41,9 +41,60 @@ def test_deadline_is_the_recompute_within_bounds() -> None:
     assert 0 < pace.load_limit_s(1) < 0.1
 
 
+def test_deadline_before_anything_was_measured_is_the_machines_best() -> None:
+    """A disk that hangs right after a start costs no more than the recompute either."""
+    pace = Pace(load_timeout_s=30, tokens_per_s_most=1000)
+    assert pace.load_limit_s(2000) == pytest.approx(2.0)
+    assert pace.load_limit_s(10**6) == 30
+    assert pace.worth_loading(2000, {1: 10**12}), "a bound is no measurement"
+    pace.computed(1000, 2.0)
+    assert pace.load_limit_s(1000) == pytest.approx(2.0, rel=0.01), "what was measured counts"
+    pace.forget()
+    assert pace.load_limit_s(2000) == 30, "nothing is known any more, and everything is tried"
+
+
+def test_short_pieces_after_long_hits_do_not_make_a_long_prefill_slow() -> None:
+    """A forward reads every weight, however few its tokens: here for 0.8 s, and 0.005 s per token."""
+    pace = Pace(load_timeout_s=300)
+    pace.computed(1000, 5.8)
+    for _ in range(50):
+        pace.computed(60, 1.1)
+        pace.computed(1, 0.805)
+    assert pace.recompute_s(1000) == pytest.approx(5.0, rel=0.01)
+    assert pace.recompute_s(64) == pytest.approx(0.32, rel=0.05)
+    assert pace.recompute_s(16) < 0.1, "the forward itself has to be paid in any case"
+
+
+def test_a_long_prefill_is_reckoned_from_short_ones() -> None:
+    pace = Pace(load_timeout_s=300, tokens_per_s_most=400)
+    pace.computed(60, 1.1)
+    pace.computed(1, 0.805)
+    assert pace.recompute_s(1000) == pytest.approx(5.0, rel=0.01)
+    pace = Pace(load_timeout_s=300, tokens_per_s_most=400)
+    pace.computed(1, 0.805)
+    assert pace.recompute_s(1000) == pytest.approx(2.5, rel=0.01), "one size tells no slope: the machine's best"
+
+
+def test_a_prefill_longer_than_a_step_takes_several() -> None:
+    pace = Pace(load_timeout_s=300, step_tokens_max=100)
+    pace.computed(100, 1.0)
+    pace.computed(1, 0.5)
+    assert pace.recompute_s(250) == pytest.approx(2 + 0.75 - 0.5, rel=0.02)
+
+
 def test_measurements_are_averaged() -> None:
     pace = Pace(load_timeout_s=30)
     pace.computed(1000, 1.0)
     for _ in range(40):
-        pace.computed(500, 1.0)
+        pace.computed(1000, 2.0)
     assert pace.prefill_tokens_per_s == pytest.approx(500, rel=0.01)
+    pace.computed(1000, 200.0)
+    pace.computed(1000, 2.0)
+    pace.computed(1000, 2.0)
+    assert pace.recompute_s(1000) < 16, "what disturbs a measurement is soon forgotten"
+
+
+def test_single_tokens_are_no_prefill() -> None:
+    pace = Pace(load_timeout_s=30)
+    pace.computed(1, 0.1)
+    assert pace.prefill_tokens_per_s == 0

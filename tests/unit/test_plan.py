@@ -118,3 +118,31 @@ def test_the_top_bit_of_a_wide_chunk_is_copied() -> None:
     loaded = load_plan(strategy(wide), 64, ints(2), valid, table, NOTHING)
     assert isinstance(loaded, LoadPlan)
     assert copies(loaded.copies) == copies(plan)
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_what_is_beyond_the_arrays_is_absent(as_mapping: bool) -> None:
+    """Window 7: a resume at 20 reads blocks 3 and 4 of chunk 1, whose slot, then whose mask is missing."""
+    windowed, table = strategy(WINDOWED), ints(0, 0, 0, 5, 6)
+    slots = {0: 7} if as_mapping else ints(7)
+    with_slot = {0: 7, 1: 8} if as_mapping else ints(7, 8)
+    for known, valid in ((slots, masks(0b111, 0b111)), (with_slot, masks(0b111)), (slots, masks(0b111))):
+        plan = load_plan(windowed, 20, known, valid, table, NOTHING)
+        assert isinstance(plan, Incomplete) and plan.chunks.tolist() == [1]
+    plan = load_plan(windowed, 16, with_slot, masks(0b111), table, NOTHING)
+    assert isinstance(plan, Incomplete) and plan.chunks.tolist() == [1], "of which the first block only is needed"
+    plan = load_plan(windowed, 20, with_slot, masks(0b111, 0b111), table, NOTHING)
+    assert isinstance(plan, LoadPlan) and copies(plan.copies) == [(5, 8, 0), (6, 8, 1)]
+
+
+def test_the_check_finds_what_no_plan_may_name() -> None:
+    CopyPlan(0, ints(1, 2), ints(0, 0), ints(0, 1)).check()
+    for blocks, slots, offsets, says in (
+        (ints(1, NULL_BLOCK), ints(0, 0), ints(0, 1), "^a plan names a null block$"),
+        (ints(1, 2), ints(0, -1), ints(0, 1), "^a plan names an absent slot$"),
+        (ints(1, 2), ints(0, 0), ints(0, -1), "^$"),
+        (ints(1, 2), ints(0), ints(0, 1), "^$"),
+        (ints(1, 2), ints(0, 0), ints(0), "^$"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            CopyPlan(0, blocks, slots, offsets).check()

@@ -73,3 +73,13 @@ def test_the_masks_are_not_written_to() -> None:
     stored = masks(0b1111, 0b0111)
     stored.flags.writeable = False
     assert longest_boundary([full(), full()], [stored, stored], 1000, 16) == 112
+
+
+def test_a_boundary_right_before_the_last_token() -> None:
+    assert longest_boundary([full()], [masks(0b1111)], 17, 16) == 16
+
+
+def test_masks_of_other_groups_than_asked_for_are_a_bug() -> None:
+    for strategies, stored in (([], []), ([full()], []), ([full()], [masks(1), masks(1)])):
+        with pytest.raises(AssertionError):
+            longest_boundary(strategies, stored, 100, 16)

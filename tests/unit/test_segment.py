@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from stowage.errors import FormatError
 from stowage.format import envelope, segment
-from stowage.format.segment import PAGE_BYTES, SegmentName
+from stowage.format.protection import NO_MARK
+from stowage.format.segment import PAGE_BYTES, SegmentHeader, SegmentName
 
 NAMESPACE = bytes(range(31)) + b"\0"
 NAME = SegmentName(7, b"\1\2\3\4\5\6\7\0")
@@ -34,7 +35,7 @@ def test_names() -> None:
 
 def test_a_segment_header_belongs_to_its_file() -> None:
     page = segment.pack_segment_header(NAME, 1 << 20, NAMESPACE)
-    assert segment.parse_segment_header(page, NAME) == NAMESPACE
+    assert segment.parse_segment_header(page, NAME) == SegmentHeader(NAMESPACE, NO_MARK)
     with pytest.raises(FormatError, match="another file"):
         segment.parse_segment_header(page, SegmentName(8, NAME.id))
     with pytest.raises(FormatError, match="another file"):

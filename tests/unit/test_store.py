@@ -275,3 +275,19 @@ def test_a_host_budget_that_is_too_small_says_the_least_that_works() -> None:
 def test_a_negative_spill_bound_is_refused() -> None:
     with pytest.raises(ConfigError, match="spill_bytes_max"):
         TieredStore(GEOMETRY, HOST_BYTES, spill_bytes_max=-1)
+
+
+def test_a_tier_that_always_raises_is_left_alone_and_keeps_its_chunks() -> None:
+    tier = MemoryTier(announces=False)
+    keys = [bytes([n]) * 32 for n in range(12)]
+    tier.held = {key: (bytes(4000), FULL) for key in keys}
+    store = TieredStore(GEOMETRY, HOST_BYTES, [tier])
+    tier.refuses = True
+    for key in keys:
+        fetch = store.fetch([(0, [key])], time.monotonic() + 10)
+        assert fetch.done and fetch.slots[0][0] == -1
+        store.release(fetch)
+    assert store.stats()["memory.breaker"] == "open"
+    assert len(tier.held) == 12, "nothing is discarded: nobody looked at the chunks"
+    store.check()
+    store.close()

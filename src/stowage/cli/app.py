@@ -8,7 +8,10 @@ from typer.core import TyperGroup
 import stowage.cli.chat
 import stowage.cli.config_show
 import stowage.cli.doctor
+import stowage.cli.key
 import stowage.cli.run
+import stowage.cli.scrub
+import stowage.cli.serve
 import stowage.cli.stats
 import stowage.cli.tiny
 import stowage.cli.verify
@@ -41,12 +44,21 @@ app = typer.Typer(
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at settings.")
 app.add_typer(config, name="config")
 
+keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make and change a key file for disk_protection.")
+app.add_typer(keys, name="key")
+
 app.command("run")(stowage.cli.run.run)
 app.command("chat")(stowage.cli.chat.chat)
+app.command("serve")(stowage.cli.serve.serve)
 app.command("verify")(stowage.cli.verify.verify)
 app.command("stats")(stowage.cli.stats.stats)
+app.command("scrub")(stowage.cli.scrub.scrub)
 app.command("doctor")(stowage.cli.doctor.doctor)
 app.command("tiny")(stowage.cli.tiny.tiny)
+keys.command("new")(stowage.cli.key.new)
+keys.command("rotate")(stowage.cli.key.rotate)
+keys.command("drop")(stowage.cli.key.drop)
+keys.command("show")(stowage.cli.key.show)
 config.command("show")(stowage.cli.config_show.show)
 
 

@@ -10,16 +10,23 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote, urlsplit
 
-from stowage.config import Memory, format_size, parse_disk, ram_total_bytes
-from stowage.errors import ConfigError
+from stowage.addresses import shown, valkey_password
+from stowage.config import DISK_PROTECTIONS, Memory, format_size, parse_disk, ram_total_bytes
+from stowage.errors import ConfigError, StowageError
 from stowage.settings import Settings
 
+if TYPE_CHECKING:
+    from stowage.tiers.remote.tier import RemoteTier
+
 _DIRECT_BYTES = 4096
+_SHARED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,8 @@ def all_checks(settings: Settings) -> list[Check]:
         check_instructions(_processor_flags()),
         check_budgets(settings),
         *check_disk(settings["disk"]),
+        *check_protection(settings["disk_protection"], settings["disk_key_file"]),
+        *check_shared(settings),
     ]
 
 
@@ -144,6 +153,19 @@ def check_disk(disk: str) -> list[Check]:
     return [owner, check_free(directory, existing, limit_bytes), check_direct(existing)]
 
 
+def check_protection(method: str, key_file: str) -> list[Check]:
+    """Whether the key file can be used, and the package that encrypts is there. Nothing where no keys are asked for."""
+    if not key_file or method not in DISK_PROTECTIONS:
+        return []  # the budgets' check has said what is wrong, if anything
+    from stowage import keys
+
+    try:
+        keys.protection(method, Path(key_file).expanduser().absolute())
+    except (ConfigError, RuntimeError) as error:
+        return [Check("key file", "problem", str(error), "Do what the text says; `stowage key show FILE` lists keys.")]
+    return [Check("key file", "ok", f"{key_file} can be used for {method}")]
+
+
 def check_owner(directory: Path) -> Check:
     name = "cache directory"
     if not os.path.lexists(directory):
@@ -207,3 +229,49 @@ def check_direct(existing: Path) -> Check:
         fix = "Reads go through the page cache, which holds the bytes twice. Best is a local ext4 or xfs."
         return Check(name, "note", f"refused by the file system of {existing} ({error.strerror})", fix)
     return Check(name, "ok", f"work in {existing}")
+
+
+def check_shared(settings: Settings) -> list[Check]:
+    """Whether shared stores answer when they are asked for a chunk that nobody has. Changes nothing there."""
+    try:
+        memory = settings.memory()
+        return [
+            *([_check_store("valkey", memory)] if memory.valkey else []),
+            *([_check_store("object", memory)] if memory.object else []),
+        ]
+    except ConfigError:
+        return []  # the budgets' finding
+
+
+def _check_store(name: str, memory: Memory) -> Check:
+    """One question, which is waited for a few seconds."""
+    url = shown(getattr(memory, name))
+    if url.startswith("file:") and not Path(unquote(urlsplit(url).path)).is_dir():
+        return Check(name, "ok", f"{url}: will be made")
+    fix = "Compare the address with docs/sharing.md, and see whether this machine reaches it and may use it."
+    try:
+        tier = _open_store(name, memory)
+    except StowageError as error:
+        return Check(name, "problem", str(error), fix)
+    from stowage.tiers.protocol import Inquiry
+
+    began_s = time.monotonic()
+    probe = tier.probe([Inquiry([os.urandom(32)], 1)])
+    while not probe.done and time.monotonic() < began_s + _SHARED_S:
+        time.sleep(0.001)
+    took_s, stats = time.monotonic() - began_s, tier.stats()
+    tier.close(time.monotonic())
+    if not probe.done or not stats["healthy"] or stats["probe_errors"]:
+        return Check(name, "problem", f"{url} does not answer as it should", fix)
+    return Check(name, "ok", f"{url} answers, the first time within {took_s * 1000:.0f} ms")
+
+
+def _open_store(name: str, memory: Memory) -> "RemoteTier":
+    if name == "valkey":
+        from stowage.tiers.valkey import ValkeyTier
+
+        password = valkey_password(memory.valkey, memory.valkey_password_path)
+        return ValkeyTier(memory.valkey, bytes(32), password=password)
+    from stowage.tiers.objects import ObjectTier
+
+    return ObjectTier(memory.object, bytes(32))

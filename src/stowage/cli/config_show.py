@@ -1,28 +1,29 @@
 """``stowage config show``: every setting, its value, and where it came from."""
 
-from stowage.cli.options import MEMORY, SAMPLING, Json, with_settings
+from stowage.cli.options import LOG, MEMORY, SAMPLING, SERVER, Json, with_settings
 from stowage.cli.output import print_json
 from stowage.config import format_size
-from stowage.settings import Settings
+from stowage.settings import SETTINGS, Settings
 
 
-@with_settings(*MEMORY, *SAMPLING)
+@with_settings(*MEMORY, *SAMPLING, *SERVER, *LOG)
 def show(*, settings: Settings, json: Json = False) -> None:
     """Print every setting and where it came from.
 
-    Takes the flags of `run`, so that it shows what a `run` with the same flags would use.
+    Takes the flags of `run` and `serve`, so that it shows what those would use with the same flags.
     """
     memory = settings.memory()  # refuse here what `run` would refuse
     if json:
-        print_json({name: {"value": item.value, "source": item.source} for name, item in settings.values.items()})
+        shown = {name: SETTINGS[name].shown(item.value) for name, item in settings.values.items()}
+        print_json({name: {"value": shown[name], "source": item.source} for name, item in settings.values.items()})
         return
     bytes_of = {"device_kv": memory.device_kv_bytes, "host": memory.host_bytes, "disk": memory.disk_bytes}
     rows = []
     for name, item in settings.values.items():
         size = f" = {format_size(bytes_of[name])}" if str(item.value).endswith("%") and name in bytes_of else ""
-        rows.append((name, _written(item.value) + size, item.source))
+        rows.append((name, _written(SETTINGS[name].shown(item.value)) + size, item.source))
     for name, value, source in rows:
-        print(f"{name:<20}{value:<28} {source}")
+        print(f"{name:<22}{value:<28} {source}")
 
 
 def _written(value: object) -> str:

@@ -9,11 +9,14 @@ from stowage.settings import Settings
 _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 
-@with_settings("device_kv", "host", "disk")
+@with_settings(
+    "device_kv", "host", "disk", "disk_protection", "disk_key_file", "valkey", "valkey_password_file", "object"
+)
 def doctor(*, settings: Settings, json: Json = False) -> None:
     """Check this machine, and name the fix for each problem.
 
-    Versions, processor, memory, and the cache directory that --disk names. Exit status 1 when there is a problem.
+    Versions, processor, memory, the cache directory that --disk names, and whether the shared stores that --valkey and
+    --object name answer. Exit status 1 when there is a problem.
     """
     from stowage.cli.checks import all_checks
 

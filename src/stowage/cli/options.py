@@ -10,12 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
+from stowage.log import configure
 from stowage.settings import SETTINGS, Setting, find_config, load_settings
 
 MEMORY = (
     "device_kv",
     "host",
     "disk",
+    "disk_protection",
+    "disk_key_file",
+    "valkey",
+    "valkey_ttl_s",
+    "valkey_password_file",
+    "object",
+    "object_limit",
+    "probe_timeout_s",
     "block_tokens",
     "chunk_blocks",
     "snapshot_tokens",
@@ -26,6 +35,25 @@ MEMORY = (
     "dtype",
 )
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")
+LOG = ("log_format", "log_level")
+SERVER = (
+    "listen",
+    "served_name",
+    "api_key_file",
+    "body_max",
+    "prompt_tokens_max",
+    "choices_max",
+    "queue_max",
+    "request_timeout_s",
+    "connections_max",
+    "header_max",
+    "header_timeout_s",
+    "body_timeout_s",
+    "stall_timeout_s",
+    "keep_alive_s",
+    "grace_s",
+)
+_PANELS = {"Sampling": SAMPLING, "Server": SERVER, "Log": LOG}
 _DEBUG_KEY = "stowage.debug"
 
 
@@ -49,7 +77,8 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a m
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of the settings ``names``, ``--config`` and ``--debug``.
 
-    The command is called with ``settings``, merged from flags, environment, file and defaults, in their place.
+    The command is called with ``settings``, merged from flags, environment, file and defaults, in their place. With the
+    settings of ``LOG`` among them, the log is configured first.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -59,6 +88,8 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
             path = given.pop("config")
             del given["debug"]
             settings = load_settings(flags, os.environ, path or find_config(os.environ))
+            if "log_level" in names:
+                configure(settings["log_format"], settings["log_level"])
             command(settings=settings, **given)
 
         own = inspect.signature(command, eval_str=True).parameters
@@ -79,7 +110,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
         "--" + setting.name.replace("_", "-"),
         metavar=setting.metavar,
         help=setting.about[0].upper() + setting.about[1:] + "." + default,
-        rich_help_panel="Sampling" if setting.name in SAMPLING else "Memory",
+        rich_help_panel=next((panel for panel, names in _PANELS.items() if setting.name in names), "Memory"),
         show_default=False,
     )
     return _keyword(setting.name, Annotated[kind, option], None)

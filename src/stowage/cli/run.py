@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import MEMORY, SAMPLING, Json, Model, with_settings
+from stowage.cli.metrics_file import kept_up
+from stowage.cli.options import LOG, MEMORY, SAMPLING, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
 from stowage.errors import RequestError
 from stowage.settings import Settings
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from stowage.engine.sampler import SamplingParams
 
 
-@with_settings(*SAMPLING, *MEMORY)
+@with_settings(*SAMPLING, *MEMORY, *LOG)
 def run(
     model: Model,
     *,
@@ -27,6 +28,9 @@ def run(
     prompt_file: Annotated[
         list[Path] | None,
         typer.Option("--prompt-file", metavar="FILE", help="A prompt in a file (- for stdin). Repeatable."),
+    ] = None,
+    metrics_file: Annotated[
+        Path | None, typer.Option("--metrics-file", metavar="FILE", help="Keep Prometheus metrics in a file.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -38,7 +42,7 @@ def run(
     from stowage.engine.sampler import SamplingParams
 
     params = SamplingParams(**settings.sampling())
-    with opened(model, settings) as engine:
+    with opened(model, settings) as engine, kept_up(metrics_file, engine.metrics):
         if json:
             for completion in engine.generate(prompts, params):
                 print_json(completion_json(completion))

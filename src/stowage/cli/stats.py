@@ -9,23 +9,30 @@ import typer
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import print_json
 from stowage.config import format_size
-from stowage.errors import DirectoryError, FormatError
+from stowage.errors import FormatError
 
 if TYPE_CHECKING:
-    from stowage.tiers.disk.directory import Directory
+    from stowage.format.segment import SegmentName
+    from stowage.tiers.disk.directory import Directory, SegmentFile
 
-_FILE_BYTES_MAX = 1 << 62  # the limit belongs to whoever writes; a reader takes files as they are
+_LOCK_TIMEOUT_S = 2.0
+_STATES = ("sealed", "open", "torn", "empty", "unusable")
 
 
 @dataclass(slots=True)
 class Holdings:
-    """What was found. ``bytes`` is what the limit of a disk tier is compared with: everything in the directory."""
+    """What was found. ``bytes`` is what the limit of a disk tier is compared with: everything in the directory.
+
+    Segments by state: ``open`` ones are being written, ``torn`` ones were left by a killed writer (the next tier that
+    opens the directory finishes them), ``unusable`` ones have no valid header.
+    """
 
     bytes: int = 0
-    segments: dict[str, int] = field(default_factory=lambda: {"sealed": 0, "open": 0, "empty": 0, "unusable": 0})
+    segments: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_STATES, 0))
     chunks: int = 0
     payload_bytes: int = 0
     namespaces: dict[str, int] = field(default_factory=dict)
+    protections: dict[str, int] = field(default_factory=dict)
     other_files: int = 0
 
 
@@ -46,6 +53,7 @@ def stats(
                 "chunks": found.chunks,
                 "payload_bytes": found.payload_bytes,
                 "namespaces": [{"namespace": name, "chunks": count} for name, count in found.namespaces.items()],
+                "protections": found.protections,
                 "other_files": found.other_files,
             }
         )
@@ -57,22 +65,21 @@ def stats(
     print(f"  namespaces  {len(found.namespaces)} (one for each model, precision and geometry)")
     for name, count in found.namespaces.items():
         print(f"    {name[:16]}  {count} chunks")
+    if trouble := found.segments["torn"] + found.segments["unusable"]:
+        print(f"  trouble     {trouble} torn or unusable: `stowage scrub {directory}` repairs or removes them")
+    if found.protections.keys() - {"checksum"}:
+        kinds = ", ".join(f"{count} {label}" for label, count in found.protections.items())
+        print(f"  protection  {kinds} (segments; a disk tier reads those of its own method and keys)")
     if found.other_files:
         print(f"  {found.other_files} files that are not Stowage's count towards the limit and are never touched")
 
 
 def holdings(directory: Path) -> Holdings:
     """Read the directory. Raises DirectoryError where there is no cache in it."""
-    from stowage.tiers.disk.counters import Counters
-    from stowage.tiers.disk.directory import Directory
-    from stowage.tiers.disk.private import LOCK_NAME
+    from stowage.tiers.disk.inspector import open_existing
     from stowage.tiers.disk.system import System
 
-    if not directory.is_dir():
-        raise DirectoryError(f"{directory} is not a directory: no cache has been stored there yet.")
-    if not (directory / LOCK_NAME).exists():
-        raise DirectoryError(f"{directory} is not a Stowage cache. Give the directory that --disk was given.")
-    opened = Directory(directory, _FILE_BYTES_MAX, System(), Counters(), direct=False)
+    opened = open_existing(directory, System(), direct=False)
     try:
         return _read(opened)
     finally:
@@ -80,7 +87,8 @@ def holdings(directory: Path) -> Holdings:
 
 
 def _read(directory: "Directory") -> Holdings:
-    from stowage.tiers.disk.survey import survey
+    from stowage.tiers.disk.inspector import FILE_BYTES_MAX
+    from stowage.tiers.disk.survey import State, survey
 
     found = Holdings()
     strangers = -2  # the directory itself and its lock are entries as well
@@ -91,17 +99,35 @@ def _read(directory: "Directory") -> Holdings:
             continue
         try:
             with directory.open_segment(entry.name) as file:
-                seen = survey(file, entry.name, _FILE_BYTES_MAX)
+                seen = survey(file, entry.name, FILE_BYTES_MAX)
+                torn = seen.state is State.OPEN and _is_torn(directory, file, entry.name)
         except FileNotFoundError:
             continue  # reclaimed meanwhile by whoever writes
         except (OSError, FormatError):
             found.segments["unusable"] += 1
             continue
-        found.segments[seen.state.name.lower()] += 1
+        found.segments["torn" if torn else seen.state.name.lower()] += 1
+        if seen.state in (State.SEALED, State.OPEN):
+            label = _label(seen.header.mark.method)
+            found.protections[label] = found.protections.get(label, 0) + 1
         for batch in seen.batches:
-            name = seen.namespace.hex()
+            name = seen.header.namespace.hex()
             found.namespaces[name] = found.namespaces.get(name, 0) + len(batch)
             found.chunks += len(batch)
             found.payload_bytes += int(batch["length"].sum())
     found.other_files = max(0, strangers)
     return found
+
+
+def _is_torn(directory: "Directory", file: "SegmentFile", name: "SegmentName") -> bool:
+    """Whether nobody writes this segment any more although it was not finished."""
+    from stowage.tiers.disk.survey import is_sealed
+
+    with directory.locked(_LOCK_TIMEOUT_S) as held:  # so that nobody is disturbed while making a segment
+        return held and file.lock() and not is_sealed(file, name)
+
+
+def _label(method: int) -> str:
+    from stowage.format.protection import Method
+
+    return Method(method).label if method in set(Method) else "unknown"

@@ -4,12 +4,12 @@ import sys
 
 import typer
 
-from stowage.cli.options import MEMORY, Json, Model, with_settings
+from stowage.cli.options import LOG, MEMORY, Json, Model, with_settings
 from stowage.cli.output import note, print_json, print_table, quiet_libraries
 from stowage.settings import Settings
 
 
-@with_settings("seed", *MEMORY)
+@with_settings("seed", *MEMORY, *LOG)
 def verify(model: Model, *, settings: Settings, json: Json = False) -> None:
     """Check that offloading changes no answer of a model.
 

@@ -16,7 +16,7 @@ OPEN_S: Final = 5.0
 
 
 class Breaker:
-    """The health of one tier, as far as transfers show it."""
+    """The health of one tier, as far as transfers show it. `opened`: how often it opened, from closed or half open."""
 
     __slots__ = ("_failures", "_open_until_s", "_probing", "opened")
 
@@ -46,12 +46,17 @@ class Breaker:
         self._probing = False
 
     def failed(self, now_s: float) -> None:
-        """A transfer brought nothing, or is past its deadline."""
+        """A transfer brought nothing, or is past its deadline. One that began before the breaker opened prolongs it."""
+        was_open = self.state(now_s) == "open"
         self._failures += 1
         self._probing = False
         if self._failures >= FAILURES_MAX:
-            self.opened += 1
+            self.opened += not was_open
             self._open_until_s = now_s + OPEN_S
+
+    def untried(self) -> None:
+        """The tier refused a transfer, which says nothing of how others fare. If it was the probe, another may be."""
+        self._probing = False
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -56,10 +56,11 @@ class Flights:
         self._breakers[flight.tier].begin()
 
     def end(
-        self, flight_id: int, ok: BoolArray, masks: MaskArray, now_s: float
+        self, flight_id: int, ok: BoolArray, masks: MaskArray, now_s: float, refused: bool = False
     ) -> tuple[Flight, BoolArray, MaskArray] | None:
         """A tier reports a transfer: the flight, and which of its chunks arrived, with which valid blocks.
 
+        One that was `refused` is no failure of the tier: a store that is full must not keep anybody from loading.
         A report that does not fit its transfer is one of failure, and a chunk that was loaded without a valid block has
         failed. None: nobody knows such a transfer.
         """
@@ -75,6 +76,8 @@ class Flights:
         breaker = self._breakers[flight.tier]
         if ok.any():
             breaker.succeeded()
+        elif refused and not flight.late:
+            breaker.untried()
         elif not flight.late:
             breaker.failed(now_s)
         return flight, ok, masks

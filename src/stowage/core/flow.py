@@ -275,18 +275,28 @@ class Flow:
 
         Chunks that failed are discarded there, unless the tier `refused` to try or the report is late.
         """
-        report = self._flights.end(flight_id, ok, masks, now_s)
+        report = self._flights.end(flight_id, ok, masks, now_s, refused)
         if report is None:
             return
         flight, ok, masks = report
+        self._land(flight, ok, masks)
+        failed = list(compress(flight.keys, (~ok).tolist()))
+        if flight.is_load and failed and not (refused or flight.late or now_s >= flight.deadline_s):
+            self._actions.append(Discard(flight.tier, failed))
+        self._pump(now_s)
+
+    def broke(self, flight_id: int, now_s: float) -> None:
+        """A tier raised instead of beginning a transfer: its failure, which says nothing about the chunks."""
+        report = self._flights.end(flight_id, np.zeros(0, np.bool_), np.zeros(0, np.uint64), now_s)
+        assert report is not None, "a transfer that was never begun"
+        self._land(*report)
+        self._pump(now_s)
+
+    def _land(self, flight: Flight, ok: BoolArray, masks: MaskArray) -> None:
         if flight.is_load:
             self._loaded(flight, ok, masks)
-            failed = list(compress(flight.keys, (~ok).tolist()))
-            if failed and not (refused or flight.late or now_s >= flight.deadline_s):
-                self._actions.append(Discard(flight.tier, failed))
         else:
             self._spilled(flight, ok)
-        self._pump(now_s)
 
     def _loaded(self, flight: Flight, ok: BoolArray, masks: MaskArray) -> None:
         good, bad = flight.slots[ok], flight.slots[~ok]

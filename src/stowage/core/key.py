@@ -5,6 +5,7 @@
     key        = first 30 bytes of digest[i] || group index as little-endian u16
 
 The namespace names all that the bytes depend on besides the tokens (case F3), so a digest names the whole prefix.
+A tenant's namespace is derived from the engine's and the tenant's salt, so tenants have no key in common.
 Media of a chunk are encoded as (offset in the chunk u32, length u32, digest), sorted. Every encoding is explicit in
 width, order and length: keys are equal on every platform and hash seed, and golden vectors in the tests hold them so.
 """
@@ -29,6 +30,7 @@ NO_DIGEST: Final = bytes(DIGEST_BYTES)
 _TOKEN_BYTES: Final = 4
 _GROUP_BYTES: Final = 2
 _NAMESPACE_CONTEXT: Final = "stowage 2026 namespace of chunk keys, encoding 1"
+_TENANT_CONTEXT: Final = "stowage 2026 namespace of a tenant, encoding 1"
 _PRIVATE_CONTEXT: Final = "stowage 2026 private chunk key, encoding 1"
 
 Field: TypeAlias = "str | int | float | bytes | bool | Sequence[Field] | Mapping[str, Field] | None"
@@ -42,6 +44,16 @@ def namespace(fields: Mapping[str, Field]) -> bytes:
     Raises TypeError for a value that is not a Field.
     """
     return blake3(_encode(fields), derive_key_context=_NAMESPACE_CONTEXT).digest()
+
+
+def tenant_namespace(namespace: bytes, salt: str | bytes) -> bytes:
+    """The namespace of one tenant of an engine; the empty salt's is the engine's own. Text is taken as UTF-8.
+
+    Whoever does not know the salt cannot make or find a key of it. Raises ValueError for text that has no UTF-8 form.
+    """
+    assert len(namespace) == DIGEST_BYTES
+    raw = salt.encode() if isinstance(salt, str) else salt
+    return blake3(namespace + raw, derive_key_context=_TENANT_CONTEXT).digest() if raw else namespace
 
 
 def group_keys(digests: Sequence[bytes], group_index: int) -> list[bytes]:

@@ -63,15 +63,22 @@ class KeyMap:
         """As `find`, but maybe a view of a trail, which nobody may change."""
         if len(keys) < self._trails.keys_min:
             return self._probe(keys)
-        first = self._slot_of.get(keys[0], ABSENT)
-        followed = self._trails.follow(first, keys) if first >= 0 else _NONE
-        if len(followed) == len(keys):
-            return followed
-        if not len(followed):
-            slots = self._probe(keys)
-            self._learn(keys, slots)
-            return slots
-        return np.concatenate((followed, self.look_up(keys[len(followed) :])))
+        # A long prompt may lie on thousands of trails, one per batch that was stored: a loop, not a recursion.
+        parts: list[IntArray] = []
+        begin = 0
+        while len(keys) - begin >= self._trails.keys_min:
+            first = self._slot_of.get(keys[begin], ABSENT)
+            followed = self._trails.follow(first, keys, begin) if first >= 0 else _NONE
+            if not len(followed):
+                break
+            parts.append(followed)
+            begin += len(followed)
+        if begin < len(keys):
+            rest = keys[begin:]
+            slots = self._probe(rest)
+            self._learn(rest, slots)
+            parts.append(slots)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def find_replacements(self, keys: list[bytes]) -> IntArray:
         """The slot of each key's replacement, or ABSENT."""
@@ -85,10 +92,10 @@ class KeyMap:
         return np.fromiter(map(self._slot_of.get, keys, _NOT_THERE), np.int64, len(keys))
 
     def _learn(self, keys: list[bytes], slots: IntArray) -> None:
-        """Keep the beginning that was found as a trail."""
-        if slots[0] >= 0:
-            absent = np.flatnonzero(slots < 0)
-            count = int(absent[0]) if len(absent) else len(keys)
+        """Keep the beginning that was found as a trail, if it is long enough to be one and repeats no key."""
+        absent = np.flatnonzero(slots < 0)
+        count = int(absent[0]) if len(absent) else len(keys)
+        if count >= self._trails.keys_min and len(set(keys[:count])) == count:
             self._trails.cut(slots[:count])
             self._trails.add(keys[:count], slots[:count])
 

@@ -85,16 +85,19 @@ class Trails:
             if trail.length < self.keys_min:
                 del self._trails[number]
 
-    def follow(self, first_slot: int, keys: list[bytes]) -> IntArray:
-        """The slots of the first keys, as many as lie on the trail of the first key's slot. Not to be changed."""
+    def follow(self, first_slot: int, keys: list[bytes], begin: int = 0) -> IntArray:
+        """The slots of the keys from `begin` on, as many as lie on the trail of the first one's slot.
+
+        Not to be changed.
+        """
         trail = self._trails.get(int(self._number_of[first_slot]))
         if trail is None:
             return _NONE
         place = int(self._place_of[first_slot])
-        count = min(len(keys), trail.length - place)
+        count = min(len(keys) - begin, trail.length - place)
         if count < self.keys_min:
             return _NONE
-        asked = b"".join(keys if count == len(keys) else keys[:count])
+        asked = b"".join(keys if count == len(keys) else keys[begin : begin + count])
         if not trail.joined.startswith(asked, place * _KEY_BYTES):
             count = _equal_keys(asked, trail.joined, place)
         return trail.slots[place : place + count]

@@ -3,7 +3,8 @@
 Owns admissions that are under way. ``begin`` asks the device first and the tiers for the rest, takes all blocks that
 the prefix needs at once (so that two half-admitted sequences never wait for each other), and starts one fetch;
 ``arrive`` copies what came into the blocks. A chunk that failed is refused for the rest of the request's life and the
-admission is tried again without it, so every retry is shorter than the one before. Never waits for a tier.
+admission is tried again without it, so every retry is shorter than the one before. All tries of one admission together
+wait no longer for loads than the recompute that the first one would have saved. Never waits for a tier.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from stowage.core.plan import Incomplete, load_plan
 from stowage.core.reuse import longest_boundary
 from stowage.engine.pace import Pace
 from stowage.engine.pool import BlockPool, blocks_needed
+from stowage.engine.questions import Questions
 from stowage.engine.residency import Residency, state_plan
 from stowage.engine.sequence import Phase, Sequence
 from stowage.store import Fetch
@@ -52,7 +54,9 @@ class Need:
 
 @dataclass(slots=True)
 class Arrival:
-    """One admission on its way: the fetch brings ``needs[i].chunks`` for each group that lacks some."""
+    """One admission on its way: the fetch brings ``needs[i].chunks`` for each group that lacks some. Without a fetch it
+    waits for answers about what to fetch, and holds nothing.
+    """
 
     sequence: Sequence
     boundary: int
@@ -66,12 +70,19 @@ class Arrivals:
     """Admissions under way."""
 
     def __init__(
-        self, residency: Residency, boundary_tokens: int, step_tokens_max: int, pace: Pace, clock: Callable[[], float]
+        self,
+        residency: Residency,
+        boundary_tokens: int,
+        step_tokens_max: int,
+        pace: Pace,
+        questions: Questions,
+        clock: Callable[[], float],
     ) -> None:
         self._residency = residency
         self._boundary_tokens = boundary_tokens
         self._step_tokens_max = step_tokens_max
         self._pace = pace
+        self._questions = questions
         self._clock = clock
         self._pending: dict[int, Arrival] = {}
         self.forwards = 0
@@ -87,6 +98,10 @@ class Arrivals:
     def sequences(self) -> list[Sequence]:
         return [arrival.sequence for arrival in self._pending.values()]
 
+    def announce(self, sequence: Sequence) -> None:
+        """``sequence`` was queued: ask shared tiers about it meanwhile."""
+        self._questions.ask(sequence)
+
     def begin(self, sequence: Sequence, alone: bool) -> bool:
         """Admit ``sequence``: afterwards it is RUNNING or LOADING. False, and nothing taken, while blocks are lacking.
 
@@ -95,6 +110,10 @@ class Arrivals:
         """
         sequence.restart()
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
+        if self._questions.open(sequence):
+            sequence.phase = Phase.LOADING
+            self._pending[sequence.id] = Arrival(sequence, 0, [], None, self._clock(), self.forwards)
+            return True
         near, boundary, needs = self._choose(sequence)
         for need in needs:
             need.pool.retain(need.retained)
@@ -110,8 +129,8 @@ class Arrivals:
         arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards)
         if wanted:
             assert self._residency.store is not None
-            deadline_s = arrival.began_s + self._pace.load_limit_s(boundary - near)
-            arrival.fetch = self._residency.store.fetch(wanted, deadline_s)
+            limit_s = self._pace.load_limit_s(boundary - near) - sequence.waited_s
+            arrival.fetch = self._residency.store.fetch(wanted, arrival.began_s + limit_s)
             if not arrival.fetch.done:
                 sequence.phase = Phase.LOADING
                 self._pending[sequence.id] = arrival
@@ -121,13 +140,19 @@ class Arrivals:
 
     def poll(self) -> list[Sequence]:
         """Finish what has come; return the sequences that are no longer loading: RUNNING, or WAITING again when a chunk
-        failed.
+        failed, or when it is known now what to load.
         """
-        finished = [a for a in self._pending.values() if a.fetch is not None and a.fetch.done]
+        finished = [a for a in self._pending.values() if not self._is_awaited(a)]
         for arrival in finished:
             del self._pending[arrival.sequence.id]
-            self._arrive(arrival)
+            if arrival.fetch is not None:
+                self._arrive(arrival)
+            else:
+                self._again(arrival)
         return [arrival.sequence for arrival in finished]
+
+    def _is_awaited(self, arrival: Arrival) -> bool:
+        return not arrival.fetch.done if arrival.fetch is not None else self._questions.open(arrival.sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop loading ``sequence`` and take its blocks."""
@@ -140,7 +165,7 @@ class Arrivals:
         """The boundary that the device serves alone, the one to resume at (that one, unless the tiers reach further and
         are worth it), and what each group needs for it.
         """
-        residency, length = self._residency, len(sequence.tokens)
+        residency, length = self._residency, sequence.reusable_tokens
         keys = [sequence.keys.of(pool.group.index) for pool in residency.pools]
         device = [pool.lookup(k) for pool, k in zip(residency.pools, keys, strict=True)]
         near = longest_boundary(residency.strategies, device, length, self._boundary_tokens)
@@ -226,12 +251,17 @@ class Arrivals:
         sequence = arrival.sequence
         if not self._load(arrival):
             self._undo(arrival)
-            sequence.phase = Phase.WAITING
+            self._again(arrival)
             return
+        sequence.waited_s = 0.0
         self._account(arrival)
         self._let_go(arrival)
         sequence.computed = arrival.boundary
         sequence.phase = Phase.RUNNING
+
+    def _again(self, arrival: Arrival) -> None:
+        arrival.sequence.waited_s += self._clock() - arrival.began_s
+        arrival.sequence.phase = Phase.WAITING
 
     def _undo(self, arrival: Arrival) -> None:
         self._let_go(arrival)

@@ -6,10 +6,14 @@ Owns the order of construction and the namespace: everything that cached bytes d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
+
+from stowage import addresses, keys
 from stowage.config import Memory
 from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import GroupStrategy, strategy
@@ -19,6 +23,8 @@ from stowage.engine.layers import ModelLayout, probe
 from stowage.engine.loading import Loaded
 from stowage.engine.pool import BlockPool, split_pool
 from stowage.engine.runner import Runner
+from stowage.errors import ConfigError
+from stowage.format import envelope, segment
 from stowage.store import TieredStore
 from stowage.tiers.disk import DiskTier
 from stowage.tiers.protocol import Tier
@@ -26,6 +32,11 @@ from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.protocol import Transfer
 
 ENGINE_FORMAT = 1
+"""How this engine lays chunks out; raised whenever the same tokens come to other bytes."""
+PARALLEL = "1"
+"""How a model is divided over devices: not at all."""
+ADAPTER = ""
+"""What is put on top of the weights: nothing, ``loading`` refuses adapters that are not merged."""
 SNAPSHOT_GRID_TOKENS_LEAST = 64
 
 
@@ -44,20 +55,24 @@ class Parts:
     snapshot_tokens: int
 
 
-def assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float]) -> Parts:
-    """Probe the model, divide the budgets, open the tiers.
+def assemble(
+    loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float], tiers: Sequence[Tier] = ()
+) -> Parts:
+    """Probe the model, divide the budgets, open the tiers; ``tiers`` are the caller's own, below those of ``memory``.
 
-    Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory.
+    Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory,
+    ``ConfigError`` for an unusable key file or tiers that cannot be told apart.
     """
+    _check_tiers(tiers, memory)
     attention.install(loaded.model)
     try:
-        return _assemble(loaded, memory, salt, clock)
+        return _assemble(loaded, memory, salt, clock, tiers)
     except BaseException:
         attention.uninstall(loaded.model)
         raise
 
 
-def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float]) -> Parts:
+def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float], tiers: Sequence[Tier]) -> Parts:
     block_tokens = _block_tokens(memory)
     with attention.probing():
         layout = probe(loaded.model, block_tokens, memory.chunk_blocks)
@@ -69,7 +84,7 @@ def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], flo
     strategies = [strategy(group) for group in layout.groups]
     grid = block_tokens[Kind.RECURRENT]
     snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
-    store = _open_store(geometry, memory, name, snapshot_tokens, clock)
+    store = _open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     return Parts(
         layout=layout,
         geometry=geometry,
@@ -81,6 +96,20 @@ def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], flo
         transfer=CpuTransfer(store.arena.numpy(), store.slabs) if store is not None else None,
         snapshot_tokens=snapshot_tokens,
     )
+
+
+def _check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
+    """Tiers need host memory, since chunks pass through it, and names of their own, since statistics go by name."""
+    if tiers and not memory.host_bytes:
+        raise ConfigError("tiers are given but host is 0. Chunks reach them through host memory: add a host size.")
+    taken = {"device", "host", "hits"} | {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
+    for tier in tiers:
+        if not re.fullmatch(r"(?!slab\d)[a-z][a-z0-9_]*", tier.name) or tier.name in taken:
+            raise ConfigError(
+                f"A tier's name is {tier.name!r}: it must be lower-case letters, digits and _, and none of "
+                f"{', '.join(sorted(taken))}, slab0, ..."
+            )
+        taken.add(tier.name)
 
 
 def _block_tokens(memory: Memory) -> Mapping[Kind, int]:
@@ -95,20 +124,49 @@ def _block_tokens(memory: Memory) -> Mapping[Kind, int]:
 
 
 def _open_store(
-    geometry: Geometry, memory: Memory, name: bytes, snapshot_tokens: int, clock: Callable[[], float]
+    geometry: Geometry,
+    memory: Memory,
+    name: bytes,
+    snapshot_tokens: int,
+    clock: Callable[[], float],
+    others: Sequence[Tier],
 ) -> TieredStore | None:
     if not memory.host_bytes:
         return None
     tiers: list[Tier] = []
-    if memory.disk_directory is not None:
-        largest = max(group.bytes_per_chunk for group in geometry.groups)
-        tiers.append(DiskTier(memory.disk_directory, memory.disk_bytes, name, chunk_bytes_max=largest))
     try:
-        return TieredStore(geometry, memory.host_bytes, tiers, snapshot_tokens=snapshot_tokens, clock=clock)
+        for tier in _open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups)):
+            tiers.append(tier)  # one by one, so that those that are open are closed when the next cannot be
+        below = [*tiers, *others]
+        return TieredStore(geometry, memory.host_bytes, below, snapshot_tokens=snapshot_tokens, clock=clock)
     except BaseException:
         for tier in tiers:
             tier.close(clock())
         raise
+
+
+def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int) -> Iterator[Tier]:
+    """Those that ``memory`` asks for, nearest first."""
+    sealed = keys.protection(memory.disk_protection, memory.disk_key_path)
+    if memory.disk_directory is not None:
+        yield DiskTier(
+            memory.disk_directory, memory.disk_bytes, name, chunk_bytes_max=chunk_bytes_max, protection=sealed
+        )
+    if memory.valkey:
+        from stowage.tiers.valkey import ValkeyTier
+
+        password = addresses.valkey_password(memory.valkey, memory.valkey_password_path)
+        yield ValkeyTier(memory.valkey, name, password=password, ttl_s=memory.valkey_ttl_s, protection=sealed)
+    if memory.object:
+        from stowage.tiers.objects import ObjectTier
+
+        yield ObjectTier(
+            memory.object,
+            name,
+            limit_bytes=memory.object_limit_bytes,
+            chunk_bytes_max=chunk_bytes_max,
+            protection=sealed,
+        )
 
 
 def _namespace_fields(loaded: Loaded, layout: ModelLayout, salt: str) -> Mapping[str, Field]:
@@ -124,6 +182,7 @@ def _namespace_fields(loaded: Loaded, layout: ModelLayout, salt: str) -> Mapping
             "layers": [
                 {
                     "index": layer.index,
+                    "latent": layer.latent,
                     "tensors": [[str(t.dtype), list(t.shape)] for t in layer.tensors],
                     "offsets": list(b.offsets[layer.index]),
                 }
@@ -133,15 +192,17 @@ def _namespace_fields(loaded: Loaded, layout: ModelLayout, salt: str) -> Mapping
         for b in layout.blocks
     ]
     return {
+        "format": [envelope.VERSION, segment.VERSION],
         "engine": f"embedded/{ENGINE_FORMAT}",
+        "code": f"transformers/{transformers.__version__}",
         "attention": attention.NAME,
         "weights": loaded.identity,
         "family": config.model_type,
         "compute_dtype": str(loaded.model.dtype),
         "rope": _plain(getattr(config, "rope_parameters", None)),
         "groups": groups,
-        "parallel": "1",
-        "adapter": "",
+        "parallel": PARALLEL,
+        "adapter": ADAPTER,
         "salt": salt,
     }
 

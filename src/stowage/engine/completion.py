@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any
 
+from stowage.core.key import tenant_namespace
 from stowage.engine.layers import ModelLayout
-from stowage.engine.request import Completion
+from stowage.engine.request import Completion, Delta
 from stowage.engine.sequence import Sequence
 from stowage.errors import RequestError
 
@@ -18,7 +20,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, layout: ModelLayout) -> list[int]
     Raises ``RequestError`` for an empty prompt, one longer than the context, a token outside the vocabulary, or text
     without a tokenizer.
     """
-    tokens = _tokenize(prompt, tokenizer)
+    tokens = tokenize(prompt, tokenizer)
     if not tokens:
         raise RequestError("the prompt is empty; give at least one token.")
     if len(tokens) > layout.context_tokens:
@@ -31,7 +33,8 @@ def prompt_tokens(prompt: Any, tokenizer: Any, layout: ModelLayout) -> list[int]
     return tokens
 
 
-def _tokenize(prompt: Any, tokenizer: Any) -> list[int]:
+def tokenize(prompt: Any, tokenizer: Any) -> list[int]:
+    """``prompt_tokens`` without its checks of length and vocabulary. Raises ``RequestError``."""
     if isinstance(prompt, Items) and not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
         return list(prompt)
     if tokenizer is None:
@@ -58,6 +61,16 @@ def _apply_chat_template(messages: Any, tokenizer: Any) -> list[int]:
     return list(encoded["input_ids"])
 
 
+def namespace_of(engine: bytes, salt: str | bytes) -> bytes:
+    """The namespace of a request's keys: requests with different salts share nothing. Raises ``RequestError``."""
+    if not isinstance(salt, str | bytes):
+        raise RequestError(f"a salt is text or bytes, not {type(salt).__name__}.")
+    try:
+        return tenant_namespace(engine, salt)
+    except ValueError as error:
+        raise RequestError(f"this salt has no UTF-8 form ({error}); give it as bytes.") from error
+
+
 def eos_ids(model: Any) -> frozenset[int]:
     """Tokens that end a sequence: of the generation config, or of the config where that says nothing."""
     for config in (getattr(model, "generation_config", None), model.config):
@@ -77,6 +90,23 @@ def is_over(sequence: Sequence, token: int, eos: frozenset[int]) -> str:
     return ""
 
 
+def piece(sequence: Sequence, text: str) -> Delta:
+    """What the token just drawn brings: ``text`` is what it made certain."""
+    first = len(sequence.tokens) == sequence.prompt_tokens + 1
+    return Delta(
+        text,
+        sequence.tokens[-1:],
+        logprobs=sequence.logprobs[-1:],
+        prompt_logprobs=sequence.prompt_logprobs if first else (),
+    )
+
+
+def last_piece(sequence: Sequence, text: str, reason: str) -> Delta:
+    """The end of a sequence: with its last token, unless it was cancelled between two."""
+    done = complete(sequence, reason)
+    return Delta(text, [], done) if reason == "cancelled" else replace(piece(sequence, text), completion=done)
+
+
 def complete(sequence: Sequence, reason: str) -> Completion:
     """The completion of a sequence that has ended."""
     times, new = sequence.times, sequence.new_tokens
@@ -90,6 +120,6 @@ def complete(sequence: Sequence, reason: str) -> Completion:
         ttft_s=max(0.0, times.first_token_s - times.arrived_s),
         decode_tokens_per_s=(len(new) - 1) / decode_s if len(new) > 1 and decode_s > 0 else 0.0,
         logprobs=sequence.logprobs if sequence.params.logprobs else None,
-        prompt_logprobs=sequence.prompt_logprobs if sequence.params.prompt_logprobs else None,
+        prompt_logprobs=sequence.prompt_logprobs or None,
         preemptions=sequence.preemptions,
     )

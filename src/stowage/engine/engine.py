@@ -17,7 +17,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from stowage.config import Memory, format_size
 from stowage.engine import loading
 from stowage.engine.arrival import Arrivals
 from stowage.engine.assembly import assemble
-from stowage.engine.completion import complete, eos_ids, is_over, prompt_tokens
+from stowage.engine.completion import eos_ids, is_over, last_piece, namespace_of, piece, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.pace import Pace
-from stowage.engine.pool import blocks_needed, bytes_needed
+from stowage.engine.peak import prefill_tokens_per_s_most
+from stowage.engine.pool import bytes_needed, tokens_fitting
+from stowage.engine.questions import Questions
 from stowage.engine.request import Completion, Delta, Request
 from stowage.engine.residency import Residency
 from stowage.engine.sampler import Sampler, SamplingParams
@@ -37,11 +39,13 @@ from stowage.engine.sequence import BlockTable, Sequence, SequenceKeys
 from stowage.engine.spill import Spill
 from stowage.engine.step import Work
 from stowage.errors import BudgetError, RequestError, StowageError
+from stowage.metrics import exposition
+from stowage.tiers.protocol import Tier
 
 __all__ = ["Completion", "Delta", "Engine", "Prompt", "Request"]
 
 Prompt = str | list[int] | list[dict[str, str]]
-logger = logging.getLogger("stowage")
+logger = logging.getLogger("stowage.engine")
 _LOADING_WAIT_S = 0.005
 _IDLE_WAIT_S = 0.05
 CHECK_EVERY_S = 30.0
@@ -57,7 +61,8 @@ class Engine:
         model: checkpoint directory, hub id, or a Transformers causal model in memory (then give its ``tokenizer`` for
         text prompts). memory: the budgets; see ``Memory``.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
-        salt: prompts of engines with different salts never share cached state.
+        salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
+        tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
     Raises ``ModelError``, ``ConfigError`` (``BudgetError``) or ``StorageError`` when it cannot be built.
     """
@@ -70,20 +75,31 @@ class Engine:
         dtype: str = "auto",
         tokenizer: Any = None,
         salt: str = "",
+        tiers: Iterable[Tier] = (),
     ) -> None:
         self.memory = memory or Memory()
         self._clock = time.monotonic
         loaded = loading.load(model, dtype, tokenizer)
-        parts = assemble(loaded, self.memory, salt, self._clock)
+        parts = assemble(loaded, self.memory, salt, self._clock, tuple(tiers))
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
         self._eos = eos_ids(loaded.model)
-        self._pace = Pace(self.memory.load_timeout_s)
+        self.sequence_tokens_max = tokens_fitting(parts.pools, self.memory.step_tokens_max, parts.layout.context_tokens)
+        """Tokens that one sequence may come to, without the last one drawn: the context, or what the device holds."""
+        below = parts.store is not None and bool(parts.store.tiers)
+        most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
+        self._pace = Pace(self.memory.load_timeout_s, self.memory.step_tokens_max, most)
         self._residency = Residency(
             parts.layout, parts.pools, parts.strategies, parts.store, parts.transfer, parts.snapshot_tokens
         )
+        questions = Questions(self.store, self._pace, self._clock, self.memory.probe_timeout_s)
         arrivals = Arrivals(
-            self._residency, parts.geometry.boundary_tokens, self.memory.step_tokens_max, self._pace, self._clock
+            self._residency,
+            parts.geometry.boundary_tokens,
+            self.memory.step_tokens_max,
+            self._pace,
+            questions,
+            self._clock,
         )
         spill = Spill(self._residency, parts.namespace, secrets.token_bytes(16), self._clock)
         self._scheduler = Scheduler(
@@ -102,7 +118,9 @@ class Engine:
 
     # asking
 
-    def generate(self, prompts: list[Prompt] | str, params: SamplingParams | None = None) -> list[Completion]:
+    def generate(
+        self, prompts: list[Prompt] | str, params: SamplingParams | None = None, *, salt: str | bytes = ""
+    ) -> list[Completion]:
         """Complete all ``prompts`` (one text counts as one prompt) together and return their completions in order.
 
         Raises the first request's error, if one failed; the others are cancelled.
@@ -110,7 +128,7 @@ class Engine:
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         requests: list[Request] = []
         try:
-            requests += (self.submit(prompt, params) for prompt in listed)
+            requests += (self.submit(prompt, params, salt=salt) for prompt in listed)
             for request in requests:
                 while not request.wait(0.5):
                     pass
@@ -119,7 +137,9 @@ class Engine:
             for request in requests:
                 self.cancel(request)
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | bytes = ""
+    ) -> AsyncIterator[Delta]:
         """Pieces of a completion as they come; the last one has ``completion``. Leaving the loop cancels the
         request.
         """
@@ -129,7 +149,7 @@ class Engine:
         def hand_over(delta: Delta) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, delta)
 
-        request = self.submit(prompt, params, hand_over)
+        request = self.submit(prompt, params, hand_over, salt=salt)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -140,10 +160,12 @@ class Engine:
         finally:
             self.cancel(request)
 
-    def iterate(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def iterate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | bytes = ""
+    ) -> Iterator[Delta]:
         """``stream`` for code without an event loop."""
         pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        request = self.submit(prompt, params, pieces.put)
+        request = self.submit(prompt, params, pieces.put, salt=salt)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -155,14 +177,19 @@ class Engine:
             self.cancel(request)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, on_delta: Callable[[Delta], None] | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        on_delta: Callable[[Delta], None] | None = None,
+        *,
+        salt: str | bytes = "",
     ) -> Request:
-        """Queue one prompt and return its handle at once.
+        """Queue one prompt and return its handle at once. ``salt`` names the tenant: only its own requests share state.
 
         Raises ``RequestError`` for a prompt that cannot be served and ``BudgetError`` for one that the device budget
         cannot hold.
         """
-        sequence = self._new_sequence(prompt, params or SamplingParams())
+        sequence = self._new_sequence(prompt, params or SamplingParams(), salt)
         request = Request(sequence.id, on_delta)
         with self._news:
             if self._broken is not None:
@@ -183,14 +210,14 @@ class Engine:
             request.cancelled = True
             self._news.notify()
 
-    def _new_sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+    def _new_sequence(self, prompt: Prompt, params: SamplingParams, salt: str | bytes) -> Sequence:
         tokens = prompt_tokens(prompt, self.tokenizer, self.parts.layout)
         room = self.parts.layout.context_tokens - len(tokens) + 1
         sequence = Sequence(
             id=next(self._ids),
             tokens=tokens,
             params=params,
-            keys=SequenceKeys(self.parts.namespace, self.parts.layout.groups),
+            keys=SequenceKeys(namespace_of(self.parts.namespace, salt), self.parts.layout.groups),
             tables=[BlockTable() for _ in self.parts.pools],
             sampler=Sampler(params),
             text=Detokenizer(self.tokenizer, tokens, params.stop),
@@ -205,11 +232,10 @@ class Engine:
         return sequence
 
     def _refuse_too_long(self, sequence: Sequence) -> None:
-        length, step = sequence.length_max, self.memory.step_tokens_max
-        layouts = self.parts.layout.blocks
-        if all(blocks_needed(b, length, step) <= p.blocks for b, p in zip(layouts, self.parts.pools, strict=True)):
+        length = sequence.length_max
+        if length <= self.sequence_tokens_max:
             return
-        need = bytes_needed(layouts, length, step)
+        need = bytes_needed(self.parts.layout.blocks, length, self.memory.step_tokens_max)
         raise BudgetError(
             f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} "
             f"new) does not fit into the device KV budget of {format_size(self.memory.device_kv_bytes)}. "
@@ -217,6 +243,11 @@ class Engine:
         )
 
     # looking and tending
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests: it is neither closed nor stopped by a bug."""
+        return self._broken is None and not self._closing
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did: ``engine`` counters, ``pools`` by group, ``store`` counters (``None`` without
@@ -226,20 +257,14 @@ class Engine:
             counters = self._residency.counters
             return {
                 "engine": {name: getattr(counters, name) for name in counters.__slots__},
-                "pools": [
-                    {
-                        "group": pool.group.index,
-                        "kind": pool.group.kind.value,
-                        "blocks": pool.blocks,
-                        "used": pool.blocks - pool.available,
-                        "cached": pool.cached_blocks,
-                        "bytes": pool.nbytes,
-                    }
-                    for pool in self.parts.pools
-                ],
+                "pools": [pool.stats() for pool in self.parts.pools],
                 "store": self.store.stats() if self.store is not None else None,
                 "prefill_tokens_per_s": self._pace.prefill_tokens_per_s,
             }
+
+    def metrics(self) -> str:
+        """``stats`` in the text format that Prometheus reads; docs/metrics.md lists what is in it."""
+        return exposition(self.stats())
 
     def drop_device_cache(self) -> int:
         """Forget every prefix that is cached on the device; return the blocks that became free."""
@@ -279,6 +304,7 @@ class Engine:
                 return
             self._closing = True
             self._news.notify()
+        until_s = self._clock() + timeout_s
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning(
@@ -289,7 +315,7 @@ class Engine:
         if self.store is not None:
             if self.parts.transfer is not None:
                 self.parts.transfer.close()
-            self.store.close(timeout_s)
+            self.store.close(max(0.0, until_s - self._clock()))
 
     def __enter__(self) -> Engine:
         return self
@@ -307,7 +333,7 @@ class Engine:
                     self._end_cancelled()
                     self._step()
         except Exception as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
-            logger.exception("the engine stopped")
+            logger.exception("the engine stopped", extra={"stowage_event": "fault"})
             self._broken = error
         with self._lock, self._news:
             self._accept()
@@ -363,7 +389,7 @@ class Engine:
         elapsed_s = self._clock() - began_s
         tokens = sum(w.count for w in work)
         self._residency.counters.tokens_computed += tokens
-        if tokens >= 2 * self.memory.block_tokens and tokens > 2 * len(work):
+        if tokens > 2 * len(work) or len(work) == 1:  # many single tokens say nothing about a prompt of that length
             self._pace.computed(tokens, elapsed_s)
         for item, logits in zip(work, outputs, strict=True):
             self._advance(item, logits)
@@ -373,7 +399,7 @@ class Engine:
         sequence.computed += work.count
         self._residency.settle(sequence)
         if work.every_logit:
-            sequence.record_prompt_logprobs(work.start, logits)
+            sequence.score(work.start, logits)
         if sequence.computed < len(sequence.tokens):
             return
         token, report = sequence.sampler.draw(logits[-1])
@@ -388,12 +414,11 @@ class Engine:
         if reason:
             self._finish(request, sequence, reason, text)
         elif request.on_delta is not None:
-            request.deliver(Delta(text, [token]))
+            request.deliver(piece(sequence, text))
 
     def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
         del self._alive[sequence.id]
         self._scheduler.finish(sequence)
         sequence.times.finished_s = self._clock()
         text += sequence.text.finish()
-        last = sequence.new_tokens[-1:] if reason != "cancelled" else []
-        request.deliver(Delta(text, last, completion=complete(sequence, reason)))
+        request.deliver(last_piece(sequence, text, reason))

@@ -3,13 +3,15 @@ does.
 
 The design's cheaper identity (config, tensor headers and sizes) cannot tell a fine-tuned checkpoint from its base: same
 names, same shapes, same sizes. Reading the bytes costs little beside loading them (BLAKE3 hashes several GB/s per
-core), and the digest of a file that has not changed is remembered by size, inode and times.
+core), and the digest of a file that has not changed is remembered by size, inode and times. A file that was written a
+moment ago is not remembered: within one tick of the file system's clock it could change again and look the same.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from typing import Any
 from blake3 import blake3
 
 _REMEMBERED_MAX = 512
+_SETTLED_S = 2.0
+"""How long a file must have been left alone before its times are trusted to tell whether it changes."""
+_NOT_CONTENT = ("transformers_version", "_name_or_path")
+"""Config entries that say where a model comes from, and nothing about what it computes."""
 
 
 def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path | None = None) -> str:
@@ -31,11 +37,17 @@ def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path 
 
 
 def of_parameters(model: Any) -> str:
-    """Hex digest over the names, shapes, types and values of a model in memory."""
+    """Hex digest over the config of a model in memory, and the names, shapes, types and values of its parameters and
+    buffers: the ones too that no checkpoint has, such as rope frequencies.
+    """
     import torch
 
     whole = blake3(max_threads=blake3.AUTO)
-    for name, tensor in sorted(model.state_dict().items()):
+    config = getattr(model, "config", None)
+    if config is not None:
+        fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_CONTENT}
+        whole.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\0")
+    for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
         whole.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         whole.update(memoryview(raw.numpy()))
@@ -66,10 +78,14 @@ class _Remembered:
     def digest(self, path: Path) -> str:
         stat = path.stat()
         key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
-        if key not in self._digests:
-            self._digests[key] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        if key in self._digests:
+            return self._digests[key]
+        settled = time.time() - max(stat.st_mtime, stat.st_ctime) >= _SETTLED_S
+        digest: str = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        if settled:
+            self._digests[key] = digest
             self._changed = True
-        return self._digests[key]
+        return digest
 
     def save(self) -> None:
         """Write the digests beside the old ones and put them in place at once; a failure only costs the next start some

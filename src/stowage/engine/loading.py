@@ -39,6 +39,11 @@ def load(model: Any, dtype: str = "auto", tokenizer: Any = None) -> Loaded:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
     if not isinstance(model, str | Path):
         layers.refuse_unsupported(model.config)
+        if getattr(model, "peft_config", None):
+            raise UnsupportedModelError(
+                "the model has adapters, which can be switched while it runs; merge them first: "
+                "model = model.merge_and_unload()"
+            )
         if model.device.type != "cpu":
             raise UnsupportedModelError(
                 f"the model lies on {model.device}, and this version computes on the CPU: give it model.to('cpu')."
@@ -95,6 +100,11 @@ def check_files(directory: Path) -> list[Path]:
     if not (directory / "config.json").is_file():
         raise CheckpointError(
             f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short."
+        )
+    if (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{directory} holds an adapter beside a model, and Transformers may put it on top of other weights. "
+            "Merge it into the model, or move adapter_config.json away."
         )
     index = directory / "model.safetensors.index.json"
     if index.is_file():

@@ -1,46 +1,98 @@
 """How fast this engine computes and its tiers deliver, as measured while it runs: loading must not be slower than
 computing.
 
-Owns two kinds of moving averages. Never blocks a first try: what has not been measured yet is taken to be worth it.
+Owns moving averages: of what a forward takes, by the order of its size, and of what each tier delivers. A forward costs
+something whatever its size (every weight is read), so sizes are kept apart: short pieces after long hits say little
+about a long prefill. Never blocks a first try: what has not been measured yet is taken to be worth it, and may take no
+longer than computing would at the machine's best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_NEWEST_SHARE = 0.25
+_NEWEST_SHARE, _NEWEST_SHARE_IF_FASTER = 0.25, 0.5
+"""What disturbs a measurement makes it longer."""
 _DEADLINE_LEAST_S = 0.05
 _FORGIVENESS = 1.25
+_PREFILL_TOKENS_LEAST = 16
+
+_Point = tuple[float, float]
+"""Tokens and seconds of a forward."""
 
 
 class Pace:
-    """Prefill rate (tokens per second) and delivery rate of each tier (bytes per second)."""
+    """Seconds per forward, by size, and delivery rate of each tier (bytes per second).
 
-    def __init__(self, load_timeout_s: float) -> None:
+    ``step_tokens_max``: the longest forward, a longer prefill takes several. ``tokens_per_s_most``: a rate that no
+    prefill exceeds, for a first deadline (a load that hangs right after a start costs no more than the recompute
+    either); 0 when it is not known, then ``load_timeout_s`` alone bounds the first loads.
+    """
+
+    def __init__(self, load_timeout_s: float, step_tokens_max: int = 1024, tokens_per_s_most: float = 0.0) -> None:
         self._load_timeout_s = load_timeout_s
-        self.prefill_tokens_per_s = 0.0
+        self._step_tokens_max = step_tokens_max
+        self._tokens_per_s_most = tokens_per_s_most
+        self._forwards: dict[int, _Point] = {}
         self.bytes_per_s: dict[int, float] = {}
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A forward that was mostly prefill took ``seconds``."""
-        self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / max(seconds, 1e-9))
+        """A forward of so many tokens took ``seconds``."""
+        order = tokens.bit_length()
+        old_tokens, old_s = self._forwards.get(order, (tokens, seconds))
+        share = _NEWEST_SHARE_IF_FASTER if seconds * old_tokens < old_s * tokens else _NEWEST_SHARE
+        self._forwards[order] = (_blend(old_tokens, tokens, share), _blend(old_s, max(seconds, 1e-9), share))
 
     def loaded(self, tier: int, nbytes: int, seconds: float) -> None:
         """``nbytes`` came from ``tier`` in ``seconds``."""
-        self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, 0.0), nbytes / max(seconds, 1e-9))
+        rate = nbytes / max(seconds, 1e-9)
+        self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, rate), rate, _NEWEST_SHARE)
 
     def forget(self) -> None:
-        """As if nothing had been measured: the next loads are tried, whatever they cost."""
-        self.prefill_tokens_per_s = 0.0
+        """As if nothing were known: the next loads are tried, whatever they cost."""
+        self._forwards.clear()
+        self._tokens_per_s_most = 0.0
         self.bytes_per_s.clear()
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As measured by the longest forwards so far; 0 before there were any but single tokens."""
+        tokens, seconds = self._forwards[max(self._forwards)] if self._forwards else (0.0, 1.0)
+        return tokens / seconds if tokens >= _PREFILL_TOKENS_LEAST else 0.0
+
     def recompute_s(self, tokens: int) -> float | None:
-        """Predicted time to compute ``tokens``; ``None`` before anything was measured."""
-        return tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else None
+        """Predicted time that is saved by not having to compute ``tokens``; ``None`` when nothing is known.
+
+        One token at least is computed in any case, so what a forward costs whatever its size is not saved.
+        """
+        if self._forwards:
+            return max(0.0, self._prefill_s(tokens + 1) - self._prefill_s(1))
+        return tokens / self._tokens_per_s_most if self._tokens_per_s_most else None
+
+    def _prefill_s(self, tokens: int) -> float:
+        whole, rest = divmod(tokens, self._step_tokens_max)
+        return whole * self._forward_s(self._step_tokens_max) + (self._forward_s(rest) if rest else 0.0)
+
+    def _forward_s(self, tokens: int) -> float:
+        """On the line between the sizes measured that are nearest; beyond the longest, with the slope over all."""
+        points = [self._forwards[order] for order in sorted(self._forwards)]
+        after = next((at for at, (size, _) in enumerate(points) if size >= tokens), len(points))
+        (first, first_s), (last, last_s) = points[0], points[-1]
+        if after == 0:
+            return first_s * tokens / first
+        if after < len(points):
+            (low, low_s), (high, high_s) = points[after - 1], points[after]
+            return low_s + (high_s - low_s) * (tokens - low) / (high - low)
+        least_slope = 1 / self._tokens_per_s_most if self._tokens_per_s_most else 0.0
+        if len(points) > 1:
+            slope = min(max((last_s - first_s) / (last - first), least_slope), last_s / last)
+        else:
+            slope = least_slope or last_s / last
+        return last_s + slope * (tokens - last)
 
     def worth_loading(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
         """Whether loading these bytes is predicted to take no longer than computing ``tokens``."""
-        recompute_s = self.recompute_s(tokens)
+        recompute_s = self.recompute_s(tokens) if self._forwards else None
         if recompute_s is None:
             return True
         measured = {tier: nbytes for tier, nbytes in bytes_of_tier.items() if tier in self.bytes_per_s}
@@ -58,5 +110,5 @@ class Pace:
         return min(self._load_timeout_s, max(recompute_s, _DEADLINE_LEAST_S))
 
 
-def _blend(old: float, new: float) -> float:
-    return new if not old else old + _NEWEST_SHARE * (new - old)
+def _blend(old: float, new: float, share: float) -> float:
+    return old + share * (new - old)

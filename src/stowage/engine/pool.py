@@ -41,6 +41,7 @@ class BlockPool:
         self.group = layout.group
         self.layout = layout
         self.blocks = blocks
+        self.evicted = 0
         self.storage = torch.zeros((blocks + 1, self.group.bytes_per_block), dtype=torch.uint8, device=device)
         self.views = {layer.index: self._layer_views(layer.index) for layer in layout.layers}
         self._users = np.zeros(blocks + 1, dtype=np.int32)
@@ -91,6 +92,7 @@ class BlockPool:
         while len(taken) < count:
             block, _ = self._cached.popitem(last=False)
             self._unname(block)
+            self.evicted += 1
             taken.append(block)
         self._users[taken] = 1
         for block in taken:
@@ -157,6 +159,18 @@ class BlockPool:
         self._masks.clear()
         return len(freed)
 
+    def stats(self) -> dict[str, int | str]:
+        """Blocks and bytes of now; ``evicted`` counts since the start."""
+        return {
+            "group": self.group.index,
+            "kind": self.group.kind.value,
+            "blocks": self.blocks,
+            "used": self.blocks - self.available,
+            "cached": self.cached_blocks,
+            "evicted": self.evicted,
+            "bytes": self.nbytes,
+        }
+
     def check(self) -> None:
         """Assert the invariants named in the module's docstring."""
         used = {int(b) for b in np.flatnonzero(self._users)}
@@ -184,6 +198,18 @@ def blocks_needed(layout: BlockLayout, tokens: int, step_tokens_max: int) -> int
     if group.kind is Kind.FULL:
         return every
     return min(every, -(-(group.window + step_tokens_max) // group.block_tokens) + 1)
+
+
+def tokens_fitting(pools: Sequence[BlockPool], step_tokens_max: int, most: int) -> int:
+    """Tokens, up to ``most``, of the longest sequence that has room in ``pools`` when it is alone there."""
+    least = 0
+    while least < most:
+        tokens = (least + most + 1) // 2
+        if all(blocks_needed(p.layout, tokens, step_tokens_max) <= p.blocks for p in pools):
+            least = tokens
+        else:
+            most = tokens - 1
+    return least
 
 
 def bytes_needed(layouts: Sequence[BlockLayout], tokens: int, step_tokens_max: int) -> int:

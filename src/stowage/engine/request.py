@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stowage.engine.sampler import TokenLogprob
@@ -16,8 +16,9 @@ class Completion:
 
     ``finish_reason``: ``stop`` (end of sequence, stop token or stop string), ``length``, ``cancelled``.
     ``reused_tokens``: prompt tokens that were not computed, by where they came from (``device``, ``host``, ``disk``).
-    ``ttft_s``: seconds from submission to the first token. ``decode_tokens_per_s``: tokens after the first over the
-    seconds that they took, 0 for a single token.
+    ``prompt_logprobs``: one for each prompt token, ``None`` where there is none: the first, and those before
+    ``prompt_logprobs_from``. ``ttft_s``: seconds from submission to the first token. ``decode_tokens_per_s``: tokens
+    after the first over the seconds that they took, 0 for a single token.
     """
 
     text: str
@@ -28,20 +29,22 @@ class Completion:
     ttft_s: float
     decode_tokens_per_s: float
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[float | None] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a completion as it grows: text that is certain, and the tokens since the last piece. The last has
-    ``completion``.
+    """A piece of a completion as it grows: text that is certain, and the tokens since the last piece (with their
+    log-probabilities, where those were asked for). The first has ``prompt_logprobs``, the last ``completion``.
     """
 
     text: str
     token_ids: list[int]
     completion: Completion | None = None
     error: StowageError | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
 
 
 @dataclass(eq=False, slots=True)

@@ -25,9 +25,10 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off. ``seed`` ``None`` draws
     anew each time. ``logprobs`` n > 0 reports the chosen token's log-probability and the n likeliest of the unfiltered
-    distribution; ``prompt_logprobs`` the log-probability of every prompt token that had to be computed. A ``stop``
-    string ends the text before it; a token of ``stop_token_ids`` (and, unless ``ignore_eos``, the model's own end of
-    sequence) ends it after it.
+    distribution. ``prompt_logprobs`` n (0 too) reports the same of every prompt token but the first, from position
+    ``prompt_logprobs_from`` on: from there the prompt is computed, and only what lies before it may come from a cache.
+    A ``stop`` string ends the text before it; a token of ``stop_token_ids`` (and, unless ``ignore_eos``, the model's
+    own end of sequence) ends it after it.
 
     Raises ``RequestError`` for a value out of range.
     """
@@ -42,7 +43,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int = 0
-    prompt_logprobs: bool = False
+    prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0
 
     def __post_init__(self) -> None:
         problems = {
@@ -52,6 +54,10 @@ class SamplingParams:
             f"top_p must be above 0 and at most 1, not {self.top_p}": not 0 < self.top_p <= 1,
             f"min_p must be from 0 to below 1, not {self.min_p}": not 0 <= self.min_p < 1,
             f"logprobs must be from 0 to {LOGPROBS_MAX}, not {self.logprobs}": not 0 <= self.logprobs <= LOGPROBS_MAX,
+            f"prompt_logprobs must be None (off) or from 0 to {LOGPROBS_MAX}, not {self.prompt_logprobs}": (
+                self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= LOGPROBS_MAX
+            ),
+            f"prompt_logprobs_from must be 0 or more, not {self.prompt_logprobs_from}": self.prompt_logprobs_from < 0,
             "stop must be a sequence of non-empty strings": isinstance(self.stop, str) or "" in self.stop,
             f"seed must be from 0 to 2**63 - 1, not {self.seed}": self.seed is not None and not 0 <= self.seed < 2**63,
         }
@@ -67,6 +73,15 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+def logprobs_of(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """The log-probability of one token for each row of ``logits`` ``[rows, vocab]``, with the ``top`` likeliest."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
+    likeliest = [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(*report) for report in zip(tokens, chosen, likeliest, strict=True)]
 
 
 class Sampler:
@@ -86,7 +101,9 @@ class Sampler:
             token = int(logits.argmax())
         else:
             token = int(torch.multinomial(self._filtered(logits), 1, generator=self._generator))
-        return token, self._report(logits, token) if self.params.logprobs else None
+        if not self.params.logprobs:
+            return token, None
+        return token, logprobs_of(logits[None], [token], self.params.logprobs)[0]
 
     def _filtered(self, logits: Tensor) -> Tensor:
         """Probabilities ``[vocab]`` after temperature and filters."""
@@ -103,9 +120,3 @@ class Sampler:
         if params.min_p > 0:
             probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0.0)
         return probabilities
-
-    def _report(self, logits: Tensor, token: int) -> TokenLogprob:
-        logprobs = logits.log_softmax(-1)
-        values, ids = logprobs.topk(min(self.params.logprobs, logprobs.numel()))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        return TokenLogprob(token, float(logprobs[token]), top)

@@ -17,6 +17,9 @@ from stowage.engine.sequence import Phase, Sequence, recurrent_cuts
 from stowage.engine.spill import Spill
 from stowage.engine.step import Work
 
+LOGITS_BYTES_MAX = 64 << 20
+"""Of float32 logits of one step, for prompts whose log-probabilities are wanted."""
+
 
 class Scheduler:
     """Queues of sequences and the choice of each step's work."""
@@ -31,6 +34,9 @@ class Scheduler:
         self._sequences_max = sequences_max
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._logit_rows_max = max(1, LOGITS_BYTES_MAX // (4 * residency.layout.vocab))
+        self._logit_rows = 0
+        """What is left of it in the step that is being put together."""
 
     @property
     def busy(self) -> bool:
@@ -41,6 +47,7 @@ class Scheduler:
         return len(self._arrivals)
 
     def add(self, sequence: Sequence) -> None:
+        self._arrivals.announce(sequence)
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Work]:
@@ -48,6 +55,7 @@ class Scheduler:
         self._collect_arrived()
         work: list[Work] = []
         budget = self._step_tokens_max
+        self._logit_rows = self._logit_rows_max
         for sequence in list(self.running):
             if sequence.phase is Phase.RUNNING and len(sequence.tokens) - sequence.computed == 1:
                 budget -= self._take(sequence, 1, work)
@@ -103,18 +111,25 @@ class Scheduler:
     def _take(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         """Add a piece of ``sequence`` to ``work``, preempting younger ones for room if needed; return its tokens."""
         count = min(budget, len(sequence.tokens) - sequence.computed, self._cut(sequence) - sequence.computed)
+        if sequence.scoring:
+            count = min(count, self._logit_rows)
+            if not count:
+                return 0
         while not self._residency.extend(sequence, sequence.computed + count):
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
+            elif count > 1:
+                count = max(
+                    1, count // 2
+                )  # on in smaller pieces: one that came back and got nothing would come back again
             elif len(self.running) > 1:
                 self._preempt(sequence)
                 return 0
-            elif count > 1:
-                count = max(1, count // 2)  # alone: loading ones may hold the rest; go on in smaller pieces
             else:
                 return 0
-        work.append(Work(sequence, sequence.computed, count, sequence.params.prompt_logprobs))
+        work.append(Work(sequence, sequence.computed, count, sequence.scoring))
+        self._logit_rows -= count if sequence.scoring else 0
         return count
 
     def _cut(self, sequence: Sequence) -> int:

@@ -7,18 +7,19 @@ runs next (``scheduler`` does).
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.core.geometry import NULL_BLOCK, Group, Kind
 from stowage.core.key import Chain, group_keys
 from stowage.engine.detokenizer import Detokenizer
-from stowage.engine.sampler import Sampler, SamplingParams, TokenLogprob
+from stowage.engine.sampler import Sampler, SamplingParams, TokenLogprob, logprobs_of
+from stowage.tiers.protocol import Probe
 
 
 class Phase(enum.Enum):
@@ -123,9 +124,16 @@ class Sequence:
     stored: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     refused: set[bytes] = field(default_factory=set)
+    waited_s: float = 0.0
+    """Spent on answers, and on loads that did not bring the whole prefix, since it last ran."""
+    probes: list[Probe] = field(default_factory=list)
+    """Questions about its prompt that its admission waits for, ``probes_until_s`` at most."""
+    probes_until_s: float = 0.0
     reused: dict[str, int] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    unscored: int = sys.maxsize
+    """The first prompt token whose log-probability is wanted and not known yet; beyond the prompt: none is."""
     times: Times = field(default_factory=Times)
     preemptions: int = 0
 
@@ -141,17 +149,35 @@ class Sequence:
         """Tokens that the sequence can come to; the last one drawn is never computed."""
         return self.prompt_tokens + self.new_tokens_max - 1
 
-    def record_prompt_logprobs(self, start: int, logits: Tensor) -> None:
-        """Note the log-probability of each prompt token that follows a position of ``logits`` ``[count, vocab]``, which
-        begin at ``start``.
-        """
-        if not self.prompt_logprobs:
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * self.prompt_tokens
-        end = min(start + len(logits), self.prompt_tokens - 1)
-        if end > start:
-            targets = torch.tensor(self.tokens[start + 1 : end + 1])
-            found = logits[: end - start].log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-            self.prompt_logprobs[start + 1 : end + 1] = found.tolist()
+            self.unscored = max(1, self.params.prompt_logprobs_from)
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be found: then the logits of every token are needed."""
+        return self.unscored < self.prompt_tokens
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Of how many tokens all but the last may come from a cache: what is to be scored must be computed."""
+        return self.unscored if self.scoring else len(self.tokens)
+
+    def score(self, start: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the prompt tokens that follow the positions of ``logits`` ``[count, vocab]``,
+        which begin at ``start``.
+        """
+        end = min(start + len(logits) + 1, self.prompt_tokens)
+        if end <= self.unscored:
+            return
+        assert start < self.unscored, "a prompt token was passed over"
+        assert self.params.prompt_logprobs is not None
+        first = self.unscored - 1 - start
+        targets = self.tokens[self.unscored : end]
+        found = logprobs_of(logits[first : first + len(targets)], targets, self.params.prompt_logprobs)
+        self.prompt_logprobs[self.unscored : end] = found
+        self.unscored = end
 
     def restart(self) -> None:
         """Forget all that was computed; the tokens stay, the generated ones included."""

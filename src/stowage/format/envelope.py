@@ -1,7 +1,8 @@
 """One chunk at rest: a 128-byte header that binds the payload to its key, namespace, mask and length.
 
 Layout: docs/format.md, "Envelope". A header is parsed without its payload (so that an index can be read alone), which
-says nothing about the payload; `verify` does. Unknown versions and flags are refused, never guessed.
+says nothing about the payload; `verify` does. Unknown versions and flags are refused, never guessed. The flags are the
+method of protection (`stowage.format.protection`): besides `pack_fields`, all here is for method 0, the checksum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import xxhash
 
 from stowage.errors import FormatError
 
-__all__ = ["DIGEST_BYTES", "HEADER_BYTES", "VERSION", "Envelope", "checksum", "pack_header", "parse_header", "verify"]
+__all__ = [
+    "DIGEST_BYTES",
+    "HEADER_BYTES",
+    "VERSION",
+    "Envelope",
+    "checksum",
+    "pack_fields",
+    "pack_header",
+    "parse_header",
+    "verify",
+]
 
 HEADER_BYTES: Final = 128
 DIGEST_BYTES: Final = 16
@@ -36,24 +47,22 @@ class Envelope:
     digest: bytes
 
 
-def _fields(key: bytes, namespace: bytes, mask: int, length: int) -> bytes:
-    return _FIELDS.pack(MAGIC, VERSION, 0, key, namespace, mask, length)
+def pack_fields(key: bytes, namespace: bytes, mask: int, length: int, method: int = 0) -> bytes:
+    """A header without its digest. Key and namespace have 32 bytes; mask and length are not 0."""
+    assert len(key) == 32 and len(namespace) == 32 and mask and length
+    return _FIELDS.pack(MAGIC, VERSION, method, key, namespace, mask, length)
 
 
 def checksum(key: bytes, namespace: bytes, mask: int, payload: memoryview) -> bytes:
     """XXH3-128 over the header's fields and the payload. Releases the interpreter lock for large payloads."""
-    state = xxhash.xxh3_128(_fields(key, namespace, mask, payload.nbytes))
+    state = xxhash.xxh3_128(pack_fields(key, namespace, mask, payload.nbytes))
     state.update(payload)
     return state.digest()
 
 
 def pack_header(key: bytes, namespace: bytes, mask: int, payload: memoryview) -> bytes:
     """The 128 bytes that go to rest with `payload`. Key and namespace have 32 bytes; mask and payload are not empty."""
-    assert len(key) == 32 and len(namespace) == 32 and mask and payload.nbytes
-    fields = _fields(key, namespace, mask, payload.nbytes)
-    state = xxhash.xxh3_128(fields)
-    state.update(payload)
-    return fields + state.digest()
+    return pack_fields(key, namespace, mask, payload.nbytes) + checksum(key, namespace, mask, payload)
 
 
 def parse_header(data: bytes | memoryview) -> Envelope:
@@ -64,7 +73,7 @@ def parse_header(data: bytes | memoryview) -> Envelope:
     if magic != MAGIC:
         raise FormatError("not an envelope")
     if version != VERSION or flags:
-        raise FormatError(f"envelope version {version}, flags {flags}: this version reads version {VERSION}, flags 0")
+        raise FormatError(f"envelope version {version}, flags {flags}: this reads version {VERSION}, flags 0")
     if not mask or not length:
         raise FormatError("an envelope without blocks or payload")
     return Envelope(key, namespace, mask, length, bytes(data[HEADER_BYTES - DIGEST_BYTES :]))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from stowage.errors import FormatError
 from stowage.format import envelope
+from stowage.format.protection import NO_MARK, Mark
 
 __all__ = [
     "BATCH_CHUNKS_MAX",
@@ -25,6 +26,7 @@ __all__ = [
     "PAGE_BYTES",
     "Entries",
     "Records",
+    "SegmentHeader",
     "SegmentName",
     "Trailer",
     "batch_bytes",
@@ -46,7 +48,7 @@ ENTRY_BYTES: Final = envelope.HEADER_BYTES + 8
 ENTRIES_MAX: Final = 1 << 20
 VERSION: Final = 1
 
-_SEGMENT: Final = struct.Struct("<8sH6x8sQQ32s")
+_SEGMENT: Final = struct.Struct("<8sHH4x8sQQ32s8s16s")
 _BATCH: Final = struct.Struct("<8sHH4x8sQQ")
 _TRAILER: Final = struct.Struct("<8sH6x8sQQQ16s")
 _DIGEST: Final = slice(112, 128)
@@ -107,6 +109,14 @@ class SegmentName:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What page 0 says about the chunks of a segment."""
+
+    namespace: bytes
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
 class Records:
     """Chunks found in a segment, as parallel columns. `digests` is [n, 2] u64: the 16 checksum bytes as they lie."""
 
@@ -154,18 +164,19 @@ def _open_page(page: bytes | memoryview, magic: bytes) -> None:
         raise FormatError(f"a damaged page of kind {magic.decode()}")
 
 
-def pack_segment_header(name: SegmentName, segment_bytes: int, namespace: bytes) -> bytes:
+def pack_segment_header(name: SegmentName, segment_bytes: int, namespace: bytes, mark: Mark = NO_MARK) -> bytes:
     """Page 0."""
-    return _seal_page(_SEGMENT.pack(b"STOWSEG1", VERSION, name.id, name.sequence, segment_bytes, namespace))
+    fields = (name.id, name.sequence, segment_bytes, namespace, mark.key_id, mark.salt)
+    return _seal_page(_SEGMENT.pack(b"STOWSEG1", VERSION, mark.method, *fields))
 
 
-def parse_segment_header(page: bytes | memoryview, name: SegmentName) -> bytes:
-    """The namespace of the segment's chunks. The page must belong to the file of that name."""
+def parse_segment_header(page: bytes | memoryview, name: SegmentName) -> SegmentHeader:
+    """Page 0, which must belong to the file of that name."""
     _open_page(page, b"STOWSEG1")
-    _, _, identity, sequence, _, namespace = _SEGMENT.unpack_from(page)
+    _, _, method, identity, sequence, _, namespace, key_id, salt = _SEGMENT.unpack_from(page)
     if identity != name.id or sequence != name.sequence:
         raise FormatError("a segment header of another file")
-    return bytes(namespace)
+    return SegmentHeader(namespace, Mark(method, key_id, salt))
 
 
 def pack_batch_page(segment_id: bytes, offset: int, headers: Sequence[bytes], lengths: Sequence[int]) -> bytes:
@@ -241,12 +252,12 @@ def _padded(lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return (lengths + page - np.uint64(1)) // page * page
 
 
-def select(entries: Entries, namespace: bytes) -> Records:
-    """The entries that this version can read and that belong to the namespace, copied."""
+def select(entries: Entries, namespace: bytes, method: int = 0) -> Records:
+    """The entries that this version can read, of the namespace and with that method of protection, copied."""
     # V4 and V32 columns compare as void, bytewise: unlike S they keep trailing zero bytes.
     fit = entries["magic"] == np.frombuffer(envelope.MAGIC, "V4")
     fit &= entries["namespace"] == np.frombuffer(namespace, "V32")
-    fit &= (entries["version"] == envelope.VERSION) & (entries["flags"] == 0)
+    fit &= (entries["version"] == envelope.VERSION) & (entries["flags"] == method)
     fit &= (entries["mask"] != 0) & (entries["length"] != 0)
     if not fit.all():
         entries = entries[fit]

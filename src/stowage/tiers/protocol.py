@@ -22,14 +22,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Described", "Outcome", "Tier", "Transfer", "Waitable"]
+__all__ = ["Described", "Inquiry", "Outcome", "Probe", "Probing", "Tier", "Transfer", "Waitable"]
 
 
 @dataclass(slots=True)
 class Transfer:
     """Chunks to move between the arena and one tier, in the order of their prompts.
 
-    `buffers[i]` is exactly the payload of `keys[i]` (a chunk's bytes, not the slot's padding); writable for a load.
+    The keys are distinct. `buffers[i]` is exactly the payload of `keys[i]` (a chunk's bytes, not the slot's padding);
+    writable for a load.
     `masks[i]` are the valid blocks of `keys[i]` for a store, and without meaning for a load.
     `deadline_s` is absolute, of the store's clock (`time.monotonic` unless injected): past it nobody waits for the
     outcome, so a tier may give up, but it must report all the same.
@@ -49,7 +50,8 @@ class Outcome:
     `ok[i]`: the bytes of `keys[i]` are complete and verified (load), or will be found by later look-ups (store).
     `masks[i]`: the valid blocks that came with the bytes (load); for a store whatever the transfer said.
     `error`: text for people when anything failed; never parsed.
-    `refused`: the tier did not try (busy, closing): what failed says nothing about the chunks, so none is discarded.
+    `refused`: the tier did not try (busy, closing, full): what failed says nothing about the chunks, so none is
+    discarded, nor about the tier, so that it is not left alone.
     """
 
     id: int
@@ -100,6 +102,37 @@ class Waitable(Protocol):
     """
 
     wake: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """Keys of one group in prompt order, about which a tier is asked.
+
+    Whoever stored a chunk had stored the `stride`-th before it, and so on: so few questions tell how far a tier has the
+    chain. `first`: how many keys of the prompt come before these. `mask`: the valid blocks of a whole chunk.
+    """
+
+    keys: list[bytes]
+    mask: int
+    first: int = 0
+    stride: int = 1
+
+
+@dataclass(slots=True)
+class Probe:
+    """Questions under way. `done`: look-ups know now what can be known. `expected_s`: what such took lately, or 0."""
+
+    done: bool = False
+    expected_s: float = 0.0
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """A tier whose look-ups do not know what others put there until it was asked about. It calls `wake` when done."""
+
+    def probe(self, inquiries: list[Inquiry]) -> Probe:
+        """Start to find out what the tier has of these chains, in a bounded time. Done at once where it cannot."""
+        ...
 
 
 @runtime_checkable

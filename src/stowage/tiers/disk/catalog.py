@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Final
 
 from stowage.errors import FormatError
 from stowage.format import segment
-from stowage.format.segment import SegmentName
+from stowage.format.protection import Guard, Protection
+from stowage.format.segment import SegmentHeader, SegmentName
 from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
 from stowage.tiers.disk.index import Index
@@ -29,11 +31,15 @@ ROWS_AT_ONCE: Final = 1024
 
 @dataclass(slots=True)
 class Segment:
-    """A segment whose chunks are in the index. `end`: how far it was scanned; `complete`: nothing more will come."""
+    """A segment. `end`: how far it was scanned; `complete`: nothing more will come.
+
+    `guard`: what its chunks are sealed and opened with. None: they are of no use here (of another namespace, under
+    another protection, or under a key that we do not have), and none is in the index.
+    """
 
     number: int
     name: SegmentName
-    namespace: bytes
+    guard: Guard | None
     end: int
     complete: bool
 
@@ -41,10 +47,13 @@ class Segment:
 class Catalog:
     """Known segments by name and by number."""
 
-    def __init__(self, directory: Directory, index: Index, namespace: bytes, counters: Counters) -> None:
+    def __init__(
+        self, directory: Directory, index: Index, namespace: bytes, protection: Protection, counters: Counters
+    ) -> None:
         self._directory = directory
         self._index = index
         self._namespace = namespace
+        self._protection = protection
         self._counters = counters
         self._numbers = count()
         self._by_name: dict[SegmentName, Segment] = {}
@@ -62,6 +71,11 @@ class Catalog:
         known = self._by_number.get(number)
         return known.name if known else None
 
+    def opened(self, number: int) -> tuple[SegmentName, Guard] | None:
+        """What it takes to read a segment that has chunks in the index. None if it is gone."""
+        known = self._by_number.get(number)
+        return (known.name, known.guard) if known and known.guard else None
+
     def number_of(self, name: SegmentName) -> int | None:
         known = self._by_name.get(name)
         return known.number if known else None
@@ -70,10 +84,10 @@ class Catalog:
         """Segments that need no repair as far as is known."""
         return {name for name, known in self._by_name.items() if known.complete}
 
-    def add(self, name: SegmentName, *, complete: bool, namespace: bytes, end: int) -> Segment:
+    def add(self, name: SegmentName, *, guard: Guard | None, complete: bool, end: int) -> Segment:
         """A segment that was found or made."""
         with self._lock:
-            known = Segment(next(self._numbers), name, namespace, end, complete)
+            known = Segment(next(self._numbers), name, guard, end, complete)
             self._by_number[known.number] = known
             self._by_name[name] = known
             return known
@@ -81,8 +95,12 @@ class Catalog:
     def index_batch(self, known: Segment, entries: segment.Entries) -> None:
         """Chunks of our namespace that were found in a segment, or written to it."""
         for start in range(0, len(entries), ROWS_AT_ONCE):  # look-ups wait for one insertion at most
-            some = segment.select(entries[start : start + ROWS_AT_ONCE], self._namespace)
-            self._index.insert(known.number, some)
+            some = entries[start : start + ROWS_AT_ONCE]
+            some = some[some["mask"] != 0]  # a scrub empties the entries of what it removes
+            records = segment.select(some, self._namespace, self._protection.method)
+            if len(records) < len(some):  # nobody writes such envelopes into a segment of this namespace and method
+                self._counters.add("corrupt", len(some) - len(records), segment=str(known.name))
+            self._index.insert(known.number, records)
 
     def forget(self, name: SegmentName) -> None:
         """The segment is gone: so are its chunks."""
@@ -90,7 +108,7 @@ class Catalog:
             known = self._by_name.pop(name, None)
             if known is not None:
                 del self._by_number[known.number]
-                self._index.drop_segment(known.number)
+                self._counters.add("evicted", self._index.drop_segment(known.number))
 
     def refresh(self) -> None:
         """Finds new segments and new batches of live ones, drops what has vanished. Raises OSError."""
@@ -113,32 +131,44 @@ class Catalog:
             except FileNotFoundError:
                 self.forget(name)
             except (OSError, FormatError):
-                self._counters.add("read_errors")
+                self._counters.add("read_errors", segment=str(name))
 
     def _follow(self, name: SegmentName, known: Segment | None) -> None:
         """Indexes a new segment, or what was added to a live one."""
         with self._directory.open_segment(name) as file:
             if known is None:
-                found = survey(file, name, self._directory.limit_bytes, self._namespace)
+                found = survey(file, name, self._directory.limit_bytes, partial(self._is_ours, name))
             else:
                 state = (
                     State.SEALED if is_sealed(file, name) else State.OPEN
                 )  # asked before scanning: nothing is missed
-                found = survey_batches(file, name, Survey(state, known.namespace, [], known.end))
+                found = survey_batches(file, name, Survey(state, end=known.end))
         if found.state is State.EMPTY:
             return  # in the making
         if found.state is State.UNUSABLE:
             if name not in self._damaged:
                 self._damaged.add(name)
-                self._counters.add("damaged_segments")
+                self._counters.add("damaged_segments", segment=str(name))
             return
+        if found.damaged:
+            self._counters.add("damaged_segments", segment=str(name))
         if known is None:
-            known = self.add(name, complete=False, namespace=found.namespace, end=found.end)
-        if found.namespace == self._namespace:
+            guard = self._guard(name, found.header)
+            if guard is None and found.header.namespace == self._namespace:
+                self._counters.add("unreadable_segments", segment=str(name))
+            known = self.add(name, guard=guard, complete=False, end=found.end)
+        if known.guard is not None:
             for entries in found.batches:
                 self.index_batch(known, entries)
         known.end = found.end
         known.complete = found.state is State.SEALED
+
+    def _guard(self, name: SegmentName, header: SegmentHeader) -> Guard | None:
+        """None: the segment's chunks are of no use here."""
+        return self._protection.guard(name.id, header.mark) if header.namespace == self._namespace else None
+
+    def _is_ours(self, name: SegmentName, header: SegmentHeader) -> bool:
+        return self._guard(name, header) is not None
 
     def check(self) -> None:
         """Asserts the invariants."""
@@ -148,3 +178,5 @@ class Catalog:
                 assert known.number == number and self._by_name[known.name] is known, "a segment under a foreign number"
             self._index.check()
             assert self._index.segments() <= self._by_number.keys(), "chunks of an unknown segment"
+            unguarded = {number for number, known in self._by_number.items() if known.guard is None}
+            assert not self._index.segments() & unguarded, "chunks of a segment that is not to be read"

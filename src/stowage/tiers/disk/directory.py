@@ -133,7 +133,15 @@ class Directory:
             ) from error
 
     def _open_lock(self) -> int:
-        return self.system.files.open(LOCK_NAME, os.O_RDWR | os.O_CREAT, self._fd)
+        fd = self.system.files.open(LOCK_NAME, os.O_RDWR | os.O_CREAT, self._fd)
+        try:
+            found = self.system.descriptors.status(fd)
+            if found.links and not found.ours:  # without links: somebody removed it just now
+                raise OSError(errno.EPERM, "it is not a regular file of yours with one name")
+        except BaseException:
+            self.system.descriptors.close(fd)
+            raise
+        return fd
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[bool]:
@@ -179,6 +187,8 @@ class Directory:
         file = self._open(str(name), os.O_RDWR if writable else os.O_RDONLY)
         try:
             status = self.system.descriptors.status(file.fd)
+            if not status.links:  # reclaimed since it was opened
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(name))
             if not status.ours:
                 raise FormatError(f"{name} is not a regular file of ours")
         except BaseException:

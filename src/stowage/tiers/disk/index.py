@@ -144,8 +144,9 @@ class Index:
             if row and self._segment[row] == segment and self._offset[row] == offset:
                 del self._row_of[key]
 
-    def drop_segment(self, segment: int) -> None:
-        """Forgets all records of a segment that is gone."""
+    def drop_segment(self, segment: int) -> int:
+        """Forgets all records of a segment that is gone. How many chunks are absent now that were not before."""
+        lost = 0
         with self._lock:
             for rows in self._rows_of.pop(segment, []):
                 numbers = rows.tolist()
@@ -153,11 +154,13 @@ class Index:
                     key = self._key_of[row]
                     if self._row_of.get(key) == row:
                         del self._row_of[key]
+                        lost += 1
                     self._key_of[row] = b""
                 self._segment[rows] = -1
                 self._mask[rows] = 0
                 self._hit[rows] = False
                 self._free.extend(numbers)
+        return lost
 
     def check(self) -> None:
         """Asserts the invariants."""

@@ -7,7 +7,6 @@ the kernel's hands) while the other readers go on; what is queued behind expires
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import Counter, deque
@@ -25,7 +24,6 @@ from stowage.tiers.protocol import Outcome, Transfer
 
 __all__ = ["Loader"]
 
-LOG: Final = logging.getLogger("stowage.disk")
 COUNTED: Final = {Result.CORRUPT: "corrupt", Result.GONE: "vanished", Result.FAILED: "read_errors"}
 
 
@@ -125,9 +123,8 @@ class Loader:
                 return None if self._closing else math.inf
         try:
             self._serve(reader, flight, run)
-        except Exception:  # the thread's outermost frame
-            self._counters.add("faults")
-            LOG.exception("a disk reader failed")
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("a disk reader failed")
             self._run_done(flight)
         return 0
 
@@ -160,7 +157,7 @@ class Loader:
             self._counters.add("mismatched", len(other))
             self._index.drop([keys[at] for at in other.tolist()])
         flight.masks[:] = found.masks
-        runs = plan_runs(keys, buffers, found, self._catalog.name_of, self._readers)
+        runs = plan_runs(keys, buffers, found, self._catalog.opened, self._readers)
         absent = len(keys) - sum(map(len, runs))
         if absent:
             flight.failures["absent"] = absent
@@ -179,7 +176,7 @@ class Loader:
             if result is not Result.OK:
                 # Even where it was only the disk that failed: forgotten, the chunk is written anew by the next store.
                 self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
-                self._counters.add(COUNTED[result])
+                self._counters.add(COUNTED[result], segment=str(run.name))
                 with self._lock:
                     flight.failures[result.name.lower()] += 1
 

@@ -38,9 +38,11 @@ def _open(path: Path) -> int:
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, 0o700)
+                if stat.S_IMODE(os.lstat(directory).st_mode) & 0o700 != 0o700:
+                    os.chmod(directory, 0o700)  # a umask that takes rights from the owner
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        if path.is_symlink():
+        if os.path.islink(path):  # unlike Path.is_symlink this never raises
             reason = f"it is a symbolic link. Name the directory itself: {os.path.realpath(path)}"
         else:
             reason = f"{error.strerror}. Choose a directory that you can write in"

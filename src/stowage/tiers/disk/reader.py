@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from stowage.errors import FormatError
-from stowage.format.envelope import DIGEST_BYTES, checksum
+from stowage.format.envelope import DIGEST_BYTES, pack_fields
+from stowage.format.protection import Cipher, Guard
 from stowage.format.segment import PAGE_BYTES, SegmentName, round_up
 from stowage.tiers.disk.directory import Directory, SegmentFile
 from stowage.tiers.disk.files import CALL_BYTES_MAX, is_aligned, pages
@@ -42,6 +44,7 @@ class Run:
     """
 
     name: SegmentName
+    guard: Guard
     segment: int
     positions: list[int]
     keys: list[bytes]
@@ -61,19 +64,20 @@ class Run:
         """A run of one of the chunks."""
         one = slice(at, at + 1)
         columns = (self.positions, self.keys, self.offsets, self.masks, self.digests, self.buffers)
-        return Run(self.name, self.segment, *(column[one] for column in columns))  # type: ignore[arg-type]
+        return Run(self.name, self.guard, self.segment, *(column[one] for column in columns))  # type: ignore[arg-type]
 
 
 def plan_runs(
     keys: Sequence[bytes],
     buffers: Sequence[memoryview],
     found: Found,
-    name_of: Callable[[int], SegmentName | None],
+    opened: Callable[[int], tuple[SegmentName, Guard] | None],
     readers: int,
 ) -> list[Run]:
     """The chunks that were found with the length of their buffers, in the order of the disk, cut into runs.
 
-    A small transfer is cut into shorter runs, so that every reader has one. Segments without a name are gone: left out.
+    A small transfer is cut into shorter runs, so that every reader has one. Segments that `opened` does not know are
+    gone: left out.
     """
     lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
     here = np.flatnonzero((found.segments >= 0) & (found.lengths == lengths))
@@ -88,13 +92,13 @@ def plan_runs(
     digests = found.digests[order].tobytes()
     runs = []
     for first, last in pairwise(bounds):
-        name = name_of(int(segments[first]))
-        while name is not None and first < last:
+        known = opened(int(segments[first]))
+        while known is not None and first < last:
             fitting = int(np.searchsorted(ends[first:last], offsets[first] + length_max, side="right"))
             after = first + max(1, fitting)
             places = positions[first:after]
             run = Run(
-                name,
+                *known,
                 int(segments[first]),
                 places,
                 [keys[at] for at in places],
@@ -135,23 +139,32 @@ class Reader:
             return [self.read(run.alone(at))[0] for at in range(len(run))]
 
     def _read(self, file: SegmentFile, run: Run) -> list[Result]:
-        arrived = self._fill(file, run)
+        """Until this has said OK, a buffer holds bytes that may be anything."""
+        guard = run.guard
+        fields = [
+            pack_fields(key, self._namespace, mask, buffer.nbytes, guard.method)
+            for key, mask, buffer in zip(run.keys, run.masks, run.buffers, strict=True)
+        ]
+        if isinstance(guard, Cipher):
+            streams = list(map(guard.decrypt, fields, run.offsets, run.digests))
+            arrived = self._fill_staged(file, run, [stream.update for stream in streams])
+            exact = [stream.verify for stream in streams]
+        else:
+            arrived = self._fill(file, run)
+            columns = zip(fields, run.offsets, run.buffers, run.digests, strict=True)
+            exact = [partial(guard.verify, *column) for column in columns]
         results = []
-        for key, mask, digest, offset, buffer in zip(
-            run.keys, run.masks, run.digests, run.offsets, run.buffers, strict=True
-        ):
+        for offset, buffer, is_exact in zip(run.offsets, run.buffers, exact, strict=True):
             if offset + buffer.nbytes > arrived:
                 results.append(Result.GONE if file.is_reclaimed() else Result.CORRUPT)
-            elif checksum(key, self._namespace, mask, buffer) == digest:
-                results.append(Result.OK)
             else:
-                results.append(Result.CORRUPT)
+                results.append(Result.OK if is_exact() else Result.CORRUPT)
         return results
 
     def _fill(self, file: SegmentFile, run: Run) -> int:
         """Reads the stretch that holds the run; returns up to which offset of the file it came."""
         if file.direct and not all(map(is_aligned, run.buffers)):
-            return self._fill_staged(file, run)
+            return self._fill_staged(file, run, [_copy] * len(run))
         start = at = run.offsets[0]
         scattered: list[memoryview] = []
         tails = self._tails()
@@ -181,17 +194,26 @@ class Reader:
         for at in range(0, self._staging.nbytes, PAGE_BYTES):
             yield self._staging[at : at + PAGE_BYTES]
 
-    def _fill_staged(self, file: SegmentFile, run: Run) -> int:
-        """The same through staging memory, for buffers that direct I/O cannot reach."""
+    def _fill_staged(
+        self, file: SegmentFile, run: Run, deliver: Sequence[Callable[[memoryview, memoryview], None]]
+    ) -> int:
+        """The same through staging memory: for what is decrypted, and for buffers that direct I/O cannot reach.
+
+        `deliver` brings each chunk from there to its buffer, in parts from front to back.
+        """
         at, end = run.offsets[0], run.end
         while at < end:
             length = min(end - at, RUN_BYTES_MAX)
             done = file.read([self._staging[:length]], at)
-            for offset, buffer in zip(run.offsets, run.buffers, strict=True):
+            for offset, buffer, bring in zip(run.offsets, run.buffers, deliver, strict=True):
                 first, last = max(at, offset), min(at + done, offset + buffer.nbytes)
                 if first < last:
-                    buffer[first - offset : last - offset] = self._staging[first - at : last - at]
+                    bring(self._staging[first - at : last - at], buffer[first - offset : last - offset])
             at += done
             if done < length:
                 break
         return at
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    target[:] = source

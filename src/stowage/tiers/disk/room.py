@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from stowage.errors import FormatError
+from stowage.format.protection import Guard, Mark, Protection
 from stowage.format.segment import PAGE_BYTES, SegmentName, pack_segment_header
 from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory, Entry, SegmentFile
 from stowage.tiers.disk.files import DISK_FULL, in_pages
-from stowage.tiers.disk.survey import State, repair
+from stowage.tiers.disk.survey import State, is_sealed, repair
 
 __all__ = ["Created", "Room", "metadata_bytes"]
 
@@ -34,15 +35,17 @@ class Created:
 
     file: SegmentFile
     name: SegmentName
+    guard: Guard
     victim: SegmentName | None
 
 
 class Room:
     """Not for several threads at once (the tier's writer owns it)."""
 
-    def __init__(self, directory: Directory, namespace: bytes, counters: Counters) -> None:
+    def __init__(self, directory: Directory, namespace: bytes, protection: Protection, counters: Counters) -> None:
         self._directory = directory
         self._namespace = namespace
+        self._protection = protection
         self._counters = counters
 
     def recover(self, timeout_s: float) -> None:
@@ -70,10 +73,17 @@ class Room:
             entries = directory.entries()
             sequence = max((entry.name.sequence for entry in entries if entry.name), default=0)
             name = SegmentName(min(sequence + 1, SEQUENCE_MAX), directory.system.random_bytes(8))
-            file = self._make(name, segment_bytes)
-            return Created(file, name, self._next_victim(segment_bytes))
+            mark = self._protection.new_mark(directory.system.random_bytes)
+            guard = self._protection.guard(name.id, mark)
+            assert guard is not None, "what we mark, we can read"
+            file = self._make(name, segment_bytes, mark)
+            try:
+                return Created(file, name, guard, self._next_victim(segment_bytes))
+            except OSError:
+                self._discard(file, name)  # nobody else would ever give it back: it is locked as long as we live
+                raise
 
-    def _make(self, name: SegmentName, segment_bytes: int) -> SegmentFile:
+    def _make(self, name: SegmentName, segment_bytes: int, mark: Mark) -> SegmentFile:
         """Makes the file at its full length. A full disk costs the oldest segments first."""
         length = segment_bytes - metadata_bytes(segment_bytes)
         file = self._directory.create_segment(name)
@@ -89,7 +99,7 @@ class Room:
                     file.truncate(0)
                     if not self._reclaim(self._directory.entries(), 1):
                         raise
-            file.write([in_pages(pack_segment_header(name, length, self._namespace))], 0)
+            file.write([in_pages(pack_segment_header(name, length, self._namespace, mark))], 0)
         except BaseException:
             self._discard(file, name)
             raise
@@ -118,7 +128,7 @@ class Room:
                 assert victim.name is not None
                 if not self._directory.remove_segment(victim.name):
                     return False
-                self._counters.add("reclaimed_segments")
+                self._counters.add("reclaimed_segments", segment=str(victim.name))
         return enough
 
     def _idle(self, entries: list[Entry]) -> Iterator[Entry]:
@@ -142,20 +152,19 @@ class Room:
             try:
                 self._repair_one(entry.name)
             except (OSError, FormatError):
-                self._counters.add("read_errors")
+                self._counters.add("read_errors", segment=str(entry.name))
 
     def _repair_one(self, name: SegmentName) -> None:
         with self._directory.open_segment(name, writable=True) as file:
-            if not file.lock():
+            if not file.lock() or is_sealed(file, name):
                 return
-            before = file.bytes
             state = repair(file, name, self._directory.limit_bytes)
             if state is State.EMPTY:
                 file.truncate(0)
                 self._directory.unlink(name)
-                self._counters.add("removed_leftovers")
-            elif file.bytes != before:
-                self._counters.add("repaired_segments")
+                self._counters.add("removed_leftovers", segment=str(name))
+            elif state is State.SEALED:
+                self._counters.add("repaired_segments", segment=str(name))
 
     def _next_victim(self, segment_bytes: int) -> SegmentName | None:
         entries = self._directory.entries()

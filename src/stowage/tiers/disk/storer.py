@@ -6,7 +6,6 @@ while (0.1 s, doubled up to 30 s), so that a broken disk costs hits and no time.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from stowage.tiers.protocol import Outcome, Transfer
 
 __all__ = ["Storer", "segment_bytes_for"]
 
-LOG: Final = logging.getLogger("stowage.disk")
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 30.0
 SHRINK_TIMEOUT_S: Final = 10.0
@@ -148,9 +146,8 @@ class Storer:
             self._refresh_when_due()
         except OSError:
             self._counters.add("read_errors")
-        except Exception:  # the thread's outermost frame
-            self._counters.add("faults")
-            LOG.exception("following the cache directory failed")
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("following the cache directory failed")
         if done:
             return None
         if transfer is not None:
@@ -193,12 +190,12 @@ class Storer:
             self._back_off()
             error = "no room within the limit"
         except OSError as failure:
-            self._counters.add("enospc" if failure.errno in DISK_FULL else "write_errors")
+            kind = "enospc" if failure.errno in DISK_FULL else "write_errors"
+            self._counters.add(kind, error=str(failure.strerror))
             self._back_off()
             error = f"the disk failed: {failure.strerror}"
-        except Exception:  # the thread's outermost frame
-            self._counters.add("faults")
-            LOG.exception("the disk writer failed")
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("the disk writer failed")
             self._seal()
             error = "the disk writer failed"
         self._report(transfer, ok, error)
@@ -258,8 +255,8 @@ class Storer:
         created = self._room.create(max(self._segment_bytes, segment_bytes_for(lengths[0])), self._catalog.complete())
         if created is None:
             raise NoRoom
-        active = ActiveSegment(created.file, created.name, self._namespace, self._staging)
-        known = self._catalog.add(created.name, complete=True, namespace=self._namespace, end=PAGE_BYTES)
+        active = ActiveSegment(created.file, created.name, self._namespace, created.guard, self._staging)
+        known = self._catalog.add(created.name, guard=created.guard, complete=True, end=PAGE_BYTES)
         self._active = active, known
         self._catalog.refresh()
         if created.victim is not None:
@@ -297,7 +294,7 @@ class Storer:
             buffers.append(memory[at : at + length])
             at += segment.round_up(length)
         chunks: list[Chunk] = []
-        for run in plan_runs(keys, buffers, found, self._catalog.name_of, 1):
+        for run in plan_runs(keys, buffers, found, self._catalog.opened, 1):
             for n, result in enumerate(self._reader.read(run)):
                 if result is Result.OK:
                     chunks.append((run.keys[n], run.masks[n], run.buffers[n]))

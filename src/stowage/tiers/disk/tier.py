@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.errors import BudgetError, DirectoryError
+from stowage.format.protection import Protection
 from stowage.format.segment import PAGE_BYTES, round_up
+from stowage.log import Trouble
 from stowage.tiers.disk.catalog import Catalog
 from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
@@ -49,7 +51,9 @@ class DiskTier:
 
     `limit_bytes` bounds the whole directory, whoever writes in it. `chunk_bytes_max` (0: not known) is the longest
     payload to be stored: the limit must hold it. `segment_bytes` is what one segment takes on disk (default: an eighth
-    of the limit, up to 256 MiB). Memory: up to 4 MiB of staging for the writer and per reader, 250 bytes per chunk.
+    of the limit, up to 256 MiB). `protection`: what chunks are sealed with, a checksum by default; segments under
+    another one are left alone until their turn to go. Memory: up to 4 MiB of staging for the writer and per reader,
+    250 bytes per chunk.
 
     Raises DirectoryError for a directory that cannot be trusted or used, BudgetError for a limit that is too small.
     """
@@ -68,22 +72,24 @@ class DiskTier:
         direct: bool = True,
         transfers_max: int = 64,
         refresh_s: float = 1.0,
+        protection: Protection | None = None,
         system: System | None = None,
     ) -> None:
         assert len(namespace) == 32 and readers > 0 and transfers_max > 0
         self.wake: Callable[[], None] = lambda: None
         self._limit_bytes = limit_bytes
+        self._protection = protection or Protection()
         self._system = system or System()
         self._outcomes: deque[Outcome] = deque()
-        self._counters = Counters()
+        self._counters = Counters(Trouble("stowage.disk", self._system.timer))
         self._closed = False
         path = Path(directory)
         self._segment_bytes_of = partial(_segment_bytes, path, wanted=segment_bytes, chunk_bytes_max=chunk_bytes_max)
         self._segment_bytes = self._segment_bytes_of(limit_bytes)
         self._directory = Directory(path, limit_bytes, self._system, self._counters, direct)
         self._index = Index()
-        self._catalog = Catalog(self._directory, self._index, namespace, self._counters)
-        room = Room(self._directory, namespace, self._counters)
+        self._catalog = Catalog(self._directory, self._index, namespace, self._protection, self._counters)
+        room = Room(self._directory, namespace, self._protection, self._counters)
         try:
             room.recover(RECOVER_TIMEOUT_S)
             self._catalog.refresh()
@@ -161,6 +167,7 @@ class DiskTier:
             "segments": len(self._catalog),
             "chunks": len(self._index),
             "direct": int(self._directory.direct),
+            "protection": self._protection.method.label,
             "loads_under_way": self._loader.under_way,
             "stores_under_way": self._storer.under_way,
             "strangers": self._catalog.ignored,

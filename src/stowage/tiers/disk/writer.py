@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 from stowage.format import envelope, segment
+from stowage.format.protection import Cipher, Guard
 from stowage.format.segment import PAGE_BYTES, Entries, SegmentName
 from stowage.tiers.disk.directory import SegmentFile
 from stowage.tiers.disk.files import CALL_BYTES_MAX, in_pages, is_aligned
@@ -15,6 +17,7 @@ __all__ = ["ActiveSegment", "Chunk"]
 
 Chunk = tuple[bytes, int, memoryview]
 """Key, mask, payload."""
+Encrypt = Callable[[memoryview, memoryview], None]
 
 STAGING_BYTES: Final = CALL_BYTES_MAX
 
@@ -25,12 +28,15 @@ class ActiveSegment:
     Invariants (`check`): `end` is a whole number of pages, footer and trailer of what is written fit behind it.
     """
 
-    def __init__(self, file: SegmentFile, name: SegmentName, namespace: bytes, staging: memoryview) -> None:
+    def __init__(
+        self, file: SegmentFile, name: SegmentName, namespace: bytes, guard: Guard, staging: memoryview
+    ) -> None:
         assert staging.nbytes >= STAGING_BYTES and is_aligned(staging)
         self.file = file
         self.name = name
         self.end = PAGE_BYTES
         self._namespace = namespace
+        self._guard = guard
         self._staging = staging
         self._batches: list[Entries] = []
         self._chunks = 0
@@ -46,24 +52,47 @@ class ActiveSegment:
         return limit
 
     def append(self, chunks: Sequence[Chunk]) -> Entries:
-        """Writes one batch that fits. Raises OSError; then nothing was added, and the segment should be abandoned."""
-        headers = [envelope.pack_header(key, self._namespace, mask, payload) for key, mask, payload in chunks]
-        lengths = [payload.nbytes for _, _, payload in chunks]
+        """Writes one batch that fits. Raises OSError; then nothing was added, and the segment must be abandoned."""
+        payloads = [payload for _, _, payload in chunks]
+        lengths = [payload.nbytes for payload in payloads]
+        *offsets, _ = accumulate(map(segment.round_up, lengths), initial=self.end + PAGE_BYTES)
+        fields = [
+            envelope.pack_fields(key, self._namespace, mask, payload.nbytes, self._guard.method)
+            for key, mask, payload in chunks
+        ]
+        digests = self._write_payloads(fields, offsets, payloads)
+        headers = [field + digest for field, digest in zip(fields, digests, strict=True)]
         page = segment.pack_batch_page(self.name.id, self.end, headers, lengths)
         entries, end = segment.parse_batch_page(page, self.name.id, self.end, self.file.bytes)
-        self._write_payloads([payload for _, _, payload in chunks], self.end + PAGE_BYTES)
         self.file.write([in_pages(page)], self.end)
         self._batches.append(entries)
         self._chunks += len(chunks)
         self.end = end
         return entries
 
-    def _write_payloads(self, payloads: Sequence[memoryview], offset: int) -> None:
-        """Whole pages go straight from the buffers; tails, and what is not aligned, through the staging memory."""
+    def _write_payloads(
+        self, fields: Sequence[bytes], offsets: Sequence[int], payloads: Sequence[memoryview]
+    ) -> list[bytes]:
+        """Writes what goes to rest of each payload; returns their digests."""
+        guard = self._guard
+        if isinstance(guard, Cipher):
+            lengths = [payload.nbytes for payload in payloads]
+            streams = list(map(guard.encrypt, fields, offsets, lengths))
+            self._write(payloads, offsets[0], [stream.update for stream in streams])
+            return [stream.tag() for stream in streams]
+        self._write(payloads, offsets[0], [None] * len(payloads))
+        return list(map(guard.digest, fields, offsets, payloads))
+
+    def _write(self, payloads: Sequence[memoryview], offset: int, encrypt: Sequence[Encrypt | None]) -> None:
+        """Whole pages go straight from the buffers; tails, and what is not aligned, through the staging memory.
+
+        What has to be encrypted goes through it whole: the buffers belong to others, who may read them meanwhile.
+        """
         buffers: list[memoryview] = []
         start, staged, gathered = offset, 0, 0
-        for payload in payloads:
-            whole = payload.nbytes // PAGE_BYTES * PAGE_BYTES if is_aligned(payload) else 0
+        for payload, transform in zip(payloads, encrypt, strict=True):
+            straight = transform is None and is_aligned(payload)
+            whole = payload.nbytes // PAGE_BYTES * PAGE_BYTES if straight else 0
             if whole:
                 buffers.append(payload[:whole])
                 gathered += whole
@@ -72,7 +101,10 @@ class ActiveSegment:
                 part = rest[: STAGING_BYTES - staged]
                 taken = segment.round_up(part.nbytes)
                 room = self._staging[staged : staged + taken]
-                room[: part.nbytes] = part
+                if transform is None:
+                    room[: part.nbytes] = part
+                else:
+                    transform(part, room[: part.nbytes])
                 room[part.nbytes :] = bytes(taken - part.nbytes)
                 buffers.append(room)
                 gathered += taken

@@ -1,0 +1,81 @@
+"""``stowage serve MODEL``: an OpenAI-compatible server over one engine, until it is told to stop."""
+
+import os
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stowage.cli.options import LOG, MEMORY, SERVER, Json, Model, with_settings
+from stowage.cli.output import note, print_json
+from stowage.cli.run import opened
+from stowage.errors import ConfigError
+from stowage.settings import Settings
+
+if TYPE_CHECKING:
+    from stowage.engine.engine import Engine
+    from stowage.server.auth import ApiKeys
+    from stowage.server.listen import Place
+
+
+@with_settings(*SERVER, *MEMORY, *LOG)
+def serve(
+    model: Model,
+    *,
+    settings: Settings,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other machines ask without an API key. They can see all you serve.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"The server needs {' and '.join(missing)}. Way out: pip install 'stowage[server]'")
+    settings.memory()  # what is wrong is told before the model is loaded
+    from stowage.server import auth, listen
+    from stowage.server.limits import Limits
+
+    limits = Limits(**{item.name: settings[item.name] for item in fields(Limits)})
+    path = settings["api_key_file"]
+    keys = auth.load(Path(path).expanduser().absolute() if path else None, os.environ)
+    place = listen.bind(settings["listen"])
+    if not place.loopback and not len(keys) and not insecure:
+        raise ConfigError(
+            f"--listen {settings['listen']} can be reached from other machines, and there is no API key: anybody could "
+            "use it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or listen on 127.0.0.1:8000. --insecure "
+            "serves everybody."
+        )
+    with opened(model, settings) as engine:
+        from stowage.server.serve import serve as run
+
+        name = settings["served_name"] or _name_of(model)
+        run(engine, name, place, limits, keys, lambda: _tell(engine, name, place, keys, json=json))
+        note("Stopping: writing what is held to the tiers below ..." if engine.memory.disk else "Stopping.")
+
+
+def _name_of(model: str) -> str:
+    """The hub's id, or the last part of a directory: where it lies is nobody's business."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def _tell(engine: "Engine", name: str, place: "Place", keys: "ApiKeys", *, json: bool) -> None:
+    """Says what is served, where, and what lies in which hold."""
+    from stowage.engine.placement import placement
+
+    places = placement(engine)
+    if json:
+        held = [
+            {"hold": p.hold, "what": p.what, "capacity_bytes": p.capacity_bytes, "tokens": p.tokens} for p in places
+        ]
+        print_json({"model": name, "url": place.url, "max_model_len": engine.sequence_tokens_max, "placement": held})
+        return
+    for line in places:
+        note(str(line))
+    who = f"{len(keys)} API keys" if len(keys) else "no API key is needed"
+    note(f"Serving {name} at {place.url}/v1 ({who}; up to {engine.sequence_tokens_max:,} tokens per sequence).")
+    if not len(keys) and not place.loopback:
+        note("Warning: --insecure: every machine that reaches this address can use the model.")

@@ -1,0 +1,97 @@
+"""How far a chain of keys reaches in a store that answers only for keys that it is asked about: with few questions.
+
+    keys      0  1  2  3  4  5  6  7  8  9 10 11      in the order of the prompt
+    round 1   +        +        -        -     -      eight evenly spaced ones
+    round 2               +  -                        between the last that is there and the first that is not
+    taken     +  +  +  +  +                           all before the last one are taken to be there too
+
+Whoever stored a chunk had stored those before it, and stores forget the old first; where that is not so, a load finds
+out. Of recurrent state only every `stride`-th snapshot is kept for certain, besides those at the ends of prompts: the
+search runs over every `stride`-th, and asks about all that lie between the last that is there and the next.
+
+State machine: `ask` says which places to ask about, `answer` takes what came. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from stowage.core.geometry import BoolArray, IntArray
+
+__all__ = ["Search"]
+
+_UNKNOWN: Final = -1
+_ABSENT: Final = 0
+_PRESENT: Final = 1
+
+
+class Search:
+    """Over the places 0 to len(known) - 1. `known`: True, False, or None where nothing is known yet.
+
+    `first`: how many keys of the prompt come before place 0. `widths`: how many places to ask about in the first round,
+    and in each later one; a cold prompt costs the first number.
+    """
+
+    __slots__ = ("_anchors", "_answers", "_asked", "_widths")
+
+    def __init__(
+        self, known: Sequence[bool | None], *, first: int = 0, stride: int = 1, widths: tuple[int, int] = (8, 48)
+    ) -> None:
+        assert first >= 0 and stride > 0 and min(widths) > 0
+        self._answers = np.array([_UNKNOWN if one is None else int(one) for one in known], np.int8)
+        self._anchors: IntArray = np.arange((stride - 1 - first) % stride, len(known), stride)
+        self._widths = widths
+        self._asked = 0
+
+    def ask(self) -> list[int]:
+        """The places to ask about now, ascending; none: the search is over. All of them must be answered."""
+        width = self._widths[min(self._asked, 1)]
+        self._asked += 1
+        begin, end = self._reach()
+        places = self._unknown(self._anchors[begin:end])
+        if len(places):
+            return _spread(places, width)
+        after = int(self._anchors[begin - 1]) + 1 if begin else 0
+        before = int(self._anchors[end]) if end < len(self._anchors) else len(self._answers)
+        newest: list[int] = self._unknown(np.arange(after, before))[-width:].tolist()
+        return newest
+
+    def answer(self, places: Sequence[int], present: Sequence[bool]) -> None:
+        """What was asked about is there, or is not."""
+        self._answers[list(places)] = present
+
+    def taken(self) -> list[int]:
+        """Places that nobody was asked about, and that are taken to be there because a later one is."""
+        places: list[int] = self._unknown(self._anchors[: self._reach()[0]]).tolist()
+        return places
+
+    def left_out(self) -> list[int]:
+        """Places that nobody was asked about, and that are taken not to be there because an earlier one is not."""
+        end = self._reach()[1]
+        first = int(self._anchors[end]) if end < len(self._anchors) else len(self._answers)
+        places: list[int] = self._unknown(np.arange(first, len(self._answers))).tolist()
+        return places
+
+    def _reach(self) -> tuple[int, int]:
+        """Of the anchors: how many there are up to the last one known to be there, and the first known not to be."""
+        answers = self._answers[self._anchors]
+        absent = np.flatnonzero(answers == _ABSENT)
+        end = int(absent[0]) if len(absent) else len(answers)
+        present = np.flatnonzero(answers[:end] == _PRESENT)
+        return (int(present[-1]) + 1 if len(present) else 0), end
+
+    def _unknown(self, places: IntArray) -> IntArray:
+        unknown: BoolArray = self._answers[places] == _UNKNOWN
+        return places[unknown]
+
+
+def _spread(places: IntArray, count: int) -> list[int]:
+    """At most so many of the places, evenly spaced, the first and the last among them."""
+    if len(places) <= count:
+        chosen: list[int] = places.tolist()
+        return chosen
+    found: list[int] = places[np.linspace(0, len(places) - 1, count).round().astype(np.int64)].tolist()
+    return found

@@ -1,0 +1,53 @@
+"""What shared tiers are asked about a prompt, from the moment it is queued, and how long its admission waits for them.
+
+Never slower than not having it: an admission waits no longer than a small share of the time that the prompt would take
+to compute, and not at all for a tier that lately took longer than that. What is answered later serves the next prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stowage.engine.pace import Pace
+from stowage.engine.sequence import Sequence
+from stowage.store import TieredStore
+
+__all__ = ["Questions"]
+
+SHARE = 0.05
+"""Of the time to compute the prompt."""
+LEAST_S = 0.02
+"""For short prompts: about what two answers of a near object store take."""
+
+
+class Questions:
+    """``timeout_s``: the longest wait for answers, however long the prompt."""
+
+    def __init__(self, store: TieredStore | None, pace: Pace, clock: Callable[[], float], timeout_s: float) -> None:
+        self._store = store if store is not None and store.probes else None
+        self._pace = pace
+        self._clock = clock
+        self._timeout_s = timeout_s
+
+    def ask(self, sequence: Sequence) -> None:
+        """Start to ask about the prompt of ``sequence``, which has just been queued."""
+        if self._store is None:
+            return
+        length = sequence.reusable_tokens
+        sequence.keys.extend(sequence.tokens, len(sequence.tokens))
+        sizes = [group.chunk_tokens for group in self._store.geometry.groups]
+        wanted = [(index, sequence.keys.of(index)[: length // size]) for index, size in enumerate(sizes)]
+        sequence.probes = self._store.probe(wanted)
+        if sequence.probes:
+            recompute_s = self._pace.recompute_s(length)
+            limit_s = self._timeout_s
+            if recompute_s is not None:
+                limit_s = min(limit_s, max(SHARE * recompute_s, LEAST_S))
+            sequence.probes_until_s = self._clock() + limit_s
+            sequence.probes = [probe for probe in sequence.probes if probe.expected_s <= limit_s]
+
+    def open(self, sequence: Sequence) -> bool:
+        """Whether an admission of ``sequence`` should wait for answers still."""
+        if sequence.probes and (self._clock() >= sequence.probes_until_s or all(p.done for p in sequence.probes)):
+            sequence.probes = []
+        return bool(sequence.probes)

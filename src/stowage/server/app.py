@@ -1,0 +1,221 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stowage import __version__
+from stowage.engine.engine import Delta
+from stowage.server.answers import Answer, ChatAnswer, Scores, TextAnswer
+from stowage.server.auth import ApiKeys
+from stowage.server.bridge import Bridge, Exchange
+from stowage.server.counts import Counts, tasks
+from stowage.server.front import VISIT, Front, Visit
+from stowage.server.limits import BODIES_AT_ONCE, Limits
+from stowage.server.openai import Ask
+from stowage.server.refusal import ApiError
+from stowage.server.stream import ClientLeft, Events, encoded, patiently, send_json, while_connected
+
+
+def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, host: str | None) -> ASGIApp:
+    """The application. `host` is the name that the server listens under; None: it may be asked under any name."""
+    plain = Plain(bridge, counts)
+    bodies = Bodies(limits)
+    routes = [
+        Route("/health", plain.health),
+        Route("/version", plain.version),
+        Route("/metrics", plain.metrics),
+        Route("/v1/models", plain.models),
+        Route("/v1/models/{model:path}", plain.model),
+        Route("/v1/completions", Generation(bridge, limits, counts, bodies, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", Generation(bridge, limits, counts, bodies, chat=True), methods=["POST"]),
+    ]
+    loop = asyncio.get_running_loop()
+    counts.watch(
+        bridge.engine.stats,
+        choices_open=("choices that are served or wait", lambda: bridge.choices_open),
+        choices_limit=("choices that may be open together", lambda: bridge.choices_max),
+        server_tasks=("tasks of the server's event loop", tasks(loop)),
+    )
+    router = Router(routes, redirect_slashes=False)
+    return Front(router, bridge, keys, counts, [route.path for route in routes], host)
+
+
+class Plain:
+    """Routes that compute nothing."""
+
+    def __init__(self, bridge: Bridge, counts: Counts) -> None:
+        self._bridge = bridge
+        self._counts = counts
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken in."""
+        status = "stopping" if self._bridge.stopping else "ok" if self._bridge.engine.alive else "failed"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(await self._bridge.look(self._counts.text), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._bridge.name:
+            raise ApiError(404, f"The model {name[:200]!r} does not exist here.", param="model", code="model_not_found")
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self._bridge.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "stowage",
+            "max_model_len": self._bridge.tokens_max,
+        }
+
+
+class Generation:
+    """/v1/completions and /v1/chat/completions: an ASGI application."""
+
+    def __init__(self, bridge: Bridge, limits: Limits, counts: Counts, bodies: Bodies, *, chat: bool) -> None:
+        self._bridge = bridge
+        self._limits = limits
+        self._counts = counts
+        self._bodies = bodies
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit: Visit = scope[VISIT]
+        self._bridge.refuse_if_full()
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                async with self._bodies.read(Request(scope, receive)) as body:
+                    ask = await while_connected(receive, self._bridge.read(self._chat, body))
+                    del body
+                await while_connected(receive, self._serve(ask, visit, send))
+        except TimeoutError as error:
+            what = f"The answer took longer than the {self._limits.request_timeout_s:g} s that a request may take."
+            raise ApiError(504, what, code="timeout") from error
+
+    async def _serve(self, ask: Ask, visit: Visit, send: Send) -> None:
+        self._counts.asked(visit.route, ask)
+        exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt))
+        try:
+            answer = (ChatAnswer if self._chat else TextAnswer)(ask, self._bridge.vocabulary)
+            await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
+        finally:
+            exchange.close()
+
+    async def _whole(self, exchange: Exchange, answer: Answer, visit: Visit, send: Send) -> None:
+        async for _ in self._pieces(exchange, answer, visit):
+            pass
+        await send_json(send, 200, await self._bridge.run(lambda: encoded(answer.whole(exchange.scores))))
+
+    async def _stream(self, exchange: Exchange, answer: Answer, visit: Visit, send: Send) -> None:
+        events = visit.events = Events(send)
+        await events.begin()
+        for opening in answer.opening():
+            await events.event(encoded(opening))
+        ask, pieces = exchange.ask, self._pieces(exchange, answer, visit)
+        while (found := await patiently(lambda: anext(pieces, None), events.still_there)) is not None:
+            choice, delta = found
+            scores = exchange.scores.get(choice // ask.n, ())
+            if scores:  # with them a piece may be long
+                event = await self._bridge.run(partial(_event, answer, choice, delta, scores))
+            else:
+                event = _event(answer, choice, delta, ())
+            if event:
+                await events.event(event)
+        if ask.include_usage:
+            await events.event(encoded(answer.last()))
+        await events.end()
+
+    async def _pieces(self, exchange: Exchange, answer: Answer, visit: Visit) -> AsyncIterator[tuple[int, Delta]]:
+        """The exchange's pieces; notes in passing what is counted, and which choices have ended."""
+        first = True
+        async for choice, delta in exchange.pieces():
+            if first:
+                self._counts.first_token.labels(visit.route).observe(visit.seconds)
+                first = False
+            if delta.completion is not None:
+                answer.ended(choice, delta.completion)
+                self._counts.ended(visit.route, exchange.ask, choice, delta.completion)
+            yield choice, delta
+
+
+def _event(answer: Answer, choice: int, delta: Delta, scores: Scores) -> bytes:
+    piece = answer.piece(choice, delta, scores)
+    return b"" if piece is None else encoded(piece)
+
+
+class Bodies:
+    """Reads bodies within the limits: of one, and of all that lie in memory together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._held_bytes = 0
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body, which counts as held until the context ends. Raises ApiError, and ClientLeft."""
+        self._check_head(request)
+        body = bytearray()
+        try:
+            try:
+                async with asyncio.timeout(self._limits.body_timeout_s):
+                    while await self._part(request, body):
+                        pass
+            except TimeoutError as error:
+                what = f"The body did not arrive within {self._limits.body_timeout_s:g} s."
+                raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from error
+            yield bytes(body)
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _part(self, request: Request, body: bytearray) -> bool:
+        """Add the next part to `body`; whether there are more."""
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        part = message.get("body", b"")
+        body += part
+        self._held_bytes += len(part)
+        if len(body) > self._limits.body_bytes_max:
+            raise self._too_large()
+        if self._held_bytes > BODIES_AT_ONCE * self._limits.body_bytes_max:
+            raise ApiError(
+                429, "Too many large requests arrive at once; try again later.", code="rate_limit_exceeded",
+                headers={"retry-after": "1", "connection": "close"},
+            )  # fmt: skip
+        return bool(message.get("more_body", False))
+
+    def _check_head(self, request: Request) -> None:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a web page can send other types without being asked for permission
+            how = "Send the body as JSON, with the header 'content-type: application/json'."
+            raise ApiError(415, how, code="unsupported_media_type")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise ApiError(415, "Send the body without compression.", code="unsupported_media_type")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._limits.body_bytes_max:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        what = f"The body is larger than the {self._limits.body_bytes_max} bytes that it may have."
+        return ApiError(413, what, code="body_too_large", headers={"connection": "close"})

@@ -1,0 +1,142 @@
+"""Who may ask, and what keeps one client's cached prefixes apart from another's.
+
+Owns the API keys. They are kept as digests, compared in constant time and never shown: no message, log line or metric
+holds one. A client's prefixes are found only under salts that are made with HMAC from its own key, so clients with
+different keys share nothing, and the `cache_salt` of a request divides a client's own prefixes further.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import shlex
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from stowage.errors import ConfigError
+
+VARIABLE: Final = "STOWAGE_API_KEYS"
+KEY_CHARACTERS_LEAST: Final = 16
+KEYS_MAX: Final = 1000
+_FILE_BYTES_MAX: Final = 1 << 20
+_CONTEXT: Final = b"stowage 2026 salt of an API key, encoding 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One client. Without API keys there is one tenant, everybody, and its secret is empty."""
+
+    secret: bytes = field(default=b"", repr=False)
+
+    def salt(self, cache_salt: str) -> bytes:
+        """What the engine keeps this client's prefixes apart by; empty for everybody without a `cache_salt`."""
+        if not self.secret and not cache_salt:
+            return b""
+        return hmac.digest(self.secret or _CONTEXT, cache_salt.encode(), "sha256")
+
+
+class ApiKeys:
+    """The keys that are known; none: everybody may ask."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._known = [
+            (hashlib.sha256(key.encode()).digest(), Tenant(hmac.digest(key.encode(), _CONTEXT, "sha256")))
+            for key in dict.fromkeys(keys)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def tenant(self, authorization: bytes | None) -> Tenant | None:
+        """Whose key the header `authorization` holds; None: nobody's. A wrong key takes as long as a right one."""
+        if not self._known:
+            return Tenant()
+        scheme, _, given = (authorization or b"").partition(b" ")
+        digest = hashlib.sha256(given.strip()).digest()
+        found = None
+        for known, tenant in self._known:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found if scheme.lower() == b"bearer" else None
+
+
+def load(path: Path | None, environ: Mapping[str, str]) -> ApiKeys:
+    """The keys of the file and of STOWAGE_API_KEYS (separated by commas). Raises ConfigError."""
+    given = environ.get(VARIABLE, "")
+    keys = _checked(given.split(","), f"The variable {VARIABLE}")
+    if given and not keys:
+        raise ConfigError(f"The variable {VARIABLE} is set, but holds no key. Give it one, or unset it.")
+    if path is not None:
+        found = _checked(_read(path).splitlines(), f"The API key file {path}")
+        if not found:
+            raise ConfigError(
+                f"The API key file {path} holds no key. {_HOW_TO_MAKE.format(file=shlex.quote(str(path)))}"
+            )
+        keys += found
+    if len(keys) > KEYS_MAX:
+        raise ConfigError(f"There are {len(keys)} API keys; at most {KEYS_MAX} can be used.")
+    return ApiKeys(keys)
+
+
+_HOW_TO_MAKE: Final = "Put one there: (umask 077; openssl rand -hex 32 >> {file})"
+
+
+def _checked(lines: Iterable[str], where: str) -> list[str]:
+    """The keys among `lines`: without empty ones and comments. What is wrong with one is told without showing it."""
+    keys = []
+    for number, line in enumerate(lines, start=1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"{where} cannot be used: key {number} has a space or a character that is not plain ASCII."
+            )
+        if len(key) < KEY_CHARACTERS_LEAST:
+            raise ConfigError(
+                f"{where} cannot be used: key {number} is {len(key)} characters long, and a key of fewer than "
+                f"{KEY_CHARACTERS_LEAST} can be guessed. Make one: openssl rand -hex 32"
+            )
+        keys.append(key)
+    return keys
+
+
+def _read(path: Path) -> str:
+    """The file, if it is a regular one of ours that nobody else can read or write; no link."""
+    try:
+        # Without O_NONBLOCK a pipe would hold us up until somebody writes to it.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        way_out = _HOW_TO_MAKE.format(file=shlex.quote(str(path)))
+        raise ConfigError(f"The API key file {path} does not exist. {way_out}") from error
+    except OSError as error:
+        reason = f"it is a link; name {os.path.realpath(path)}" if path.is_symlink() else error.strerror
+        raise ConfigError(f"The API key file {path} cannot be used: {reason}.") from error
+    try:
+        _check(os.fstat(fd), path)
+        return os.read(fd, _FILE_BYTES_MAX).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The API key file {path} cannot be used: byte {error.start} is not text.") from error
+    except OSError as error:
+        raise ConfigError(f"The API key file {path} cannot be read: {error.strerror}.") from error
+    finally:
+        os.close(fd)
+
+
+def _check(status: os.stat_result, path: Path) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    reason = ""
+    if not stat.S_ISREG(status.st_mode):
+        reason = "it is not a regular file"
+    elif status.st_uid != os.geteuid():
+        reason = f"it belongs to user {status.st_uid}, you are user {os.geteuid()}"
+    elif mode & 0o177:
+        reason = f"its mode {mode:04o} lets others read or change it; way out: chmod 600 {shlex.quote(str(path))}"
+    elif status.st_size > _FILE_BYTES_MAX:
+        reason = f"it is larger than {_FILE_BYTES_MAX} bytes"
+    if reason:
+        raise ConfigError(f"The API key file {path} cannot be used: {reason}.")

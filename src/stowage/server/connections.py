@@ -1,0 +1,110 @@
+"""Connections: how many there may be, and how long a client may take over its part.
+
+Owns the timers that uvicorn has none for. A connection ends when the head of a request is not there in time, when the
+client reads nothing for too long, and when there are too many. Nothing here looks at what is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from stowage.server.limits import Limits
+from stowage.server.refusal import ApiError
+
+
+def protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """The class of connections that keep `limits`."""
+
+    class Limited(Connection):
+        pass
+
+    Limited.limits = limits
+    return Limited
+
+
+class Connection(H11Protocol):
+    """One connection.
+
+    Waiting for a head means: connected, or something has come, and no request is being answered. uvicorn's own timer
+    runs while nothing has come since the last answer.
+    """
+
+    limits: Limits
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.timeout_keep_alive = self.limits.keep_alive_s  # type: ignore[assignment]  # a float will do
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Whatever the system does not take counts as unread at once, so that no answer can wait for ever.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > self.limits.connections_max:
+            self._say(ApiError(503, "Too many connections; try again later.", code="too_many_connections"))
+            return
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer = _stopped(self._head_timer)
+        self._stall_timer = _stopped(self._stall_timer)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._head_timer = _stopped(self._head_timer)
+        else:
+            self._await_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self.limits.stall_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stall_timer = _stopped(self._stall_timer)
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where the client does not speak HTTP, while that error is being handled."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # in the middle of an answer there is nothing to say
+            return
+        status = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        if status == 431:
+            what = f"The head of the request is larger than the {self.limits.header_bytes_max} bytes that it may have."
+        else:
+            what = "This is no HTTP request that can be understood."
+        self._say(ApiError(status, what, code="invalid_http"))
+
+    def _await_head(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.abort)
+
+    def _say(self, error: ApiError) -> None:
+        """An answer beside the application, and the end of the connection."""
+        self._head_timer = _stopped(self._head_timer)
+        body = error.encoded
+        head = (
+            f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            "connection: close\r\n" + "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()) + "\r\n"
+        )
+        self.transport.write(head.encode("latin-1") + body)
+        self.transport.close()
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Stop a timer; what it is to be replaced with: none."""
+    if timer is not None:
+        timer.cancel()
+    return None

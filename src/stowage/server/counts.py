@@ -1,0 +1,106 @@
+"""What the server counts about requests, beside the engine's own statistics: one page for Prometheus.
+
+Owns a registry of its own, so that two servers in one process do not mix. Labels come from fixed tables, never from
+what a client sent. docs/metrics.md lists all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector as _Collector
+
+from stowage.engine.engine import Completion
+from stowage.metrics import Collector
+from stowage.server.openai import Ask
+
+CLIENT_LEFT: Final = 499
+"""Counted in place of a status where the client had left before there was one."""
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PER_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
+
+
+class Counts:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=False)
+        self.requests = Counter(
+            "stowage_http_requests", "requests that have ended, by status (499: the client left)",
+            ["route", "status"], registry=registry,
+        )  # fmt: skip
+        self.seconds = Histogram(
+            "stowage_http_request_seconds", "from the request's head to the last byte of the answer",
+            ["route"], buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.first_token = Histogram(
+            "stowage_time_to_first_token_seconds", "from the request's head to the first piece of its answer",
+            ["route"], buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.per_token = Histogram(
+            "stowage_time_per_token_seconds", "between tokens of a choice, on average",
+            ["route"], buckets=_PER_TOKEN_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.prompt_tokens = Histogram(
+            "stowage_request_prompt_tokens", "tokens of prompts of a request", ["route"],
+            buckets=_TOKENS, registry=registry,
+        )  # fmt: skip
+        self.answer_tokens = Counter("stowage_answer_tokens", "tokens of answers", ["route"], registry=registry)
+        self.cached_tokens = Counter(
+            "stowage_cached_prompt_tokens", "tokens of prompts that were not computed, by where they came from",
+            ["tier"], registry=registry,
+        )  # fmt: skip
+        self.choices = Counter(
+            "stowage_choices", "choices that have ended, by why", ["route", "reason"], registry=registry
+        )
+        ProcessCollector(registry=registry)
+
+    def watch(self, stats: Callable[[], Any], **gauges: tuple[str, Callable[[], float]]) -> None:
+        """Add the engine's statistics, and gauges that are read when somebody asks: name, help and function of each."""
+        self.registry.register(Collector(stats))
+        for name, (about, read) in gauges.items():
+            Gauge(f"stowage_{name}", about, registry=self.registry).set_function(read)
+
+    def text(self) -> bytes:
+        """The page. Waits for the engine's lock: not on the event loop."""
+        return generate_latest(_WithoutCreation(self.registry))
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        self.requests.labels(route, str(status)).inc()
+        self.seconds.labels(route).observe(seconds)
+
+    def asked(self, route: str, ask: Ask) -> None:
+        self.prompt_tokens.labels(route).observe(sum(len(prompt.tokens) for prompt in ask.prompts))
+
+    def ended(self, route: str, ask: Ask, choice: int, completion: Completion) -> None:
+        """One choice has its completion."""
+        self.choices.labels(route, completion.finish_reason).inc()
+        self.answer_tokens.labels(route).inc(0 if ask.silent else len(completion.token_ids))
+        if completion.decode_tokens_per_s:
+            self.per_token.labels(route).observe(1 / completion.decode_tokens_per_s)
+        if choice % ask.n == 0:
+            for tier, tokens in completion.reused_tokens.items():
+                self.cached_tokens.labels(tier).inc(tokens)
+
+
+class _WithoutCreation(_Collector):
+    """A registry's metrics without the times at which each was made, which would double the page."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._whole = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._whole.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            if family.samples:
+                yield family
+
+
+def tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """The event loop's tasks; from any thread."""
+    return lambda: float(len(asyncio.all_tasks(loop)))

@@ -1,0 +1,151 @@
+"""The first and the last to see a request: who asks, under which name, and how it ended.
+
+Owns what holds for every route: the identity of a request, API keys, the host check, counting, the log line, and the
+answer to what went wrong. Whatever a route raises ends here; the server lives on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stowage.server.auth import ApiKeys, Tenant
+from stowage.server.bridge import Bridge
+from stowage.server.counts import CLIENT_LEFT, Counts
+from stowage.server.refusal import ApiError, internal
+from stowage.server.stream import ClientLeft, Events, send_json
+
+logger = logging.getLogger("stowage.server")
+OPEN_TO_ALL: Final = "/health"
+VISIT: Final = "stowage.visit"
+
+
+@dataclass(slots=True)
+class Visit:
+    """One request on its way: what routes need to know of it, and note about it."""
+
+    route: str
+    tenant: Tenant
+    began_s: float
+    status: int = 0
+    events: Events | None = None
+    """The stream of the answer, where it is one and has begun."""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began_s
+
+
+class Front:
+    """An ASGI application around another."""
+
+    def __init__(
+        self, app: ASGIApp, bridge: Bridge, keys: ApiKeys, counts: Counts, routes: Sequence[str], host: str | None
+    ) -> None:
+        self._app = app
+        self._bridge = bridge
+        self._keys = keys
+        self._counts = counts
+        self._routes = routes
+        self._host = host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "neither websockets nor lifespan are switched on"
+        scope["app"] = self  # so that the router raises what it refuses
+        visit = scope[VISIT] = Visit(self._route(scope["path"]), Tenant(), time.monotonic())
+        identity = b"req-" + secrets.token_hex(12).encode()
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity)]
+            await send(message)
+
+        try:
+            await self._enter(scope, receive, note, visit)
+        finally:
+            self._counts.request(visit.route, visit.status or CLIENT_LEFT, visit.seconds)
+            self._log(scope["method"], visit, identity)
+
+    async def _enter(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
+        try:
+            headers = dict(scope["headers"])
+            if visit.route != OPEN_TO_ALL:
+                self._check_host(headers.get(b"host"))
+                visit.tenant = self._who(headers.get(b"authorization"))
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            await self._answer(send, visit, error)
+        except HTTPException as error:
+            await self._answer(send, visit, _refusal(error))
+        except ClientLeft:
+            visit.status = CLIENT_LEFT
+        except Exception:  # the request's outermost frame: a bug; its client is told, the server lives on
+            logger.exception("a request failed", extra={"stowage_event": "fault"})
+            await self._answer(send, visit, internal())
+
+    async def _answer(self, send: Send, visit: Visit, error: ApiError) -> None:
+        if visit.events is not None:
+            await visit.events.fail(error)
+        elif not visit.status:
+            await send_json(send, error.status, error.encoded, error.headers)
+
+    def _who(self, authorization: bytes | None) -> Tenant:
+        tenant = self._keys.tenant(authorization)
+        if tenant is None:
+            what = "Incorrect API key provided." if authorization else "You did not provide an API key."
+            how = "Send it in the header 'authorization: Bearer KEY'."
+            raise ApiError(401, f"{what} {how}", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return tenant
+
+    def _check_host(self, host: bytes | None) -> None:
+        """Without keys, a web page must not reach the server under a name of its own that it lets point to this machine
+        (DNS rebinding): then only addresses, `localhost` and the name that the server listens under are served.
+        """
+        if len(self._keys) or host is None or self._host is None:
+            return
+        name = host.decode("latin-1").rsplit(":", 1)[0] if not host.endswith(b"]") else host.decode("latin-1")
+        if name.lower() in ("localhost", self._host.lower()) or _is_address(name):
+            return
+        raise ApiError(
+            403,
+            "Without API keys this server is asked by its address, or as localhost, and by no other name.",
+            code="host_not_allowed",
+        )
+
+    def _route(self, path: str) -> str:
+        """The route as a label: one of a fixed list."""
+        if path in self._routes:
+            return path
+        return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+
+    def _log(self, method: str, visit: Visit, identity: bytes) -> None:
+        """Neither prompts nor keys, nor what a client wrote in its path."""
+        known = method if method in ("GET", "HEAD", "POST") else "other"
+        fields = {"method": known, "route": visit.route, "status": visit.status or CLIENT_LEFT, "id": identity.decode()}
+        fields["seconds"] = round(visit.seconds, 3)
+        told = " ".join(f"{name}={value}" for name, value in fields.items())
+        extra = {"stowage_event": "request", "stowage_text": "a request has ended", "stowage_fields": fields}
+        logger.info("a request has ended (%s)", told, extra=extra)
+
+
+def _refusal(error: HTTPException) -> ApiError:
+    """What the router itself refuses: no such route, no such method."""
+    texts = {404: "There is nothing under this path.", 405: "This path is not for this method."}
+    return ApiError(error.status_code, texts.get(error.status_code, error.detail), headers=error.headers)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""The address that the server listens on. Taken before a model is loaded, so that a port in use is told at once."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from stowage.errors import ConfigError
+
+_EXAMPLE = "127.0.0.1:8000, [::1]:8000, or 0.0.0.0:8000 for every address of this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bound socket, which does not accept anything yet, and the name that was asked for."""
+
+    socket: socket.socket
+    host: str
+    text: str
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return ipaddress.ip_address(self.socket.getsockname()[0].partition("%")[0]).is_loopback
+
+    @property
+    def url(self) -> str:
+        address, port = self.socket.getsockname()[:2]
+        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def bind(text: str) -> Place:
+    """The place that `HOST:PORT` means. Port 0: any that is free. Raises ConfigError."""
+    host, port = _parsed(text)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(
+            f"--listen {text}: the host {host!r} is not known ({error.strerror}). Write {_EXAMPLE}."
+        ) from error
+    found.sort(key=lambda item: item[0] != socket.AF_INET)
+    family, kind, number, _, address = found[0]
+    listener = socket.socket(family, kind, number)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(cannot_listen(text, error)) from error
+    return Place(listener, host, text)
+
+
+def cannot_listen(text: str, error: OSError) -> str:
+    """What to say about an address that cannot be had."""
+    reasons = {
+        errno.EADDRINUSE: "another program listens there. Stop it, or choose another port (0 takes any that is free)",
+        errno.EADDRNOTAVAIL: f"this machine has no such address. Write {_EXAMPLE}",
+        errno.EACCES: "ports below 1024 are for privileged users. Choose a larger one",
+    }
+    return f"--listen {text} cannot be used: {reasons.get(error.errno or 0, error.strerror)}."
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if (
+        not colon
+        or not host
+        or not (port.isascii() and port.isdecimal())
+        or int(port) > 65535
+        or (":" in host and not bracketed)
+    ):
+        raise ConfigError(f"--listen {text!r} is not understood. Write {_EXAMPLE}.")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,63 @@
+"""A request that is answered with an error: status, and the error object that OpenAI clients read.
+
+{"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": null}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stowage.errors import RequestError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(RequestError):
+    """One refusal. `message` is for whoever wrote the request: what is wrong, and the way out."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def encoded(self) -> bytes:
+        return json.dumps(self.body).encode("ascii")
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The commonest refusal: a field that cannot be used."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def busy(message: str, retry_after_s: int) -> ApiError:
+    """A refusal that is not the request's fault; clients try again by themselves."""
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def stopping() -> ApiError:
+    headers = {"retry-after": "5", "connection": "close"}
+    return ApiError(503, "The server is shutting down; try again later.", code="shutting_down", headers=headers)
+
+
+def internal() -> ApiError:
+    return ApiError(500, "The server failed to answer this request; its log says why.", code="internal_error")

@@ -1,0 +1,128 @@
+"""Runs the server until it is told to stop, and stops it in order.
+
+    signal ── no new connections or requests ── running requests end, at most grace_s ── the rest is told ── the engine
+              is closed by whoever opened it, which writes what it holds to its tiers
+
+A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from stowage.engine.engine import Engine
+from stowage.errors import ConfigError
+from stowage.server.app import build
+from stowage.server.auth import ApiKeys
+from stowage.server.bridge import Bridge
+from stowage.server.connections import protocol
+from stowage.server.counts import Counts
+from stowage.server.limits import Limits
+from stowage.server.listen import Place, cannot_listen
+from stowage.server.refusal import stopping
+
+_BACKLOG: Final = 512
+_LAST_WORDS_S: Final = 2.0
+"""For telling clients that their requests will not be finished."""
+_TICK_S: Final = 0.02
+
+
+def serve(engine: Engine, name: str, place: Place, limits: Limits, keys: ApiKeys, ready: Callable[[], None]) -> None:
+    """Serve `engine` as `name` until SIGINT or SIGTERM. Calls `ready` when requests are taken in. Raises ConfigError.
+
+    On the main thread, because signals come there.
+    """
+
+    async def until_signal() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, _first_signal, loop, stop)
+        await run(engine, name, place, limits, keys, stop, ready)
+
+    asyncio.run(until_signal())
+
+
+def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+    stop.set()
+
+
+async def run(
+    engine: Engine,
+    name: str,
+    place: Place,
+    limits: Limits,
+    keys: ApiKeys,
+    stop: asyncio.Event,
+    ready: Callable[[], None],
+) -> None:
+    """`serve` without signals, until `stop` is set."""
+    bridge, counts = Bridge(engine, name, limits), Counts()
+    guarded = len(keys) or place.loopback
+    app = build(bridge, keys, limits, counts, place.host if guarded else None)
+    server = _server(app, limits)
+    running = asyncio.create_task(server.serve(sockets=[place.socket]))
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(_TICK_S)
+        if server.started:
+            ready()
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+        await _stop(server, running, bridge, limits)
+    except OSError as error:
+        raise ConfigError(cannot_listen(place.text, error)) from error
+    finally:
+        bridge.close()
+
+
+async def _stop(server: uvicorn.Server, running: asyncio.Task[None], bridge: Bridge, limits: Limits) -> None:
+    bridge.stopping = True
+    server.should_exit = True
+    if not (await asyncio.wait({running}, timeout=limits.grace_s))[0]:
+        bridge.end_all(stopping())
+        await asyncio.wait({running}, timeout=_LAST_WORDS_S)
+        server.force_exit = True
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        if tasks := list(server.server_state.tasks):
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
+    await running
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=protocol(limits),
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="critical",  # what a client does wrong is no news; what goes wrong in a request is logged in `front`
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        h11_max_incomplete_event_size=limits.header_bytes_max,
+    )
+    return _Server(config)

@@ -1,0 +1,104 @@
+"""Sends answers over ASGI: whole ones, and server-sent events, one JSON object each, closed by `[DONE]`.
+
+data: {"id": ..., "choices": [{"index": 0, "delta": {"content": "Hel"}, ...}]}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Final, TypeVar
+
+from starlette.types import Message, Receive, Send
+
+from stowage.server.refusal import ApiError
+
+T = TypeVar("T")
+DONE: Final = b"data: [DONE]\n\n"
+STILL_THERE: Final = b": still working\n\n"
+STILL_THERE_EVERY_S: Final = 15.0
+"""While nothing comes from the engine, so that nobody in between takes the connection for dead."""
+
+
+class ClientLeft(Exception):
+    """The client has closed its connection."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Cancels it and raises ClientLeft when the client leaves; its body must have been read."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    """A whole answer."""
+    listed = {"content-type": "application/json", "content-length": str(len(body))} | dict(headers or {})
+    await send(_start(status, listed))
+    await send({"type": "http.response.body", "body": body})
+
+
+def encoded(value: Mapping[str, Any]) -> bytes:
+    """JSON in ASCII: some clients take other line breaks than ours for the end of an event."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+class Events:
+    """A stream of events, begun when it is made use of. After `fail` or `end` nothing may follow."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def begin(self) -> None:
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        await self._send(_start(200, headers))
+
+    async def event(self, value: bytes) -> None:
+        """One event; `value` is what `encoded` made."""
+        await self._part(b"data: " + value + b"\n\n")
+
+    async def still_there(self) -> None:
+        await self._part(STILL_THERE)
+
+    async def end(self) -> None:
+        await self._part(DONE, more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """Tells a client that has its status already; without `[DONE]`, so that none takes the answer for whole."""
+        await self._part(b"data: " + error.encoded + b"\n\n", more=False)
+
+    async def _part(self, body: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def patiently(wait: Callable[[], Awaitable[T]], meanwhile: Callable[[], Awaitable[None]]) -> T:
+    """What `wait` returns; calls `meanwhile` every now and then until it does."""
+    waiting = asyncio.ensure_future(wait())
+    try:
+        while not (await asyncio.wait({waiting}, timeout=STILL_THERE_EVERY_S))[0]:
+            await meanwhile()
+        return waiting.result()
+    finally:
+        waiting.cancel()
+
+
+def _start(status: int, headers: Mapping[str, str]) -> Message:
+    listed = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": listed}

@@ -1,0 +1,182 @@
+"""One process of a simulated world: an engine's store and disk tier, the requests that it serves, and its promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from stowage.core.geometry import Geometry
+from stowage.errors import DirectoryError
+from stowage.format.protection import Protection
+from stowage.store import TieredStore
+from stowage.testing.sim.client import Client, Prompts
+from stowage.testing.sim.content import Device, Violation
+from stowage.testing.sim.disk import SimDisk, SimFiles
+from stowage.testing.sim.loop import Loop, Process, SimCrew, SimSignal
+from stowage.testing.sim.weather import Weather
+from stowage.tiers.disk import DiskTier
+from stowage.tiers.disk.system import System, Turn
+
+__all__ = ["Host", "Shape"]
+
+DEVICE_ROWS: Final = 512
+SETTLE_S: Final = 200.0
+"""Longer than any disk of this simulator hangs, unless it hangs for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all processes of a world have in common."""
+
+    geometry: Geometry
+    host_bytes: int
+    segment_bytes: int
+    chunk_bytes_max: int
+    protection: Protection
+
+
+class Host:
+    """A process. `main` is its engine thread; the disk tier's workers are its other threads."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        disk: SimDisk,
+        weather: Weather,
+        shape: Shape,
+        prompts: Prompts,
+        namespace: bytes,
+        requests: int,
+    ) -> None:
+        self.process = Process(loop)
+        self.files = SimFiles(disk, self.process)
+        self.signal = SimSignal(self.process)
+        self.crews: dict[str, SimCrew] = {}
+        self.tier: DiskTier | None = None
+        self.store: TieredStore | None = None
+        self.client: Client | None = None
+        self.device: Device | None = None
+        self.done = False
+        self.refused = False
+        """The disk failed while the tier was opened: a clear error at start-up, and no process."""
+        self._loop, self._disk, self._weather, self._shape = loop, disk, weather, shape
+        self._prompts, self._namespace, self._requests = prompts, namespace, requests
+        self.process.spawn("main", self._main, loop.chance.random() * 0.2)
+
+    # The process itself
+
+    def _main(self) -> None:
+        chance = self._loop.chance
+        try:
+            self.tier = self._open_tier()
+        except DirectoryError:
+            self.refused = self.done = True
+            return
+        if self.tier.stats()["bytes_limit"] != self._disk.limit_bytes:  # it was changed meanwhile
+            self.tier.set_limit(self._disk.limit_bytes)
+        self.store = TieredStore(
+            self._shape.geometry,
+            self._shape.host_bytes,
+            [self.tier],
+            snapshot_tokens=16,
+            clock=self._loop.clock,
+            spill_bytes_max=chance.choice((1, 20_000, None)),
+            wake=self.signal,
+        )
+        geometry, arena = self._shape.geometry, self.store.arena
+        self.device = Device(geometry, self.store.slabs, arena.numpy(), self._weather, DEVICE_ROWS)
+        self.client = Client(self._loop, self.store, self.device, geometry, self._namespace, self._prompts)
+        self.client.run(self._requests, chance.choice((1, 2, 4)))
+        if chance.random() < 0.7:
+            self._end()
+        self.done = True
+
+    def _open_tier(self) -> DiskTier:
+        chance, loop = self._loop.chance, self._loop
+        system = System(
+            files=self.files,
+            descriptors=self.files,
+            clock=loop.clock,
+            timer=loop.clock,
+            sleep=loop.sleep,
+            random_bytes=chance.randbytes,
+            crew=self._crew,
+        )
+        return DiskTier(
+            Path("/simulated"),
+            self._disk.limit_bytes,
+            self._namespace,
+            segment_bytes=self._shape.segment_bytes,
+            chunk_bytes_max=self._shape.chunk_bytes_max,
+            readers=chance.choice((1, 1, 2, 4)),
+            transfers_max=chance.choice((2, 8, 64)),
+            refresh_s=chance.choice((0.2, 1.0)),
+            protection=self._shape.protection,
+            system=system,
+        )
+
+    def _crew(self, name: str, turns: Sequence[Turn]) -> SimCrew:
+        kind = name.rpartition("-")[2]
+        self.crews[kind] = SimCrew(self.process, kind, turns)
+        return self.crews[kind]
+
+    def _end(self) -> None:
+        """An orderly end: wait for what is under way, then close. Nothing may be left."""
+        assert self.store is not None and self.device is not None and self.tier is not None
+        until_s = self._loop.now_s + SETTLE_S
+        while self.store.stats()["transfers_under_way"] and self._loop.now_s < until_s:
+            self.store.poll()
+            self.store.wait(1.0)
+        if not self.process.hangs:
+            stats = self.store.stats()
+            if stats["transfers_under_way"]:
+                raise Violation("a transfer was never reported")
+            if stats["chunks_pinned"]:
+                raise Violation("slots stayed pinned although nobody holds them")
+            if self.device.rows_taken():
+                raise Violation("the client lost device blocks")  # a bug of the simulator itself
+        self.store.close(self._loop.chance.choice((0.0, 1.0, 60.0)))
+        if all(task.ended for crew in self.crews.values() for task in crew.tasks) and self.files.open_files():
+            raise Violation("closed, and descriptors are still open")
+
+    # What the world does to it, and asks of it
+
+    def kill(self) -> None:
+        """SIGKILL, or the end of a process that has ended."""
+        self.process.kill()
+        self.files.release_all()
+        if self.client is not None:
+            self.client.abandon()
+
+    def faults(self) -> str:
+        """A promise that is broken at this moment; empty while all hold. Cheap."""
+        if self.tier is None or not self.process.alive:
+            return ""
+        loader, storer = self.tier._loader, self.tier._storer  # the simulator looks behind the façade
+        if self.tier._counters.snapshot()["faults"]:
+            return "an exception reached the outermost frame of a worker"
+        if (loader._queued or loader._runs) and self.crews["read"].all_asleep():
+            return "a load waits, and every reader sleeps: a lost wake-up"
+        if storer._queue and self.crews["write"].all_asleep():
+            return "a store waits, and the writer sleeps: a lost wake-up"
+        if self.tier._outcomes and self.signal.sleeper is not None and not self.signal.is_set:
+            return "an outcome waits, and the engine sleeps: a lost wake-up"
+        if self.client is not None:
+            late = [number for number, until_s in self.client.awaiting.items() if self._loop.now_s > until_s]
+            if late:
+                return f"the fetch of request {late[0]} did not end by its deadline"
+        return ""
+
+    def knows_limit(self) -> bool:
+        """Whether it works with the directory's limit as it is now: one that was changed takes effect at the next turn
+        of the writer."""
+        return self.done or (self.tier is not None and not self.tier._storer._limit_changed)
+
+    def check(self) -> None:
+        """Assert the invariants of every part."""
+        if self.store is not None and self.process.alive:
+            self.store.check()
+            assert self.tier is not None
+            self.tier._catalog.check()

@@ -1,0 +1,81 @@
+"""Every tier that is shipped passes the conformance suite, and so does the example in the documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docs.examples.dict_tier import DictTier
+from stowage.format.protection import Method, Protection, SecretKey
+from stowage.testing import TierConformance
+from stowage.tiers.disk import DiskTier
+
+KIB = 1 << 10
+MIB = 1 << 20
+NAMESPACE = bytes(range(32))
+
+
+@pytest.mark.slow
+class TestDictTier(TierConformance):
+    """docs/examples/dict_tier.py, with room for everything."""
+
+    keeps_bytes = 1 * MIB
+
+    def make_tier(self, directory: Path) -> DictTier:
+        return DictTier(1 * MIB)
+
+
+class TestSmallDictTier(TierConformance):
+    """It evicts, also within one transfer."""
+
+    keeps_bytes = 40 * KIB
+    examples = 30
+
+    def make_tier(self, directory: Path) -> DictTier:
+        return DictTier(40 * KIB)
+
+
+@pytest.mark.slow
+class TestDiskTier(TierConformance):
+    """With room for everything: nothing that was stored is lost, closed and opened again."""
+
+    keeps_bytes = 8 * MIB
+    persistent = True
+
+    def make_tier(self, directory: Path) -> DiskTier:
+        return DiskTier(directory, 64 * MIB, NAMESPACE, readers=2, refresh_s=0.01)
+
+
+@pytest.mark.slow
+class TestSmallDiskTier(TierConformance):
+    """Three segments, four chunks each: they are reclaimed, and hot chunks rewritten, all the time."""
+
+    persistent = True
+
+    def make_tier(self, directory: Path) -> DiskTier:
+        return DiskTier(directory, 400 * KIB, NAMESPACE, readers=2, segment_bytes=128 * KIB, refresh_s=0.01)
+
+
+@pytest.mark.slow
+class TestEncryptedDiskTier(TierConformance):
+    """Everything passes through the staging memory."""
+
+    keeps_bytes = 8 * MIB
+    persistent = True
+    examples = 25
+
+    def make_tier(self, directory: Path) -> DiskTier:
+        protection = Protection(Method.AES_256_GCM, [SecretKey(bytes(range(32)))])
+        return DiskTier(directory, 64 * MIB, NAMESPACE, readers=2, refresh_s=0.01, protection=protection)
+
+
+@pytest.mark.slow
+class TestBufferedDiskTier(TierConformance):
+    """Without direct I/O, and with a queue that is soon full."""
+
+    persistent = True
+    examples = 25
+
+    def make_tier(self, directory: Path) -> DiskTier:
+        return DiskTier(directory, 64 * MIB, NAMESPACE, readers=1, direct=False, transfers_max=2)

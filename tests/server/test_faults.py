@@ -1,0 +1,171 @@
+"""Bugs and failures behind the API: the client gets an error object, others are served, the server lives.
+
+The server runs in this process, so that its parts can be broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from stowage.config import Memory
+from stowage.engine.engine import Engine
+from stowage.server import listen
+from stowage.server.auth import ApiKeys
+from stowage.server.limits import Limits
+from stowage.server.serve import run
+
+TEXT = "/v1/completions"
+SHORT = {"model": "tiny", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
+
+
+class Here:
+    """A server on a thread of this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        place = listen.bind("127.0.0.1:0")
+        self.url = place.url
+        self.loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        ready = threading.Event()
+        serving = run(engine, "tiny", place, Limits(grace_s=1), ApiKeys([]), self._stop, ready.set)
+        self._thread = threading.Thread(target=lambda: self.loop.run_until_complete(serving))
+        self._thread.start()
+        assert ready.wait(60)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        assert not asyncio.all_tasks(self.loop)
+        self.loop.close()
+
+
+@pytest.fixture
+def engine(tiny_llama) -> Iterator[Engine]:
+    with Engine(tiny_llama, Memory(device_kv="8MiB")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def here(engine: Engine) -> Iterator[Here]:
+    made = Here(engine)
+    yield made
+    made.stop()
+
+
+def internal_error(response: httpx.Response) -> None:
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("server_error", "internal_error", None)
+    assert "the secret reason" not in response.text, "what went wrong is for the log"
+
+
+def test_an_engine_that_stops(here: Here, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Running requests are told, later ones too, and /health says it, so that the server is started anew."""
+    assert httpx.get(here.url + "/health").status_code == 200
+    real, steps = engine.parts.runner.run, []
+
+    def broken(work):
+        steps.append(len(work))
+        if len(steps) > 5:
+            raise ZeroDivisionError("the secret reason")
+        return real(work)
+
+    engine.parts.runner.run = broken  # type: ignore[method-assign]
+    asked = SHORT | {"max_tokens": 100}
+    with httpx.stream("POST", here.url + TEXT, json=asked | {"stream": True}, timeout=60) as response:
+        events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert json.loads(events[-1])["error"]["code"] == "internal_error" and "the secret reason" not in events[-1]
+    for _ in range(2):
+        internal_error(httpx.post(here.url + TEXT, json=asked))
+    health = httpx.get(here.url + "/health")
+    assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    assert httpx.get(here.url + "/metrics").status_code == 200
+    assert any("the engine stopped" in record.message for record in caplog.records)
+
+
+def test_a_bug_of_one_request(here: Here, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    import stowage.server.openai as reading
+
+    real = reading.tokenize
+
+    def broken(prompt, tokenizer):
+        if prompt == "poison":
+            raise ZeroDivisionError("the secret reason")
+        return real(prompt, tokenizer)
+
+    monkeypatch.setattr(reading, "tokenize", broken)
+    internal_error(httpx.post(here.url + TEXT, json=SHORT | {"prompt": "poison"}))
+    assert httpx.post(here.url + TEXT, json=SHORT).status_code == 200
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.name == "stowage.server" and "poison" not in record.getMessage()
+
+
+def test_a_bug_in_the_middle_of_a_stream(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stowage.server.answers import TextAnswer
+
+    real, calls = TextAnswer._grown, []
+
+    def broken(self, *arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError("the secret reason")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(TextAnswer, "_grown", broken)
+    asked = SHORT | {"max_tokens": 3000, "stream": True}
+    with httpx.stream("POST", here.url + TEXT, json=asked, timeout=60) as response:
+        events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert json.loads(events[-1])["error"]["code"] == "internal_error" and len(events) == 3
+    assert httpx.post(here.url + TEXT, json=SHORT).status_code == 200
+
+
+def test_an_engine_that_is_closed_first(tiny_llama) -> None:
+    """Whoever runs it may close it; the requests that it had are told."""
+    engine = Engine(tiny_llama, Memory(device_kv="8MiB"))
+    here = Here(engine)
+    with httpx.stream(
+        "POST", here.url + TEXT, json=SHORT | {"max_tokens": 3000, "stream": True}, timeout=60
+    ) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        engine.close()
+        last = [line[6:] for line in lines if line.startswith("data: ")][-1]
+    assert json.loads(last)["error"]["code"] == "shutting_down"
+    internal_error(httpx.post(here.url + TEXT, json=SHORT))
+    assert httpx.get(here.url + "/health").status_code == 503
+    here.stop()
+
+
+def test_pieces_that_come_after_the_server_has_ended(engine: Engine) -> None:
+    """The engine goes on when the event loop that asked it has gone."""
+    here = Here(engine)
+    with httpx.stream(
+        "POST", here.url + TEXT, json=SHORT | {"max_tokens": 3000, "stream": True}, timeout=60
+    ) as response:
+        assert next(response.iter_lines())
+        here.stop()
+    (completion,) = engine.generate(["x"])
+    assert completion.finish_reason in ("length", "stop")
+    assert engine.alive
+
+
+def test_two_servers_over_one_engine(engine: Engine) -> None:
+    """Their counts do not mix."""
+    one, other = Here(engine), Here(engine)
+    for _ in range(3):
+        assert httpx.post(one.url + TEXT, json=SHORT).status_code == 200
+    counted = [httpx.get(server.url + "/metrics").text for server in (one, other)]
+    assert [f'stowage_http_requests_total{{route="{TEXT}",status="200"}} 3.0' in text for text in counted] == [
+        True,
+        False,
+    ]
+    one.stop()
+    assert httpx.post(other.url + TEXT, json=SHORT).status_code == 200
+    other.stop()

@@ -1,0 +1,62 @@
+"""A process that is killed while it stores: what others find afterwards is exact or absent, and nothing is stuck."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stowage.tiers.remote.tier import RemoteTier
+from tests.tiers.client import Client
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 300_000
+PROGRAM = f"""
+import sys
+from stowage.tiers.objects import ObjectTier
+from stowage.tiers.valkey import ValkeyTier
+from tests.tiers.client import Client
+url, first = sys.argv[1], int(sys.argv[2])
+client = Client((ValkeyTier if url.startswith("redis") else ObjectTier)(url, bytes(range(32))))
+client.store([first], length={LENGTH})
+print("begun", flush=True)
+for number in range(first + 1, first + 100000, 4):
+    client.store(range(number, number + 4), length={LENGTH})
+"""
+
+
+@pytest.mark.slow
+def test_a_process_dies_in_the_middle_of_a_store(url: str, tiers: Callable[..., RemoteTier]) -> None:
+    for turn in range(4):
+        first = 1_000_000 * turn
+        command = [sys.executable, "-c", PROGRAM, url, str(first)]
+        writer = subprocess.Popen(
+            command, stdout=subprocess.PIPE, env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, text=True
+        )
+        assert writer.stdout is not None and writer.stdout.readline() == "begun\n"
+        time.sleep(0.05 * turn)
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        client = Client(tiers(url))
+        numbers = range(first, first + 60)
+        found = client.probe(numbers)
+        outcome = client.load(numbers, length=LENGTH)
+        assert outcome.ok[0] and found[0] and client.count("corrupt") == 0
+        assert client.store(numbers, length=LENGTH).ok.all() and client.load(numbers, length=LENGTH).ok.all()
+
+
+def test_a_process_that_never_closes_its_tier_ends(url: str) -> None:
+    program = PROGRAM.replace("100000", "5") + "client.begin(True, [1], 4096, 0, 1e18)\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, url, "0"],
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
