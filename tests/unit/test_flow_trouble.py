@@ -79,6 +79,30 @@ def test_a_refused_load_is_no_reason_to_discard() -> None:
     assert fetch.done and fetch.slots[0].tolist() == [-1] and at.actions() == []
 
 
+def test_a_tier_that_breaks_has_failed_and_its_chunks_have_not() -> None:
+    at = Setup(slots=64)
+    at.held[0] = dict.fromkeys(keys(*range(FAILURES_MAX)), FULL)
+    for name in range(FAILURES_MAX):
+        fetch = at.flow.fetch([(0, keys(name))], 10.0, 0.0)
+        (load,) = at.actions()
+        assert isinstance(load, StartLoad)
+        at.flow.broke(load.id, 1.0)
+        assert fetch.done and fetch.slots[0].tolist() == [-1] and at.actions() == [], "nothing is discarded"
+    assert at.flow.breakers[0].state(1.0) == "open"
+    at.flow.check()
+
+
+def test_a_store_that_a_tier_breaks_on_gives_its_slots_back() -> None:
+    at = Setup(slots=1)
+    at.store(1)
+    (store,) = at.actions()
+    assert isinstance(store, StartStore)
+    assert at.store(2)[0] < 0, "the slot is being written from"
+    at.flow.broke(store.id, 1.0)
+    assert at.store(3)[0] >= 0 and at.flow.stats()["spill_failures"] == 1
+    at.flow.check()
+
+
 def test_a_fetch_whose_deadline_has_passed_gets_what_is_in_host() -> None:
     at = Setup()
     at.held[0] = dict.fromkeys(keys(2), FULL)
