@@ -12,6 +12,7 @@ BENCH_STAMP := $(BENCH_VENV)/.installed
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
 MUTATION_STAMP := $(VENV)/.installed-mutation
+LM_EVAL_STAMP := .lm-eval/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 CODE := src tests benchmarks scripts docs/examples
 # The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
@@ -19,7 +20,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,10 +43,10 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 
 test: $(ENV_STAMP) ## run the whole test suite
 	$(PY) -m stowage.testing.sim --seeds 2000 --complete --jobs $(JOBS)
-	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda"
+	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda and not lmeval"
 
 check: static ## formatter, linter, types, layers and the fast tests
-	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda"
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda and not lmeval"
 
 static: $(ENV_STAMP) ## formatter, linter, types and layers, no other tests
 	$(PY) -m ruff format --check $(wildcard $(CODE))
@@ -79,6 +80,18 @@ sim: $(ENV_STAMP) ## run simulated worlds with faults and crashes: SEEDS=2000, F
 crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OPERATIONS=1000000 in one directory
 	STOWAGE_KILLS=$(or $(KILLS),1000) STOWAGE_SHARING_OPERATIONS=$(or $(OPERATIONS),1000000) $(PY) -m pytest -s tests/crash
 
+load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300: nothing lost, held or leaked
+	$(PY) -m tests.server.load --seconds $(or $(SECONDS),300)
+
+lm-eval: $(LM_EVAL_STAMP) ## score tasks through a real server with lm-eval, and compare with Transformers
+	$(PY) -m pytest -m lmeval tests/server
+
+$(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
+	@echo "Installing lm-eval into .lm-eval: some 330 MB, half of it pyarrow."
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
+	@touch $@
+
 format: $(ENV_STAMP) ## rewrite the code as the formatter wants it
 	$(PY) -m ruff check --fix $(wildcard $(CODE))
 	$(PY) -m ruff format $(wildcard $(CODE))
@@ -99,6 +112,6 @@ $(BENCH_STAMP): requirements/bench.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .lm-eval build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info mutants htmlcov .coverage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ def s3_server() -> Iterator[S3Server]:
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of a place of one's own in a bucket."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     for name, value in credentials(s3_server.port).items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"

@@ -112,7 +112,8 @@ class S3Server:
 
     def get(self, path: str, method: str = "GET") -> bytes:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(request, timeout=10) as answer:
             content: bytes = answer.read()
             return content
 
@@ -128,6 +129,7 @@ def credentials(port: int) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": "test-secret",
         "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "NO_PROXY": "127.0.0.1",
     }
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.store import TieredStore
+from stowage.tiers.remote import tier as tier_module
 from stowage.tiers.remote.tier import RemoteTier
 from tests.tiers.client import Client, key_of
 from tests.tiers.proxy import Mood, Proxy, proxied
@@ -83,6 +84,25 @@ def test_a_probe_ends_without_an_answer(mood: Mood, line: Line, tiers: Callable[
         assert time.monotonic() < until_s, "the tier does not come back"
         time.sleep(0.02)
     assert other.tier.stats()["healthy"] == 1
+
+
+def test_deadlines_hold_however_long_an_answer_may_take(
+    line: Line, tiers: Callable[..., RemoteTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a transfer, and of a probe, whose end nobody else sets."""
+    monkeypatch.setattr(tier_module, "PROBE_S_MAX", 0.2)
+    url, proxy = line
+    client = Client(tiers(url, request_timeout_s=1000.0))
+    client.store(range(3))
+    proxy.mood = Mood.SILENT
+    began_s = time.monotonic()
+    for is_load in (True, False):
+        client.begin(is_load, range(3), 4096, 1, began_s + 0.2)
+    assert not any(outcome.ok.any() or outcome.refused for outcome in client.outcomes(2))
+    assert client.count("timed_out") == 6 and client.tier.stats()["healthy"] == 0
+    client.tier._carrier.health.succeeded()
+    assert client.probe([99]) == [0] and client.tier.stats()["healthy"] == 0
+    assert time.monotonic() - began_s < 30
 
 
 def test_an_answer_that_was_given_up_is_not_taken_for_the_next(line: Line, tiers: Callable[..., RemoteTier]) -> None:

@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from docs.examples.dict_tier import DictTier
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.format.protection import Method, Protection, SecretKey
 from stowage.store import TieredStore
 from stowage.tiers.objects import BOUNDS, ObjectTier
+from stowage.tiers.protocol import Inquiry, Probe
 from stowage.tiers.remote.backend import Answer, Failure
 from stowage.tiers.remote.tier import RemoteTier
 from tests.tiers.client import Client, key_of
@@ -196,8 +199,6 @@ def test_the_store_asks_only_about_what_is_not_below_host_already(url: str, tier
     mask = geometry.groups[0].full_mask
 
     def keep(places: range) -> None:
-        import numpy as np
-
         slots = store.reserve(0, [keys[place] for place in places], np.full(len(places), mask, np.uint64))
         store.commit(slots)
         assert store.flush(30)
@@ -210,6 +211,49 @@ def test_the_store_asks_only_about_what_is_not_below_host_already(url: str, tier
         client._woken.wait(1)
     assert client.count("probe_keys") - before == 5
     assert store.probe([(0, keys[:25])]) == [], "nothing to ask"
+    store.close()
+
+
+@pytest.mark.parametrize(("place", "mib"), [("directory", 17), ("s3", 33)])
+def test_long_objects_go_in_parts(
+    place: str, mib: int, tiers: Open, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Read in parts of 8 MiB, written so beyond 32: an odd length, another length, a bit flipped in the last part."""
+    url = f"file://{tmp_path}" if place == "directory" else request.getfixturevalue("s3")
+    length = (mib << 20) + 12_345
+    client = Client(tiers(url))
+    assert client.store([0], length=length).ok.all() and client.load([0], length=length).ok.all()
+    assert not client.load([0], length=length - 1).ok.any() and not client.load([0], length=length + 1).ok.any()
+    if place == "directory":
+        (path,) = tmp_path.glob("*/*/*")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        assert not client.load([0], length=length).ok.any() and client.count("corrupt") == 3
+
+
+class Listening(DictTier):
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.asked: list[Inquiry] = []
+
+    def probe(self, inquiries: list[Inquiry]) -> Probe:
+        self.asked += inquiries
+        return Probe(done=True)
+
+
+def test_snapshots_are_asked_about_at_their_distance() -> None:
+    """Of recurrent groups only every `snapshot_tokens` is sure to be there, whatever host has."""
+    geometry = Geometry([Group(0, Kind.FULL, 16, 4, 1024), Group(1, Kind.RECURRENT, 64, 1, 4096)])
+    tier = Listening()
+    store = TieredStore(geometry, 1 << 20, [tier], snapshot_tokens=512)
+    keys = [key_of(number) for number in range(30)]
+    store.commit(store.reserve(0, keys[:3], np.full(3, 15, np.uint64)))
+    store.commit(store.reserve(1, keys[7:8], np.ones(1, np.uint64)))
+    store.probe([(0, keys), (1, keys)])
+    assert [(len(one.keys), one.mask, one.first, one.stride) for one in tier.asked] == [(27, 15, 3, 1), (30, 1, 0, 8)]
     store.close()
 
 

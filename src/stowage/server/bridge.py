@@ -98,6 +98,7 @@ class Bridge:
         self._seconds += 0.1 * (seconds - self._seconds)
 
     async def run(self, work: Callable[[], T]) -> T:
+        """Do what takes too long for the event loop, after what was given earlier."""
         return await self._in(self._reading, work)
 
     async def _in(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:

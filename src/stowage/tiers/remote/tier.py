@@ -121,7 +121,8 @@ class RemoteTier:
             async with asyncio.timeout(left_s):
                 await (self._carrier.load(flight) if is_load else self._carrier.store(flight))
         except TimeoutError:
-            self._carrier.health.failed()
+            if not flight.ok.any():  # else it answers, and was too slow for this deadline
+                self._carrier.health.failed()
             self._timed_out(flight)
         except Exception:  # noqa: BLE001 - the task's outermost frame; counted and logged
             self._counters.fault("a transfer failed")
