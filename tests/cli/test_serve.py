@@ -1,6 +1,7 @@
 """``stowage serve``: what it refuses before it loads anything, and why. tests/server is about what it serves."""
 
 import importlib.util
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,18 @@ from stowage.settings import SETTINGS
 from tests.cli.conftest import Stowage
 
 KEY = "k" * 32
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
 def refused(call: Stowage, *arguments: str) -> str:
@@ -38,7 +51,7 @@ def test_an_address_that_cannot_be_had(call: Stowage, listen: str, words: str) -
     assert words in refused(call, "--listen", listen)
 
 
-@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", pytest.param("[::]:0", marks=IPV6)])
 def test_other_machines_need_a_key(call: Stowage, listen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no API key" in refused(call, "--listen", listen)
     assert "nowhere does not exist" in refused(call, "--listen", listen, "--insecure")
@@ -46,7 +59,7 @@ def test_other_machines_need_a_key(call: Stowage, listen: str, monkeypatch: pyte
     assert "nowhere does not exist" in refused(call, "--listen", listen)
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.9:0", "[::1]:0", "localhost:0"])
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.9:0", pytest.param("[::1]:0", marks=IPV6), "localhost:0"])
 def test_this_machine_needs_none(call: Stowage, listen: str) -> None:
     assert "nowhere does not exist" in refused(call, "--listen", listen)
 

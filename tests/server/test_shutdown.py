@@ -31,12 +31,12 @@ def some(new_tokens: int, **more: object) -> dict[str, object]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_end_and_new_ones_are_refused(start, engine: Engine, number: int) -> None:
     server = start()
-    (expected,) = engine.generate(["x" * 50], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    (expected,) = engine.generate(["x" * 50], SamplingParams(max_new_tokens=500, ignore_eos=True))
     with connected(server) as idle, connected(server) as waiting, connected(server) as streaming:
         idle.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
         assert answer(idle)[0] == 200
-        waiting.sendall(request(TEXT, some(300)))
-        streaming.sendall(request(TEXT, some(300, stream=True)))
+        waiting.sendall(request(TEXT, some(500)))
+        streaming.sendall(request(TEXT, some(500, stream=True)))
         read = until(streaming, b'"text"')
         wait_until(lambda: server.total("stowage_choices_open") == 2, "both run")
         server.signal(number)

@@ -54,11 +54,11 @@ class Proxy:
 
     def _listen(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port), reuse_port=True)
+        self._listener.settimeout(0.1)  # here: the thread may find it closed already
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(0.1)
         while self._listener is listener:
             try:
                 near, _ = listener.accept()

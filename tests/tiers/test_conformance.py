@@ -68,7 +68,7 @@ class TestCrowdedDirectory(TierConformance):
     """Small batches, few at a time, a short queue, encrypted."""
 
     keeps_bytes = 8 * MIB
-    examples = 25
+    examples = 12
 
     def make_tier(self, directory: Path) -> RemoteTier:
         protection = Protection(Method.AES_256_GCM, (SecretKey(b"k" * 32),))
@@ -78,7 +78,7 @@ class TestCrowdedDirectory(TierConformance):
 class TestLimitedDirectory(TierConformance):
     """Objects are removed all the time."""
 
-    examples = 20
+    examples = 12
 
     def make_tier(self, directory: Path) -> RemoteTier:
         return ObjectTier(f"file://{directory}", NAMESPACE, limit_bytes=60_000)
@@ -87,7 +87,7 @@ class TestLimitedDirectory(TierConformance):
 @pytest.mark.slow
 class TestS3(TierConformance):
     keeps_bytes = 8 * MIB
-    examples = 10
+    examples = 6
 
     @pytest.fixture(autouse=True)
     def address(self, s3: str) -> None:
@@ -111,7 +111,7 @@ class TestValkey(TierConformance):
 
 @pytest.mark.slow
 class TestCrowdedValkey(TierConformance):
-    examples = 20
+    examples = 12
 
     @pytest.fixture(autouse=True)
     def address(self, redis: RedisServer) -> None:
@@ -127,7 +127,7 @@ class TestAskedDirectory(TierConformance):
 
     keeps_bytes = 8 * MIB
     persistent = True
-    examples = 20
+    examples = 12
 
     def make_tier(self, directory: Path) -> Asked:
         return Asked(ObjectTier(f"file://{directory}", NAMESPACE))
@@ -137,7 +137,7 @@ class TestAskedDirectory(TierConformance):
 class TestAskedValkey(TierConformance):
     keeps_bytes = 8 * MIB
     persistent = True
-    examples = 20
+    examples = 12
 
     @pytest.fixture(autouse=True)
     def address(self, redis: RedisServer) -> None:
@@ -150,7 +150,7 @@ class TestAskedValkey(TierConformance):
 class Trouble(TierConformance):
     """Over a network that is bad from the beginning: less is kept, nothing wrong is brought, and everything ends."""
 
-    examples = 4
+    examples = 3
 
     def test_it_keeps_something(self) -> None:
         """Not here."""

@@ -54,7 +54,7 @@ PINNING = SOURCE / "transfer" / "pinning.py"
 PINNING_NAMES = {"pin_memory", "cudaHostRegister", "cudaHostAlloc", "hipHostRegister"}
 ROOT = SOURCE.parents[1]
 EVERYTHING = sorted(
-    path for folder in ("src", "tests", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("src", "tests", "benchmarks", "scripts", "docs") for path in (ROOT / folder).rglob("*.py")
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +72,7 @@ def test_what_is_known_is_not_asked() -> None:
     assert search.ask() == [] and search.taken() == []
     assert Search([False, None, None]).ask() == []
     assert Search([True, None, True]).taken() == [1]
+    assert Search([True, None, None]).taken() == [], "nothing is taken to be there after the last that is"
 
 
 def test_a_hole_ends_the_chain() -> None:
@@ -87,6 +90,22 @@ def test_the_last_places_of_a_gap_come_first() -> None:
     assert search.ask() == [4, 5, 6]
     search.answer([4, 5, 6], [False, True, False])
     assert search.ask() == [1, 2, 3]
+    search.answer([1, 2, 3], [False, False, False])
+    assert search.ask() == [0]
+
+
+def test_snapshots_are_asked_about_behind_the_last_one_only() -> None:
+    """Of 480 places 59 are the last of eight, of which 40 are there; then the seven behind the 40th."""
+    asked, _ = run(Search([None] * 479, stride=8), set(range(7, 320, 8)))
+    assert [place for place in asked if (place + 1) % 8] == list(range(320, 327))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"first": -1}, {"stride": 0}, {"widths": (0, 1)}, {"widths": (1, 0)}], ids=lambda wrong: str(wrong)
+)
+def test_what_makes_no_search_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        Search([None], **wrong)
 
 
 def test_places_are_spread_from_the_first_to_the_last() -> None:
