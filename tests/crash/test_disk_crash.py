@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.disk_client import Client, key, segments, steady_bytes, used_bytes
+from tests.disk_client import Client, key, keys_of, segments, steady_bytes, used_bytes
 from tests.nursery import Nursery, wait_until
 from tests.syscall_trap import Board
 
@@ -45,6 +47,19 @@ class Writer:
         self._notes = Board(path).control.notes
         self._child = nursery.start(write_forever, directory, limit_bytes, name, path)
         wait_until(lambda: bool(self._notes[0]), "the writer has opened")
+
+    def stop(self) -> int:
+        """SIGSTOP, in the middle of whatever it does; returns how many chunks it had stored for certain."""
+        os.kill(self._child.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{self._child.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the writer has stopped")
+        return int(self._notes[1])
+
+    def go_on(self) -> None:
+        """SIGCONT; it is at work again when this returns."""
+        stored = self._notes[1]
+        os.kill(self._child.pid, signal.SIGCONT)
+        wait_until(lambda: self._notes[1] > stored + 8, "the writer goes on")
 
     def kill(self) -> int:
         """Kills it; returns how many chunks it had stored for certain."""
@@ -99,6 +114,28 @@ def test_a_process_killed_while_another_lives(tmp_path: Path, nursery: Nursery) 
             assert used_bytes(tmp_path / "c") <= LIMIT
         assert not any(client.hits(keys)), "reclaimed in its turn"
         client.check()
+
+
+def test_a_writer_that_is_stopped_and_goes_on(tmp_path: Path, nursery: Nursery) -> None:
+    """While it is stopped others read what it stored and write on, and its own segment stays its own."""
+    writer = Writer(nursery, tmp_path / "c", 4 * LIMIT, "stopped")
+    with Client(tmp_path / "c", 4 * LIMIT, refresh_s=0.05) as client:
+        for round_ in range(5):
+            time.sleep(0.02 * round_)
+            stored = writer.stop()
+            if stored:
+                last = range(stored - 8, stored)
+                keys = [key(("stopped", n)) for n in last]
+                client.wait_for(keys)
+                assert client.load(keys, [length_of(n) for n in last]).ok.all()
+            kept = [client.store([key((round_, n))], [40_000]).ok.all() for n in range(20)]
+            assert used_bytes(tmp_path / "c") <= 4 * LIMIT
+            assert any(kept) or client.stats()["no_room"], "stores are lost only while the directory's lock is held"
+            writer.go_on()
+        wait_until(lambda: bool(client.store(keys_of("after"), [100_000]).ok.all()), "stores are kept again")
+        assert client.stats()["corrupt"] == 0
+        client.check()
+    writer.kill()
 
 
 def test_two_processes_under_one_small_limit(tmp_path: Path, nursery: Nursery) -> None:

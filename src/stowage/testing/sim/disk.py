@@ -220,7 +220,9 @@ class SimFiles:
         for fault, (least, most) in ((f"{kind}_slow", SLOW_S), (f"{kind}_hung", HUNG_S)):
             if self._weather.strikes(fault):
                 self._loop.log(fault)
-                self._loop.sleep(self._loop.chance.uniform(least, most))
+                stall_s = self._loop.chance.uniform(least, most)
+                self._process.stalled_until_s = max(self._process.stalled_until_s, self._loop.now_s + stall_s)
+                self._loop.sleep(stall_s)
         task = self._loop.current
         if task is not None and not task.is_main and self._weather.strikes(f"{kind}_never"):
             self._loop.log(f"{kind}_never")

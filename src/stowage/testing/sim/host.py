@@ -22,8 +22,8 @@ from stowage.tiers.disk.system import System, Turn
 __all__ = ["Host", "Shape"]
 
 DEVICE_ROWS: Final = 512
-SETTLE_S: Final = 200.0
-"""Longer than any disk of this simulator hangs, unless it hangs for ever."""
+SETTLE_S: Final = 30.0
+"""Within this time the tier reports its next transfer, counted from when its disk last let go of an operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,12 @@ class Host:
     def _end(self) -> None:
         """An orderly end: wait for what is under way, then close. Nothing may be left."""
         assert self.store is not None and self.device is not None and self.tier is not None
-        until_s = self._loop.now_s + SETTLE_S
-        while self.store.stats()["transfers_under_way"] and self._loop.now_s < until_s:
+        before, since_s = 0, self._loop.now_s
+        while (stats := self.store.stats())["transfers_under_way"]:
+            if (waiting := stats["transfers_under_way"] + stats["spills_waiting"]) != before:
+                before, since_s = waiting, self._loop.now_s
+            if self._loop.now_s > max(since_s, self.process.stalled_until_s) + SETTLE_S:
+                break
             self.store.poll()
             self.store.wait(1.0)
         if not self.process.hangs:

@@ -40,6 +40,8 @@ class Process:
         self.alive = True
         self.hangs = False
         """Whether one of its threads is stuck in the kernel for good."""
+        self.stalled_until_s = 0.0
+        """When the slowest operation that its threads have begun ends."""
         self.tasks: list[Task] = []
         self.crews: list[SimCrew] = []
 
