@@ -125,9 +125,10 @@ class Host:
     def _end(self) -> None:
         """An orderly end: wait for what is under way, then close. Nothing may be left."""
         assert self.store is not None and self.device is not None and self.tier is not None
-        before, since_s = 0, self._loop.now_s
+        before, since_s = (0, 0), self._loop.now_s
         while (stats := self.store.stats())["transfers_under_way"]:
-            if (waiting := stats["transfers_under_way"] + stats["spills_waiting"]) != before:
+            waiting = int(stats["transfers_under_way"]), int(stats["spills_waiting"])
+            if waiting != before:
                 before, since_s = waiting, self._loop.now_s
             if self._loop.now_s > max(since_s, self.process.stalled_until_s) + SETTLE_S:
                 break
