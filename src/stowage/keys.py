@@ -45,10 +45,23 @@ def protection(label: str, path: Path | None) -> Protection:
     return Protection(Method.labelled(label), read(path) if path is not None else ())
 
 
+def _make_directories(path: Path) -> None:
+    """`mkdir -p`, with mode 0700 for each one that is made (`Path.mkdir` gives its mode to the last one only). Where
+    a file is in the way, whoever opens something below it will say so.
+    """
+    if not path.exists():
+        _make_directories(path.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+
+
 def make(path: Path) -> SecretKey:
-    """A new file with one new key. Raises ConfigError, also where something has that name already."""
+    """A new file with one new key; missing directories are made for you alone. Raises ConfigError, also where something
+    has that name already.
+    """
     key = SecretKey(secrets.token_bytes(SECRET_BYTES))
     try:
+        _make_directories(path.parent)
         _write(path, [key])
         _sync(path.parent)
     except FileExistsError as error:
@@ -58,7 +71,7 @@ def make(path: Path) -> SecretKey:
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"The key file {path} cannot be made: {error.strerror}. Name a file in a directory of yours that exists."
+            f"The key file {path} cannot be made: {error.strerror}. Name a file in a directory of yours."
         ) from error
     return key
 

@@ -150,6 +150,7 @@ def test_separability() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.hurried
 def test_time_to_first_token_tells_nothing_of_another_tenant():
     """2,000 probes: prompts that another tenant has had computed, and prompts that nobody has."""
     model = tiny_models.build("llama", tiny_models.TinySize(hidden=128, layers=1, heads=2, kv_heads=1))

@@ -60,6 +60,16 @@ def test_a_new_file_holds_one_key_for_its_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / "open").read_text() == f"stowage-key-1 {made.reveal()}\n"
 
 
+def test_missing_directories_are_made_for_the_owner_alone(tmp_path: Path) -> None:
+    made = tmp_path / "config" / "stowage" / "keys"
+    keys.make(made)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (made.parent.parent, made.parent, made)] == [
+        0o700,
+        0o700,
+        0o600,
+    ]
+
+
 def test_a_file_that_exists_is_not_overwritten(file: Path) -> None:
     before = file.read_bytes()
     assert "key rotate" in refusal(file, keys.make) and file.read_bytes() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ def test_a_chain_is_found_whole(count: int, reach: int, widths: tuple[int, int])
 def test_of_snapshots_the_last_is_found(count: int, reach: int, first: int, stride: int, odd: int) -> None:
     """Every stride-th key of the prompt up to `reach` is there, and one more before the next one: a prompt's end."""
     anchors = [place for place in range(min(reach, count)) if (first + place + 1) % stride == 0]
-    gap = [place for place in range(anchors[-1] + 1 if anchors else 0, count) if (first + place + 1) % stride]
-    end = gap[: next((n for n in range(1, len(gap)) if gap[n] != gap[n - 1] + 1), len(gap))]
+    behind = range(anchors[-1] + 1 if anchors else 0, count)
+    end = list(takewhile(lambda place: (first + place + 1) % stride, behind))
     there = set(anchors) | set(end[odd : odd + 1])
     search = Search([None] * count, first=first, stride=stride)
     asked, _ = run(search, there)
