@@ -13,6 +13,8 @@ JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
+DEPLOY_STAMP := .deploy-tools/.installed
+BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 CODE := src tests benchmarks scripts docs/examples
 # The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
@@ -20,7 +22,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,10 +45,10 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 
 test: $(ENV_STAMP) ## run the whole test suite
 	$(PY) -m stowage.testing.sim --seeds 2000 --complete --jobs $(JOBS)
-	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda and not lmeval"
+	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda and not lmeval and not browser"
 
 check: static ## formatter, linter, types, layers and the fast tests
-	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda and not lmeval"
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda and not lmeval and not browser"
 
 static: $(ENV_STAMP) ## formatter, linter, types and layers, no other tests
 	$(PY) -m ruff format --check $(wildcard $(CODE))
@@ -92,6 +94,20 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
 
+browser: $(BROWSER_STAMP) ## test the dashboard in headless Chromium; needs chromium, node and npm
+	$(PY) -m pytest -m browser tests/server
+
+$(BROWSER_STAMP): $(ENV_STAMP) tests/browser/package.json tests/browser/package-lock.json
+	@cd tests/browser && npm ci --silent
+	@touch $@
+
+deploy-tools: $(DEPLOY_STAMP) ## install hadolint, which tests/deploy asks about the Dockerfile where it finds it
+
+$(DEPLOY_STAMP): requirements/deploy.txt | $(ENV_STAMP)
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/deploy.txt
+	@touch $@
+
 format: $(ENV_STAMP) ## rewrite the code as the formatter wants it
 	$(PY) -m ruff check --fix $(wildcard $(CODE))
 	$(PY) -m ruff format $(wildcard $(CODE))
@@ -112,6 +128,6 @@ $(BENCH_STAMP): requirements/bench.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) .lm-eval build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .lm-eval .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info mutants htmlcov .coverage

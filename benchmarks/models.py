@@ -35,6 +35,11 @@ def half_billion(dtype: str, context_tokens: int = 8192) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
+def half_billion_bytes_per_token(dtype: str) -> int:
+    """Of keys and values: 24 layers, 4 KV heads of 64."""
+    return 24 * 2 * 4 * 64 * (2 if dtype == "bfloat16" else 4)
+
+
 def random_tokens(count: int, seed: int) -> list[int]:
     """``count`` token ids, the same for the same seed."""
     import torch

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
         TransferError,
         UnsupportedModelError,
     )
+    from stowage.integrations.transformers.prefix_cache import PrefixCache
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Memory": "stowage.config",
+    "PrefixCache": "stowage.integrations.transformers.prefix_cache",
     "Engine": "stowage.engine.engine",
     "Completion": "stowage.engine.request",
     "Delta": "stowage.engine.request",
@@ -59,6 +61,7 @@ __all__ = [
     "FormatError",
     "Memory",
     "ModelError",
+    "PrefixCache",
     "RequestError",
     "SamplingParams",
     "StorageError",

@@ -40,6 +40,9 @@ def _rows(text: str) -> tuple[Row, ...]:
 ENGINE: Final = _rows("""
 tokens_reused           tokens_reused_total            prompt tokens that were not computed
 tokens_computed         tokens_computed_total          tokens that went through the model
+prompt_tokens_computed  prompt_tokens_computed_total   of these, tokens of prompts
+recompute_saved_s       recompute_saved_seconds_total  predicted time that computing the reused tokens would have taken
+tiers_waited_s          waited_for_tiers_seconds_total time that sequences waited for tiers below the device
 copies_failed           copies_failed_total            chunks whose copy between device and host failed
 preemptions             preemptions_total              sequences that had to leave the device because it was full
 preemptions_recomputed  preemptions_recomputed_total   of these, the ones that were computed again

@@ -218,6 +218,11 @@ class TieredStore:
             count, self._without_room = flow.ledger.without_room - self._without_room, flow.ledger.without_room
             report(logging.INFO, "no_room", "host memory is full of chunks in use: not stored", count=count)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way and nothing waits to be written: nobody need poll."""
+        return not self._flow.flights() and self._flow.spills_idle()
+
     def wait(self, timeout_s: float) -> None:
         """Sleep until an outcome is queued or a deadline is due, at most `timeout_s`. May return early. Then `poll`."""
         limit_s = min(timeout_s, self._flow.next_deadline_s - self._clock())

@@ -176,7 +176,7 @@ limit = int(sys.argv[2])
 began_s = time.monotonic()
 with Client(Path(sys.argv[1]), limit) as client:
     # Not ru_maxrss, which begins with that of the process that made this one.
-    (peak,) = re.findall("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())
+    (peak,) = re.findall("VmHWM:[^0-9]*([0-9]+)", Path("/proc/self/status").read_text())
     print(client.stats()["chunks"], time.monotonic() - began_s, peak)
 """
 

@@ -191,7 +191,7 @@ def test_an_adapter_that_is_not_merged_is_refused(tmp_path: Path) -> None:
 
 
 def fields_of(loaded: Loaded, layout: ModelLayout, salt: str = "") -> Mapping[str, Any]:
-    return assembly._namespace_fields(loaded, layout, salt)
+    return assembly.namespace_fields(loaded, layout, salt, "embedded/1", "paged")
 
 
 def with_block(layout: ModelLayout, **change: Any) -> ModelLayout:

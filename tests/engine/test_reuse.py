@@ -12,6 +12,20 @@ from tests.engine.conftest import assert_same, greedy, random_prompt
 PROMPT_TOKENS = 400
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("chunk_blocks", [1, 8])
+def test_a_snapshot_stands_where_a_chunk_ends(family, chunk_blocks, engines, references):
+    """Below the device only whole chunks are found: a snapshot in the middle of one would be of no use."""
+    engine = engines(family, host="32MiB", chunk_blocks=chunk_blocks)
+    prompt = random_prompt(200)
+    expected = references(family).answer(prompt, 4)
+    for least in (0, 200 - max(64, chunk_blocks * 16)):
+        (completion,) = engine.generate([prompt], greedy(4))
+        assert_same(completion, expected)
+        assert sum(completion.reused_tokens.values()) >= least
+        engine.drop_device_cache()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tier(family, engines, references, tmp_path):
     memory = {"host": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}

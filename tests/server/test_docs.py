@@ -37,7 +37,7 @@ def test_the_python_example(server: Server, tmp_path: Path) -> None:
 
 
 def test_the_curl_example(server: Server) -> None:
-    (line,) = [block for block in examples("") if block.startswith("curl")]
+    (line,) = [block for block in examples("sh") if block.startswith("curl")]
     words = shlex.split(line.replace("\\\n", " "))
     headers = dict([words[words.index("-H") + 1].split(": ")])
     url = words[1].replace(WRITTEN, server.url)

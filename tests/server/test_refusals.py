@@ -242,7 +242,7 @@ def test_an_unknown_model(post, client: openai.OpenAI) -> None:
 
 def test_paths_and_methods(server: Server) -> None:
     refused(httpx.get(server.url + "/v1/nothing"), 404)
-    refused(httpx.get(server.url + "/"), 404)
+    refused(httpx.post(server.url + "/"), 405)
     refused(httpx.get(server.url + "/v1/models/"), 404, "model")
     refused(httpx.get(server.url + "/health/"), 404)
     assert httpx.get(server.url + TEXT).headers["allow"] == "POST"

@@ -96,10 +96,10 @@ def redis_server(*options: str, **client: Any) -> Iterator[RedisServer]:
 class S3Server:
     """moto, in a process of its own, with one bucket."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.port = free_port()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            [sys.executable, "-m", "moto.server", "-H", host, "-p", str(self.port)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -8,7 +8,9 @@ import resource
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 
 from stowage.format.parcel import HEAD_BYTES
@@ -137,3 +139,27 @@ def test_a_name_of_another_type_is_a_miss(redis: RedisServer, tiers: Open, tmp_p
     assert client.load(range(2)).ok.tolist() == [False, True] and client.count("corrupt") == 1
     client.tier.discard([key_of(0)])
     assert client.store([0]).ok.all() and client.load([0]).ok.all()
+
+
+@pytest.mark.parametrize("place", ["directory", "s3"])
+def test_an_object_that_is_replaced_while_it_is_read(
+    place: str, tiers: Open, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long ones come in parts. Another machine has stored it anew between two of them: it is no damage, and comes."""
+    url = f"file://{tmp_path}" if place == "directory" else request.getfixturevalue("s3")
+    client, other = Client(tiers(url)), Client(tiers(url))
+    length = 13 << 20
+    assert client.store([0], length=length).ok.all() and other.probe([0]) == [1]
+    get, turns = obstore.get_async, []
+
+    async def replaced_after_the_first(store: Any, name: str, *, options: Any = None) -> Any:
+        found = await get(store, name, options=options)
+        if not turns:
+            turns.append(name)
+            assert other.store([0], length=length, mask=3).ok.all()
+        return found
+
+    monkeypatch.setattr(obstore, "get_async", replaced_after_the_first)
+    outcome = client.load([0], length=length)
+    assert outcome.ok.all() and outcome.masks.tolist() == [3]
+    assert client.count("corrupt") == 0 and client.count("retries") >= 1

@@ -12,6 +12,7 @@ import pytest
 
 from stowage.tiers.remote.tier import RemoteTier
 from tests.tiers.client import Client
+from tests.tiers.servers import RedisServer
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 300_000
@@ -54,6 +55,38 @@ def test_a_process_that_never_closes_its_tier_ends(url: str) -> None:
     program = PROGRAM.replace("100000", "5") + "client.begin(True, [1], 4096, 0, 1e18)\n"
     ended = subprocess.run(
         [sys.executable, "-c", program, url, "0"],
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_child_process_that_throws_its_copy_away_disturbs_nothing(redis: RedisServer) -> None:
+    """Engines are not for use across a fork; but a library that forks, and ends well, must not make ours deaf."""
+    program = """
+import gc, os, sys
+from stowage.tiers.valkey import ValkeyTier
+from tests.tiers.client import Client
+tier = ValkeyTier(sys.argv[1], bytes(range(32)))
+client = Client(tier)
+assert client.store(range(8)).ok.all() and client.load(range(8)).ok.all()
+for how in ("exit", "close", "forget"):
+    child = os.fork()
+    if child == 0:
+        if how == "close":
+            tier.close(0.0)
+        if how == "forget":
+            del tier, client
+            gc.collect()
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert client.load(range(8)).ok.all()
+assert client.count("retries") == client.count("read_errors") == 0, "a connection was deaf"
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, f"{redis.url}?prefix=fork-{time.monotonic_ns()}"],
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ import pytest
 from stowage.errors import ConfigError
 from stowage.tiers.remote.tier import RemoteTier
 from tests.tiers.client import Client, key_of
+from tests.tiers.odd_server import odd_server
 from tests.tiers.servers import RedisServer, free_port, make_certificates, redis_server, wait_until
 
 Open = Callable[..., RemoteTier]
@@ -142,6 +143,29 @@ def test_a_password(user: str, tiers: Open, caplog: pytest.LogCaptureFixture) ->
             without = Client(tiers(f"redis://{place}"))
             assert not without.load(range(3)).ok.any() and without.count("corrupt") == 0
         assert "hash" not in caplog.text and "hush" not in caplog.text and "refused the password" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"-MOVED 3999 127.0.0.1:6381\r\n", "add cluster=true"),
+        (b"-\r\n", "said nothing"),
+        (b"-OddError with something secret\r\n", "said OddError"),
+        (b":7\r\n", "does not answer as"),
+        (b"*2\r\n$1\r\na\r\n$1\r\nb\r\n", "does not answer as"),
+        (b"$-1\r\n", "does not answer as"),
+        (b"nonsense\r\n", "no connection"),
+    ],
+)
+def test_a_server_that_answers_oddly(answer: bytes, words: str, tiers: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is loaded, nothing breaks, and the log says what it is."""
+    with odd_server(answer) as port:
+        client = Client(tiers(f"redis://127.0.0.1:{port}"))
+        assert not client.load(range(3), seconds=5.0).ok.any()
+        client.probe(range(3))
+        client.store(range(3), seconds=5.0)
+        assert client.count("faults") == client.count("reads") == 0
+        assert words in caplog.text and "secret" not in caplog.text
 
 
 @pytest.fixture(scope="module")

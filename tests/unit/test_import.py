@@ -22,6 +22,7 @@ PUBLIC = {
     "FormatError",
     "Memory",
     "ModelError",
+    "PrefixCache",
     "RequestError",
     "SamplingParams",
     "StorageError",

@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "store": {"core", "log", "tiers"},
     "transfer": {"core"},
     "engine": {"addresses", "config", "core", "format", "keys", "log", "metrics", "store", "tiers", "transfer"},
+    "integrations": {"config", "core", "engine", "store", "tiers", "transfer"},
     "server": {"config", "engine", "metrics"},
     "testing": {"config", "core", "format", "tiers", "store", "transfer", "engine"},
     "demo": {"config", "core", "format", "tiers", "store", "transfer", "engine", "testing"},
@@ -47,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
         "demo",
     },
     "__main__": {"cli"},
-    "__init__": {"config", "engine"},
+    "__init__": {"config", "engine", "integrations"},
 }
 CORE_PACKAGES = {"numpy", "blake3"}
 PINNING = SOURCE / "transfer" / "pinning.py"

@@ -203,7 +203,8 @@ def test_the_oldest_go_until_the_next_fits(values: list[tuple[str, int]], limit:
     there: dict[str, int] = {}
     for name, length in values:
         assert holdings.fits(length) == (length <= limit)
-        while (oldest := holdings.next_to_go(name, length)) is not None:
+        while not holdings.has_room(name, length):
+            oldest = holdings.oldest()
             assert oldest == next(iter(there))
             del there[oldest]
             holdings.removed(oldest)
@@ -218,5 +219,14 @@ def test_the_oldest_go_until_the_next_fits(values: list[tuple[str, int]], limit:
 def test_without_a_limit_nothing_goes() -> None:
     holdings = Holdings(0)
     holdings.add("a", 1 << 60)
-    assert holdings.fits(1 << 60) and holdings.next_to_go("b", 1 << 60) is None and holdings.stats() == {}
+    assert holdings.fits(1 << 60) and holdings.has_room("b", 1 << 60) and holdings.stats() == {}
+    assert holdings.oldest() is None
     holdings.check()
+
+
+def test_what_is_being_written_does_not_go() -> None:
+    holdings = Holdings(10)
+    for name in "abc":
+        holdings.add(name, 3)
+    assert not holdings.has_room("d", 2)
+    assert (holdings.oldest({"a": 1}), holdings.oldest({"a", "b", "c"})) == ("b", None)

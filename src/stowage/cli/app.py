@@ -14,6 +14,7 @@ import stowage.cli.scrub
 import stowage.cli.serve
 import stowage.cli.stats
 import stowage.cli.tiny
+import stowage.cli.top
 import stowage.cli.verify
 from stowage.cli.options import wants_traceback
 from stowage.cli.output import complain
@@ -50,6 +51,7 @@ app.add_typer(keys, name="key")
 app.command("run")(stowage.cli.run.run)
 app.command("chat")(stowage.cli.chat.chat)
 app.command("serve")(stowage.cli.serve.serve)
+app.command("top")(stowage.cli.top.top)
 app.command("verify")(stowage.cli.verify.verify)
 app.command("stats")(stowage.cli.stats.stats)
 app.command("scrub")(stowage.cli.scrub.scrub)

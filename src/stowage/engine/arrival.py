@@ -110,9 +110,11 @@ class Arrivals:
         """
         sequence.restart()
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
+        began_s = self._clock()
         if self._questions.open(sequence):
+            sequence.times.admitted_s = sequence.times.admitted_s or began_s
             sequence.phase = Phase.LOADING
-            self._pending[sequence.id] = Arrival(sequence, 0, [], None, self._clock(), self.forwards)
+            self._pending[sequence.id] = Arrival(sequence, 0, [], None, began_s, self.forwards)
             return True
         near, boundary, needs = self._choose(sequence)
         for need in needs:
@@ -121,6 +123,7 @@ class Arrivals:
             for need in needs:
                 need.pool.release(need.retained)
             return False
+        sequence.times.admitted_s = sequence.times.admitted_s or began_s
         self._take_blocks(sequence, boundary, needs)
         lacking = [need for need in needs if need.chunks]
         for place, need in enumerate(lacking):
@@ -255,12 +258,15 @@ class Arrivals:
             return
         sequence.waited_s = 0.0
         self._account(arrival)
+        sequence.times.started_s = sequence.times.started_s or self._clock()
         self._let_go(arrival)
         sequence.computed = arrival.boundary
         sequence.phase = Phase.RUNNING
 
     def _again(self, arrival: Arrival) -> None:
-        arrival.sequence.waited_s += self._clock() - arrival.began_s
+        waited_s = self._clock() - arrival.began_s
+        arrival.sequence.waited_s += waited_s
+        self._residency.counters.tiers_waited_s += waited_s
         arrival.sequence.phase = Phase.WAITING
 
     def _undo(self, arrival: Arrival) -> None:
@@ -345,8 +351,11 @@ class Arrivals:
             for begin, end, name in zip([0, *edges[1:]], [*edges[1:], arrival.boundary], names, strict=True):
                 reused[name] += end - begin
             self._residency.counters.tokens_reused += arrival.boundary
-        if arrival.fetch is not None and arrival.began_forward == self.forwards:
-            self._measure(arrival, elapsed_s)
+            self._residency.counters.recompute_saved_s += self._pace.recompute_s(arrival.boundary) or 0.0
+        if arrival.fetch is not None:
+            self._residency.counters.tiers_waited_s += elapsed_s
+            if arrival.began_forward == self.forwards:
+                self._measure(arrival, elapsed_s)
         if not sequence.reused:  # a preempted sequence that is computed again reuses its own prompt, which is no news
             sequence.reused = reused
 

@@ -63,7 +63,7 @@ def assemble(
     Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory,
     ``ConfigError`` for an unusable key file or tiers that cannot be told apart.
     """
-    _check_tiers(tiers, memory)
+    check_tiers(tiers, memory)
     attention.install(loaded.model)
     try:
         return _assemble(loaded, memory, salt, clock, tiers)
@@ -73,18 +73,18 @@ def assemble(
 
 
 def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float], tiers: Sequence[Tier]) -> Parts:
-    block_tokens = _block_tokens(memory)
+    block_tokens = block_tokens_of(memory)
     with attention.probing():
         layout = probe(loaded.model, block_tokens, memory.chunk_blocks)
     geometry = Geometry(layout.groups)
-    name = namespace(_namespace_fields(loaded, layout, salt))
+    name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", attention.NAME))
     counts = split_pool(layout.blocks, memory.device_kv_bytes, layout.context_tokens, memory.step_tokens_max)
     pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
     assert sum(pool.nbytes for pool in pools) <= memory.device_kv_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
     grid = block_tokens[Kind.RECURRENT]
     snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
-    store = _open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
+    store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     return Parts(
         layout=layout,
         geometry=geometry,
@@ -98,7 +98,7 @@ def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], flo
     )
 
 
-def _check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
+def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
     """Tiers need host memory, since chunks pass through it, and names of their own, since statistics go by name."""
     if tiers and not memory.host_bytes:
         raise ConfigError("tiers are given but host is 0. Chunks reach them through host memory: add a host size.")
@@ -112,25 +112,28 @@ def _check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
         taken.add(tier.name)
 
 
-def _block_tokens(memory: Memory) -> Mapping[Kind, int]:
-    """Tokens per block of each kind; the snapshot grid is a multiple of the others, because a boundary must suit all
-    groups.
+def block_tokens_of(memory: Memory) -> Mapping[Kind, int]:
+    """Tokens per block of each kind; the snapshot grid is a multiple of the others' chunks, because a boundary must
+    suit all groups: a snapshot inside of a chunk that is not complete is of no use below the device.
     """
     tokens = {kind: memory.group_block_tokens.get(kind.value, memory.block_tokens) for kind in Kind}
-    paged = math.lcm(*(tokens[kind] for kind in Kind if kind is not Kind.RECURRENT))
+    paged = math.lcm(*(tokens[kind] for kind in Kind if kind is not Kind.RECURRENT)) * memory.chunk_blocks
     if Kind.RECURRENT.value not in memory.group_block_tokens:
         tokens[Kind.RECURRENT] = paged * -(-SNAPSHOT_GRID_TOKENS_LEAST // paged)
     return tokens
 
 
-def _open_store(
+def open_store(
     geometry: Geometry,
     memory: Memory,
     name: bytes,
     snapshot_tokens: int,
     clock: Callable[[], float],
-    others: Sequence[Tier],
+    others: Sequence[Tier] = (),
 ) -> TieredStore | None:
+    """Host arena and the tiers of ``memory``, with ``others`` below them; ``None`` without host memory. ``name``: the
+    namespace.
+    """
     if not memory.host_bytes:
         return None
     tiers: list[Tier] = []
@@ -169,8 +172,12 @@ def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int) -> Iterator[T
         )
 
 
-def _namespace_fields(loaded: Loaded, layout: ModelLayout, salt: str) -> Mapping[str, Field]:
-    """All that a chunk's bytes depend on besides its tokens (case F3); ``docs/keys.md`` explains each."""
+def namespace_fields(
+    loaded: Loaded, layout: ModelLayout, salt: str, writer: str, attention_name: str
+) -> Mapping[str, Field]:
+    """All that a chunk's bytes depend on besides its tokens (case F3); ``docs/keys.md`` explains each. ``writer``: who
+    lays chunks out, and its format.
+    """
     config = loaded.model.config
     groups: list[Field] = [
         {
@@ -193,9 +200,9 @@ def _namespace_fields(loaded: Loaded, layout: ModelLayout, salt: str) -> Mapping
     ]
     return {
         "format": [envelope.VERSION, segment.VERSION],
-        "engine": f"embedded/{ENGINE_FORMAT}",
+        "engine": writer,
         "code": f"transformers/{transformers.__version__}",
-        "attention": attention.NAME,
+        "attention": attention_name,
         "weights": loaded.identity,
         "family": config.model_type,
         "compute_dtype": str(loaded.model.dtype),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
 from stowage.core.key import tenant_namespace
 from stowage.engine.layers import ModelLayout
-from stowage.engine.request import Completion, Delta
-from stowage.engine.sequence import Sequence
+from stowage.engine.request import Completion, Delta, Progress
+from stowage.engine.sequence import Phase, Sequence
 from stowage.errors import RequestError
 
 
@@ -105,6 +106,31 @@ def last_piece(sequence: Sequence, text: str, reason: str) -> Delta:
     """The end of a sequence: with its last token, unless it was cancelled between two."""
     done = complete(sequence, reason)
     return Delta(text, [], done) if reason == "cancelled" else replace(piece(sequence, text), completion=done)
+
+
+def progress_of(sequence: Sequence, clock: Callable[[], float]) -> Progress:
+    """How far a sequence is. For any thread: every field is read once, and the engine may be changing the others."""
+    times, reused = sequence.times, sequence.reused
+    phase = sequence.phase.value
+    if sequence.phase is Phase.RUNNING:
+        phase = "answering" if times.first_token_s else "computing"
+
+    def after(moment_s: float) -> float | None:
+        return moment_s - times.arrived_s if moment_s else None
+
+    return Progress(
+        phase=phase,
+        prompt_tokens=sequence.prompt_tokens,
+        reused_tokens=dict(reused),
+        computed_tokens=max(0, min(sequence.computed, sequence.prompt_tokens) - sum(reused.values())),
+        new_tokens=len(sequence.tokens) - sequence.prompt_tokens,
+        preemptions=sequence.preemptions,
+        now_s=clock() - times.arrived_s,
+        admitted_s=after(times.admitted_s),
+        started_s=after(times.started_s),
+        first_token_s=after(times.first_token_s),
+        finished_s=after(times.finished_s),
+    )
 
 
 def complete(sequence: Sequence, reason: str) -> Completion:

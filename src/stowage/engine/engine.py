@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from stowage.config import Memory, format_size
 from stowage.engine import loading
 from stowage.engine.arrival import Arrivals
 from stowage.engine.assembly import assemble
-from stowage.engine.completion import eos_ids, is_over, last_piece, namespace_of, piece, prompt_tokens
+from stowage.engine.completion import eos_ids, is_over, last_piece, namespace_of, piece, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.pace import Pace
 from stowage.engine.peak import prefill_tokens_per_s_most
 from stowage.engine.pool import bytes_needed, tokens_fitting
 from stowage.engine.questions import Questions
-from stowage.engine.request import Completion, Delta, Request
+from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.residency import Residency
 from stowage.engine.sampler import Sampler, SamplingParams
 from stowage.engine.scheduler import Scheduler
@@ -42,7 +43,7 @@ from stowage.errors import BudgetError, RequestError, StowageError
 from stowage.metrics import exposition
 from stowage.tiers.protocol import Tier
 
-__all__ = ["Completion", "Delta", "Engine", "Prompt", "Request"]
+__all__ = ["Completion", "Delta", "Engine", "Progress", "Prompt", "Request"]
 
 Prompt = str | list[int] | list[dict[str, str]]
 logger = logging.getLogger("stowage.engine")
@@ -190,7 +191,7 @@ class Engine:
         cannot hold.
         """
         sequence = self._new_sequence(prompt, params or SamplingParams(), salt)
-        request = Request(sequence.id, on_delta)
+        request = Request(sequence.id, on_delta, partial(progress_of, sequence, self._clock))
         with self._news:
             if self._broken is not None:
                 raise StowageError(f"the engine has stopped: {self._broken}") from self._broken
@@ -388,7 +389,9 @@ class Engine:
         outputs = self.parts.runner.run(work)
         elapsed_s = self._clock() - began_s
         tokens = sum(w.count for w in work)
-        self._residency.counters.tokens_computed += tokens
+        counters = self._residency.counters
+        counters.tokens_computed += tokens
+        counters.prompt_tokens_computed += sum(w.prompt_tokens for w in work)
         if tokens > 2 * len(work) or len(work) == 1:  # many single tokens say nothing about a prompt of that length
             self._pace.computed(tokens, elapsed_s)
         for item, logits in zip(work, outputs, strict=True):

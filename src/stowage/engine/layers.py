@@ -107,6 +107,13 @@ def refuse_unsupported(config: Any) -> None:
             f"models of type {family!r} are not supported yet, and an answer that may be wrong is not given. "
             f"Supported: {', '.join(FAMILIES)}."
         )
+    refuse_positions(config)
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModelError("attention logit soft-capping is not supported yet.")
+
+
+def refuse_positions(config: Any) -> None:
+    """Raise ``UnsupportedModelError`` where a token's cached state depends on more than the tokens before it."""
     for rope in _rope_settings(config):
         if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
             raise UnsupportedModelError(
@@ -115,8 +122,6 @@ def refuse_unsupported(config: Any) -> None:
             )
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention has no causal KV cache; it is not supported.")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModelError("attention logit soft-capping is not supported yet.")
 
 
 def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
@@ -148,7 +153,7 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
     for index, members in enumerate(by_geometry.values()):
         kind = members[0].kind
         per_chunk = 1 if kind is Kind.RECURRENT else chunk_blocks
-        blocks.append(_lay_out(index, members, block_tokens[kind], per_chunk))
+        blocks.append(lay_out(index, members, block_tokens[kind], per_chunk))
     return ModelLayout(
         blocks=tuple(blocks),
         ragged=FAMILIES[config.model_type],
@@ -215,7 +220,8 @@ def _window(config: Any, kind: Kind) -> int:
     return 0
 
 
-def _lay_out(index: int, members: list[Layer], block_tokens: int, per_chunk: int) -> BlockLayout:
+def lay_out(index: int, members: list[Layer], block_tokens: int, per_chunk: int) -> BlockLayout:
+    """One block of group ``index``: its ``members``, all of one geometry, back to back."""
     kind = members[0].kind
     tokens = 1 if kind is Kind.RECURRENT else block_tokens
     offsets: dict[int, tuple[int, ...]] = {}

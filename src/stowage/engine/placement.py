@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from stowage.config import format_size
 from stowage.engine.engine import Engine
+from stowage.tiers.protocol import Probing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,20 @@ class Place:
         return f"{self.hold:<6} {self.what}: {format_size(self.capacity_bytes)}{tokens}"
 
 
+def weights_bytes(engine: Engine) -> int:
+    """Memory of the weights; those that several layers share count once."""
+    return sum({p.data_ptr(): p.numel() * p.element_size() for p in engine.model.parameters()}.values())
+
+
+def shared_tiers(engine: Engine) -> frozenset[str]:
+    """The names of the tiers into which other machines may put what they have computed."""
+    tiers = engine.store.tiers if engine.store is not None else ()
+    return frozenset(tier.name for tier in tiers if isinstance(tier, Probing))
+
+
 def placement(engine: Engine) -> list[Place]:
     """The holds of ``engine``, device first."""
-    model = engine.model
-    weights = sum({p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}.values())
-    places = [Place("device", "weights, resident", weights)]
+    places = [Place("device", "weights, resident", weights_bytes(engine))]
     for pool in engine.parts.pools:
         group = pool.group
         what = f"KV of {len(group.layers)} {group.kind.value} layers"

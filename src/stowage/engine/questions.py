@@ -20,6 +20,12 @@ LEAST_S = 0.02
 """For short prompts: about what two answers of a near object store take."""
 
 
+def wait_limit_s(pace: Pace, tokens: int, timeout_s: float) -> float:
+    """How long a prompt of which ``tokens`` may be found waits for answers."""
+    recompute_s = pace.recompute_s(tokens)
+    return timeout_s if recompute_s is None else min(timeout_s, max(SHARE * recompute_s, LEAST_S))
+
+
 class Questions:
     """``timeout_s``: the longest wait for answers, however long the prompt."""
 
@@ -39,10 +45,7 @@ class Questions:
         wanted = [(index, sequence.keys.of(index)[: length // size]) for index, size in enumerate(sizes)]
         sequence.probes = self._store.probe(wanted)
         if sequence.probes:
-            recompute_s = self._pace.recompute_s(length)
-            limit_s = self._timeout_s
-            if recompute_s is not None:
-                limit_s = min(limit_s, max(SHARE * recompute_s, LEAST_S))
+            limit_s = wait_limit_s(self._pace, length, self._timeout_s)
             sequence.probes_until_s = self._clock() + limit_s
             sequence.probes = [probe for probe in sequence.probes if probe.expected_s <= limit_s]
 

@@ -47,12 +47,38 @@ class Delta:
     prompt_logprobs: Sequence[TokenLogprob | None] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is. ``phase``: ``waiting``, ``loading`` (its prefix is on its way), ``computing`` (its prompt),
+    ``answering``, ``preempted``, ``finished``. ``reused_tokens`` as in ``Completion``, empty while it is not known;
+    ``computed_tokens``: the other tokens of the prompt, as far as they are computed; ``new_tokens``: of the answer.
+
+    Seconds after its submission, ``None`` while it has not happened: ``admitted_s`` its prefix was looked up,
+    ``started_s`` its prefix was in place, ``first_token_s``, ``finished_s``; ``now_s`` is the time of asking.
+    """
+
+    phase: str
+    prompt_tokens: int
+    reused_tokens: Mapping[str, int]
+    computed_tokens: int
+    new_tokens: int
+    preemptions: int
+    now_s: float
+    admitted_s: float | None
+    started_s: float | None
+    first_token_s: float | None
+    finished_s: float | None
+
+
 @dataclass(eq=False, slots=True)
 class Request:
-    """The handle of a submitted prompt. ``on_delta`` is called on the engine's thread and must not block."""
+    """The handle of a submitted prompt. ``on_delta`` is called on the engine's thread and must not block. ``progress``
+    says how far it is: at any time, from any thread, without waiting for the engine.
+    """
 
     id: int
-    on_delta: Callable[[Delta], None] | None = None
+    on_delta: Callable[[Delta], None] | None
+    progress: Callable[[], Progress]
     completion: Completion | None = None
     error: StowageError | None = None
     cancelled: bool = False

@@ -29,7 +29,9 @@ from stowage.transfer.protocol import Transfer
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the engine began."""
+    """What happened since the engine began. ``recompute_saved_s``: what computing the reused tokens would have taken,
+    as predicted when they were reused; ``tiers_waited_s``: what sequences waited for tiers, in vain too.
+    """
 
     copies_failed: int = 0
     preemptions: int = 0
@@ -37,6 +39,9 @@ class Counters:
     loads_refused: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
+    prompt_tokens_computed: int = 0
+    recompute_saved_s: float = 0.0
+    tiers_waited_s: float = 0.0
 
 
 class Residency:

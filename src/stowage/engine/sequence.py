@@ -99,9 +99,13 @@ class SequenceKeys:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of the injected clock; 0 where it has not happened."""
+    """Seconds of the injected clock; 0 where it has not happened. ``admitted_s``: its prefix was looked up;
+    ``started_s``: its prefix was in place.
+    """
 
     arrived_s: float = 0.0
+    admitted_s: float = 0.0
+    started_s: float = 0.0
     first_token_s: float = 0.0
     finished_s: float = 0.0
 

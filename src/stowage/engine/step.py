@@ -32,6 +32,11 @@ class Work:
     count: int
     every_logit: bool = False
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of the tokens belong to the prompt."""
+        return max(0, min(self.start + self.count, self.sequence.prompt_tokens) - self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:

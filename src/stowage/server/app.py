@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -17,29 +18,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stowage import __version__
 from stowage.engine.engine import Delta
+from stowage.server import page
 from stowage.server.answers import Answer, ChatAnswer, Scores, TextAnswer
 from stowage.server.auth import ApiKeys
 from stowage.server.bridge import Bridge, Exchange
-from stowage.server.counts import Counts, tasks
-from stowage.server.front import VISIT, Front, Visit
+from stowage.server.counts import CHAT, COMPLETIONS, Counts, tasks
+from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
+from stowage.server.journal import Journal
 from stowage.server.limits import BODIES_AT_ONCE, Limits
 from stowage.server.openai import Ask
-from stowage.server.refusal import ApiError
+from stowage.server.refusal import ApiError, bad
 from stowage.server.stream import ClientLeft, Events, encoded, patiently, send_json, while_connected
+from stowage.server.watch import Watch
 
 
-def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, host: str | None) -> ASGIApp:
+def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: Watch, host: str | None) -> ASGIApp:
     """The application. `host` is the name that the server listens under; None: it may be asked under any name."""
     plain = Plain(bridge, counts)
-    bodies = Bodies(limits)
+    dashboard = Dashboard(watch)
+    bodies, journal = Bodies(limits), watch.journal
     routes = [
+        Route(PAGE, dashboard.page),
+        Route(STATE, dashboard.state),
         Route("/health", plain.health),
         Route("/version", plain.version),
         Route("/metrics", plain.metrics),
         Route("/v1/models", plain.models),
         Route("/v1/models/{model:path}", plain.model),
-        Route("/v1/completions", Generation(bridge, limits, counts, bodies, chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", Generation(bridge, limits, counts, bodies, chat=True), methods=["POST"]),
+        Route(COMPLETIONS, Generation(bridge, limits, counts, bodies, journal, chat=False), methods=["POST"]),
+        Route(CHAT, Generation(bridge, limits, counts, bodies, journal, chat=True), methods=["POST"]),
     ]
     loop = asyncio.get_running_loop()
     counts.watch(
@@ -90,14 +97,43 @@ class Plain:
         }
 
 
+class Dashboard:
+    """The page at /, and what it shows."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._page, self._headers = page.load()
+
+    async def page(self, request: Request) -> Response:
+        return Response(self._page, headers=self._headers)
+
+    async def state(self, request: Request) -> Response:
+        after_s = _seconds(request.query_params.get("after", "0"))
+        visit: Visit = request.scope[VISIT]
+        return JSONResponse(await self._watch.state(visit.tenant, after_s), headers=page.PRIVATE)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise bad("'after' must be a number of seconds: the `now_s` of an earlier answer.", param="after")
+    return seconds
+
+
 class Generation:
     """/v1/completions and /v1/chat/completions: an ASGI application."""
 
-    def __init__(self, bridge: Bridge, limits: Limits, counts: Counts, bodies: Bodies, *, chat: bool) -> None:
+    def __init__(
+        self, bridge: Bridge, limits: Limits, counts: Counts, bodies: Bodies, journal: Journal, *, chat: bool
+    ) -> None:
         self._bridge = bridge
         self._limits = limits
         self._counts = counts
         self._bodies = bodies
+        self._journal = journal
         self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,6 +152,7 @@ class Generation:
     async def _serve(self, ask: Ask, visit: Visit, send: Send) -> None:
         self._counts.asked(visit.route, ask)
         exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt))
+        self._journal.begin(visit, exchange)
         try:
             answer = (ChatAnswer if self._chat else TextAnswer)(ask, self._bridge.vocabulary)
             await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
@@ -148,11 +185,10 @@ class Generation:
 
     async def _pieces(self, exchange: Exchange, answer: Answer, visit: Visit) -> AsyncIterator[tuple[int, Delta]]:
         """The exchange's pieces; notes in passing what is counted, and which choices have ended."""
-        first = True
         async for choice, delta in exchange.pieces():
-            if first:
-                self._counts.first_token.labels(visit.route).observe(visit.seconds)
-                first = False
+            if visit.first_token_s is None:
+                visit.first_token_s = visit.seconds
+                self._counts.first_token.labels(visit.route).observe(visit.first_token_s)
             if delta.completion is not None:
                 answer.ended(choice, delta.completion)
                 self._counts.ended(visit.route, exchange.ask, choice, delta.completion)

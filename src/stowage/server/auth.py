@@ -7,6 +7,8 @@ different keys share nothing, and the `cache_salt` of a request divides a client
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import os
@@ -51,21 +53,40 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._known)
 
-    def tenant(self, authorization: bytes | None) -> Tenant | None:
-        """Whose key the header `authorization` holds; None: nobody's. A wrong key takes as long as a right one."""
+    def tenant(self, authorization: bytes | None, *, basic: bool = False) -> Tenant | None:
+        """Whose key the header `authorization` holds; None: nobody's. A wrong key takes as long as a right one.
+
+        `basic`: it may also be the password of HTTP Basic, which is what a browser can send; the user is not looked at.
+        """
         if not self._known:
             return Tenant()
         scheme, _, given = (authorization or b"").partition(b" ")
-        digest = hashlib.sha256(given.strip()).digest()
+        kind, given = scheme.lower(), given.strip()
+        if basic and kind == b"basic":
+            kind, given = b"bearer", _password(given)
+        digest = hashlib.sha256(given).digest()
         found = None
         for known, tenant in self._known:
             if hmac.compare_digest(known, digest):
                 found = tenant
-        return found if scheme.lower() == b"bearer" else None
+        return found if kind == b"bearer" else None
+
+
+def _password(encoded: bytes) -> bytes:
+    """Of `base64(user:password)`; empty where it is not that."""
+    try:
+        return base64.b64decode(encoded, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def load(path: Path | None, environ: Mapping[str, str]) -> ApiKeys:
-    """The keys of the file and of STOWAGE_API_KEYS (separated by commas). Raises ConfigError."""
+    """The keys that `read` finds. Raises ConfigError."""
+    return ApiKeys(read(path, environ))
+
+
+def read(path: Path | None, environ: Mapping[str, str]) -> list[str]:
+    """The keys of STOWAGE_API_KEYS (separated by commas) and of the file. Raises ConfigError."""
     given = environ.get(VARIABLE, "")
     keys = _checked(given.split(","), f"The variable {VARIABLE}")
     if given and not keys:
@@ -79,7 +100,7 @@ def load(path: Path | None, environ: Mapping[str, str]) -> ApiKeys:
         keys += found
     if len(keys) > KEYS_MAX:
         raise ConfigError(f"There are {len(keys)} API keys; at most {KEYS_MAX} can be used.")
-    return ApiKeys(keys)
+    return keys
 
 
 _HOW_TO_MAKE: Final = "Put one there: (umask 077; openssl rand -hex 32 >> {file})"

@@ -52,9 +52,9 @@ class Bridge:
         """Understand a body. Raises ApiError."""
         return await self._in(self._reading, lambda: (self.reader.chat if chat else self.reader.completion)(body))
 
-    async def look(self, at: Callable[[], T]) -> T:
+    def look(self, at: Callable[[], T]) -> asyncio.Future[T]:
         """Ask the engine something that waits for its lock, which a step may hold for long."""
-        return await self._in(self._looking, at)
+        return asyncio.get_running_loop().run_in_executor(self._looking, at)
 
     def refuse_if_full(self, choices: int = 1) -> None:
         """Raises ApiError while so many more choices cannot be taken in."""
@@ -125,6 +125,11 @@ class Exchange:
         self._requests: list[Request] = []
         self._closed = False
         self._failure: ApiError | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """What it has in the engine: first one request for each prompt, then those that follow them."""
+        return list(self._requests)
 
     async def submit(self, choices: Iterable[int]) -> None:
         """Raises ApiError."""

@@ -7,17 +7,21 @@ what a client sent. docs/metrics.md lists all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector as _Collector
+from prometheus_client.samples import Sample
 
 from stowage.engine.engine import Completion
 from stowage.metrics import Collector
 from stowage.server.openai import Ask
 
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+GENERATION: Final = (COMPLETIONS, CHAT)
 CLIENT_LEFT: Final = 499
 """Counted in place of a status where the client had left before there was one."""
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -77,6 +81,16 @@ class Counts:
     def asked(self, route: str, ask: Ask) -> None:
         self.prompt_tokens.labels(route).observe(sum(len(prompt.tokens) for prompt in ask.prompts))
 
+    def numbers(self) -> dict[str, float]:
+        """What the page at / shows of these counters, over all routes."""
+        asked = [s for s in _samples(self.requests) if s.labels.get("route") in GENERATION]
+        return {
+            "requests": _sum(asked, "_total"),
+            "answer_tokens": _sum(_samples(self.answer_tokens), "_total"),
+            "first_tokens": _sum(_samples(self.first_token), "_count"),
+            "first_token_s": _sum(_samples(self.first_token), "_sum"),
+        }
+
     def ended(self, route: str, ask: Ask, choice: int, completion: Completion) -> None:
         """One choice has its completion."""
         self.choices.labels(route, completion.finish_reason).inc()
@@ -86,6 +100,14 @@ class Counts:
         if choice % ask.n == 0:
             for tier, tokens in completion.reused_tokens.items():
                 self.cached_tokens.labels(tier).inc(tokens)
+
+
+def _samples(metric: Counter | Histogram) -> list[Sample]:
+    return [sample for family in metric.collect() for sample in family.samples]
+
+
+def _sum(samples: Iterable[Sample], suffix: str) -> float:
+    return sum(sample.value for sample in samples if sample.name.endswith(suffix))
 
 
 class _WithoutCreation(_Collector):

@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,12 @@ from stowage.server.stream import ClientLeft, Events, send_json
 
 logger = logging.getLogger("stowage.server")
 OPEN_TO_ALL: Final = "/health"
+PAGE: Final = "/"
+STATE: Final = "/v1/stowage/state"
+FOR_BROWSERS: Final = (PAGE, STATE)
+"""Where a key may come as the password of HTTP Basic. A browser sends that by itself, also when a page of somebody else
+asks it to; so these routes change nothing, and let no other page read what they answer.
+"""
 VISIT: Final = "stowage.visit"
 
 
@@ -33,11 +39,17 @@ class Visit:
     """One request on its way: what routes need to know of it, and note about it."""
 
     route: str
+    id: str
     tenant: Tenant
     began_s: float
     status: int = 0
     events: Events | None = None
     """The stream of the answer, where it is one and has begun."""
+    first_token_s: float | None = None
+    error: int = 0
+    """The status of the error that it ended with, also where a stream had begun; 0: none."""
+    at_end: Callable[[], None] | None = None
+    """Called when all of this is known."""
 
     @property
     def seconds(self) -> float:
@@ -60,50 +72,57 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "neither websockets nor lifespan are switched on"
         scope["app"] = self  # so that the router raises what it refuses
-        visit = scope[VISIT] = Visit(self._route(scope["path"]), Tenant(), time.monotonic())
-        identity = b"req-" + secrets.token_hex(12).encode()
+        identity = "req-" + secrets.token_hex(12)
+        visit = scope[VISIT] = Visit(self._route(scope["path"]), identity, Tenant(), time.monotonic())
 
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", identity)]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 
         try:
             await self._enter(scope, receive, note, visit)
         finally:
             self._counts.request(visit.route, visit.status or CLIENT_LEFT, visit.seconds)
-            self._log(scope["method"], visit, identity)
+            self._log(scope["method"], visit)
+            if visit.at_end is not None:
+                visit.at_end()
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
         try:
             headers = dict(scope["headers"])
             if visit.route != OPEN_TO_ALL:
                 self._check_host(headers.get(b"host"))
-                visit.tenant = self._who(headers.get(b"authorization"))
+                visit.tenant = self._who(headers.get(b"authorization"), visit.route, scope["method"])
             await self._app(scope, receive, send)
         except ApiError as error:
             await self._answer(send, visit, error)
         except HTTPException as error:
             await self._answer(send, visit, _refusal(error))
         except ClientLeft:
-            visit.status = CLIENT_LEFT
+            visit.status = visit.error = CLIENT_LEFT
         except Exception:  # the request's outermost frame: a bug; its client is told, the server lives on
             logger.exception("a request failed", extra={"stowage_event": "fault"})
             await self._answer(send, visit, internal())
 
     async def _answer(self, send: Send, visit: Visit, error: ApiError) -> None:
+        visit.error = error.status
         if visit.events is not None:
             await visit.events.fail(error)
         elif not visit.status:
             await send_json(send, error.status, error.encoded, error.headers)
 
-    def _who(self, authorization: bytes | None) -> Tenant:
-        tenant = self._keys.tenant(authorization)
+    def _who(self, authorization: bytes | None, route: str, method: str) -> Tenant:
+        tenant = self._keys.tenant(authorization, basic=route in FOR_BROWSERS and method in ("GET", "HEAD"))
         if tenant is None:
             what = "Incorrect API key provided." if authorization else "You did not provide an API key."
             how = "Send it in the header 'authorization: Bearer KEY'."
-            raise ApiError(401, f"{what} {how}", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            challenge = "Bearer"
+            if route == PAGE:  # only where somebody looks at it may a browser ask them for a password
+                how = "In a browser: any user name, and the key as the password."
+                challenge = 'Basic realm="Stowage: an API key as the password", charset="UTF-8"'
+            raise ApiError(401, f"{what} {how}", code="invalid_api_key", headers={"www-authenticate": challenge})
         return tenant
 
     def _check_host(self, host: bytes | None) -> None:
@@ -127,14 +146,15 @@ class Front:
             return path
         return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
-    def _log(self, method: str, visit: Visit, identity: bytes) -> None:
-        """Neither prompts nor keys, nor what a client wrote in its path."""
+    def _log(self, method: str, visit: Visit) -> None:
+        """Neither prompts nor keys, nor what a client wrote in its path. A dashboard asks every second: no news."""
         known = method if method in ("GET", "HEAD", "POST") else "other"
-        fields = {"method": known, "route": visit.route, "status": visit.status or CLIENT_LEFT, "id": identity.decode()}
+        fields = {"method": known, "route": visit.route, "status": visit.status or CLIENT_LEFT, "id": visit.id}
         fields["seconds"] = round(visit.seconds, 3)
         told = " ".join(f"{name}={value}" for name, value in fields.items())
         extra = {"stowage_event": "request", "stowage_text": "a request has ended", "stowage_fields": fields}
-        logger.info("a request has ended (%s)", told, extra=extra)
+        level = logging.DEBUG if visit.route == STATE and visit.status == 200 else logging.INFO
+        logger.log(level, "a request has ended (%s)", told, extra=extra)
 
 
 def _refusal(error: HTTPException) -> ApiError:

@@ -27,6 +27,7 @@ from stowage.server.counts import Counts
 from stowage.server.limits import Limits
 from stowage.server.listen import Place, cannot_listen
 from stowage.server.refusal import stopping
+from stowage.server.watch import Watch
 
 _BACKLOG: Final = 512
 _LAST_WORDS_S: Final = 2.0
@@ -68,10 +69,12 @@ async def run(
 ) -> None:
     """`serve` without signals, until `stop` is set."""
     bridge, counts = Bridge(engine, name, limits), Counts()
+    watch = Watch(bridge, counts)
     guarded = len(keys) or place.loopback
-    app = build(bridge, keys, limits, counts, place.host if guarded else None)
+    app = build(bridge, keys, limits, counts, watch, place.host if guarded else None)
     server = _server(app, limits)
     running = asyncio.create_task(server.serve(sockets=[place.socket]))
+    sampling = asyncio.create_task(watch.sample_for_ever())
     try:
         while not server.started and not running.done():
             await asyncio.sleep(_TICK_S)
@@ -84,6 +87,9 @@ async def run(
     except OSError as error:
         raise ConfigError(cannot_listen(place.text, error)) from error
     finally:
+        sampling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sampling
         bridge.close()
 
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +32,9 @@ __all__ = ["ObjectTier"]
 
 BOUNDS: Final = Bounds(batch_keys=1, batch_bytes=1, reads_max=32, writes_max=16, probes_max=64, search_widths=(8, 48))
 PART_BYTES: Final = 8 << 20
-"""Longer objects are read, and written, in parts of that length at the same time: one connection brings little."""
+"""Long objects are read, and written, in parts of that length at the same time: one connection brings little."""
+WHOLE_BYTES: Final = 12 << 20
+"""Up to that they are read whole: a chunk of 8 MiB, and its head, are not worth two requests."""
 MULTIPART_BYTES: Final = 32 << 20
 PARTS_MAX: Final = 4
 CONNECT_S: Final = 5.0
@@ -133,6 +136,9 @@ class _ObjectBackend:
         self.bounds = bounds
         self._holdings = Holdings(limit_bytes)
         self._making_room = asyncio.Lock()
+        self._writing: Counter[str] = Counter()
+        """Objects that are being written: removing one now would not keep it from appearing afterwards."""
+        self._wrote = asyncio.Event()
         self._removed = removed
 
     async def head(self, names: Sequence[str], length: int) -> Sequence[Answer]:
@@ -151,7 +157,7 @@ class _ObjectBackend:
     async def _get(self, name: str, length: int) -> Answer:
         """The whole object, or nothing of it if it is longer or shorter than said."""
         try:
-            first = min(length, PART_BYTES)
+            first = length if length <= WHOLE_BYTES else PART_BYTES
             result = await self._library.get_async(self._store, name, options={"range": (0, first)})
             if result.meta["size"] != length:
                 return b""
@@ -162,22 +168,24 @@ class _ObjectBackend:
             return _failure(error, reading=True)
 
     async def _get_parts(self, name: str, length: int, first: Any) -> Answer:
+        """All parts are of the same object: one that is replaced meanwhile is asked for again."""
         whole = bytearray(length)
         begins = iter(range(PART_BYTES, length, PART_BYTES))
+        same = {"if_match": first.meta["e_tag"]} if first.meta["e_tag"] else {}
 
         async def fill(begin: int, body: Any) -> None:
-            part = memoryview(await body)
+            part = memoryview(await body.bytes_async())
             whole[begin : begin + part.nbytes] = part
             if begin + part.nbytes > length or part.nbytes != min(PART_BYTES, length - begin):
                 raise EOFError
 
         async def fill_some() -> None:
             for begin in begins:
-                end = min(begin + PART_BYTES, length)
-                await fill(begin, self._library.get_range_async(self._store, name, start=begin, end=end))
+                options = {"range": (begin, min(begin + PART_BYTES, length)), **same}
+                await fill(begin, await self._library.get_async(self._store, name, options=options))
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(fill(0, first.bytes_async()))
+            group.create_task(fill(0, first))
             for _ in range(PARTS_MAX - 1):
                 group.create_task(fill_some())
         return whole
@@ -190,18 +198,30 @@ class _ObjectBackend:
             return Failure(Cause.REFUSED, "an object is longer than the limit")
         try:
             async with self._making_room:
-                while (oldest := self._holdings.next_to_go(name, len(value))) is not None:
-                    await self._remove(oldest)
+                await self._make_room(name, len(value))
                 self._holdings.add(name, len(value))
-            large = len(value) > MULTIPART_BYTES
-            await self._library.put_async(
-                self._store, name, value, use_multipart=large, chunk_size=PART_BYTES, max_concurrency=PARTS_MAX
-            )
+                self._writing[name] += 1
+            try:
+                large = len(value) > MULTIPART_BYTES
+                await self._library.put_async(
+                    self._store, name, value, use_multipart=large, chunk_size=PART_BYTES, max_concurrency=PARTS_MAX
+                )
+            finally:
+                self._writing -= Counter((name,))  # none is kept at 0
+                self._wrote.set()
         except Exception as error:  # noqa: BLE001 - whatever the library raises is an answer
             failure = _failure(error, reading=False)
             assert isinstance(failure, Failure)
             return failure
         return None
+
+    async def _make_room(self, name: str, length: int) -> None:
+        while not self._holdings.has_room(name, length):
+            if (oldest := self._holdings.oldest(self._writing)) is not None:
+                await self._remove(oldest)
+            else:
+                self._wrote.clear()
+                await self._wrote.wait()
 
     async def _remove(self, name: str) -> None:
         self._removed(name)
@@ -233,6 +253,8 @@ def _failure(error: BaseException, reading: bool) -> Answer:
         return Failure(Cause.FULL, "no space left")
     if isinstance(error, EOFError):
         return Failure(Cause.NETWORK, "a part of an object came back short")
+    if type(error).__name__ == "PreconditionError":
+        return Failure(Cause.NETWORK, "an object was replaced while it was read")
     if status and status[1].startswith("4") and status[1] not in ("408", "429"):
         return Failure(Cause.REFUSED, f"the store refused ({said})")
     if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError", "NotSupportedError"):

@@ -149,7 +149,9 @@ def _value(reply: Any) -> Answer:
     """A range of what is not there is empty."""
     if isinstance(reply, Exception):
         return b"" if "WRONGTYPE" in str(reply) else _failure(reply)
-    return cast(bytes, reply) or None
+    if not isinstance(reply, bytes):
+        return Failure(Cause.REFUSED, "the server does not answer as Valkey does")
+    return reply or None
 
 
 def _failure(error: Exception) -> Failure:
@@ -160,12 +162,13 @@ def _failure(error: Exception) -> Failure:
         return Failure(Cause.REFUSED, "the server refused the password")
     if kinds & {"NoPermissionError", "ReadOnlyError"}:
         return Failure(Cause.REFUSED, f"the server refused ({kind})")
+    if "AskError" in kinds:
+        return Failure(Cause.REFUSED, "the server is a node of a cluster: add cluster=true to its address")
     text = str(error)
     if "OutOfMemoryError" in kinds or text.startswith(("OOM", "MISCONF")):
         return Failure(Cause.FULL, "the server takes nothing more")
     if "ResponseError" in kinds and "ClusterError" not in kinds:
         transient = text.startswith(("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN"))
-        return Failure(
-            Cause.NETWORK if transient else Cause.REFUSED, f"the server said {text.split(maxsplit=1)[0][:20]}"
-        )
+        said = text.partition(" ")[0][:20] or "nothing"
+        return Failure(Cause.NETWORK if transient else Cause.REFUSED, f"the server said {said}")
     return Failure(Cause.NETWORK, f"no connection ({kind})")

@@ -7,7 +7,7 @@ move as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import SlabClass
 from stowage.core.plan import CopyPlan
-
-Run = tuple[int, int, int]
+from stowage.transfer.runs import runs
 
 
 class CpuTransfer:
@@ -34,23 +33,14 @@ class CpuTransfer:
     def store(self, plan: CopyPlan, storage: torch.Tensor) -> None:
         """Device to host; see ``Transfer``."""
         size = storage.shape[1]
-        for row, place, count in self._runs(plan, size):
+        for row, place, count in runs(plan, self._slab_of[plan.group], size):
             self._arena[place : place + count * size].copy_(storage[row : row + count].view(-1))
 
     def load(self, plan: CopyPlan, storage: torch.Tensor) -> None:
         """Host to device; see ``Transfer``."""
         size = storage.shape[1]
-        for row, place, count in self._runs(plan, size):
+        for row, place, count in runs(plan, self._slab_of[plan.group], size):
             storage[row : row + count].view(-1).copy_(self._arena[place : place + count * size])
-
-    def _runs(self, plan: CopyPlan, block_bytes: int) -> Iterator[Run]:
-        """``(first device row, byte in the arena, blocks)`` of each run that is contiguous on both sides."""
-        slab = self._slab_of[plan.group]
-        places = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * block_bytes
-        breaks = np.flatnonzero((np.diff(plan.blocks) != 1) | (np.diff(places) != block_bytes)) + 1
-        begins = np.concatenate([[0], breaks]) if plan.copies else breaks
-        ends = np.append(begins[1:], plan.copies)
-        return zip(plan.blocks[begins].tolist(), places[begins].tolist(), (ends - begins).tolist(), strict=True)
 
     def close(self) -> None:
         """Give the arena back."""

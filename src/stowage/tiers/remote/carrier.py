@@ -228,7 +228,9 @@ class Carrier:
 
     async def greet(self) -> None:
         """Connect, so that the first prompt need not wait for that; `health` knows afterwards."""
-        await self._ask(lambda _: self._backend.head([self._identity.name_of(bytes(32))], parcel.HEAD_BYTES), 1)
+        name = self._identity.name_of(bytes(32))
+        async with self._probes.passing(parcel.HEAD_BYTES):
+            await self._ask(lambda _: self._backend.head([name], parcel.HEAD_BYTES), 1)
 
     async def probe(self, inquiries: Sequence[Inquiry]) -> None:
         """Find out how far the store has these chains; `Presence` knows afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 __all__ = ["NAMES_MAX", "Holdings"]
@@ -24,14 +25,16 @@ class Holdings:
         """Whether a value of that length can ever be kept."""
         return not self._limit_bytes or length <= self._limit_bytes
 
-    def next_to_go(self, name: str, length: int) -> str | None:
-        """What must be removed before that value, which fits, is written; ask until nothing must."""
+    def has_room(self, name: str, length: int) -> bool:
+        """Whether that value, which fits, can be written and nothing must go before."""
         if not self._limit_bytes or not self._lengths:
-            return None
+            return True
         more_bytes = length - self._lengths.get(name, 0)
-        if self._bytes + more_bytes <= self._limit_bytes and len(self._lengths) < self._names_max:
-            return None
-        return next(iter(self._lengths))
+        return self._bytes + more_bytes <= self._limit_bytes and len(self._lengths) < self._names_max
+
+    def oldest(self, busy: Container[str] = ()) -> str | None:
+        """What goes next, but for those in `busy`."""
+        return next((name for name in self._lengths if name not in busy), None)
 
     def removed(self, name: str) -> None:
         """It is gone."""

@@ -1,10 +1,19 @@
-"""An event loop in a thread of its own: where a shared tier's work is done."""
+"""An event loop in a thread of its own: where a shared tier's work is done.
+
+A process that is forked off has no such thread, and nothing of a tier works there. But its copy of the loop shares what
+the loop watches in the kernel, so that a connection that is thrown away there would be deaf here. Hence the copy
+watches nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
+import selectors
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
@@ -17,7 +26,10 @@ class Worker:
     """A daemon: one that hangs must not keep the process. `run` and `stop` may be called from any thread."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._watched = selectors.EpollSelector()
+        self._loop = asyncio.SelectorEventLoop(self._watched)
+        forked = weakref.WeakMethod(self._forked)
+        os.register_at_fork(after_in_child=lambda: forget() if (forget := forked()) is not None else None)
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -28,6 +40,11 @@ class Worker:
             self._loop.run_forever()
         finally:
             self._loop.close()
+
+    def _forked(self) -> None:
+        if not self._loop.is_closed():
+            with select.epoll() as nothing:
+                os.dup2(nothing.fileno(), self._watched.fileno(), inheritable=False)
 
     def run(self, work: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
         """Begin that work; `ended` is called in the loop when it is over, also when it was cancelled before its first

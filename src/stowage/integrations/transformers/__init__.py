@@ -1,0 +1,1 @@
+"""The face for scripts that call Transformers' ``generate()``: ``PrefixCache``."""

@@ -1,0 +1,124 @@
+"""What the dashboard and `stowage top` show: one picture of the engine, the tiers, the requests and the last hour.
+
+Owns the history, and when the engine is looked at: once for all who ask meanwhile. The numbers are those of /metrics:
+`Engine.stats()` and the server's counts; nothing is counted here. docs/serving.md lists what is in the picture.
+
+Memory is bounded: the history is a ring, the journal of requests another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from stowage import __version__
+from stowage.server import picture
+from stowage.server.auth import Tenant
+from stowage.server.bridge import Bridge
+from stowage.server.counts import Counts
+from stowage.server.journal import Journal
+
+__all__ = ["EVERY_S", "KEPT_S", "History", "Watch"]
+
+EVERY_S: Final = 5.0
+KEPT_S: Final = 3600.0
+_PATIENCE_S: Final = 1.0
+"""The engine is not looked at while it computes a step; who has waited so long gets the last picture."""
+Stats = Mapping[str, Any]
+
+
+class History:
+    """Samples of the last `KEPT_S`, oldest first. `names` are those of the numbers in each; None: not known."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self._samples: deque[tuple[float, list[float | None]]] = deque(maxlen=int(KEPT_S / EVERY_S))
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, at_s: float, numbers: Mapping[str, float | None]) -> None:
+        self._samples.append((at_s, [numbers.get(name) for name in self.names]))
+
+    def after(self, after_s: float) -> list[list[float | None]]:
+        """Samples taken at `after_s` or later: the time first, then the numbers."""
+        return [[round(at_s, 3), *numbers] for at_s, numbers in self._samples if at_s >= after_s]
+
+
+class Watch:
+    """Looks at one server. All methods are called on the event loop's thread; all times are seconds since it began."""
+
+    def __init__(self, bridge: Bridge, counts: Counts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bridge = bridge
+        self._counts = counts
+        self._clock = clock
+        self._began_s = clock()
+        self._started_at = time.time()
+        self.journal = Journal(self._began_s)
+        self.history = History(picture.sample_names(bridge.engine))
+        self._fixed = picture.Fixed(bridge.engine)
+        self._seen: tuple[float, Stats] | None = None
+        self._looking: asyncio.Future[Stats] | None = None
+
+    async def state(self, tenant: Tenant, after_s: float) -> dict[str, Any]:
+        """The picture for one client. `after_s`: of what ended and of the history, only what came then or later."""
+        seen_s, stats = await self._look()
+        numbers, now_s = self._counts.numbers(), self._now_s()
+        bridge = self._bridge
+        return {
+            "server": {
+                "model": bridge.name,
+                "version": __version__,
+                "started_at": self._started_at,
+                "now_s": round(now_s, 6),
+                "age_s": round(now_s - seen_s, 6),
+                "stopping": bridge.stopping,
+                "alive": bridge.engine.alive,
+                "max_model_len": bridge.tokens_max,
+                "choices_open": bridge.choices_open,
+                "choices_limit": bridge.choices_max,
+                "sequences_max": bridge.engine.memory.sequences_max,
+            },
+            "totals": picture.totals(stats, numbers),
+            "memory": self._fixed.memory(stats),
+            "transfers": picture.transfers(stats),
+            "requests": self.journal.described(tenant, after_s),
+            "history": {
+                "every_s": EVERY_S,
+                "names": ["at_s", *self.history.names],
+                "samples": self.history.after(after_s),
+            },
+        }
+
+    async def sample_for_ever(self) -> None:
+        """Take a sample now and every `EVERY_S`, until it is cancelled."""
+        while True:
+            _, stats = await self._look(None)
+            numbers = picture.sample(stats, self._counts.numbers(), self._bridge.choices_open)
+            self.history.add(self._now_s(), numbers)
+            await asyncio.sleep(EVERY_S)
+
+    async def _look(self, patience_s: float | None = _PATIENCE_S) -> tuple[float, Stats]:
+        """The engine's statistics and when they were read. Old ones after `patience_s`, where there are any."""
+        if self._looking is None or self._looking.done():
+            self._looking = self._bridge.look(self._bridge.engine.stats)
+            self._looking.add_done_callback(self._see)  # also for those who did not wait so long
+        looking = self._looking
+        await asyncio.wait({looking}, timeout=patience_s if self._seen is not None else None)
+        if looking.done():
+            looking.result()
+            self._see(looking)
+        assert self._seen is not None
+        return self._seen
+
+    def _see(self, looking: asyncio.Future[Stats]) -> None:
+        if looking.cancelled() or looking.exception() is not None:
+            return
+        if self._seen is None or self._seen[1] is not looking.result():
+            self._seen = self._now_s(), looking.result()
+
+    def _now_s(self) -> float:
+        return self._clock() - self._began_s

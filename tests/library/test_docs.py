@@ -1,0 +1,52 @@
+"""docs/library.md and its example run as they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.examples import chat_prefixes
+from stowage import Memory
+from stowage.integrations.transformers.prefix_cache import _NOT_OURS
+from stowage.testing import tiny_models
+from tests.library.conftest import SIZE
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "library.md").read_text()
+
+
+def test_the_conversation_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second time every turn is restored up to its last boundary; the answers are the same."""
+    path = tiny_models.write("qwen3_next", tmp_path / "model", dataclasses.replace(SIZE, context_tokens=2048))
+    runs = []
+    for _ in range(2):
+        chat_prefixes.main(str(path), str(tmp_path / "prefixes"))
+        lines = capsys.readouterr().out.strip().splitlines()
+        turns = [re.fullmatch(r"(\d+) tokens, (\d+) of them restored, \d+ ms: (.*)", line) for line in lines]
+        runs.append([(int(turn[1]), int(turn[2]), turn[3]) for turn in turns if turn])
+    first, again = runs
+    assert len(first) == len(chat_prefixes.QUESTIONS)
+    assert [(tokens, text) for tokens, _, text in first] == [(tokens, text) for tokens, _, text in again]
+    assert first[0][1] == 0 and all(found > 0 for _, found, _ in first[1:])
+    assert all(found == (tokens - 1) // 64 * 64 for tokens, found, _ in again)
+
+
+def test_the_first_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert program == (DOCS / "examples" / "first_prefix.py").read_text()
+    tiny_models.write("llama", tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module("docs.examples.first_prefix")
+    assert re.fullmatch(r"256 of \d+ tokens need not be computed", capsys.readouterr().out.strip())
+
+
+def test_the_settings_that_are_named_exist() -> None:
+    """Every setting in the page's list is one that a PrefixCache takes."""
+    (listed,) = re.findall(r"^\(\[sharing.md\].*?\n", PAGE, re.MULTILINE)
+    known = {field.name for field in dataclasses.fields(Memory)} - set(_NOT_OURS)
+    named = set(re.findall(r"`(\w+)`", listed)) - {"prefill", "tiers"}
+    assert named and named <= known
