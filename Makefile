@@ -22,7 +22,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser commands clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,10 +45,10 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 
 test: $(ENV_STAMP) ## run the whole test suite
 	$(PY) -m stowage.testing.sim --seeds 2000 --complete --jobs $(JOBS)
-	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda and not lmeval and not browser"
+	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda and not lmeval and not browser and not commands"
 
 check: static ## formatter, linter, types, layers and the fast tests
-	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda and not lmeval and not browser"
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda and not lmeval and not browser and not commands"
 
 static: $(ENV_STAMP) ## formatter, linter, types and layers, no other tests
 	$(PY) -m ruff format --check $(wildcard $(CODE))
@@ -93,6 +93,9 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@rm -rf $(dir $@)
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
+
+commands: $(ENV_STAMP) ## run every command of the documentation
+	$(PY) -m pytest $(PARALLEL) -m commands tests/docs
 
 browser: $(BROWSER_STAMP) ## test the dashboard in headless Chromium; needs chromium, node and npm
 	$(PY) -m pytest -m browser tests/server

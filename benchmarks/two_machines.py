@@ -20,12 +20,13 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import boto3
+import botocore.config
 import redis
 
 from benchmarks import models
@@ -106,11 +107,16 @@ class Bandwidth:
         self._names = [f"bandwidth-{number}" for number in range(values)]
 
     def bytes_per_s(self) -> float:
-        """Puts the values there, reads them all, removes them."""
-        self._put()
+        """Puts the values there, and reads them all. What clients need to get ready does not count."""
+        clients = [self._client() for _ in range(CONNECTIONS)]
         shares = [self._names[number::CONNECTIONS] for number in range(CONNECTIONS)]
         with self._network.inside("b"):
-            threads = [threading.Thread(target=self._read, args=(share,)) for share in shares]
+            value = bytes(range(256)) * (VALUE_BYTES // 256)
+            for name in self._names:
+                self._put(clients[0], name, value)
+            for client in clients:
+                self._read(client, self._names[:1])
+            threads = [threading.Thread(target=self._read, args=pair) for pair in zip(clients, shares, strict=True)]
             began_s = time.perf_counter()
             for thread in threads:
                 thread.start()
@@ -118,46 +124,34 @@ class Bandwidth:
                 thread.join()
             return len(self._names) * VALUE_BYTES / (time.perf_counter() - began_s)
 
-    def _put(self) -> None:
-        value = bytes(range(256)) * (VALUE_BYTES // 256)
-        for name in self._names:
-            if isinstance(self._server, Path):
-                (self._server / name).write_bytes(value)
-                continue
-            with self._network.inside("b"):
-                if isinstance(self._server, RedisServer):
-                    with self._redis() as client:
-                        client.set(name, value, px=60_000)
-                else:
-                    request = urllib.request.Request(self._url(name), data=value, method="PUT")
-                    self._direct().open(request, timeout=60).close()
+    def _client(self) -> Any:
+        if isinstance(self._server, Path):
+            return None
+        host, port = self._network.address("b", self._server.port)
+        if isinstance(self._server, RedisServer):
+            return redis.Redis(host=host, port=port)
+        session = boto3.session.Session("test-id", "test-secret", region_name="us-east-1")
+        config = botocore.config.Config(proxies={}, s3={"addressing_style": "path"})
+        return session.client("s3", endpoint_url=f"http://{host}:{port}", config=config)
 
-    def _read(self, names: list[str]) -> None:
+    def _put(self, client: Any, name: str, value: bytes) -> None:
+        if isinstance(self._server, Path):
+            (self._server / name).write_bytes(value)
+        elif isinstance(self._server, RedisServer):
+            client.set(name, value, px=60_000)
+        else:
+            client.put_object(Bucket=BUCKET, Key=name, Body=value)
+
+    def _read(self, client: Any, names: list[str]) -> None:
         buffer = bytearray(VALUE_BYTES)
         for name in names:
             if isinstance(self._server, Path):
                 with (self._server / name).open("rb", buffering=0) as file:
                     assert file.readinto(buffer) == VALUE_BYTES
             elif isinstance(self._server, RedisServer):
-                with self._redis() as client:
-                    assert len(client.get(name)) == VALUE_BYTES  # type: ignore[arg-type]
+                assert len(client.get(name)) == VALUE_BYTES
             else:
-                with self._direct().open(self._url(name), timeout=60) as answer:
-                    assert len(answer.read()) == VALUE_BYTES
-
-    def _redis(self) -> redis.Redis:
-        assert isinstance(self._server, RedisServer)
-        host, port = self._network.address("b", self._server.port)
-        return redis.Redis(host=host, port=port)
-
-    def _url(self, name: str) -> str:
-        assert isinstance(self._server, S3Server)
-        host, port = self._network.address("b", self._server.port)
-        return f"http://{host}:{port}/{BUCKET}/{name}"
-
-    @staticmethod
-    def _direct() -> urllib.request.OpenerDirector:
-        return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+                assert len(client.get_object(Bucket=BUCKET, Key=name)["Body"].read()) == VALUE_BYTES
 
 
 def one_turn(first: Machine, second: Machine, tier: str, prefix_tokens: int, seed: int) -> tuple[float, float]:

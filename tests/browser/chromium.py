@@ -69,7 +69,11 @@ class Browser:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None

@@ -13,6 +13,8 @@ const args = [
   "--disable-component-update", "--disable-sync",
 ];
 const WAIT_MS_MOST = 30000;
+const COMMAND_MS_MOST = 60000;
+const CLOSE_MS_MOST = 10000;
 let context;
 let page;
 let troubles = [];
@@ -69,6 +71,11 @@ function foreign(url) {
   return protocol === "data:" || hostname === "127.0.0.1" ? [] : [`a request to ${url}`];
 }
 
+// So that a page or a browser that hangs fails a test, instead of holding it up.
+function late(name) {
+  return new Promise((_, fail) => setTimeout(() => fail(new Error(`no end of ${name}`)), COMMAND_MS_MOST).unref());
+}
+
 function say(answer) {
   process.stdout.write(JSON.stringify(answer) + "\n");
 }
@@ -78,9 +85,10 @@ for await (const line of createInterface({ input: process.stdin })) {
   const asked = JSON.parse(line);
   try {
     const call = own[asked.call] ?? ((...given) => page[asked.call](...given));
-    say({ value: (await call(...asked.with)) ?? null });
+    say({ value: (await Promise.race([call(...asked.with), late(asked.call)])) ?? null });
   } catch (error) {
     say({ error: String(error) });
   }
 }
-await context?.close();
+await Promise.race([context?.close(), new Promise((end) => setTimeout(end, CLOSE_MS_MOST))]);
+process.exit(0);

@@ -48,8 +48,6 @@ serve() {
 }
 """
 
-pytestmark = pytest.mark.slow
-
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     """Language and content of each fenced block."""
@@ -100,6 +98,7 @@ def stores() -> Iterator[tuple[RedisServer, S3Server]]:
     s3.stop()
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_every_command_of_a_page(
     page: Path, forge: Forge, stores: tuple[RedisServer, S3Server], tmp_path: Path
@@ -143,6 +142,7 @@ def test_no_command_stands_elsewhere(page: Path) -> None:
     assert [line for text in others for line in text.splitlines() if re.match(rf"(\$ )?({programs}) ", line)] == []
 
 
+@pytest.mark.commands
 def test_a_command_that_fails_is_noticed(forge: Forge, tmp_path: Path) -> None:
     environment = os.environ | {"PATH": f"{forge.programs}:{os.environ['PATH']}"}
     lines = ["stowage stats ./nothing-here", "echo reached"]
