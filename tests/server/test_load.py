@@ -15,6 +15,6 @@ def test_nothing_is_lost_held_or_leaked(start, tiny_llama, tmp_path) -> None:
     load = Load(server.url, server.pid, server.model, known_answers(tiny_llama))
     report = asyncio.run(load.run(clients=64, seconds=15, rounds=3))
     assert report.faults() == []
-    assert report.sent.total() > 64 * 3
+    assert report.sent.total() >= 20, "too little was asked to say anything"
     server.stop()
     assert server.err.read_text() == "Stopping: writing what is held to the tiers below ...\n"
