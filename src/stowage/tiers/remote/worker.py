@@ -3,16 +3,21 @@
 A process that is forked off has no such thread, and nothing of a tier works there. But its copy of the loop shares what
 the loop watches in the kernel, so that a connection that is thrown away there would be deaf here. Hence the copy
 watches nothing.
+
+Where nobody has stopped it, it ends with the interpreter: libraries that answer from threads of their own must not find
+Python half gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import select
 import selectors
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
@@ -20,6 +25,8 @@ from typing import Any, Final
 __all__ = ["Worker"]
 
 _LAST_WORDS_S: Final = 1.0
+_LETTING_GO_S: Final = 0.1
+"""A library's thread that has answered lets go of Python within this time."""
 
 
 class Worker:
@@ -31,6 +38,7 @@ class Worker:
         forked = weakref.WeakMethod(self._forked)
         os.register_at_fork(after_in_child=lambda: forget() if (forget := forked()) is not None else None)
         self._tasks: set[asyncio.Task[None]] = set()
+        atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -63,9 +71,26 @@ class Worker:
 
     def stop(self, last: Callable[[], Awaitable[None]], timeout_s: float) -> bool:
         """Cancel all work, do `last`, end the thread. Whether it has ended within that time."""
+        atexit.unregister(self._at_exit)
         asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _at_exit(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._run_out(), self._loop)
+            self._thread.join(2 * _LAST_WORDS_S)
+            time.sleep(_LETTING_GO_S)
+
+    async def _run_out(self) -> None:
+        """What is under way may end by itself, for a moment; then it is cancelled."""
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+            for task in list(self._tasks):
+                task.cancel()
+        finally:
+            self._loop.stop()
 
     async def _end(self, last: Callable[[], Awaitable[None]]) -> None:
         try:
