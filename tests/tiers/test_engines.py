@@ -15,7 +15,7 @@ from stowage.config import Memory
 from stowage.engine import questions
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
-from tests.engine.conftest import Reference, assert_same, greedy, random_prompt
+from tests.engine.conftest import Reference, assert_same, check_and_close, greedy, random_prompt
 from tests.engine.conftest import checkpoints as checkpoints
 from tests.engine.conftest import references as references
 from tests.tiers.proxy import Mood, proxied
@@ -43,10 +43,7 @@ def engines(checkpoints: Callable[..., Path]) -> Iterator[Callable[..., Engine]]
         return made
 
     yield engine
-    for made in opened:
-        if not made._closing:
-            made.check()
-            made.close()
+    check_and_close(opened)
 
 
 def tier_of(url: str) -> str:

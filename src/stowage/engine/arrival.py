@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.core.plan import Incomplete, load_plan
 from stowage.core.reuse import longest_boundary
-from stowage.engine.pace import Pace
+from stowage.engine.pace import Pace, bytes_of_tiers
 from stowage.engine.pool import BlockPool, blocks_needed
 from stowage.engine.questions import Questions
 from stowage.engine.residency import Residency, state_plan
 from stowage.engine.sequence import Phase, Sequence
 from stowage.store import Fetch
-
-HOST = 0
 
 
 @dataclass(slots=True)
@@ -204,14 +202,12 @@ class Arrivals:
         return needs
 
     def _bytes_of_tier(self, sequence: Sequence, needs: list[Need]) -> dict[int, int]:
-        assert self._residency.store is not None
-        total: dict[int, int] = {}
-        for need in needs:
-            sources = self._residency.store.sources(need.pool.group.index, self._keys(sequence, need))
-            for tier, count in zip(*np.unique(sources, return_counts=True), strict=True):
-                if tier > HOST:
-                    total[int(tier)] = total.get(int(tier), 0) + int(count) * need.pool.group.bytes_per_chunk
-        return total
+        store = self._residency.store
+        assert store is not None
+        return bytes_of_tiers(
+            (store.sources(need.pool.group.index, self._keys(sequence, need)), need.pool.group.bytes_per_chunk)
+            for need in needs
+        )
 
     def _keys(self, sequence: Sequence, need: Need) -> list[bytes]:
         keys = sequence.keys.of(need.pool.group.index)
@@ -373,12 +369,6 @@ class Arrivals:
     def _measure(self, arrival: Arrival, elapsed_s: float) -> None:
         """Teach the pace what the slowest tier of this fetch delivered."""
         assert arrival.fetch is not None
-        total: dict[int, int] = {}
-        for need in arrival.needs:
-            if not need.chunks:
-                continue
-            sources = arrival.fetch.sources[need.place]
-            for tier in sources[sources > HOST].tolist():
-                total[tier] = total.get(tier, 0) + need.pool.group.bytes_per_chunk
-        for tier, nbytes in total.items():
-            self._pace.loaded(tier, nbytes, elapsed_s)
+        came = [need for need in arrival.needs if need.chunks]
+        parts = ((arrival.fetch.sources[need.place], need.pool.group.bytes_per_chunk) for need in came)
+        self._pace.delivered(bytes_of_tiers(parts), elapsed_s)

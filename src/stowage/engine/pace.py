@@ -9,7 +9,10 @@ longer than computing would at the machine's best.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 _NEWEST_SHARE, _NEWEST_SHARE_IF_FASTER = 0.25, 0.5
 """What disturbs a measurement makes it longer."""
@@ -19,6 +22,17 @@ _PREFILL_TOKENS_LEAST = 16
 
 _Point = tuple[float, float]
 """Tokens and seconds of a forward."""
+
+
+def bytes_of_tiers(parts: Iterable[tuple[NDArray[np.int8], int]]) -> dict[int, int]:
+    """Bytes that come from each tier below the host, which is number 0. ``parts``: for chunks of one size, the tier of
+    each (negative: nowhere), and that size in bytes.
+    """
+    total: dict[int, int] = {}
+    for sources, chunk_bytes in parts:
+        for tier, count in zip(*np.unique(sources[sources > 0], return_counts=True), strict=True):
+            total[int(tier)] = total.get(int(tier), 0) + int(count) * chunk_bytes
+    return total
 
 
 class Pace:
@@ -47,6 +61,11 @@ class Pace:
         """``nbytes`` came from ``tier`` in ``seconds``."""
         rate = nbytes / max(seconds, 1e-9)
         self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, rate), rate, _NEWEST_SHARE)
+
+    def delivered(self, bytes_of_tier: Mapping[int, int], seconds: float) -> None:
+        """A fetch of these bytes took ``seconds``: that is what the slowest of its tiers needed."""
+        for tier, nbytes in bytes_of_tier.items():
+            self.loaded(tier, nbytes, seconds)
 
     def forget(self) -> None:
         """As if nothing were known: the next loads are tried, whatever they cost."""

@@ -94,16 +94,7 @@ def transfers(stats: Stats) -> dict[str, Any] | None:
     store = stats["store"]
     if store is None:
         return None
-    names = (
-        "transfers_under_way",
-        "spills_waiting",
-        "promoted",
-        "promoted_bytes",
-        "spills",
-        "spilled_bytes",
-        "timeouts",
-    )
-    return {name: store[name] for name in names}
+    return {name: store[name] for name in TRANSFER_NUMBERS}
 
 
 def sample_names(engine: Engine) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -167,12 +167,13 @@ class PrefixCache:
         ids = torch.tensor(rows.tokens, device=self._subject.model.device)
         begin = caches.length_of(cache, self._subject.layout)
         last = min(rows.length - 1, rows.plain) // self._grid * self._grid
+        keys = self._keys(rows, begin)
         while begin < last:
             end = min(last, self._cut(begin))
             began_s = time.monotonic()
             self._subject.forward(ids[:, begin:end], begin, cache)
             self._pace.computed(rows.count * (end - begin), time.monotonic() - began_s)
-            self._keep(cache, rows, end, states=end == last or end % self._snapshot_tokens == 0)
+            self._keep(cache, rows, keys, end, states=end == last or end % self._snapshot_tokens == 0)
             self._counts.tokens_prefilled += rows.count * (end - begin)
             begin = end
         return cache
@@ -193,7 +194,7 @@ class PrefixCache:
         length = caches.length_of(cache, self._subject.layout)
         caches.check_tokens(cache, rows.tokens, length)
         self._counts.keeps += 1
-        return self._keep(cache, rows, length)
+        return self._keep(cache, rows, self._keys(rows, 0), length)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: ``prefixes`` (calls and tokens), ``store`` (host, disk and shared stores)."""
@@ -241,19 +242,24 @@ class PrefixCache:
             raise StowageError("this PrefixCache is closed.")
 
     def _keys(self, rows: Rows, length: int) -> list[SequenceKeys]:
+        """The keys of each row's first ``length`` tokens; they can be extended."""
         found = [SequenceKeys(self._namespace, self._groups) for _ in rows.tokens]
         for keys, tokens in zip(found, rows.tokens, strict=True):
             keys.extend(tokens, length)
         return found
 
-    def _keep(self, cache: DynamicCache, rows: Rows, length: int, *, states: bool = True) -> int:
-        """Store what the cache holds after ``length`` tokens, of those that count as they are. ``states``: of recurrent
-        layers too.
+    def _keep(
+        self, cache: DynamicCache, rows: Rows, keys: Sequence[SequenceKeys], length: int, *, states: bool = True
+    ) -> int:
+        """Store what the cache holds after ``length`` tokens, of those that count as they are. ``keys``: of at most so
+        many tokens of each row, extended here. ``states``: of recurrent layers too.
         """
         with self._background.turn:
             self._check_open()
             plain = min(length, rows.plain)
-            done = self._writer.write(cache, self._keys(rows, plain), length, plain, states=states)
+            for of_row, tokens in zip(keys, rows.tokens, strict=True):
+                of_row.extend(tokens, plain)
+            done = self._writer.write(cache, keys, length, plain, states=states)
             self._background.notice()
             self._counts.tokens_kept += done.tokens
             self._counts.bytes_kept += done.nbytes

@@ -22,7 +22,7 @@ from stowage.core.groups import GroupStrategy
 from stowage.core.plan import CopyPlan, Incomplete, load_plan
 from stowage.core.reuse import longest_boundary
 from stowage.engine.layers import BlockLayout
-from stowage.engine.pace import Pace
+from stowage.engine.pace import Pace, bytes_of_tiers
 from stowage.engine.questions import wait_limit_s
 from stowage.engine.sequence import SequenceKeys
 from stowage.integrations.transformers.caches import Held, fresh, put_attention, put_states
@@ -145,12 +145,9 @@ class Reader:
         if far == near or (budget.limit_s is not None and time.monotonic() >= budget.until_s(0.0)):
             return near
         if budget.limit_s is None:
-            bytes_of_tier: dict[int, int] = {}
-            for want in self._wants(keys, far):
-                size = self._strategies[want.group].group.bytes_per_chunk
-                for tier in self._store.sources(want.group, want.keys).tolist():
-                    if tier > HOST:
-                        bytes_of_tier[tier] = bytes_of_tier.get(tier, 0) + size
+            bytes_of_tier = bytes_of_tiers(
+                (self._store.sources(want.group, want.keys), self._chunk_bytes(want)) for want in self._wants(keys, far)
+            )
             if not self._pace.worth_loading(rows.count * (far - near), bytes_of_tier):
                 return near
         return far
@@ -172,12 +169,11 @@ class Reader:
 
     def _measure(self, fetch: Fetch, wants: Sequence[Want], elapsed_s: float) -> None:
         """Teach the pace what the tiers delivered."""
-        total: dict[int, int] = {}
-        for want, sources in zip(wants, fetch.sources, strict=True):
-            for tier in sources[sources > HOST].tolist():
-                total[tier] = total.get(tier, 0) + self._strategies[want.group].group.bytes_per_chunk
-        for tier, nbytes in total.items():
-            self._pace.loaded(tier, nbytes, elapsed_s)
+        parts = ((sources, self._chunk_bytes(want)) for want, sources in zip(wants, fetch.sources, strict=True))
+        self._pace.delivered(bytes_of_tiers(parts), elapsed_s)
+
+    def _chunk_bytes(self, want: Want) -> int:
+        return self._strategies[want.group].group.bytes_per_chunk
 
     def _plans(
         self, fetch: Fetch, wants: Sequence[Want], boundary: int, refused: set[bytes]

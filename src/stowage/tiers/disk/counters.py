@@ -1,4 +1,4 @@
-"""Counters of the disk tier, raised by several threads and read by `stats`; those that mean trouble are logged too.
+"""Counters of the disk tier.
 
 Chunks that were read and verified (`reads`, `read_bytes`, in `read_calls` stretches) or written (`writes`,
 `write_bytes`). Chunks that were misses although indexed: `corrupt`, `mismatched` (another length), `vanished`
@@ -13,10 +13,10 @@ segment; `evicted`: chunks that did not. `faults`: bugs.
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Final
 
 from stowage.log import Trouble
+from stowage.tiers.counters import TierCounters, Words
 
 __all__ = ["Counters"]
 
@@ -27,7 +27,7 @@ NAMES: Final = (
 ).split()
 
 
-LOGGED: Final = {
+LOGGED: Final[Words] = {
     "corrupt": (logging.WARNING, "a stored chunk did not verify; it is absent until it is stored again"),
     "mismatched": (logging.WARNING, "a stored chunk has another length than asked for"),
     "read_errors": (logging.WARNING, "the disk refused a read"),
@@ -48,29 +48,8 @@ LOGGED: Final = {
 """At which level, in which words."""
 
 
-class Counters:
-    """Named counters. An unknown name is a bug (KeyError)."""
+class Counters(TierCounters):
+    """Those named above."""
 
     def __init__(self, trouble: Trouble | None = None) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(NAMES, 0)
-        self._trouble = trouble
-
-    def add(self, name: str, amount: int = 1, **where: str) -> None:
-        """`where`: names of segments, texts of the operating system. For the log only."""
-        with self._lock:
-            self._counts[name] += amount
-        if self._trouble is not None and name in LOGGED and amount:
-            level, text = LOGGED[name]
-            self._trouble.report(level, name, text, count=amount, **where)
-
-    def fault(self, text: str) -> None:
-        """A bug: the exception that is being handled should never have been raised."""
-        with self._lock:
-            self._counts["faults"] += 1
-        if self._trouble is not None:
-            self._trouble.fault(text)
-
-    def snapshot(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)
+        super().__init__(NAMES, LOGGED, trouble)

@@ -1,4 +1,4 @@
-"""Counters of one shared tier, read by `stats`; those that mean trouble are logged too. Any thread.
+"""Counters of one shared tier.
 
 Chunks that were read and verified (`reads`, `read_bytes`) or written (`writes`, `write_bytes`), in `read_calls` and
 `write_calls` batches; `already_there`: not written, because another machine had. Chunks that were asked for and not
@@ -13,10 +13,10 @@ protection, or a key that is not in the key file), `read_errors` (no answer, or 
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Final
 
 from stowage.log import Trouble
+from stowage.tiers.counters import TierCounters, Words
 
 __all__ = ["Counters"]
 
@@ -25,7 +25,7 @@ NAMES: Final = (
     "dropped timed_out backed_off refused no_room write_errors probes probe_keys probe_errors retries faults"
 ).split()
 
-LOGGED: Final = {
+LOGGED: Final[Words] = {
     "corrupt": (logging.WARNING, "a stored chunk did not verify; it is absent until it is stored again"),
     "unreadable": (logging.WARNING, "a stored chunk is of another version or protection, or its key is not there"),
     "read_errors": (logging.WARNING, "the store did not bring a chunk"),
@@ -39,28 +39,8 @@ LOGGED: Final = {
 """At which level, in which words."""
 
 
-class Counters:
-    """Named counters. An unknown name is a bug (KeyError)."""
+class Counters(TierCounters):
+    """Those named above."""
 
     def __init__(self, trouble: Trouble) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(NAMES, 0)
-        self._trouble = trouble
-
-    def add(self, name: str, amount: int = 1, **why: str) -> None:
-        """`why`: what the store said. For the log only."""
-        with self._lock:
-            self._counts[name] += amount
-        if name in LOGGED and amount:
-            level, text = LOGGED[name]
-            self._trouble.report(level, name, text, count=amount, **why)
-
-    def fault(self, text: str) -> None:
-        """A bug: the exception that is being handled should never have been raised."""
-        with self._lock:
-            self._counts["faults"] += 1
-        self._trouble.fault(text)
-
-    def snapshot(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)
+        super().__init__(NAMES, LOGGED, trouble)
