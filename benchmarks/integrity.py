@@ -32,9 +32,9 @@ import numpy as np
 
 from benchmarks import limits, models
 from benchmarks._report import median_spread, write_result
+from stowage import opening
 from stowage.config import Memory
 from stowage.core.key import DIGEST_BYTES
-from stowage.engine import assembly
 from stowage.engine.engine import Engine
 from stowage.engine.sampler import SamplingParams
 from stowage.format.protection import Cipher, Guard, Hash, Mark, Method, Protection, SecretKey
@@ -231,7 +231,7 @@ def against(share: float, goal: float) -> str:
 @contextmanager
 def protected(protection: Protection) -> Iterator[None]:
     """Engines that are made inside have disk tiers with that protection."""
-    with mock.patch.object(assembly.keys, "protection", lambda *_: protection):
+    with mock.patch.object(opening.keys, "protection", lambda *_: protection):
         yield
 
 

@@ -47,7 +47,8 @@ class TieredStore:
 
     `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
     all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
-    `wake` is what `wait` sleeps on and tiers set (a simulator passes its own).
+    `wake` is what `wait` sleeps on and tiers set (a simulator passes its own). `shared`: other processes may map the
+    arena.
     Raises ConfigError (BudgetError) for sizes that cannot work.
     """
 
@@ -61,6 +62,7 @@ class TieredStore:
         clock: Callable[[], float] = time.monotonic,
         spill_bytes_max: int | None = None,
         wake: Signal | None = None,
+        shared: bool = False,
     ) -> None:
         if host_bytes == 0:
             raise ConfigError(
@@ -71,7 +73,7 @@ class TieredStore:
             raise ConfigError(f"spill_bytes_max is {spill_bytes_max}; it cannot be negative")
         self.geometry = geometry
         self.slabs = split_arena(geometry, host_bytes, snapshot_tokens)
-        self.arena = HostArena(self.slabs)
+        self.arena = HostArena(self.slabs, shared=shared)
         self.tiers = tuple(tiers)
         if spill_bytes_max is None:
             spill_bytes_max = min(_SPILL_BYTES_MAX, self.arena.bytes // 4)

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import pytest
 import torch
 
+from stowage import opening
 from stowage.config import Memory
-from stowage.engine import assembly
 from stowage.engine.engine import Engine
 from stowage.testing import tiny_models
 from stowage.testing.faults import FaultyFileSystem, Hang
@@ -114,7 +114,7 @@ def act(kind: str, library: str, scenario: str, directory: str, *arguments: Any)
     stalls: Stalls
     if kind == "fake":
         stalls = FakeStalls()
-        assembly.DiskTier = functools.partial(DiskTier, system=System(files=stalls.files))  # type: ignore[assignment,misc]
+        opening.DiskTier = functools.partial(DiskTier, system=System(files=stalls.files))  # type: ignore[assignment,misc]
     else:
         board = Board(Path(directory + ".board"))
         syscall_trap.arm(library, board)

@@ -123,7 +123,7 @@ def test_a_bug_in_the_middle_of_a_stream(here: Here, monkeypatch: pytest.MonkeyP
     with httpx.stream("POST", here.url + TEXT, json=asked, timeout=60) as response:
         events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
     assert json.loads(events[-1])["error"]["code"] == "internal_error"
-    assert len(events) in (2, 3), "tokens that come quickly may share an event"
+    assert len(events) <= 3, "tokens that come quickly may share an event, even with the error"
     assert httpx.post(here.url + TEXT, json=SHORT).status_code == 200
 
 

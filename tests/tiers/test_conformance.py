@@ -46,6 +46,7 @@ class Asked:
             for number in range(len(keys)):
                 client.ask([keys[number]])
             self._tier.wake = wake
+            wake()  # a transfer may have ended meanwhile, and told the client
             self._fresh = False
         return self._tier.lookup(keys)
 

@@ -6,14 +6,12 @@ Owns the order of construction and the namespace: everything that cached bytes d
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 
-from stowage import addresses, keys
 from stowage.config import Memory
 from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import GroupStrategy, strategy
@@ -23,10 +21,9 @@ from stowage.engine.layers import ModelLayout, probe
 from stowage.engine.loading import Loaded
 from stowage.engine.pool import BlockPool, split_pool
 from stowage.engine.runner import Runner
-from stowage.errors import ConfigError
 from stowage.format import envelope, segment
+from stowage.opening import check_tiers, open_store
 from stowage.store import TieredStore
-from stowage.tiers.disk import DiskTier
 from stowage.tiers.protocol import Tier
 from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.protocol import Transfer
@@ -98,20 +95,6 @@ def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], flo
     )
 
 
-def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
-    """Tiers need host memory, since chunks pass through it, and names of their own, since statistics go by name."""
-    if tiers and not memory.host_bytes:
-        raise ConfigError("tiers are given but host is 0. Chunks reach them through host memory: add a host size.")
-    taken = {"device", "host", "hits"} | {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
-    for tier in tiers:
-        if not re.fullmatch(r"(?!slab\d)[a-z][a-z0-9_]*", tier.name) or tier.name in taken:
-            raise ConfigError(
-                f"A tier's name is {tier.name!r}: it must be lower-case letters, digits and _, and none of "
-                f"{', '.join(sorted(taken))}, slab0, ..."
-            )
-        taken.add(tier.name)
-
-
 def block_tokens_of(memory: Memory) -> Mapping[Kind, int]:
     """Tokens per block of each kind; the snapshot grid is a multiple of the others' chunks, because a boundary must
     suit all groups: a snapshot inside of a chunk that is not complete is of no use below the device.
@@ -121,55 +104,6 @@ def block_tokens_of(memory: Memory) -> Mapping[Kind, int]:
     if Kind.RECURRENT.value not in memory.group_block_tokens:
         tokens[Kind.RECURRENT] = paged * -(-SNAPSHOT_GRID_TOKENS_LEAST // paged)
     return tokens
-
-
-def open_store(
-    geometry: Geometry,
-    memory: Memory,
-    name: bytes,
-    snapshot_tokens: int,
-    clock: Callable[[], float],
-    others: Sequence[Tier] = (),
-) -> TieredStore | None:
-    """Host arena and the tiers of ``memory``, with ``others`` below them; ``None`` without host memory. ``name``: the
-    namespace.
-    """
-    if not memory.host_bytes:
-        return None
-    tiers: list[Tier] = []
-    try:
-        for tier in _open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups)):
-            tiers.append(tier)  # one by one, so that those that are open are closed when the next cannot be
-        below = [*tiers, *others]
-        return TieredStore(geometry, memory.host_bytes, below, snapshot_tokens=snapshot_tokens, clock=clock)
-    except BaseException:
-        for tier in tiers:
-            tier.close(clock())
-        raise
-
-
-def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int) -> Iterator[Tier]:
-    """Those that ``memory`` asks for, nearest first."""
-    sealed = keys.protection(memory.disk_protection, memory.disk_key_path)
-    if memory.disk_directory is not None:
-        yield DiskTier(
-            memory.disk_directory, memory.disk_bytes, name, chunk_bytes_max=chunk_bytes_max, protection=sealed
-        )
-    if memory.valkey:
-        from stowage.tiers.valkey import ValkeyTier
-
-        password = addresses.valkey_password(memory.valkey, memory.valkey_password_path)
-        yield ValkeyTier(memory.valkey, name, password=password, ttl_s=memory.valkey_ttl_s, protection=sealed)
-    if memory.object:
-        from stowage.tiers.objects import ObjectTier
-
-        yield ObjectTier(
-            memory.object,
-            name,
-            limit_bytes=memory.object_limit_bytes,
-            chunk_bytes_max=chunk_bytes_max,
-            protection=sealed,
-        )
 
 
 def namespace_fields(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.core.geometry import NULL_BLOCK, Group, Kind
-from stowage.core.key import Chain, group_keys
+from stowage.core.key import Chain, Media, group_keys
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.sampler import Sampler, SamplingParams, TokenLogprob, logprobs_of
 from stowage.tiers.protocol import Probe
@@ -82,12 +82,12 @@ class SequenceKeys:
         self._keys: list[list[bytes]] = [[] for _ in groups]
         self._fed = 0
 
-    def extend(self, tokens: list[int], end: int) -> None:
-        """Take ``tokens`` up to ``end`` into account."""
+    def extend(self, tokens: Items[int], end: int, media: Media = ()) -> None:
+        """Take ``tokens`` up to ``end`` into account; ``media`` as in ``Chain.extend``, those that are new."""
         if end <= self._fed:
             return
         fresh = tokens[self._fed : end]
-        digests = {size: chain.extend(fresh) for size, chain in self._chains.items()}
+        digests = {size: chain.extend(fresh, media) for size, chain in self._chains.items()}
         for index, size in enumerate(self._sizes):
             self._keys[index] += group_keys(digests[size], index)
         self._fed = end

@@ -1,13 +1,15 @@
-"""The host arena: one anonymous mapping, cut into the slots of the slab classes.
+"""The host arena: one mapping, cut into the slots of the slab classes.
 
 Owns the bytes and nothing about their meaning. Maps exactly the bytes that the slab classes add up to, so it is never
-larger than the host budget that they were split from. Anonymous memory belongs to no file and no name: a killed process
-leaves nothing behind. Nothing is pinned here (that is one decision, made elsewhere).
+larger than the host budget that they were split from. The memory has no name in any file system, not even where other
+processes map it too (they find it through the process that made it): killed processes leave nothing behind. Nothing is
+pinned here (that is one decision, made elsewhere).
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,14 +18,17 @@ from numpy.typing import NDArray
 from stowage.core.geometry import IntArray, SlabClass
 from stowage.errors import ConfigError
 
-__all__ = ["HostArena"]
+__all__ = ["HostArena", "map_arena"]
 
 
 class HostArena:
-    """The bytes of all slots. Slots are global numbers, as in the ledger."""
+    """The bytes of all slots. Slots are global numbers, as in the ledger. `path`: what `map_arena` takes in another
+    process of the same user on this machine; empty unless `shared`.
+    """
 
-    def __init__(self, slabs: Sequence[SlabClass]) -> None:
+    def __init__(self, slabs: Sequence[SlabClass], *, shared: bool = False) -> None:
         """Map the arena. Raises ConfigError when the slab classes hold nothing or the machine lacks the memory."""
+        self.path = ""
         self.bytes = sum(slab.slots * slab.slot_bytes for slab in slabs)
         if self.bytes == 0:
             raise ConfigError("the host arena has no slot: every cache group has chunks of zero bytes")
@@ -32,7 +37,7 @@ class HostArena:
         )
         self._sizes: IntArray = np.concatenate([np.full(slab.slots, slab.slot_bytes, np.int64) for slab in slabs])
         try:
-            self._mapping = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._mapping = self._shared() if shared else _anonymous(self.bytes)
         except OSError as error:
             raise ConfigError(
                 f"host memory of {self.bytes} bytes could not be mapped ({error.strerror}); set host to a smaller size"
@@ -48,6 +53,19 @@ class HostArena:
             self.huge_pages = False
         self._view: memoryview | None = memoryview(self._mapping)
         self._array: NDArray[np.uint8] | None = np.frombuffer(self._mapping, np.uint8)
+
+    def _shared(self) -> mmap.mmap:
+        """Memory behind a file that has no name. The descriptor lives as long as this process: it is the way in."""
+        file = os.memfd_create("stowage-arena", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, self.bytes)
+            mapping = mmap.mmap(file, self.bytes, flags=mmap.MAP_SHARED)
+        except OSError:
+            os.close(file)
+            raise
+        self._file = file
+        self.path = f"/proc/{os.getpid()}/fd/{file}"
+        return mapping
 
     @property
     def slots(self) -> int:
@@ -80,6 +98,9 @@ class HostArena:
         """Unmap. False when somebody still holds a view: the memory then stays until the last view is gone."""
         if self._view is None:
             return self._mapping.closed
+        if self.path:
+            os.close(self._file)
+            self.path = ""
         self._view.release()
         self._view = self._array = None
         try:
@@ -87,3 +108,25 @@ class HostArena:
         except BufferError:
             return False
         return True
+
+
+def map_arena(path: str, nbytes: int) -> NDArray[np.uint8]:
+    """The shared arena of another process, writable; it stays mapped as long as the array lives.
+
+    Raises ConfigError when it cannot be mapped: the process is gone, is another user's, or runs on another machine.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return np.frombuffer(mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED), np.uint8)
+        finally:
+            os.close(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The host arena {path} of {nbytes} bytes cannot be mapped ({error}). Its process must be alive, on this "
+            "machine, in the same container, and of the same user."
+        ) from error
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -33,13 +33,14 @@ from stowage.engine.pace import Pace
 from stowage.engine.peak import prefill_tokens_per_s_most
 from stowage.engine.sequence import SequenceKeys
 from stowage.errors import ConfigError, StowageError
+from stowage.integrations.background import Background
 from stowage.integrations.transformers import caches
-from stowage.integrations.transformers.background import Background
 from stowage.integrations.transformers.inputs import Rows, Tokens, padding_of, rows_of
 from stowage.integrations.transformers.reading import Reader
 from stowage.integrations.transformers.subject import Subject
 from stowage.integrations.transformers.transfer import CacheTransfer
 from stowage.integrations.transformers.writing import Writer
+from stowage.opening import check_tiers, open_store
 from stowage.tiers.protocol import Tier
 
 __all__ = ["PrefixCache"]
@@ -92,7 +93,7 @@ class PrefixCache:
     ) -> None:
         memory = _memory(host, disk, settings)
         others = tuple(tiers)
-        assembly.check_tiers(others, memory)
+        check_tiers(others, memory)
         block_tokens = assembly.block_tokens_of(memory)
         self._subject = Subject(model, block_tokens, memory.chunk_blocks)
         layout = self._subject.layout
@@ -107,7 +108,7 @@ class PrefixCache:
         self._grid = grid
         self._snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
         self._step_tokens = memory.step_tokens_max
-        store = assembly.open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, others)
+        store = open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, others)
         assert store is not None, "host was checked"
         transfer = CacheTransfer(store.arena.numpy(), store.slabs, layout.blocks)
         self._background = Background(store, transfer)

@@ -13,36 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache
 
-from stowage.core.geometry import Kind, MaskArray
+from stowage.core.geometry import Kind
 from stowage.core.groups import GroupStrategy
-from stowage.core.plan import CopyPlan, Incomplete, load_plan
-from stowage.core.reuse import longest_boundary
+from stowage.core.plan import CopyPlan
 from stowage.engine.layers import BlockLayout
-from stowage.engine.pace import Pace, bytes_of_tiers
+from stowage.engine.pace import Pace
 from stowage.engine.questions import wait_limit_s
 from stowage.engine.sequence import SequenceKeys
+from stowage.integrations.choice import Choice
 from stowage.integrations.transformers.caches import Held, fresh, put_attention, put_states
 from stowage.integrations.transformers.inputs import Rows
 from stowage.integrations.transformers.layout import CacheLayout
 from stowage.integrations.transformers.transfer import CacheTransfer
 from stowage.store import Fetch, TieredStore
 
-HOST = 0
 _POLL_S = 0.1
-
-
-@dataclass(slots=True)
-class Want:
-    """The chunks that one group of one row needs, and their keys."""
-
-    row: int
-    group: int
-    chunks: range
-    keys: list[bytes]
 
 
 @dataclass(slots=True)
@@ -77,6 +65,7 @@ class Reader:
         self._layout = layout
         self._strategies = strategies
         self._pace = pace
+        self._choice = Choice(store, strategies, pace)
         self._timeout_s = timeout_s
 
     def read(self, config: Any, rows: Rows, keys: Sequence[SequenceKeys], timeout_s: float | None) -> DynamicCache:
@@ -85,11 +74,11 @@ class Reader:
         budget = Budget(time.monotonic(), timeout_s)
         refused: set[bytes] = set()
         while True:
-            near, far = self._boundaries(rows, keys, refused)
+            near, far = self._choice.boundaries(keys, _usable(rows), refused)
             boundary = self._choose(rows, keys, near, far, budget)
             if not boundary:
                 return fresh(config)
-            wants = self._wants(keys, boundary)
+            wants = self._choice.wants(keys, boundary)
             fetch = self._store.fetch(
                 [(want.group, want.keys) for want in wants],
                 budget.until_s(self._pace.load_limit_s(rows.count * (boundary - near))),
@@ -98,9 +87,9 @@ class Reader:
                 began_s = time.monotonic()
                 self._wait(fetch)
                 elapsed_s = time.monotonic() - began_s
-                plans = self._plans(fetch, wants, boundary, refused)
+                plans = self._choice.plans(fetch, wants, boundary, refused)
                 if plans is not None:
-                    self._measure(fetch, wants, elapsed_s)
+                    self._choice.measure(fetch, wants, elapsed_s)
                     return self._fill(fresh(config), plans, boundary, rows.count)
             finally:
                 self._store.release(fetch)
@@ -123,42 +112,13 @@ class Reader:
             self._store.wait(min(left_s, _POLL_S))
             self._store.poll()
 
-    def _boundaries(self, rows: Rows, keys: Sequence[SequenceKeys], refused: set[bytes]) -> tuple[int, int]:
-        """The longest boundary that host memory serves alone, and the longest that all tiers serve, for all rows."""
-        near: list[MaskArray] = []
-        far: list[MaskArray] = []
-        for of_row in keys:
-            for group in range(len(self._strategies)):
-                names = of_row.of(group)
-                masks = self._store.lookup(group, names)
-                if refused:
-                    masks = np.where([name in refused for name in names], np.uint64(0), masks)
-                near.append(np.where(self._store.sources(group, names) == HOST, masks, np.uint64(0)))
-                far.append(masks)
-        strategies = [*self._strategies] * len(keys)
-        step = self._store.geometry.boundary_tokens
-        usable = _usable(rows) + 1
-        return longest_boundary(strategies, near, usable, step), longest_boundary(strategies, far, usable, step)
-
     def _choose(self, rows: Rows, keys: Sequence[SequenceKeys], near: int, far: int, budget: Budget) -> int:
         """The farther boundary, where its loads are worth it and there is time left."""
         if far == near or (budget.limit_s is not None and time.monotonic() >= budget.until_s(0.0)):
             return near
-        if budget.limit_s is None:
-            bytes_of_tier = bytes_of_tiers(
-                (self._store.sources(want.group, want.keys), self._chunk_bytes(want)) for want in self._wants(keys, far)
-            )
-            if not self._pace.worth_loading(rows.count * (far - near), bytes_of_tier):
-                return near
+        if budget.limit_s is None and not self._choice.worth_loading(keys, near, far):
+            return near
         return far
-
-    def _wants(self, keys: Sequence[SequenceKeys], boundary: int) -> list[Want]:
-        wants = []
-        for row, of_row in enumerate(keys):
-            for group, strategy in enumerate(self._strategies):
-                chunks = strategy.needed(boundary)
-                wants.append(Want(row, group, chunks, of_row.of(group)[chunks.start : chunks.stop]))
-        return wants
 
     # waiting and copying
 
@@ -166,34 +126,6 @@ class Reader:
         while not fetch.done:
             self._store.wait(_POLL_S)
             self._store.poll()
-
-    def _measure(self, fetch: Fetch, wants: Sequence[Want], elapsed_s: float) -> None:
-        """Teach the pace what the tiers delivered."""
-        parts = ((sources, self._chunk_bytes(want)) for want, sources in zip(wants, fetch.sources, strict=True))
-        self._pace.delivered(bytes_of_tiers(parts), elapsed_s)
-
-    def _chunk_bytes(self, want: Want) -> int:
-        return self._strategies[want.group].group.bytes_per_chunk
-
-    def _plans(
-        self, fetch: Fetch, wants: Sequence[Want], boundary: int, refused: set[bytes]
-    ) -> list[tuple[int, CopyPlan]] | None:
-        """Row and copies of each want; ``None`` when chunks did not come, which are then refused."""
-        plans: list[tuple[int, CopyPlan]] = []
-        lacking = False
-        for want, slots, masks in zip(wants, fetch.slots, fetch.masks, strict=True):
-            strategy = self._strategies[want.group]
-            valid = np.zeros(want.chunks.stop, dtype=np.uint64)
-            valid[want.chunks.start :] = masks
-            table = np.arange(boundary // strategy.group.block_tokens, dtype=np.int64)
-            of_chunk = dict(zip(want.chunks, slots.tolist(), strict=True))
-            plan = load_plan(strategy, boundary, of_chunk, valid, table, np.zeros(0, dtype=np.bool_))
-            if isinstance(plan, Incomplete):
-                refused.update(want.keys[chunk - want.chunks.start] for chunk in plan.chunks.tolist())
-                lacking = True
-            else:
-                plans.append((want.row, plan.copies))
-        return None if lacking else plans
 
     def _fill(
         self, cache: DynamicCache, plans: Sequence[tuple[int, CopyPlan]], boundary: int, rows: int

@@ -9,25 +9,42 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from typing import Protocol
 
-from stowage.integrations.transformers.transfer import CacheTransfer
 from stowage.store import TieredStore
 
-logger = logging.getLogger("stowage.prefixes")
 _WAIT_S = 0.05
 """How long the thread sleeps at most while something is under way: deadlines may have been added meanwhile."""
 
 
-class Background:
-    """``store`` and ``transfer`` are closed with it."""
+class Closable(Protocol):
+    """What holds views of the arena."""
 
-    def __init__(self, store: TieredStore, transfer: CacheTransfer) -> None:
+    def close(self) -> None: ...
+
+
+class Background:
+    """``store`` and ``reader`` are closed with it. ``name``: of the thread and of the log. ``after_poll``: called under
+    ``turn`` when the thread has polled.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        reader: Closable | None = None,
+        name: str = "prefixes",
+        after_poll: Callable[[], None] = lambda: None,
+    ) -> None:
         self.turn = threading.RLock()
         self.store = store
-        self.transfer = transfer
         self.closed = False
+        self._reader = reader
+        self._after_poll = after_poll
+        self._name = f"stowage-{name}"
+        self._logger = logging.getLogger(f"stowage.{name}")
         self._work = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stowage-prefixes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def notice(self) -> None:
@@ -39,7 +56,7 @@ class Background:
             while self._drive():
                 self.store.wait(_WAIT_S)
         except Exception:  # the thread's outermost frame: a bug; stores still work, writes wait for the next call
-            logger.exception("writing in the background stopped", extra={"stowage_event": "fault"})
+            self._logger.exception("writing in the background stopped", extra={"stowage_event": "fault"})
 
     def _drive(self) -> bool:
         """Poll once, when there is something to poll for; False when closing."""
@@ -48,6 +65,7 @@ class Background:
             if self.closed:
                 return False
             self.store.poll()
+            self._after_poll()
             if self.store.idle:
                 self._work.clear()
         return True
@@ -55,7 +73,7 @@ class Background:
     def close(self, timeout_s: float) -> None:
         """Let writes finish within ``timeout_s``, give all memory back. Closing again does nothing."""
         if threading.current_thread() is self._thread:  # garbage was collected in the middle of a poll
-            threading.Thread(target=self.close, args=(timeout_s,), name="stowage-prefixes-end").start()
+            threading.Thread(target=self.close, args=(timeout_s,), name=f"{self._name}-end").start()
             return
         with self.turn:
             if self.closed:
@@ -64,5 +82,6 @@ class Background:
         until_s = time.monotonic() + timeout_s
         self._work.set()
         self._thread.join(timeout_s)
-        self.transfer.close()
+        if self._reader is not None:
+            self._reader.close()
         self.store.close(max(0.0, until_s - time.monotonic()))

@@ -1,0 +1,177 @@
+"""What is read off vLLM's objects, for the releases that are supported: 0.32 and 0.33.
+
+Owns every name of vLLM's that is not part of its connector interface. What differs between releases is asked for, not
+looked up by version. Nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
+from stowage.errors import ConfigError, UnsupportedModelError
+
+__all__ = [
+    "GroupShape",
+    "boundary_states",
+    "check_config",
+    "computed_tokens",
+    "group_shapes",
+    "media_of",
+    "rank_of_worker",
+    "step_table",
+    "table_of",
+    "uses_embeddings",
+]
+
+SUPPORTED = ("0.32", "0.33")
+_NULL = 0
+"""vLLM's null block."""
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """What the scheduler knows of a cache group before anything is allocated. ``dense``: a recurrent group keeps the
+    state after every block, not only where a step ended.
+    """
+
+    kind: Kind
+    block_tokens: int
+    window: int
+    layers: tuple[str, ...]
+    dense: bool = False
+
+
+def check_config(config: Any) -> None:
+    """Refuse, before anything is allocated, what would be wrong or of no use. Raises ``ConfigError``."""
+    parallel = config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(
+                f"{name} is {getattr(parallel, name)}: a block's tokens are then spread over ranks, which "
+                "StowageConnector does not support. Set it to 1, or leave the connector out."
+            )
+    if config.speculative_config is not None:
+        raise ConfigError(
+            "StowageConnector does not support speculative decoding: blocks of draft layers may hold tokens that were "
+            "rejected. Leave --speculative-config or the connector out."
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "Prefix caching is off, and without it vLLM gives blocks no content to name them by. Start with "
+            "--enable-prefix-caching."
+        )
+
+
+def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
+    """The cache groups, in vLLM's order. Raises ``UnsupportedModelError`` for kinds that are not known here."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise UnsupportedModelError("The model has no KV cache: there is nothing to keep. Leave the connector out.")
+    shapes = []
+    for number, group in enumerate(groups):
+        spec = group.kv_cache_spec
+        if not getattr(spec, "prefix_cacheable", True) or not getattr(group, "enable_kv_transfer", True):
+            raise _unknown(number, spec, "its blocks cannot be found by content")
+        specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+        found = {_shape(number, one) for one in specs}
+        if len(found) > 1:
+            raise _unknown(number, spec, "its layers differ in what a query reads")
+        kind, window, dense = found.pop()
+        shapes.append(GroupShape(kind, spec.block_size, window, tuple(group.layer_names), dense))
+    return shapes
+
+
+def _shape(number: int, spec: Any) -> tuple[Kind, int, bool]:
+    from vllm.v1 import kv_cache_interface as vllm
+
+    if getattr(spec, "prefix_replay_tokens", 0):
+        raise _unknown(number, spec, "a hit has to be computed again in part")
+    if type(spec) in (vllm.FullAttentionSpec, vllm.MLAAttentionSpec):  # one with a window, when hybrids are off, too:
+        return Kind.FULL, 0, False  # its blocks are all kept
+    if type(spec) is vllm.SlidingWindowSpec:
+        return Kind.SLIDING, spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), False
+    if type(spec) is vllm.ChunkedLocalAttentionSpec:
+        return Kind.CHUNKED, spec.attention_chunk_size, False
+    if type(spec) is vllm.MambaSpec:
+        if spec.mamba_cache_mode == "none":
+            raise ConfigError(
+                "The model has recurrent layers, and vLLM keeps none of their states to resume from. Start with "
+                "--enable-prefix-caching --mamba-cache-mode align."
+            )
+        return Kind.RECURRENT, 0, spec.mamba_cache_mode != "align"
+    raise _unknown(number, spec, "this kind of cache is not known here")
+
+
+def _unknown(number: int, spec: Any, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"Cache group {number} of the model is a {type(spec).__name__}: {why}. Leave StowageConnector out for it."
+    )
+
+
+def rank_of_worker() -> tuple[int, int]:
+    """Pipeline and tensor rank of this process, as vLLM names its handshakes."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return get_pp_group().rank_in_group, get_tp_group().rank_in_group
+
+
+# A step
+
+
+def computed_tokens(scheduled: Any) -> dict[str, int]:
+    """Tokens that each scheduled request had computed before the step."""
+    found = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    cached = scheduled.scheduled_cached_reqs
+    return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def step_table(scheduled: Any, request: str) -> Sequence[IntArray] | None:
+    """The block tables of a request of this step, one per group, while the step is being built."""
+    state = getattr(scheduled, "kv_connector_block_state", None)
+    blocks = state.get_block_ids(request) if state is not None else None
+    return None if blocks is None else [table_of(group) for group in blocks]
+
+
+def table_of(blocks: Iterable[int]) -> IntArray:
+    """vLLM's block numbers, its null block named as ours."""
+    table = np.array(list(blocks), dtype=np.int64)
+    table[table == _NULL] = NULL_BLOCK
+    return table
+
+
+def boundary_states(scheduled: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """Group, block and boundary of the recurrent states that this step leaves behind, by request."""
+    state = getattr(scheduled, "kv_connector_block_state", None)
+    offers: Mapping[str, Sequence[tuple[int, int, int]]] = getattr(state, "boundary_state_offloads", None) or {}
+    return offers
+
+
+# A request
+
+
+def media_of(request: Any) -> list[tuple[int, bytes]]:
+    """Where images and the like begin in the prompt, and what they are."""
+    return [
+        (feature.mm_position.offset, blake3(feature.identifier.encode()).digest())
+        for feature in request.mm_features or ()
+    ]
+
+
+def uses_embeddings(request: Any) -> bool:
+    """Whether the prompt is not told by its tokens."""
+    return request.prompt_token_ids is None or request.prompt_embeds is not None
+
+
+def adapter_of(request: Any) -> tuple[str, Path] | None:
+    """Name and directory of the request's LoRA adapter."""
+    lora = request.lora_request
+    return None if lora is None else (lora.lora_name, Path(lora.lora_path))

@@ -1,0 +1,190 @@
+"""What the scheduler's side remembers of one request of vLLM's, and how a prefix for it comes into host memory.
+
+Owns a fetch at most: the chunks of the prefix that was chosen, pinned until the workers have copied them. Never blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from stowage.core.geometry import Group, IntArray
+from stowage.core.plan import CopyPlan
+from stowage.engine.pace import Pace
+from stowage.engine.questions import wait_limit_s
+from stowage.engine.sequence import SequenceKeys
+from stowage.integrations.choice import Choice, Want
+from stowage.integrations.vllm import adapter
+from stowage.store import Fetch, TieredStore
+from stowage.tiers.protocol import Probe
+
+__all__ = ["Phase", "Prefixes", "Tracked"]
+
+
+class Phase(enum.Enum):
+    """NEW: nothing was looked up. ASKING: shared stores are asked. FETCHING: chunks come into host memory, or are
+    there. LOADING: workers copy them. SETTLED: no load for this request (any more).
+    """
+
+    NEW = "new"
+    ASKING = "asking"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+class Tracked:
+    """One request. ``stored``: by group, the first chunk that was not offered to the store yet. ``refused``: its loads
+    failed on a worker once: it is computed, and never offered again. ``tainted``: its blocks were computed before the
+    weights changed, and are not stored.
+    """
+
+    def __init__(self, request: Any, namespace: bytes, groups: Sequence[Group]) -> None:
+        self.request = request
+        self.keys = SequenceKeys(namespace, groups)
+        self.phase = Phase.NEW
+        self.stored = [0] * len(groups)
+        self.refused = False
+        self.tainted = False
+        self.counted = False
+        self.preemptions = 0
+        self.boundary = 0
+        self.held = -1
+        self.fetch: Fetch | None = None
+        self.wants: list[Want] = []
+        self.lost: set[bytes] = set()
+        self.began_s = 0.0
+        self.until_s: float | None = None
+        self.probes: list[Probe] = []
+        self._media = adapter.media_of(request)
+
+    def extend_keys(self, tokens: int) -> None:
+        """Take the request's tokens up to ``tokens`` into account."""
+        media, self._media = self._media, []
+        self.keys.extend(self.request.all_token_ids, tokens, media)
+
+    def restart(self) -> None:
+        """It lost its blocks, and begins anew. (A fetch is given back before.)"""
+        assert self.fetch is None
+        self.phase = Phase.NEW
+        self.stored = [0] * len(self.stored)
+        self.preemptions = self.request.num_preemptions
+        self.lost.clear()
+        self.until_s = None
+        self.probes = []
+
+
+class Prefixes:
+    """Finds and fetches prefixes. ``timeout_s``: the longest wait for shared stores to say what they have."""
+
+    def __init__(
+        self, store: TieredStore, choice: Choice, pace: Pace, groups: Sequence[Group], timeout_s: float
+    ) -> None:
+        self._store = store
+        self._choice = choice
+        self._pace = pace
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self.given_up = 0
+        self._under_way: list[Tracked] = []
+
+    def ask(self, tracked: Tracked) -> None:
+        """Start to ask shared stores about a request that is new."""
+        if tracked.phase is not Phase.NEW or not self._store.probes:
+            return
+        usable = tracked.request.num_tokens - 1
+        tracked.extend_keys(usable)
+        wanted = [(g.index, tracked.keys.of(g.index)[: usable // g.chunk_tokens]) for g in self._groups]
+        limit_s = wait_limit_s(self._pace, usable, self._timeout_s)
+        tracked.probes = [probe for probe in self._store.probe(wanted) if probe.expected_s <= limit_s]
+        tracked.until_s = time.monotonic() + limit_s
+        tracked.phase = Phase.ASKING
+
+    def offer(self, tracked: Tracked, held: int) -> int | None:
+        """The boundary up to which host memory now holds, pinned, what the device lacks beyond ``held`` tokens; 0 when
+        there is nothing; ``None`` while it is on its way. Asking again changes nothing.
+        """
+        if tracked.phase is Phase.NEW:
+            self.ask(tracked)
+        if tracked.phase is Phase.ASKING:
+            assert tracked.until_s is not None
+            if time.monotonic() < tracked.until_s and not all(probe.done for probe in tracked.probes):
+                return None
+            tracked.until_s = None
+        if tracked.phase is Phase.SETTLED and tracked.held == held:
+            return 0
+        if tracked.phase is Phase.FETCHING and tracked.held != held:  # the device holds more now, or less: choose anew
+            self.give_back(tracked)
+        if tracked.phase is not Phase.FETCHING and not self._choose(tracked, held):
+            return 0
+        while True:
+            assert tracked.fetch is not None
+            if not tracked.fetch.done:
+                return None
+            if self._came(tracked):
+                return tracked.boundary
+            self.give_back(tracked)
+            if not self._choose(tracked, held):
+                return 0
+
+    def _choose(self, tracked: Tracked, held: int) -> bool:
+        """Choose a boundary beyond ``held`` and begin to fetch it; False when there is none."""
+        usable = tracked.request.num_tokens - 1
+        tracked.extend_keys(usable + 1)  # a chunk that ends the prompt serves its other blocks
+        rows = [tracked.keys]
+        near, far = self._choice.boundaries(rows, usable, tracked.lost, held)
+        now_s = time.monotonic()
+        late = tracked.until_s is not None and now_s >= tracked.until_s
+        first = tracked.until_s is None
+        if far > near and (late or (first and not self._choice.worth_loading(rows, near, far, held))):
+            self.given_up += 1
+            far = near
+        tracked.held = held
+        if far <= held:
+            tracked.phase = Phase.SETTLED
+            return False
+        if first:
+            tracked.until_s = now_s + self._pace.load_limit_s(far - max(near, held))
+        tracked.phase, tracked.boundary = Phase.FETCHING, far
+        tracked.wants = self._choice.wants(rows, far, held)
+        tracked.began_s = now_s
+        assert tracked.until_s is not None
+        tracked.fetch = self._store.fetch([(want.group, want.keys) for want in tracked.wants], tracked.until_s)
+        if not tracked.fetch.done:
+            self._under_way.append(tracked)
+        return True
+
+    def note(self) -> None:
+        """The store was polled: measure what has come by now. (vLLM asks again only when its step is over.)"""
+        for tracked in [tracked for tracked in self._under_way if tracked.fetch is None or tracked.fetch.done]:
+            self._under_way.remove(tracked)
+            if tracked.fetch is not None:
+                self._choice.measure(tracked.fetch, tracked.wants, time.monotonic() - tracked.began_s)
+
+    def _came(self, tracked: Tracked) -> bool:
+        """Whether a fetch that is done brought everything; what it did not bring is lost for this request."""
+        assert tracked.fetch is not None
+        plans = self._choice.plans(tracked.fetch, tracked.wants, tracked.boundary, tracked.lost, held=tracked.held)
+        return plans is not None
+
+    def plans(self, tracked: Tracked, tables: Sequence[IntArray]) -> list[CopyPlan] | None:
+        """The copies into the blocks of ``tables``; ``None`` when a block that is needed is not there."""
+        assert tracked.fetch is not None
+        for want in tracked.wants:
+            group = self._groups[want.group]
+            if len(tables[want.group]) * group.block_tokens < tracked.boundary:
+                return None
+        found = self._choice.plans(
+            tracked.fetch, tracked.wants, tracked.boundary, tracked.lost, lambda group: tables[group], tracked.held
+        )
+        return None if found is None else [plan for _, plan in found]
+
+    def give_back(self, tracked: Tracked) -> None:
+        """Unpin what was fetched for it."""
+        if tracked.fetch is not None:
+            self._store.release(tracked.fetch)
+            tracked.fetch = None
+        tracked.wants = []
+        tracked.phase, tracked.held = Phase.SETTLED, -1

@@ -1,0 +1,398 @@
+"""The scheduler's side: owns the store, says what can be loaded, and decides what is stored.
+
+A request is offered a prefix only when host memory holds every chunk of it, verified and pinned: what the workers then
+do is a copy within the machine. Until then vLLM is told to ask again later, and schedules others. A copy that fails
+after all ends as a recompute, and that request is never offered anything again.
+
+What is stored: after each step, the chunks that it completed, of every group; so windows and recurrent states are there
+in the middle of a prompt too, not only at its end. Generated tokens count as soon as they are known.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stowage.core.geometry import NULL_BLOCK, Geometry, Group, IntArray, Kind
+from stowage.core.groups import strategy
+from stowage.core.plan import CopyPlan, store_plan
+from stowage.engine.pace import Pace
+from stowage.errors import ConfigError
+from stowage.integrations.background import Background
+from stowage.integrations.choice import Choice
+from stowage.integrations.vllm import adapter, naming
+from stowage.integrations.vllm.memory import ArenaPlace, Rank
+from stowage.integrations.vllm.messages import Load, Part, Report, Step, Store
+from stowage.integrations.vllm.requests import Phase, Prefixes, Tracked
+from stowage.integrations.vllm.settings import Options
+from stowage.log import Trouble
+from stowage.opening import open_store
+
+__all__ = ["SchedulerSide"]
+
+_IDLE_WAIT_S = 0.002
+"""A step that has nothing to compute waits so long for a lower tier, instead of asking again at once."""
+_COUNTS = (
+    "requests requests_hit tokens_asked tokens_loaded loads_failed stores_failed loaded_bytes stored_bytes".split()
+)
+
+
+@dataclass(slots=True)
+class Writing:
+    """A store that the workers have been told of."""
+
+    slots: IntArray
+    ranks_left: int
+
+
+class SchedulerSide:
+    """One engine's. Does nothing before ``connect``."""
+
+    def __init__(self, config: Any, shapes: Sequence[adapter.GroupShape], options: Options) -> None:
+        self._config = config
+        self._shapes = shapes
+        self._options = options
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._writing: dict[int, Writing] = {}
+        self._numbers = 0
+        self._step_began_s = 0.0
+        self._step_tokens = 0
+        self._busy = True
+        self._trouble = Trouble("stowage.vllm")
+        self._background: Background | None = None
+        self.counts = dict.fromkeys(_COUNTS, 0)
+
+    # Opening
+
+    def connect(self, parts: Mapping[Rank, Part]) -> None:
+        """The workers have allocated their KV cache: lay out chunks and open the store.
+
+        Raises ``ConfigError`` when the workers cannot share memory, or for budgets that cannot work.
+        """
+        if len({part.machine for part in parts.values()} | {_machine()}) > 1:
+            raise ConfigError(
+                "The workers run on several machines, and StowageConnector's host memory is one machine's. Run one "
+                "engine per machine (--data-parallel-size, or a router before them) and share chunks through an object "
+                "store or a Valkey server."
+            )
+        ranks = sorted(parts)
+        sizes = [sum(parts[rank].bytes_per_block[g] for rank in ranks) for g in range(len(self._shapes))]
+        self._groups = tuple(
+            self._group(g, shape, size) for g, (shape, size) in enumerate(zip(self._shapes, sizes, strict=True))
+        )
+        geometry = Geometry(self._groups)
+        memory = self._options.memory
+        name = naming.engine_namespace(self._config, self._groups, parts)
+        recurrent = [group.block_tokens for group in self._groups if group.kind is Kind.RECURRENT]
+        grid = math.lcm(*recurrent) if recurrent else 1
+        self._snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+        store = open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, shared=True)
+        assert store is not None, "host was checked"
+        self._store = store
+        self._namespaces = naming.Namespaces(name)
+        self._strategies = [strategy(group) for group in self._groups]
+        self._pace = Pace(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
+        choice = Choice(store, self._strategies, self._pace)
+        self._prefixes = Prefixes(store, choice, self._pace, self._groups, memory.probe_timeout_s)
+        self._ranks = len(ranks)
+        self._place = ArenaPlace(
+            store.arena.path, store.arena.bytes, store.slabs, tuple(sizes), _offsets(parts, ranks, len(sizes))
+        )
+        self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
+
+    def _group(self, index: int, shape: adapter.GroupShape, nbytes: int) -> Group:
+        blocks = 1 if shape.kind is Kind.RECURRENT else self._options.blocks_per_chunk(shape.block_tokens)
+        return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window)
+
+    # Loads
+
+    def arrived(self, request: Any) -> None:
+        """A request was queued: ask shared stores about it while it waits."""
+        if self._background is not None and (tracked := self._track(request)) is not None:
+            with self._background.turn:
+                self._prefixes.ask(tracked)
+                self._background.notice()
+
+    def _track(self, request: Any) -> Tracked | None:
+        """The state of a request; ``None`` for one whose prompt is not told by tokens."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None and not adapter.uses_embeddings(request):
+            try:
+                name = self._namespaces.of(request)
+            except OSError as error:
+                self._complain("adapter_unreadable", "an adapter cannot be named; its requests are not kept", error)
+                return None
+            tracked = self._tracked[request.request_id] = Tracked(request, name, self._groups)
+        return tracked
+
+    def matched(self, request: Any, held: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the ``held`` that the device has can be loaded; ``None``: not known yet."""
+        if self._background is None or (tracked := self._track(request)) is None:
+            return 0, False
+        with self._background.turn:
+            if tracked.phase is Phase.LOADING:  # vLLM asks before it hears that the load has ended: it will ask again
+                return None, False
+            if tracked.refused or request.num_tokens <= held + 1:
+                self._prefixes.give_back(tracked)
+                return 0, False
+            if request.num_preemptions != tracked.preemptions:
+                self._prefixes.give_back(tracked)
+                tracked.restart()
+            tracked.tainted = False
+            self._poll()
+            boundary = self._prefixes.offer(tracked, held)
+            self._background.notice()
+        if boundary is None:
+            if not self._busy:
+                self._store.wait(_IDLE_WAIT_S)
+            return None, False
+        return (boundary - held, True) if boundary > held else (0, False)
+
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM has given a request its blocks; ``tokens`` of them are ours to fill."""
+        tracked = self._tracked.get(request.request_id)
+        if self._background is None or tracked is None or tracked.phase is Phase.LOADING:
+            return
+        with self._background.turn:
+            if not tokens:
+                self._count(tracked, 0)
+                self._prefixes.give_back(tracked)
+                return
+            plans = None
+            if tracked.fetch is not None and tracked.held + tokens == tracked.boundary:
+                tables = [adapter.table_of(group) for group in blocks]
+                plans = self._checked(self._prefixes.plans(tracked, tables))
+            self._count(tracked, tokens if plans is not None else 0)
+            self._loads.append(Load(request.request_id, plans))
+            tracked.phase = Phase.LOADING
+
+    @staticmethod
+    def _checked(plans: list[CopyPlan] | None) -> list[CopyPlan] | None:
+        """Plans that name no null block; vLLM allocates every block that a resume needs, and we do not rely on it."""
+        if plans is not None and any((plan.blocks == NULL_BLOCK).any() for plan in plans):
+            return None
+        return plans
+
+    def _poll(self) -> None:
+        self._store.poll()
+        self._prefixes.note()
+
+    def _count(self, tracked: Tracked, tokens: int) -> None:
+        if tracked.counted:
+            return
+        tracked.counted = True
+        self.counts["requests"] += 1
+        self.counts["requests_hit"] += tokens > 0
+        self.counts["tokens_asked"] += tracked.request.num_tokens
+        self.counts["tokens_loaded"] += tokens
+
+    # Steps
+
+    def build(self, scheduled: Any) -> Step:
+        """What the workers copy in this step. Raises nothing: what cannot be stored is not stored."""
+        self._busy = scheduled.total_num_scheduled_tokens > 0
+        if self._background is None:
+            return Step(busy=self._busy)
+        stores: list[Store] = []
+        with self._background.turn:
+            self._poll()
+            for request_id in scheduled.preempted_req_ids or ():
+                self._preempted(request_id)
+            computed = adapter.computed_tokens(scheduled)
+            states = adapter.boundary_states(scheduled)
+            for request_id, count in scheduled.num_scheduled_tokens.items():
+                tracked = self._tracked.get(request_id)
+                if tracked is not None and not tracked.tainted:
+                    begin = computed[request_id]
+                    self._offer_chunks(scheduled, tracked, begin, begin + count, states.get(request_id, ()), stores)
+            loads, self._loads = self._loads, []
+            self._background.notice()
+        self._step_began_s, self._step_tokens = time.monotonic(), scheduled.total_num_scheduled_tokens
+        return Step(self._place if loads or stores else None, loads, stores, self._busy)
+
+    def _preempted(self, request_id: str) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.phase is not Phase.LOADING:
+            self._prefixes.give_back(tracked)
+            tracked.restart()
+
+    def _offer_chunks(
+        self,
+        scheduled: Any,
+        tracked: Tracked,
+        begin: int,
+        end: int,
+        states: Sequence[tuple[int, int, int]],
+        stores: list[Store],
+    ) -> None:
+        """Store what the step completes of one request: its known tokens before ``end``."""
+        progress = min(end, tracked.request.num_tokens)
+        due = [progress // group.chunk_tokens > tracked.stored[group.index] for group in self._groups]
+        if not any(due):
+            return
+        tables = adapter.step_table(scheduled, tracked.request.request_id)
+        if tables is None:
+            return
+        tracked.extend_keys(progress)
+        plans, slots = [], []
+        for group in self._groups:
+            if not due[group.index]:
+                continue
+            table = tables[group.index]
+            if group.kind is Kind.RECURRENT:
+                table = self._states_table(group, table, begin, progress, states)
+            chunks, masks = self._strategies[group.index].storable(progress, tracked.stored[group.index], table)
+            tracked.stored[group.index] = progress // group.chunk_tokens
+            names = tracked.keys.of(group.index)
+            reserved = self._store.reserve(group.index, [names[chunk] for chunk in chunks.tolist()], masks)
+            plan = store_plan(group, chunks, masks, reserved, table)
+            if plan.copies:
+                plans.append(plan)
+                slots.append(reserved[reserved >= 0])
+        if plans:
+            self._numbers += 1
+            self._writing[self._numbers] = Writing(np.concatenate(slots), self._ranks)
+            stores.append(Store(self._numbers, plans))
+
+    def _states_table(
+        self, group: Group, table: IntArray, begin: int, end: int, states: Sequence[tuple[int, int, int]]
+    ) -> IntArray:
+        """The blocks that hold, after this step, the state of exactly the tokens before their end.
+
+        In vLLM's align mode these are the ones that it names, and the one that the step ends on; in the others each
+        block that was completed, of which we take one per ``snapshot_tokens`` and the last.
+        """
+        size = group.block_tokens
+        known = np.full(end // size, NULL_BLOCK, dtype=np.int64)
+        if self._shapes[group.index].dense:
+            known[: len(table)] = table[: len(known)]
+            ends = (np.arange(len(known)) + 1) * size
+            known[(ends <= begin) | ((ends % self._snapshot_tokens != 0) & (ends != end // size * size))] = NULL_BLOCK
+            return known
+        if end % size == 0 and end // size <= len(table):
+            known[-1] = table[end // size - 1]
+        for number, block, boundary in states:
+            if number == group.index and boundary % size == 0 and 0 < boundary <= end:
+                known[boundary // size - 1] = block
+        return known
+
+    # Reports
+
+    def reported(self, output: Any) -> None:
+        """What the workers did."""
+        if self._background is None:
+            return
+        report = output.kv_connector_worker_meta
+        with self._background.turn:
+            if self._step_tokens:
+                self._pace.computed(self._step_tokens, time.monotonic() - self._step_began_s)
+                self._step_tokens = 0
+            if isinstance(report, Report):
+                self._settle(report)
+            failed = getattr(output, "failed_recving", None) or set()
+            for request_id in output.finished_recving or ():
+                self._loaded(request_id, request_id in failed)
+            self._poll()
+            self._background.notice()
+
+    def _settle(self, report: Report) -> None:
+        self.counts["loaded_bytes"] += report.loaded_bytes
+        self.counts["stored_bytes"] += report.stored_bytes
+        for number in report.failed:
+            if number in self._writing:
+                self._store.abort(self._writing.pop(number).slots)
+                self.counts["stores_failed"] += 1
+        for number, ranks in report.ended.items():
+            writing = self._writing.get(number)
+            if writing is not None:
+                writing.ranks_left -= ranks
+                if not writing.ranks_left:
+                    self._store.commit(self._writing.pop(number).slots)
+
+    def _loaded(self, request_id: str, failed: bool) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        if failed:
+            tracked.refused = True
+            self.counts["loads_failed"] += 1
+        else:  # what lies before the boundary came from the store
+            tracked.stored = [tracked.boundary // group.chunk_tokens for group in self._groups]
+        self._prefixes.give_back(tracked)
+        if tracked.request.is_finished():
+            del self._tracked[request_id]
+
+    def finished(self, request: Any) -> None:
+        """A request ended or was aborted. One that is being loaded is kept until the workers are done."""
+        tracked = self._tracked.get(request.request_id)
+        if self._background is None or tracked is None or tracked.phase is Phase.LOADING:
+            return
+        with self._background.turn:
+            self._prefixes.give_back(tracked)
+        del self._tracked[request.request_id]
+
+    # The rest
+
+    def reset(self) -> bool:
+        """vLLM's weights may have been changed: nothing that is stored is ever found again by this engine. False while
+        a load is under way: what it brings is of the old weights.
+        """
+        if self._background is None:
+            return True
+        with self._background.turn:
+            if any(tracked.phase is Phase.LOADING for tracked in self._tracked.values()):
+                return False
+            self._namespaces.renew()
+            for request_id, tracked in list(self._tracked.items()):
+                self._prefixes.give_back(tracked)
+                fresh = Tracked(tracked.request, self._namespaces.of(tracked.request), self._groups)
+                fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
+                self._tracked[request_id] = fresh
+            self._store.drop_host()
+        return True
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Numbers of the store, and ours."""
+        if self._background is None:
+            return {}
+        with self._background.turn:
+            return {**self._store.stats(), **self.counts, "loads_refused": self._prefixes.given_up}
+
+    def check(self) -> None:
+        """Assert what must hold while nothing is under way."""
+        if self._background is not None:
+            with self._background.turn:
+                self._store.check()
+                assert not self._writing, "stores that no worker has ended"
+
+    def close(self) -> None:
+        """Write what is still to be written, and give all memory back."""
+        if self._background is not None:
+            self._background.close(self._options.close_timeout_s)
+            self._background = None
+
+    def _complain(self, event: str, text: str, error: Exception) -> None:
+        self._trouble.report(logging.WARNING, event, text, error=f"{type(error).__name__}: {error}")
+
+
+def _offsets(parts: Mapping[Rank, Part], ranks: Sequence[Rank], groups: int) -> dict[Rank, tuple[int, ...]]:
+    """Where each rank's share of a block begins: one after the other, in the order of the ranks."""
+    offsets: dict[Rank, tuple[int, ...]] = {}
+    at = [0] * groups
+    for rank in ranks:
+        offsets[rank] = tuple(at)
+        at = [begin + size for begin, size in zip(at, parts[rank].bytes_per_block, strict=True)]
+    return offsets
+
+
+def _machine() -> str:
+    from stowage.integrations.vllm.worker import machine
+
+    return machine()
