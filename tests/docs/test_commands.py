@@ -30,6 +30,7 @@ NOT_RUN: Final = {
     "cd": "into a checkout that the tests are run in",
     ".": "the environment is active",
     "docker": "no container engine runs here; tests/deploy checks the files",
+    "vllm": "vLLM has an environment of its own; tests/vllm ask its server through the plugin",
     "sudo": "changes the machine; tests/deploy checks the files",
     "systemctl": "changes the machine; tests/deploy checks the files",
     "journalctl": "no service of ours is installed",

@@ -1,18 +1,26 @@
 """``stowage doctor``: what may go wrong on this machine, with the fix for each. The checks are in ``checks.py``."""
 
+import importlib.metadata
+import os
+from typing import Annotated
+
 import typer
 
 from stowage.cli.options import Json, with_settings
 from stowage.cli.output import print_json
 from stowage.settings import Settings
 
+_Vllm = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Also check for StowageConnector in vLLM, and print the command for MODEL."),
+]
 _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 
 @with_settings(
     "device_kv", "host", "disk", "disk_protection", "disk_key_file", "valkey", "valkey_password_file", "object"
 )
-def doctor(*, settings: Settings, json: Json = False) -> None:
+def doctor(*, settings: Settings, vllm: _Vllm = None, json: Json = False) -> None:
     """Check this machine, and name the fix for each problem.
 
     Versions, processor, memory, the cache directory that --disk names, and whether the shared stores that --valkey and
@@ -21,15 +29,23 @@ def doctor(*, settings: Settings, json: Json = False) -> None:
     from stowage.cli.checks import all_checks
 
     checks = all_checks(settings)
+    command = ""
+    if vllm is not None:
+        from stowage.cli.vllm_checks import installed, vllm_checks, vllm_command
+
+        checks += vllm_checks(vllm, settings, os.environ)
+        command = vllm_command(vllm, settings, installed(importlib.metadata.version))
     problems = sum(check.level == "problem" for check in checks)
     if json:
         found = [{"name": c.name, "level": c.level, "found": c.found, "fix": c.fix} for c in checks]
-        print_json({"problems": problems, "checks": found})
+        print_json({"problems": problems, "checks": found} | ({"command": command} if command else {}))
     else:
         for check in checks:
             print(f"{_MARKS[check.level]}  {check.name}: {check.found}")
             if check.fix:
                 print(f"         fix: {check.fix}")
         print("No problems." if not problems else f"{problems} problem{'s' * (problems > 1)}.")
+        if command:
+            print(f"Start vLLM so:\n  {command}")
     if problems:
         raise typer.Exit(1)

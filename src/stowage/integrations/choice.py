@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stowage.core.geometry import IntArray, Kind, MaskArray
+from stowage.core.geometry import NULL_BLOCK, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
 from stowage.core.plan import CopyPlan, Incomplete, load_plan
 from stowage.core.reuse import longest_boundary
@@ -64,6 +64,16 @@ class Choice:
         step = self._store.geometry.boundary_tokens
         return longest_boundary(strategies, near, usable + 1, step), longest_boundary(strategies, far, usable + 1, step)
 
+    def junction(self, keys: SequenceKeys, usable: int) -> int:
+        """How far the attention layers of another prompt reach into this one, where recurrent layers kept no state. 0
+        for a model without those.
+        """
+        paged = [strategy for strategy in self._strategies if strategy.group.kind is not Kind.RECURRENT]
+        if len(paged) == len(self._strategies) or not paged:
+            return 0
+        masks = [self._store.lookup(strategy.group.index, keys.of(strategy.group.index)) for strategy in paged]
+        return longest_boundary(paged, masks, usable + 1, self._store.geometry.boundary_tokens)
+
     def worth_loading(self, rows: Sequence[SequenceKeys], near: int, far: int, held: int = 0) -> bool:
         """Whether the chunks of the farther boundary are predicted to come before they would be computed."""
         return self._pace.worth_loading(
@@ -88,6 +98,17 @@ class Choice:
         """Teach the pace what the tiers delivered."""
         parts = ((sources, self._chunk_bytes(want)) for want, sources in zip(wants, fetch.sources, strict=True))
         self._pace.delivered(bytes_of_tiers(parts), elapsed_s)
+
+    def has_places(self, tables: Sequence[IntArray], boundary: int, held: int) -> bool:
+        """Whether there is a device block for all that a resume at ``boundary`` needs beyond ``held``. ``tables``: by
+        group.
+        """
+        for strategy, table in zip(self._strategies, tables, strict=True):
+            needed = strategy.needed_blocks(boundary)
+            places = table[max(needed.start, held // strategy.group.block_tokens) : needed.stop]
+            if len(table) < needed.stop or (places == NULL_BLOCK).any():
+                return False
+        return True
 
     def plans(
         self,

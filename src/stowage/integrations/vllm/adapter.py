@@ -19,13 +19,17 @@ from stowage.errors import ConfigError, UnsupportedModelError
 
 __all__ = [
     "GroupShape",
+    "adapter_of",
     "boundary_states",
     "check_config",
     "computed_tokens",
     "group_shapes",
+    "hash_tokens",
     "media_of",
     "rank_of_worker",
+    "say",
     "step_table",
+    "stop_at",
     "table_of",
     "uses_embeddings",
 ]
@@ -61,11 +65,6 @@ def check_config(config: Any) -> None:
         raise ConfigError(
             "StowageConnector does not support speculative decoding: blocks of draft layers may hold tokens that were "
             "rejected. Leave --speculative-config or the connector out."
-        )
-    if not config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "Prefix caching is off, and without it vLLM gives blocks no content to name them by. Start with "
-            "--enable-prefix-caching."
         )
 
 
@@ -115,6 +114,22 @@ def _unknown(number: int, spec: Any, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"Cache group {number} of the model is a {type(spec).__name__}: {why}. Leave StowageConnector out for it."
     )
+
+
+def hash_tokens(config: Any, kv_cache_config: Any) -> int:
+    """Tokens per block hash, where somebody listens to KV cache events; else 0."""
+    events = config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return 0
+    tokens: int = getattr(kv_cache_config, "hash_block_size", None) or config.cache_config.block_size
+    return tokens
+
+
+def say(text: str) -> None:
+    """One line of vLLM's log."""
+    from vllm.logger import init_logger
+
+    init_logger("vllm.stowage").info("%s", text)
 
 
 def rank_of_worker() -> tuple[int, int]:
@@ -169,6 +184,14 @@ def media_of(request: Any) -> list[tuple[int, bytes]]:
 def uses_embeddings(request: Any) -> bool:
     """Whether the prompt is not told by its tokens."""
     return request.prompt_token_ids is None or request.prompt_embeds is not None
+
+
+def stop_at(request: Any, boundary: int) -> None:
+    """Have vLLM end a step of this prompt there, so that the states of recurrent layers can be kept: what lies before
+    was seen in another prompt. Releases that do not know such places compute as they would.
+    """
+    if getattr(request, "shared_prefix_boundary", boundary) < boundary:
+        request.shared_prefix_boundary = boundary
 
 
 def adapter_of(request: Any) -> tuple[str, Path] | None:

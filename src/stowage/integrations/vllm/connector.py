@@ -46,8 +46,10 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM reads this after it has made the connector. Its default answers a request whose copy failed with
             # an error; a cache may cost a recompute, never a request.
             transfer.kv_load_failure_policy = "recompute"
-            self._scheduler = SchedulerSide(vllm_config, shapes, options)
-            self._reporter = Reporter(self._scheduler.stats)
+            self._scheduler = SchedulerSide(
+                vllm_config, shapes, options, adapter.hash_tokens(vllm_config, kv_cache_config)
+            )
+            self._reporter = Reporter(self._scheduler.stats, self._scheduler.counts)
         else:
             layers = [shape.layers for shape in shapes]
             self._worker = WorkerSide(layers, kv_cache_config.num_blocks, adapter.rank_of_worker())
@@ -147,9 +149,16 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.finished(request)
         return False, None
 
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM should go on for a moment although nobody asks for anything: so that the last request's numbers
+        are seen before the next one comes.
+        """
+        return self._scheduler is not None and self._reporter.behind
+
     def take_events(self) -> Iterable[Any]:
         """See the base."""
-        return ()
+        assert self._scheduler is not None
+        return self._scheduler.events()
 
     def reset_cache(self) -> bool:
         """See the base."""

@@ -38,7 +38,7 @@ class Phase(enum.Enum):
 class Tracked:
     """One request. ``stored``: by group, the first chunk that was not offered to the store yet. ``refused``: its loads
     failed on a worker once: it is computed, and never offered again. ``tainted``: its blocks were computed before the
-    weights changed, and are not stored.
+    weights changed, and are not stored. ``junction``: where another prompt parts from it, as far as attention goes.
     """
 
     def __init__(self, request: Any, namespace: bytes, groups: Sequence[Group]) -> None:
@@ -51,6 +51,7 @@ class Tracked:
         self.counted = False
         self.preemptions = 0
         self.boundary = 0
+        self.junction = 0
         self.held = -1
         self.fetch: Fetch | None = None
         self.wants: list[Want] = []
@@ -142,6 +143,7 @@ class Prefixes:
             self.given_up += 1
             far = near
         tracked.held = held
+        tracked.junction = self._choice.junction(tracked.keys, usable)
         if far <= held:
             tracked.phase = Phase.SETTLED
             return False
@@ -172,10 +174,8 @@ class Prefixes:
     def plans(self, tracked: Tracked, tables: Sequence[IntArray]) -> list[CopyPlan] | None:
         """The copies into the blocks of ``tables``; ``None`` when a block that is needed is not there."""
         assert tracked.fetch is not None
-        for want in tracked.wants:
-            group = self._groups[want.group]
-            if len(tables[want.group]) * group.block_tokens < tracked.boundary:
-                return None
+        if not self._choice.has_places(tables, tracked.boundary, tracked.held):
+            return None
         found = self._choice.plans(
             tracked.fetch, tracked.wants, tracked.boundary, tracked.lost, lambda group: tables[group], tracked.held
         )

@@ -14,23 +14,23 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from stowage.core.geometry import NULL_BLOCK, Geometry, Group, IntArray, Kind
+from stowage.addresses import shown
+from stowage.config import format_size
+from stowage.core.geometry import Geometry, Group, Kind
 from stowage.core.groups import strategy
-from stowage.core.plan import CopyPlan, store_plan
 from stowage.engine.pace import Pace
 from stowage.errors import ConfigError
 from stowage.integrations.background import Background
 from stowage.integrations.choice import Choice
 from stowage.integrations.vllm import adapter, naming
+from stowage.integrations.vllm.events import Announcements
 from stowage.integrations.vllm.memory import ArenaPlace, Rank
 from stowage.integrations.vllm.messages import Load, Part, Report, Step, Store
 from stowage.integrations.vllm.requests import Phase, Prefixes, Tracked
 from stowage.integrations.vllm.settings import Options
+from stowage.integrations.vllm.storing import Storing
 from stowage.log import Trouble
 from stowage.opening import open_store
 
@@ -43,25 +43,19 @@ _COUNTS = (
 )
 
 
-@dataclass(slots=True)
-class Writing:
-    """A store that the workers have been told of."""
-
-    slots: IntArray
-    ranks_left: int
-
-
 class SchedulerSide:
-    """One engine's. Does nothing before ``connect``."""
+    """One engine's. Does nothing before ``connect``. ``hash_tokens``: per block hash, where vLLM wants events."""
 
-    def __init__(self, config: Any, shapes: Sequence[adapter.GroupShape], options: Options) -> None:
+    def __init__(
+        self, config: Any, shapes: Sequence[adapter.GroupShape], options: Options, hash_tokens: int = 0
+    ) -> None:
         self._config = config
         self._shapes = shapes
         self._options = options
+        self._hash_tokens = hash_tokens
+        self._announcements: Announcements | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._writing: dict[int, Writing] = {}
-        self._numbers = 0
         self._step_began_s = 0.0
         self._step_tokens = 0
         self._busy = True
@@ -101,15 +95,44 @@ class SchedulerSide:
         self._pace = Pace(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         choice = Choice(store, self._strategies, self._pace)
         self._prefixes = Prefixes(store, choice, self._pace, self._groups, memory.probe_timeout_s)
-        self._ranks = len(ranks)
         self._place = ArenaPlace(
             store.arena.path, store.arena.bytes, store.slabs, tuple(sizes), _offsets(parts, ranks, len(sizes))
         )
         self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
+        full = [group for group in self._groups if group.kind is Kind.FULL]
+        if self._hash_tokens and full:
+            self._announcements = Announcements(store, full[0], self._hash_tokens)
+        dense = [shape.dense for shape in self._shapes]
+        self._storing = Storing(store, self._strategies, dense, self._snapshot_tokens, len(ranks), self._announcements)
+        adapter.say(self._welcome())
 
     def _group(self, index: int, shape: adapter.GroupShape, nbytes: int) -> Group:
         blocks = 1 if shape.kind is Kind.RECURRENT else self._options.blocks_per_chunk(shape.block_tokens)
         return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window)
+
+    def _welcome(self) -> str:
+        """What the engine's log says about the store at the start."""
+        memory = self._options.memory
+        of_slab = {group: slab for slab in self._store.slabs for group in slab.groups}
+        tokens = min(
+            of_slab[g.index].slots // len(of_slab[g.index].groups) * max(g.chunk_tokens, self._state_tokens(g))
+            for g in self._groups
+        )
+        lower = [text for text in (memory.disk, shown(memory.valkey), shown(memory.object)) if text]
+        chunks = ", ".join(f"{g.kind} {g.chunk_tokens} tokens, {format_size(g.bytes_per_chunk)}" for g in self._groups)
+        text = f"Stowage: host {format_size(self._store.arena.bytes)} (about {tokens} tokens), below it "
+        text += f"{', '.join(lower) or 'nothing'}. Chunks: {chunks}."
+        if any(group.kind is Kind.RECURRENT for group in self._groups):
+            most = self._config.scheduler_config.max_num_batched_tokens
+            text += (
+                f" States of recurrent layers are kept where steps end: every {most} tokens of a long prompt, where "
+            )
+            text += "prompts part that begin alike, and at the end; a smaller --max-num-batched-tokens keeps more."
+        return text
+
+    def _state_tokens(self, group: Group) -> int:
+        """Tokens between two snapshots; 0 for attention."""
+        return self._snapshot_tokens if group.kind is Kind.RECURRENT else 0
 
     # Loads
 
@@ -148,6 +171,8 @@ class SchedulerSide:
             tracked.tainted = False
             self._poll()
             boundary = self._prefixes.offer(tracked, held)
+            if boundary is not None and tracked.junction > boundary:
+                adapter.stop_at(request, tracked.junction)
             self._background.notice()
         if boundary is None:
             if not self._busy:
@@ -168,17 +193,10 @@ class SchedulerSide:
             plans = None
             if tracked.fetch is not None and tracked.held + tokens == tracked.boundary:
                 tables = [adapter.table_of(group) for group in blocks]
-                plans = self._checked(self._prefixes.plans(tracked, tables))
+                plans = self._prefixes.plans(tracked, tables)
             self._count(tracked, tokens if plans is not None else 0)
             self._loads.append(Load(request.request_id, plans))
             tracked.phase = Phase.LOADING
-
-    @staticmethod
-    def _checked(plans: list[CopyPlan] | None) -> list[CopyPlan] | None:
-        """Plans that name no null block; vLLM allocates every block that a resume needs, and we do not rely on it."""
-        if plans is not None and any((plan.blocks == NULL_BLOCK).any() for plan in plans):
-            return None
-        return plans
 
     def _poll(self) -> None:
         self._store.poll()
@@ -211,7 +229,9 @@ class SchedulerSide:
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and not tracked.tainted:
                     begin = computed[request_id]
-                    self._offer_chunks(scheduled, tracked, begin, begin + count, states.get(request_id, ()), stores)
+                    found = self._storing.plan(scheduled, tracked, begin, begin + count, states.get(request_id, ()))
+                    if found is not None:
+                        stores.append(found)
             loads, self._loads = self._loads, []
             self._background.notice()
         self._step_began_s, self._step_tokens = time.monotonic(), scheduled.total_num_scheduled_tokens
@@ -222,66 +242,6 @@ class SchedulerSide:
         if tracked is not None and tracked.phase is not Phase.LOADING:
             self._prefixes.give_back(tracked)
             tracked.restart()
-
-    def _offer_chunks(
-        self,
-        scheduled: Any,
-        tracked: Tracked,
-        begin: int,
-        end: int,
-        states: Sequence[tuple[int, int, int]],
-        stores: list[Store],
-    ) -> None:
-        """Store what the step completes of one request: its known tokens before ``end``."""
-        progress = min(end, tracked.request.num_tokens)
-        due = [progress // group.chunk_tokens > tracked.stored[group.index] for group in self._groups]
-        if not any(due):
-            return
-        tables = adapter.step_table(scheduled, tracked.request.request_id)
-        if tables is None:
-            return
-        tracked.extend_keys(progress)
-        plans, slots = [], []
-        for group in self._groups:
-            if not due[group.index]:
-                continue
-            table = tables[group.index]
-            if group.kind is Kind.RECURRENT:
-                table = self._states_table(group, table, begin, progress, states)
-            chunks, masks = self._strategies[group.index].storable(progress, tracked.stored[group.index], table)
-            tracked.stored[group.index] = progress // group.chunk_tokens
-            names = tracked.keys.of(group.index)
-            reserved = self._store.reserve(group.index, [names[chunk] for chunk in chunks.tolist()], masks)
-            plan = store_plan(group, chunks, masks, reserved, table)
-            if plan.copies:
-                plans.append(plan)
-                slots.append(reserved[reserved >= 0])
-        if plans:
-            self._numbers += 1
-            self._writing[self._numbers] = Writing(np.concatenate(slots), self._ranks)
-            stores.append(Store(self._numbers, plans))
-
-    def _states_table(
-        self, group: Group, table: IntArray, begin: int, end: int, states: Sequence[tuple[int, int, int]]
-    ) -> IntArray:
-        """The blocks that hold, after this step, the state of exactly the tokens before their end.
-
-        In vLLM's align mode these are the ones that it names, and the one that the step ends on; in the others each
-        block that was completed, of which we take one per ``snapshot_tokens`` and the last.
-        """
-        size = group.block_tokens
-        known = np.full(end // size, NULL_BLOCK, dtype=np.int64)
-        if self._shapes[group.index].dense:
-            known[: len(table)] = table[: len(known)]
-            ends = (np.arange(len(known)) + 1) * size
-            known[(ends <= begin) | ((ends % self._snapshot_tokens != 0) & (ends != end // size * size))] = NULL_BLOCK
-            return known
-        if end % size == 0 and end // size <= len(table):
-            known[-1] = table[end // size - 1]
-        for number, block, boundary in states:
-            if number == group.index and boundary % size == 0 and 0 < boundary <= end:
-                known[boundary // size - 1] = block
-        return known
 
     # Reports
 
@@ -295,26 +255,21 @@ class SchedulerSide:
                 self._pace.computed(self._step_tokens, time.monotonic() - self._step_began_s)
                 self._step_tokens = 0
             if isinstance(report, Report):
-                self._settle(report)
+                self.counts["loaded_bytes"] += report.loaded_bytes
+                self.counts["stored_bytes"] += report.stored_bytes
+                self.counts["stores_failed"] += self._storing.settle(report)
             failed = getattr(output, "failed_recving", None) or set()
             for request_id in output.finished_recving or ():
                 self._loaded(request_id, request_id in failed)
             self._poll()
             self._background.notice()
 
-    def _settle(self, report: Report) -> None:
-        self.counts["loaded_bytes"] += report.loaded_bytes
-        self.counts["stored_bytes"] += report.stored_bytes
-        for number in report.failed:
-            if number in self._writing:
-                self._store.abort(self._writing.pop(number).slots)
-                self.counts["stores_failed"] += 1
-        for number, ranks in report.ended.items():
-            writing = self._writing.get(number)
-            if writing is not None:
-                writing.ranks_left -= ranks
-                if not writing.ranks_left:
-                    self._store.commit(self._writing.pop(number).slots)
+    def events(self) -> list[Any]:
+        """vLLM's events of what was stored and what has gone, since the last call."""
+        if self._background is None or self._announcements is None:
+            return []
+        with self._background.turn:
+            return self._announcements.take()
 
     def _loaded(self, request_id: str, failed: bool) -> None:
         tracked = self._tracked.get(request_id)
@@ -356,6 +311,8 @@ class SchedulerSide:
                 fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
                 self._tracked[request_id] = fresh
             self._store.drop_host()
+            if self._announcements is not None:
+                self._announcements.clear()
         return True
 
     def stats(self) -> dict[str, int | float | str]:
@@ -370,7 +327,7 @@ class SchedulerSide:
         if self._background is not None:
             with self._background.turn:
                 self._store.check()
-                assert not self._writing, "stores that no worker has ended"
+                assert self._storing.idle, "stores that no worker has ended"
 
     def close(self) -> None:
         """Write what is still to be written, and give all memory back."""

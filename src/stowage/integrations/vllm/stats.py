@@ -16,7 +16,7 @@ from stowage.metrics import STORE, TIER, Row
 
 __all__ = ["OURS", "Metrics", "Reporter", "Stats"]
 
-INTERVAL_S = 1.0
+INTERVAL_S = 0.1
 
 OURS = (
     Row("requests", "stowage_requests_total", "requests that were looked up"),
@@ -30,6 +30,11 @@ OURS = (
     Row("stored_bytes", "stowage_device_stored_bytes_total", "bytes that were copied out of the device, all ranks"),
 )
 _HITS = Row("hits", "stowage_chunk_hits_total", "chunks that were found, by the first place that had them")
+
+_SLABS = (
+    Row("bytes_used", "stowage_host_slab_used_bytes", "bytes of the slab that hold chunks"),
+    Row("bytes", "stowage_host_slab_bytes", "bytes of the slab"),
+)
 
 
 class Stats(KVConnectorStats):
@@ -72,12 +77,21 @@ class Stats(KVConnectorStats):
 
 
 class Reporter:
-    """Turns the numbers of ``read`` into reports, at most one per second."""
+    """Turns the numbers of ``read`` into reports, at most one per ``INTERVAL_S``. ``glance``: some of them, cheap to
+    have; that they changed says that there is something to report.
+    """
 
-    def __init__(self, read: Callable[[], Mapping[str, int | float | str]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, int | float | str]], glance: Mapping[str, int]) -> None:
         self._read = read
+        self._glance = glance
+        self._seen: dict[str, int] = dict(glance)
         self._last: dict[str, float] = {}
         self._due_s = 0.0
+
+    @property
+    def behind(self) -> bool:
+        """Whether something was not reported yet."""
+        return self._seen != self._glance
 
     def report(self) -> Stats | None:
         """What was added since the last report; ``None`` when nothing was, or it is too early."""
@@ -85,6 +99,7 @@ class Reporter:
         if now_s < self._due_s:
             return None
         self._due_s = now_s + INTERVAL_S
+        self._seen = dict(self._glance)
         counters: dict[str, float] = {}
         gauges: dict[str, float] = {}
         for name, value in self._read().items():
@@ -92,7 +107,7 @@ class Reporter:
                 continue
             if not _is_counter(name):
                 gauges[name] = value
-            elif value != self._last.get(name, 0):
+            elif value != self._last.get(name):  # the first report names all, so that a series is there at 0
                 counters[name] = value - self._last.get(name, 0)
                 self._last[name] = value
         return Stats({"counters": counters, "gauges": gauges}) if counters else None
@@ -123,6 +138,8 @@ class Metrics(KVConnectorPromMetrics):
             self._series[row.stat] = self._make(row, labels)
         for row in (*TIER, _HITS):
             self._series[f".{row.stat}"] = self._make(row, [*labels, "tier"])
+        for row in _SLABS:
+            self._series[f"slab.{row.stat}"] = self._make(row, [*labels, "slab"])
 
     def _make(self, row: Row, labels: list[str]) -> Any:
         if row.metric.endswith("_total"):
@@ -143,6 +160,13 @@ class Metrics(KVConnectorPromMetrics):
 
     def _labelled(self, name: str, values: list[object]) -> Any:
         first, dot, last = name.partition(".")
-        stat, more = (name, []) if not dot else (".hits", [last]) if first == "hits" else (f".{last}", [first])
+        if not dot:
+            stat, more = name, []
+        elif first == "hits":
+            stat, more = ".hits", [last]
+        elif first.startswith("slab"):
+            stat, more = f"slab.{last}", [first.removeprefix("slab")]
+        else:
+            stat, more = f".{last}", [first]
         series = self._series.get(stat)
         return None if series is None else series.labels(*values, *more)

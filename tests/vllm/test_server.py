@@ -1,0 +1,143 @@
+"""vLLM's own API server with the plugin, found by its name alone, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from stowage.testing import tiny_models
+from tests.vllm.models import FAMILIES, VOCAB, write
+
+START_S = 300.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """A real one, in a process group of its own."""
+
+    def __init__(self, model: Path, cache: Path, log: Path) -> None:
+        self.port = free_port()
+        extra = {"host": "64MiB", "disk": f"{cache}:256MiB"}
+        transfer = {"kv_connector": "StowageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        self._log = log
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+                    *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+                    *("--max-model-len", "2048", "--port", str(self.port), "--enable-prompt-tokens-details"),
+                    *("--kv-transfer-config", json.dumps(transfer)),
+                ],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ
+                | {
+                    "OMP_NUM_THREADS": "1",
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                    "HF_HUB_OFFLINE": "1",
+                },
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        until_s = time.monotonic() + START_S
+        while time.monotonic() < until_s:
+            assert self._process.poll() is None, self._log.read_text()[-3000:]
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+        raise AssertionError("the server did not start")
+
+    def ask(self, prompt: list[int], **more: Any) -> tuple[list[int], int]:
+        """The tokens that follow, and how many tokens came from a cache."""
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=120)
+        answer = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            extra_body={"return_token_ids": True, **more},
+        )
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        tokens = answer.choices[0].model_dump()["token_ids"]
+        return tokens, (details.cached_tokens or 0) if details is not None else 0
+
+    def metrics(self) -> dict[str, float]:
+        """Our series, by name and labels that are not vLLM's."""
+        found = {}
+        for line in httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=30).text.splitlines():
+            if line.startswith(("stowage_", "vllm:external_prefix_cache")) and "_created" not in line:
+                name, value = line.rsplit(" ", 1)
+                labels = [label for label in ("tier", "slab") if f'{label}="' in name]
+                part = "".join(name.split(f'{label}="')[1].split('"')[0] for label in labels)
+                found[" ".join(filter(None, [name.split("{")[0], part]))] = float(value)
+        return found
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def end(self, how: int) -> None:
+        os.killpg(self._process.pid, how)
+        self._process.wait(60)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[], Server]]:
+    model = write(FAMILIES["llama"], tmp_path / "model")
+    tiny_models.tokenizer(VOCAB).save_pretrained(model)
+    servers: list[Server] = []
+
+    def start() -> Server:
+        servers.append(Server(model, tmp_path / "cache", tmp_path / f"log{len(servers)}"))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server._process.poll() is None:
+            server.end(signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again(serve: Callable[[], Server]) -> None:
+    first, prompt = serve(), [5 + at * 7 % 500 for at in range(900)]
+    assert "Stowage: host 64 MiB" in first.log()
+    tokens, cached = first.ask(prompt)
+    assert cached == 0
+    assert first.ask(prompt, cache_salt="somebody else") == (tokens, 0)
+    until_s = time.monotonic() + 60
+    while first.metrics().get("stowage_tier_chunks_written_total disk", 0) < 14:
+        assert time.monotonic() < until_s, first.metrics()
+        first.ask([7, 8, 9])  # numbers come with steps
+        time.sleep(0.1)
+    first.end(signal.SIGKILL)
+    again = serve()
+    assert again.ask(prompt) == (tokens, 896)
+    found = again.metrics()
+    assert found["vllm:external_prefix_cache_hits_total"] == found["stowage_tokens_loaded_total"] == 896
+    assert found["stowage_chunk_hits_total disk"] == 7 and found["stowage_tier_corrupt_chunks_total disk"] == 0
+    assert found["stowage_host_slab_used_bytes 0"] > 0
+    assert again.ask(prompt, cache_salt="somebody else") == (tokens, 896)
+    again.end(signal.SIGTERM)
