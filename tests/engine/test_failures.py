@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from stowage import opening
 from stowage.core.geometry import Kind
-from stowage.engine import assembly
 from stowage.errors import TransferError
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import DiskTier
@@ -53,7 +53,7 @@ class FailingTransfer:
 @pytest.fixture
 def disk_faults(monkeypatch):
     faults = FaultyFileSystem()
-    monkeypatch.setattr(assembly, "DiskTier", functools.partial(DiskTier, system=System(files=faults)))
+    monkeypatch.setattr(opening, "DiskTier", functools.partial(DiskTier, system=System(files=faults)))
     yield faults
     faults.heal()
 
@@ -232,7 +232,7 @@ class SnapshotsHang(RealFileSystem):
 def test_a_request_waits_for_one_deadline_only(engines, references, tmp_path, monkeypatch):
     """F6: the snapshot of its longest prefix does not come, and there are shorter ones: it does not wait for each."""
     files = SnapshotsHang()
-    monkeypatch.setattr(assembly, "DiskTier", functools.partial(DiskTier, system=System(files=files)))
+    monkeypatch.setattr(opening, "DiskTier", functools.partial(DiskTier, system=System(files=files)))
     engine = with_disk(engines, "nemotron_h", tmp_path, load_timeout_s=0.3, step_tokens_max=128)
     ask(engine, references, "nemotron_h")
     leave_only_disk(engine)

@@ -8,9 +8,8 @@ import logging
 
 import pytest
 
-from stowage import keys
+from stowage import keys, opening
 from stowage.config import Memory
-from stowage.engine import assembly
 from stowage.engine.engine import Engine
 from stowage.log import JsonFormatter, TextFormatter
 from stowage.testing.faults import FaultyFileSystem
@@ -62,7 +61,7 @@ def secrets_of(engine: Engine, tokens: list[int], namespace_keys: list[bytes], s
 @pytest.mark.parametrize("protection", ["checksum", "blake3"])
 def test_no_prompt_token_key_or_salt_is_logged(protection, checkpoints, tmp_path, log, monkeypatch):
     faults = FaultyFileSystem()
-    monkeypatch.setattr(assembly, "DiskTier", functools.partial(DiskTier, system=System(files=faults)))
+    monkeypatch.setattr(opening, "DiskTier", functools.partial(DiskTier, system=System(files=faults)))
     secret = ""
     options = {"disk_protection": protection}
     if protection != "checksum":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stowage.testing.tiny_models import FAMILIES
+from stowage.testing.tiny_models import KINDS
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 333)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_alone_and_in_pieces(family, engines, references):
     engine = engines(family, step_tokens_max=48)
     for i, length in enumerate(LENGTHS):
@@ -20,7 +20,7 @@ def test_alone_and_in_pieces(family, engines, references):
         assert_same(completion, references(family).answer(prompt, 12))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_mixed_batch(family, engines, references):
     engine = engines(family, step_tokens_max=96)
     prompts = [random_prompt(length, seed=50 + i) for i, length in enumerate(LENGTHS)]
@@ -28,7 +28,7 @@ def test_mixed_batch(family, engines, references):
         assert_same(completion, references(family).answer(prompt, 20))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("sizes", [{"block_tokens": 32, "chunk_blocks": 2}, {"block_tokens": 16, "chunk_blocks": 1}])
 def test_block_sizes(family, sizes, engines, references):
     engine = engines(family, **sizes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from stowage.testing.tiny_models import FAMILIES
+from stowage.testing.tiny_models import KINDS
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 
@@ -19,7 +19,7 @@ def small_pool(engines, family, **memory):
     return engines(family, context_tokens=160, device_kv=int(need * 1.7), step_tokens_max=64, **memory)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_spilled_and_loaded_back(family, engines, references):
     engine = small_pool(engines, family, host="32MiB", snapshot_tokens=64)
     prompts = [random_prompt(60 + i, seed=i) for i in range(5)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from stowage.testing.tiny_models import FAMILIES
+from stowage.testing.tiny_models import KINDS
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 PROMPT_TOKENS = 400
@@ -26,7 +26,7 @@ def test_a_snapshot_stands_where_a_chunk_ends(family, chunk_blocks, engines, ref
         engine.drop_device_cache()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_every_tier(family, engines, references, tmp_path):
     memory = {"host": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}
     engine = engines(family, **memory)
@@ -55,7 +55,7 @@ def test_every_tier(family, engines, references, tmp_path):
     assert again["disk"] == sum(again.values()) >= PROMPT_TOKENS - 64
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_middle_hit(family, tier, engines, references, tmp_path):
     """F10: a prompt that shares only the first 60 % of an earlier one reuses it, on sliding and recurrent models
@@ -138,7 +138,7 @@ def test_another_model_shares_nothing(tmp_path):
             engine.flush()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_the_first_1024_of_1300_tokens(family, engines, references, tmp_path):
     """A prompt of 1,300 tokens is stored, its first 1,024 are asked with another end: all 1,024 are reused, by default
     settings, from host and from disk. (vLLM 0.32 reuses none of them on sliding-window and recurrent models.)

@@ -61,25 +61,30 @@ def assemble(
     ``ConfigError`` for an unusable key file or tiers that cannot be told apart.
     """
     check_tiers(tiers, memory)
+    layout = probe(loaded.model, block_tokens_of(memory), memory.chunk_blocks)
     attention.install(loaded.model)
     try:
-        return _assemble(loaded, memory, salt, clock, tiers)
+        return _assemble(loaded, memory, layout, salt, clock, tiers)
     except BaseException:
         attention.uninstall(loaded.model)
         raise
 
 
-def _assemble(loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float], tiers: Sequence[Tier]) -> Parts:
-    block_tokens = block_tokens_of(memory)
-    with attention.probing():
-        layout = probe(loaded.model, block_tokens, memory.chunk_blocks)
+def _assemble(
+    loaded: Loaded,
+    memory: Memory,
+    layout: ModelLayout,
+    salt: str,
+    clock: Callable[[], float],
+    tiers: Sequence[Tier],
+) -> Parts:
     geometry = Geometry(layout.groups)
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", attention.NAME))
     counts = split_pool(layout.blocks, memory.device_kv_bytes, layout.context_tokens, memory.step_tokens_max)
     pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
     assert sum(pool.nbytes for pool in pools) <= memory.device_kv_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
-    grid = block_tokens[Kind.RECURRENT]
+    grid = block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     return Parts(

@@ -11,19 +11,21 @@ build no masks. Reads the step from ``step.current``. Never allocates blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
-from stowage.engine.step import DecodeStep, GroupStep, PrefillStep, Step, current
-from stowage.errors import StowageError, UnsupportedModelError
+from stowage.engine import probing
+from stowage.engine.scores import Scores, attend
+from stowage.engine.step import DecodeStep, PrefillStep, current
+from stowage.errors import StowageError
 
 NAME = "stowage_paged"
+Views = tuple[Tensor, ...]
+"""A layer's keys and values, or its latents, in the pool: ``[rows, block_tokens, heads, dim]`` each."""
 
 
 _users: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
@@ -40,17 +42,6 @@ def install(model: Any) -> None:
     model.set_attn_implementation(NAME)
 
 
-@contextmanager
-def probing() -> Iterator[None]:
-    """Forwards of installed models in here bring their own cache; only the shapes in it matter, so attention is 0."""
-    nothing = torch.zeros(0, dtype=torch.long)
-    token = current.set(Step(nothing, nothing, nothing, 0))
-    try:
-        yield
-    finally:
-        current.reset(token)
-
-
 def uninstall(model: Any) -> None:
     """Take one ``install`` back; after the last one the model is as it was before the first."""
     count, before = _users[model]
@@ -58,6 +49,7 @@ def uninstall(model: Any) -> None:
         _users[model] = (count - 1, before)
         return
     del _users[model]
+    probing.forget(model)
     model.set_attn_implementation(before)
 
 
@@ -75,28 +67,24 @@ def paged_attention(
     ``key`` and ``value`` hold only the step's new tokens; they are used for nothing but their head count. Returns
     ``[batch, length, heads, value_dim]``.
     """
-    if options.get("s_aux") is not None or options.get("softcap") is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} uses attention sinks or soft-capping, which are not supported yet."
-        )
     assert attention_mask is None, "the mask interface must not know this attention"
     step = current.get(None)
     if step is None:
         raise StowageError("this model belongs to an open engine; close the engine before calling the model itself.")
     batch, heads, length, width = query.shape
-    if not step.of_layer:
-        return query.new_zeros((batch, length, heads, value.shape[-1])), None
-    group = step.of_layer[module.layer_idx]
+    layer = step.reading(module)
+    group = step.of_layer[layer]
+    views = group.pool.views[layer]
     flat = query.transpose(1, 2).reshape(batch * length, heads, width)
-    scale = width**-0.5 if scaling is None else scaling
+    scores = Scores(width**-0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux"))
     latent = group.pool.layout.layers[0].latent
     out = flat.new_empty((batch * length, heads, value.shape[-1]))
     if group.decode is not None:
         decode = _decode_latent if latent else _decode
-        out[: step.decodes] = decode(module, flat[: step.decodes], group, group.decode, scale)
+        out[: step.decodes] = decode(module, flat[: step.decodes], views, group.decode, scores)
     for run in group.prefills:
         prefill = _prefill_latent if latent else _prefill
-        out[run.begin : run.end] = prefill(module, flat[run.begin : run.end], group, run, scale)
+        out[run.begin : run.end] = prefill(module, flat[run.begin : run.end], views, run, scores)
     return out.view(batch, length, heads, value.shape[-1]), None
 
 
@@ -106,56 +94,41 @@ def _gather(view: Tensor, blocks: Tensor, keys: int) -> Tensor:
     return picked.flatten(blocks.dim() - 1, blocks.dim())[..., :keys, :, :]
 
 
-def _decode(module: Any, query: Tensor, group: GroupStep, step: DecodeStep, scale: float) -> Tensor:
-    keys, values = (_gather(view, step.blocks, step.keys) for view in group.pool.views[module.layer_idx])
+def _decode(module: Any, query: Tensor, views: Views, step: DecodeStep, scores: Scores) -> Tensor:
+    keys, values = (_gather(view, step.blocks, step.keys) for view in views)
     count, heads, width = query.shape
     folded = query.view(count, keys.shape[2], heads // keys.shape[2], width)
-    out = scaled_dot_product_attention(
-        folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=step.bias, scale=scale
-    )
+    out = attend(folded, keys.transpose(1, 2), values.transpose(1, 2), step.bias, scores)
     return out.reshape(count, heads, values.shape[-1])
 
 
-def _prefill(module: Any, query: Tensor, group: GroupStep, run: PrefillStep, scale: float) -> Tensor:
-    keys, values = (
-        _gather(view, run.blocks, run.keys).transpose(0, 1)[None] for view in group.pool.views[module.layer_idx]
-    )
-    out = _run_attention(query.transpose(0, 1)[None], keys, values, run, scale)
+def _prefill(module: Any, query: Tensor, views: Views, run: PrefillStep, scores: Scores) -> Tensor:
+    keys, values = (_gather(view, run.blocks, run.keys).transpose(0, 1)[None] for view in views)
+    out = attend(query.transpose(0, 1)[None], keys, values, run.bias, scores, causal=run.bias is None and run.keys > 1)
     return out[0].transpose(0, 1)
 
 
-def _run_attention(query: Tensor, keys: Tensor, values: Tensor, run: PrefillStep, scale: float) -> Tensor:
-    return scaled_dot_product_attention(
-        query,
-        keys,
-        values,
-        attn_mask=run.bias,
-        is_causal=run.bias is None and run.keys > 1,
-        scale=scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
-    )
-
-
-def _latents(module: Any, group: GroupStep, blocks: Tensor, keys: int) -> Tensor:
+def _latents(views: Views, blocks: Tensor, keys: int) -> Tensor:
     """Latent and rope key of the given blocks, ``[..., keys, latent + rope]``."""
-    return _gather(group.pool.views[module.layer_idx][0], blocks, keys).squeeze(-2)
+    return _gather(views[0], blocks, keys).squeeze(-2)
 
 
-def _decode_latent(module: Any, query: Tensor, group: GroupStep, step: DecodeStep, scale: float) -> Tensor:
+def _decode_latent(module: Any, query: Tensor, views: Views, step: DecodeStep, scores: Scores) -> Tensor:
     rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
     weight = module.kv_b_proj.weight.view(query.shape[1], nope + width, rank)
     absorbed = torch.einsum("bhn,hnr->bhr", query[..., :nope], weight[:, :nope])
     wide = torch.cat((absorbed, query[..., nope:]), dim=-1)[:, None]
-    rows = _latents(module, group, step.blocks, step.keys)[:, None]
+    rows = _latents(views, step.blocks, step.keys)[:, None]
     # the value is the latent alone; the rope columns ride along, because equal widths take the fused kernel
-    mixed = scaled_dot_product_attention(wide, rows, rows, attn_mask=step.bias, scale=scale)[:, 0, :, :rank]
+    mixed = attend(wide, rows, rows, step.bias, scores)[:, 0, :, :rank]
     return torch.einsum("bhr,hvr->bhv", mixed, weight[:, nope:])
 
 
-def _prefill_latent(module: Any, query: Tensor, group: GroupStep, run: PrefillStep, scale: float) -> Tensor:
-    rows = _latents(module, group, run.blocks, run.keys)[None, None]
+def _prefill_latent(module: Any, query: Tensor, views: Views, run: PrefillStep, scores: Scores) -> Tensor:
+    rows = _latents(views, run.blocks, run.keys)[None, None]
     keys, values = module.expand_kv(rows[..., : module.kv_lora_rank], rows[..., module.kv_lora_rank :])
     width = values.shape[-1]
     values = pad(values, (0, keys.shape[-1] - width)) if keys.shape[-1] > width else values
-    out = _run_attention(query.transpose(0, 1)[None], keys, values, run, scale)
+    causal = run.bias is None and run.keys > 1
+    out = attend(query.transpose(0, 1)[None], keys, values, run.bias, scores, causal=causal)
     return out[0].transpose(0, 1)[..., :width]

@@ -1,12 +1,13 @@
-"""What a model keeps per layer: found out by reading its config and confirmed by one tiny forward.
+"""What a model keeps per layer: found out by reading its config and confirmed by forwards of a few tokens.
 
 Owns the classification of layers into cache kinds and the grouping of layers that share one cache geometry. Never
-guesses: a layer whose probed state contradicts its config, or a family whose resume has not been proved, is refused
-with ``UnsupportedModelError``.
+guesses: a layer whose probed state or mask contradicts its config, or a family whose resume has not been proved, is
+refused with ``UnsupportedModelError``.
 
-Kinds come from ``layer_types`` of the text config; shapes and dtypes from the state that Transformers' own
-``DynamicCache`` holds after a forward of a few tokens (Transformers 5.17: multi-head latent attention keeps the latent
-and the rope key; linear layers keep a convolution state and a float32 recurrent state).
+Kinds come from the text config as Transformers reads it for its own ``DynamicCache``; shapes and dtypes from the state
+that such a cache holds after a forward (``probing``); which keys a query sees from the rule of the mask that the model
+made (Transformers 5.17: multi-head latent attention keeps the latent and the rope key; linear layers keep a convolution
+state, a float32 recurrent state, or both; hybrid layers keep both kinds; layers that share keys keep nothing).
 """
 
 from __future__ import annotations
@@ -14,33 +15,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stowage.core.geometry import Group, Kind
+from stowage.engine.families import PROVED, REFUSED
 from stowage.errors import UnsupportedModelError
 
-PROBE_TOKENS = 3
-TENSOR_ALIGNMENT_BYTES = 64
+if TYPE_CHECKING:
+    from stowage.engine.probing import Probe, Read, State
 
-# model_type -> forwards of several sequences may be flattened into one ([1, tokens]) without changing any of them
-FAMILIES: Mapping[str, bool] = {
-    "llama": True,
-    "qwen3": True,
-    "gemma3_text": True,
-    "llama4_text": True,
-    "deepseek_v3": True,
-    "qwen3_next": False,
-    "nemotron_h": False,
-}
-_KINDS = {
-    "full_attention": Kind.FULL,
-    "sliding_attention": Kind.SLIDING,
-    "chunked_attention": Kind.CHUNKED,
-    "linear_attention": Kind.RECURRENT,
-}
+TENSOR_ALIGNMENT_BYTES = 64
+_WINDOWED = {"sliding_attention": Kind.SLIDING, "hybrid_sliding": Kind.SLIDING, "chunked_attention": Kind.CHUNKED}
+_FULL = ("full_attention", "hybrid")
+_RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_CONTEXT_UNKNOWN_TOKENS = 1 << 20
+"""Of a model whose config states none: nothing in it depends on the position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +60,9 @@ class Layer:
     window: int
     tensors: tuple[LayerTensor, ...]
     latent: bool = False
+    states: tuple[State, ...] = ()
+    readers: tuple[int, ...] = ()
+    """Later layers that have no keys and values of their own and read these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +80,20 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """All groups of a model, and whether sequences may share one flattened forward."""
+    """All groups of a model.
+
+    ``ragged``: sequences may share one flattened forward: no layer takes the tokens of a forward for one sequence.
+    ``layers``: entries of the model's cache. ``continues``: recurrent layers go on from a state with several tokens at
+    once; else with single ones only. ``own_rows``: the model gives logits of the asked tokens only.
+    """
 
     blocks: tuple[BlockLayout, ...]
     ragged: bool
     context_tokens: int
     vocab: int
+    layers: int = 0
+    continues: bool = True
+    own_rows: bool = True
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -102,14 +107,14 @@ class ModelLayout:
 def refuse_unsupported(config: Any) -> None:
     """Raise ``UnsupportedModelError`` for what this version cannot run exactly, before any weight is read."""
     family = config.model_type
-    if family not in FAMILIES:
+    if family in REFUSED:
+        raise UnsupportedModelError(f"models of type {family!r} are not supported: {REFUSED[family]}")
+    if family not in PROVED:
         raise UnsupportedModelError(
             f"models of type {family!r} are not supported yet, and an answer that may be wrong is not given. "
-            f"Supported: {', '.join(FAMILIES)}."
+            f"Supported: {', '.join(sorted(PROVED))}."
         )
-    refuse_positions(config)
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModelError("attention logit soft-capping is not supported yet.")
+    _refuse_bidirectional(config)
 
 
 def refuse_positions(config: Any) -> None:
@@ -120,6 +125,10 @@ def refuse_positions(config: Any) -> None:
                 f"rope type {rope['rope_type']!r} computes its frequencies from the longest sequence of a batch, "
                 "so an answer would depend on its neighbours; it is not supported yet."
             )
+    _refuse_bidirectional(config)
+
+
+def _refuse_bidirectional(config: Any) -> None:
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention has no causal KV cache; it is not supported.")
 
@@ -130,6 +139,21 @@ def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
     return nested or [rope]
 
 
+def context_tokens(config: Any) -> int:
+    """The longest sequence that the model is run with.
+
+    Frequencies of dynamic and long rope change for the whole batch, what is cached included, once its longest sequence
+    exceeds the length that the model was first trained with. Up to there they are constant, and an answer depends on
+    its own tokens alone; so that is the limit.
+    """
+    stated = getattr(config, "max_position_embeddings", None)
+    limits = [int(stated) if stated else _CONTEXT_UNKNOWN_TOKENS]
+    for rope in _rope_settings(config):
+        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+            limits.append(int(rope.get("original_max_position_embeddings") or limits[0]))
+    return min(limits)
+
+
 def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> ModelLayout:
     """Classify ``model``'s layers and lay out one block per group.
 
@@ -138,11 +162,14 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
         block_tokens: tokens per block for each kind of group. The recurrent entry is the grid on which snapshots may be
         taken. chunk_blocks: blocks per chunk of the attention groups.
 
-    Raises ``UnsupportedModelError`` when the probed state does not fit the config.
+    Raises ``UnsupportedModelError`` when what the model does, does not fit its config.
     """
+    from stowage.engine.probing import look
+
     config = model.config
     refuse_unsupported(config)
-    layers = _probe_layers(model)
+    seen = look(model)
+    layers = _classify(config, seen)
     if not layers:
         raise UnsupportedModelError("the model keeps no state between tokens: there is nothing to reuse.")
     by_geometry: dict[tuple[Any, ...], list[Layer]] = {}
@@ -156,68 +183,97 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
         blocks.append(lay_out(index, members, block_tokens[kind], per_chunk))
     return ModelLayout(
         blocks=tuple(blocks),
-        ragged=FAMILIES[config.model_type],
-        context_tokens=int(config.max_position_embeddings),
+        ragged=all(layer.kind is not Kind.RECURRENT for layer in layers),
+        context_tokens=context_tokens(config),
         vocab=int(config.vocab_size),
+        layers=len(seen.cache.layers),
+        continues=seen.continues,
+        own_rows=seen.own_rows,
     )
 
 
-@torch.inference_mode()
-def _probe_layers(model: Any) -> list[Layer]:
-    from transformers import DynamicCache
+def _classify(config: Any, seen: Probe) -> list[Layer]:
+    from transformers.cache_utils import get_layer_types_and_kwargs
 
-    config = model.config
-    cache = DynamicCache(config=config)
-    ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=model.device)
-    positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
-    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    declared = getattr(config, "layer_types", None) or ["full_attention"] * len(cache.layers)
-    found = [_classify(config, i, name, cache.layers[i]) for i, name in enumerate(declared[: len(cache.layers)])]
-    return [layer for layer in found if layer is not None]
+    from stowage.engine.probing import states_of
 
-
-def _classify(config: Any, index: int, declared: str, state: Any) -> Layer | None:
-    """The layer at ``index`` from its declared type and its probed cache layer; ``None`` for a layer that keeps
-    nothing.
-    """
-    keys = getattr(state, "keys", None)
-    linear = getattr(state, "recurrent_states", {}).get(0)
-    if keys is None and linear is None:
-        return None
-    kind = _KINDS.get(declared)
-    both = keys is not None and linear is not None
-    if kind is None or both or (kind is Kind.RECURRENT) != (linear is not None):
-        raise UnsupportedModelError(f"layer {index} is declared as {declared!r}, but its state says otherwise.")
-    if kind is Kind.RECURRENT:
-        return Layer(index, kind, 0, _recurrent_tensors(index, state))
-    latent = bool(getattr(config, "kv_lora_rank", None))
-    return Layer(index, kind, _window(config, kind), _attention_tensors(index, keys, state.values, latent), latent)
+    declared, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    layers: list[Layer] = []
+    for index, state in enumerate(seen.cache.layers):
+        name = declared[index] if index < len(declared) else "full_attention"
+        states = states_of(state)
+        if bool(states) and name not in _RECURRENT:
+            raise _contradicts(index, name, "it keeps a recurrent state")
+        if index in seen.cache.handed:
+            layers.append(_attention_layer(index, name, state, seen))
+        if states:
+            tensors = (getattr(state, attribute)[place] for attribute, place in states)
+            kept = tuple(LayerTensor(tuple(t.shape[1:]), t.dtype) for t in tensors)
+            layers.append(Layer(index, Kind.RECURRENT, 0, kept, states=states))
+    read = {r.source for r in seen.reads}
+    if read != set(seen.cache.handed):
+        raise UnsupportedModelError("some layers cache keys that no attention reads; this is not supported yet.")
+    return layers
 
 
-def _recurrent_tensors(index: int, state: Any) -> tuple[LayerTensor, ...]:
-    if state.conv_states[0] is None:
-        raise UnsupportedModelError(f"layer {index} has no convolution state beside its recurrent one.")
-    return tuple(LayerTensor(tuple(t.shape[1:]), t.dtype) for t in (state.conv_states[0], state.recurrent_states[0]))
+def _contradicts(index: int, declared: str, finding: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"layer {index} is declared as {declared!r}, but {finding}.")
+
+
+def _attention_layer(index: int, declared: str, state: Any, seen: Probe) -> Layer:
+    """The layer from its declared type, its probed cache layer, and how its keys were read."""
+    kind = Kind.FULL if declared in _FULL else _WINDOWED.get(declared)
+    if kind is None:
+        raise UnsupportedModelError(f"layer {index} is declared as {declared!r}, which is not supported yet.")
+    window = int(state.sliding_window) if kind is not Kind.FULL else 0
+    reads = [read for read in seen.reads if read.source == index]
+    for read in reads:
+        if read.window not in (None, window or None) or not _mask_agrees(kind, window, read):
+            raise _contradicts(index, declared, f"layer {read.layer} reads its keys under another mask")
+    if len({read.latent for read in reads}) > 1:
+        raise UnsupportedModelError(f"layer {index} is read as cached and expanded; this is not supported yet.")
+    latent = any(read.latent for read in reads)
+    keys, values = seen.cache.handed[index]
+    readers = tuple(read.layer for read in reads if read.layer != index)
+    return Layer(index, kind, window, _attention_tensors(index, keys, values, latent), latent, readers=readers)
+
+
+def _mask_agrees(kind: Kind, window: int, read: Read) -> bool:
+    """Whether the mask shows a query what this kind of layer keeps for it, at positions around every edge."""
+    if read.rule is None:
+        return kind is Kind.FULL
+    edges = [0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window + 1, 100_003]
+    positions = np.unique([abs(edge) for edge in edges])
+    around = np.unique([p + offset - far for p in positions for far in (0, window) for offset in (-1, 0, 1)])
+    keys = around[around >= 0]
+    queries, seen_keys = torch.from_numpy(positions)[:, None], torch.from_numpy(keys)[None]
+    zero = torch.tensor(0)
+    shown = read.rule(zero, zero, queries, seen_keys).expand(len(positions), len(keys))
+    return bool((shown.numpy() == visible(kind, window, positions[:, None], keys[None])).all())
+
+
+def visible(kind: Kind, window: int, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which key positions each query position reads."""
+    allowed = keys <= queries
+    if kind is Kind.SLIDING:
+        allowed = allowed & (keys > queries - window)
+    elif kind is Kind.CHUNKED:
+        allowed = allowed & (keys >= queries // window * window)
+    return allowed
 
 
 def _attention_tensors(index: int, keys: Any, values: Any, latent: bool) -> tuple[LayerTensor, ...]:
     """Per-token shapes. Of multi-head latent attention, latent and rope key lie side by side in one row per token, so
     that absorbed attention reads them without a copy.
     """
+    from stowage.engine.probing import PROBE_TOKENS
+
     for tensor in (keys, values):
         if tensor.shape[2] != PROBE_TOKENS:
             raise UnsupportedModelError(f"layer {index} keeps {tensor.shape[2]} positions for {PROBE_TOKENS} tokens.")
     if latent:
         return (LayerTensor((1, keys.shape[3] + values.shape[3]), keys.dtype),)
     return tuple(LayerTensor((t.shape[1], t.shape[3]), t.dtype) for t in (keys, values))
-
-
-def _window(config: Any, kind: Kind) -> int:
-    if kind is Kind.SLIDING:
-        return int(config.sliding_window)
-    if kind is Kind.CHUNKED:
-        return int(config.attention_chunk_size)
-    return 0
 
 
 def lay_out(index: int, members: list[Layer], block_tokens: int, per_chunk: int) -> BlockLayout:

@@ -54,7 +54,7 @@ def load(model: Any, dtype: str = "auto", tokenizer: Any = None) -> Loaded:
     config = _config(directory)
     layers.refuse_unsupported(config)
     return Loaded(
-        model=_load_model(directory, dtype),
+        model=_load_model(directory, config, dtype),
         tokenizer=tokenizer or _load_tokenizer(directory),
         identity=identity.of_checkpoint(directory, [directory / "config.json", *files]),
         name=str(model),
@@ -148,12 +148,33 @@ def _config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
+        found = _config_of_architecture(directory)
+        if found is not None:
+            return found
         raise CheckpointError(
             f"{directory / 'config.json'} is not a config that Transformers understands: {error}"
         ) from error
 
 
-def _load_model(directory: Path, dtype: str) -> Any:
+def _config_of_architecture(directory: Path) -> Any:
+    """The config of a checkpoint whose type Transformers does not know, while it has the class of model that the config
+    names (Kimi-K2 is a ``DeepseekV3ForCausalLM``); ``None`` if it has not.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        entries = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        (architecture,) = entries["architectures"]
+        if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            return None
+        config_class = getattr(transformers, architecture).config_class
+        return config_class(**{k: v for k, v in entries.items() if k not in ("model_type", "auto_map")})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _load_model(directory: Path, config: Any, dtype: str) -> Any:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -161,6 +182,7 @@ def _load_model(directory: Path, dtype: str) -> Any:
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
+            config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             local_files_only=True,
             trust_remote_code=False,

@@ -32,8 +32,10 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layer_count: int, recurrent: BlockPool | None) -> None:
         self._recurrent = recurrent
-        linear = set(recurrent.group.layers) if recurrent else set()
-        layers: list[Any] = [LinearAttentionLayer() if i in linear else _AttentionLayer() for i in range(layer_count)]
+        self._states = {la.index: la.states for la in recurrent.layout.layers} if recurrent else {}
+        layers: list[Any] = [_AttentionLayer() for _ in range(layer_count)]
+        for index, states in self._states.items():
+            layers[index] = LinearAttentionLayer(number_of_states=1 + max(place for _, place in states))
         super().__init__(layers=layers)
         self._bound: list[int] = []
 
@@ -43,7 +45,9 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Put the new tokens of one layer into their blocks. Keys and values are ``[batch, heads, length, dim]``;
         handed back as they came.
         """
-        group = current.get().of_layer[layer_idx]
+        step = current.get()
+        step.written = layer_idx
+        group = step.of_layer[layer_idx]
         views = group.pool.views[layer_idx]
         tokens = group.rows.shape[0]
         new = [t.transpose(1, 2).reshape(tokens, t.shape[1], t.shape[3]) for t in (key_states, value_states)]
@@ -71,14 +75,16 @@ class PagedCache(Cache):  # type: ignore[misc]
         if self._recurrent is None:
             return
         self._bound = list(blocks)
-        for index in self._recurrent.group.layers:
-            convolution, recurrent = (self._bind(view) for view in self._recurrent.views[index])
+        for index, states in self._states.items():
             layer: Any = self.layers[index]
-            layer.conv_states[0], layer.recurrent_states[0] = convolution, recurrent
-            layer.conv_kernel_size[0] = convolution.shape[-1]
-            layer.dtype, layer.device = convolution.dtype, convolution.device
-            layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
-            layer.has_previous_state[0] = not fresh
+            for (name, place), view in zip(states, self._recurrent.views[index], strict=True):
+                state = self._bind(view)
+                getattr(layer, name)[place] = state
+                getattr(layer, f"is_{name}_initialized")[place] = True
+                if name == "conv_states":
+                    layer.conv_kernel_size[place] = state.shape[-1]
+                layer.dtype, layer.device = state.dtype, state.device
+                layer.has_previous_state[place] = not fresh
 
     def _bind(self, view: Tensor) -> Tensor:
         if len(self._bound) == 1:
@@ -90,9 +96,6 @@ class PagedCache(Cache):  # type: ignore[misc]
         if self._recurrent is None or len(self._bound) == 1:
             return
         rows = torch.tensor(self._bound)
-        for index in self._recurrent.group.layers:
-            layer: Any = self.layers[index]
-            for view, state in zip(
-                self._recurrent.views[index], (layer.conv_states[0], layer.recurrent_states[0]), strict=True
-            ):
-                view[rows] = state
+        for index, states in self._states.items():
+            for (name, place), view in zip(states, self._recurrent.views[index], strict=True):
+                view[rows] = getattr(self.layers[index], name)[place]

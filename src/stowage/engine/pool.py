@@ -44,6 +44,8 @@ class BlockPool:
         self.evicted = 0
         self.storage = torch.zeros((blocks + 1, self.group.bytes_per_block), dtype=torch.uint8, device=device)
         self.views = {layer.index: self._layer_views(layer.index) for layer in layout.layers}
+        for layer in layout.layers:
+            self.views.update(dict.fromkeys(layer.readers, self.views[layer.index]))
         self._users = np.zeros(blocks + 1, dtype=np.int32)
         self._free = list(range(blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()

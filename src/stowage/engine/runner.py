@@ -8,6 +8,7 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from stowage.engine import attention
 from stowage.engine.layers import ModelLayout
 from stowage.engine.paged_cache import PagedCache
 from stowage.engine.pool import BlockPool
+from stowage.engine.probing import takes_rows
 from stowage.engine.step import Step, Work, build, current, order
 
 
@@ -33,7 +35,8 @@ class Runner:
         self._strategies = strategies
         recurrent = layout.recurrent
         self._recurrent = pools[recurrent.group.index] if recurrent else None
-        self._cache = PagedCache(model.config.num_hidden_layers, self._recurrent)
+        self._cache = PagedCache(layout.layers, self._recurrent)
+        self._takes_rows = takes_rows(model)
 
     def close(self) -> None:
         """Give the model its own attention back."""
@@ -47,7 +50,7 @@ class Runner:
         ordered = order(work)
         found: dict[int, Tensor] = {}
         for part in self._forwards(ordered):
-            logits = self._forward(part)
+            logits = self._forward(part) if self._at_once(part) else self._singly(part[0])
             sizes = [w.count if w.every_logit else 1 for w in part]
             found.update(zip(map(id, part), torch.split(logits, sizes), strict=True))
         return [found[id(w)] for w in work]
@@ -57,6 +60,15 @@ class Runner:
             return [work]
         singles = [w for w in work if w.count == 1 and w.start > 0]
         return ([singles] if singles else []) + [[w] for w in work if w.count > 1 or w.start == 0]
+
+    def _at_once(self, work: list[Work]) -> bool:
+        return self._layout.continues or work[0].start == 0 or work[0].count == 1
+
+    def _singly(self, work: Work) -> Tensor:
+        """A run of one sequence whose model goes on from a state only token by token."""
+        tokens = (replace(work, start=work.start + i, count=1) for i in range(work.count))
+        logits = [self._forward([token]) for token in tokens]
+        return torch.cat(logits) if work.every_logit else logits[-1]
 
     def _forward(self, work: list[Work]) -> Tensor:
         step = build(work, self._pools, self._strategies, self._model.dtype)
@@ -74,12 +86,16 @@ class Runner:
         return logits
 
     def _call(self, step: Step, shape: tuple[int, int], batched: bool) -> Tensor:
+        rows = 1 if batched else step.logit_rows
         out = self._model(
             input_ids=step.ids.view(shape),
             position_ids=step.positions.view(shape),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1 if batched else step.logit_rows,
+            attention_mask=torch.ones(shape) if self._layout.ragged else None,  # some would make one from the cache
+            **({"logits_to_keep": rows} if self._takes_rows else {}),
         )
         logits: Tensor = out.logits
+        if not self._layout.own_rows:
+            logits = logits[:, -1:] if batched else logits[:, step.logit_rows]
         return logits.reshape(-1, logits.shape[-1]).float()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import Group, Kind
 from stowage.core.groups import GroupStrategy
+from stowage.engine.layers import visible
 from stowage.engine.pool import PADDING_BLOCK, BlockPool
 from stowage.engine.sequence import Sequence
 
@@ -86,6 +88,15 @@ class Step:
     logit_rows: torch.Tensor
     decodes: int
     of_layer: dict[int, GroupStep] = field(default_factory=dict)
+    written: int | None = None
+    """The layer whose keys were put in place and not read yet."""
+
+    def reading(self, module: Any) -> int:
+        """Whose attention this is. A module may serve several layers, so the one that has just written is meant; one
+        that writes nothing goes by its own number.
+        """
+        layer, self.written = self.written, None
+        return int(module.layer_idx) if layer is None else layer
 
 
 current: ContextVar[Step] = ContextVar("stowage_step")
@@ -112,7 +123,7 @@ def build(work: Items[Work], pools: Items[BlockPool], strategies: Items[GroupStr
     for pool, strategy in zip(pools, strategies, strict=True):
         if pool.group.kind is not Kind.RECURRENT:
             group_step = _group_step(work, decodes, positions, pool, strategy, dtype)
-            step.of_layer.update(dict.fromkeys(pool.group.layers, group_step))
+            step.of_layer.update(dict.fromkeys(pool.views, group_step))
     return step
 
 
@@ -155,7 +166,7 @@ def _decode_step(
     positions = np.array([w.start for w in work])
     bases = np.array(firsts) * size
     keys = int((positions - bases).max()) + 1
-    allowed = _visible(group, positions[:, None], bases[:, None] + np.arange(keys)[None])
+    allowed = visible(group.kind, group.window, positions[:, None], bases[:, None] + np.arange(keys)[None])
     bias = None if allowed.all() else _bias(allowed, dtype)[:, None, None]
     return DecodeStep(torch.from_numpy(blocks), keys, bias)
 
@@ -172,19 +183,9 @@ def _prefill_step(
     whole = group.kind is Kind.FULL or end <= group.window  # no query of the run is too far from the first key
     if work.start > base or not whole:
         positions = np.arange(work.start, end)
-        bias = _bias(_visible(group, positions[:, None], base + np.arange(keys)[None]), dtype)
+        bias = _bias(visible(group.kind, group.window, positions[:, None], base + np.arange(keys)[None]), dtype)
     assert (blocks > PADDING_BLOCK).all(), "a query needs a block that is gone"
     return PrefillStep(begin, begin + work.count, torch.from_numpy(blocks.copy()), keys, bias)
-
-
-def _visible(group: Group, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which key positions each query position reads."""
-    allowed = keys <= queries
-    if group.kind is Kind.SLIDING:
-        allowed &= keys > queries - group.window
-    elif group.kind is Kind.CHUNKED:
-        allowed &= keys >= queries // group.window * group.window
-    return allowed
 
 
 def _bias(allowed: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:

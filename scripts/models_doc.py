@@ -1,0 +1,118 @@
+"""Writes ``docs/models.md``: every family that the tests are parametrised by, as the engine sees its tiny model.
+
+    python scripts/models_doc.py
+
+The tests of a family (``tests/engine/families``) hold its row to the model that they have just run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stowage.config import Memory
+from stowage.core.geometry import Kind
+from stowage.engine import families
+from stowage.engine.assembly import block_tokens_of
+from stowage.engine.layers import BlockLayout, ModelLayout, probe
+from stowage.testing import tiny_models
+from stowage.testing.tiny_models import Family, TinySize
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+_KINDS = {Kind.FULL: "full", Kind.SLIDING: "window", Kind.CHUNKED: "chunked", Kind.RECURRENT: "state"}
+
+HEAD = """# Models
+
+*Written by `python scripts/models_doc.py`; do not edit.*
+
+The engine runs Transformers' own code for a model, so what counts is not a model's name but its family: the
+`model_type` in its `config.json`. When it opens a model, the engine computes a few tokens with it, to see what each
+layer keeps and what its queries read. A model that does something else than its family should is refused, with the
+reason.
+
+Each family in the first table is tested, on a tiny random model of its own that has all it is known for, in float32,
+against plain Transformers with its `eager` attention: greedy tokens are the same and log-probabilities differ by less
+than 2e-4. Tested are: prompts of unequal lengths in one batch, computed in pieces; prompts that share the first 70 %
+or 40 % of an earlier one, which comes back from the device, from host memory, from disk, and from disk after a
+restart; sequences that take turns on a device that is too small for them; blocks of 16 and 32 tokens, and for
+families with a state of 528 (`tests/engine/families`). No checkpoint of the real models was run here.
+
+**Keeps** says what its layers keep: *full*: keys and values of all tokens; *latent*: one compressed row per token
+instead; *window*, *chunked*: of the last tokens only, or of a token's own part; *state*: a recurrent state of fixed
+size. *Shared*: later layers read the keys of earlier ones and keep none. **Reused** is what a later prompt can begin
+with: *blocks*: the part that it shares, in whole blocks on the device and whole chunks below; *snapshots*: up to the
+last snapshot in it, taken every `snapshot_tokens` and at the end of a prompt. **Prompts** are computed *together*,
+several in one forward, or *in turn* (single tokens are a batch in any case).
+
+`stowage tiny NAME DIR` writes such a tiny model.
+"""
+REFUSED_HEAD = """
+## Refused
+
+Each of these has a tiny model too, which the engine is seen to refuse for what it finds in it.
+
+| Type | Models | Why |
+|---|---|---|
+"""
+REST = """
+## Not tried yet
+
+Refused as well, by name: {}.
+
+Encoder-decoder models, and models that take pictures or sound, are not run; of some of the latter the text model is a
+family of its own (`gemma3_text`, `llama4_text`, ...).
+"""
+
+
+def layout_of(family: Family) -> ModelLayout:
+    """What the engine finds in the family's tiny model."""
+    model = tiny_models.build(family.name, TinySize(layers=family.layers, context_tokens=512))
+    return probe(model, block_tokens_of(Memory()), 1)
+
+
+def row(family: Family, layout: ModelLayout) -> str:
+    """The family's line of the table."""
+    kept = [_kept(block) for block in layout.blocks]
+    if any(layer.readers for block in layout.blocks for layer in block.layers):
+        kept.append("shared")
+    cells = (
+        f"`{family.name}`",
+        f"`{family.model_type}`",
+        family.models,
+        ", ".join(kept),
+        "snapshots" if layout.recurrent else "blocks",
+        "together" if layout.ragged else "in turn",
+        family.note,
+    )
+    return f"| {' | '.join(cells)} |".replace("  |", " |")
+
+
+def _kept(block: BlockLayout) -> str:
+    return "latent" if any(layer.latent for layer in block.layers) else _KINDS[block.group.kind]
+
+
+def refused_rows() -> list[str]:
+    return [
+        f"| `{f.model_type}` | {f.models} | {families.REFUSED[f.model_type]} |" for f in tiny_models.REFUSED.values()
+    ]
+
+
+def not_tried() -> list[str]:
+    """Types that Transformers has a causal model for, and that are in neither table."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    return sorted(set(CAUSAL) - families.PROVED - set(families.REFUSED))
+
+
+def tail() -> str:
+    """The page after the first table."""
+    return f"{REFUSED_HEAD}{chr(10).join(refused_rows())}\n" + REST.format(", ".join(f"`{t}`" for t in not_tried()))
+
+
+def main() -> None:
+    rows = [row(family, layout_of(family)) for family in tiny_models.TABLE.values()]
+    titles = "| Name | Type | Models | Keeps | Reused | Prompts | Notes |\n|---|---|---|---|---|---|---|\n"
+    PAGE.write_text(f"{HEAD}\n{titles}{chr(10).join(rows)}\n{tail()}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

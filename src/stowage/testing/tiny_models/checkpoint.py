@@ -1,0 +1,76 @@
+"""Tiny models of the table's families: their configs, the models in memory, and complete checkpoints on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stowage.errors import ConfigError
+from stowage.testing.tiny_models.family import TinySize
+from stowage.testing.tiny_models.table import REFUSED, TABLE
+from stowage.testing.tiny_models.vocabulary import tokenizer
+
+
+def config(family: str, size: TinySize | None = None, **overrides: Any) -> Any:
+    """The Transformers config of a tiny ``family``; ``overrides`` replace single fields.
+
+    Raises ``ConfigError`` for a family that has no builder.
+    """
+    from transformers import AutoConfig
+
+    row = TABLE.get(family) or REFUSED.get(family)
+    if row is None:
+        raise ConfigError(f"no tiny model of family {family!r}; choose one of: {', '.join(TABLE)}")
+    kwargs = row.fields(size or TinySize()) | overrides
+    return AutoConfig.for_model(row.model_type, **kwargs)
+
+
+def build(family: str, size: TinySize | None = None, *, seed: int = 0, **overrides: Any) -> Any:
+    """A tiny model of ``family`` in memory, float32, in evaluation mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    settings = config(family, size, **overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(settings)
+        _spread(model)
+    return model.eval()
+
+
+def _spread(model: Any) -> None:
+    """Give state-space parameters and expert biases values that matter: a model's own initialisation leaves some of
+    them constant.
+    """
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias", ".D", ".sinks", ".temp")):
+            parameter.data.copy_(torch.rand_like(parameter) + 0.2)
+
+
+def write(
+    family: str,
+    directory: str | Path,
+    size: TinySize | None = None,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of ``family`` with its tokenizer to ``directory`` (created), and return the path.
+
+    Raises ``ConfigError`` for an unknown family or an impossible size, and for a directory that already holds files.
+    """
+    import torch
+
+    path = Path(directory)
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{path} is not empty; choose a new directory, or remove it first: rm -r {path}")
+    sizes = size or TinySize()
+    model = build(family, sizes, seed=seed, **overrides).to(getattr(torch, dtype))
+    path.mkdir(parents=True, exist_ok=True)
+    model.config.dtype = getattr(torch, dtype)
+    model.save_pretrained(path)
+    tokenizer(sizes.vocab).save_pretrained(path)
+    return path

@@ -1,0 +1,20 @@
+"""All families that have a tiny model. Tests are parametrised by this table, and ``docs/models.md`` is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stowage.testing.tiny_models.family import Family
+from stowage.testing.tiny_models.full import FULL
+from stowage.testing.tiny_models.recurrent import RECURRENT
+from stowage.testing.tiny_models.refused import REFUSED as _REFUSED
+from stowage.testing.tiny_models.windowed import WINDOWED
+
+KINDS: tuple[str, ...] = ("llama", "qwen3", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "nemotron_h")
+"""One family or two for each kind of group: what tests that are not about families run on."""
+TABLE: Mapping[str, Family] = {family.name: family for family in (*FULL, *WINDOWED, *RECURRENT)}
+HYBRIDS: tuple[str, ...] = tuple(family.name for family in RECURRENT)
+"""Those with recurrent layers."""
+FAMILIES: tuple[str, ...] = tuple(TABLE)
+REFUSED: Mapping[str, Family] = {family.name: family for family in _REFUSED}
+"""Those that the engine refuses. They can be built as well, to see that."""

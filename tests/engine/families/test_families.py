@@ -1,0 +1,90 @@
+"""Every family of the table: what plain Transformers answers, however its prefix arrived, whoever runs beside it."""
+
+from __future__ import annotations
+
+import pytest
+from scripts.models_doc import PAGE, row
+
+from stowage.config import Memory
+from stowage.core.geometry import Kind
+from stowage.engine.engine import Engine
+from stowage.engine.pool import bytes_needed
+from stowage.testing import tiny_models
+from tests.engine.conftest import check_and_close, random_prompt
+from tests.engine.families.world import World, greedy
+
+LONG = random_prompt(230)
+CUTS = (161, 97)
+"""Where a prompt leaves the long one: after 70 % of it, and earlier."""
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_batches_and_reuse(family, tmp_path):
+    """A batch of unequal prompts, cold, in pieces of 64 tokens; then prompts that share a part of one of them, which
+    comes from the device, from host, from disk, and from disk after a restart. Blocks of 16 tokens.
+    """
+    world = World(family)
+    sizes = {"device_kv": "8MiB", "host": "16MiB", "block_tokens": 16, "chunk_blocks": 2}
+    memory = Memory(**sizes, disk=f"{tmp_path / 'cache'}:32MiB", step_tokens_max=64, snapshot_tokens=64)
+    engine = Engine(world.model, memory)
+    prompts = [random_prompt(1, 1), random_prompt(17, 2), LONG, random_prompt(100, 3)]
+    completions = engine.generate(prompts, greedy(5))
+    world.check_all(prompts, completions)
+    assert completions[2].token_ids == world.generate(LONG, 5)
+    assert not any(sum(c.reused_tokens.values()) for c in completions)
+    grid = 64 if engine.parts.layout.recurrent else 32
+    for tier in ("device", "host", "disk"):
+        for cut in CUTS:
+            _ask(world, engine, tier, cut, cut // grid * grid)
+    assert row(world.family, engine.parts.layout) in PAGE.read_text(), "docs/models.md: python scripts/models_doc.py"
+    check_and_close([engine])
+    engine = Engine(world.fresh(), memory)
+    _ask(world, engine, "disk", CUTS[0], CUTS[0] // grid * grid)
+    check_and_close([engine])
+
+
+def _ask(world: World, engine: Engine, tier: str, cut: int, expected: int) -> None:
+    """A prompt that nobody has asked before, but for its first ``cut`` tokens, which lie in ``tier``."""
+    if tier == "disk":
+        assert engine.flush()
+        engine.drop_host()
+    if tier != "device":
+        engine.drop_device_cache()
+    prompt = LONG[:cut] + random_prompt(20, seed=1000 * len(tier) + cut)
+    (completion,) = engine.generate([prompt], greedy(3))
+    world.check(prompt, completion)
+    assert completion.reused_tokens[tier] == sum(completion.reused_tokens.values()) == expected
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_a_small_pool(family):
+    """The device holds one and a half sequences: they take turns through host memory, and nothing is computed twice.
+    Blocks of 32 tokens.
+    """
+    world = World(family, context_tokens=128)
+    sizes = {"block_tokens": 32, "chunk_blocks": 2, "host": "16MiB", "step_tokens_max": 64, "snapshot_tokens": 128}
+    with Engine(world.model, Memory(device_kv="8MiB", **sizes)) as engine:
+        need = bytes_needed(engine.parts.layout.blocks, 128, 64)
+    engine = Engine(world.model, Memory(device_kv=int(need * 1.7), **sizes))
+    prompts = [random_prompt(58 + i, seed=i) for i in range(3)]
+    world.check_all(prompts, engine.generate(prompts, greedy(45)))
+    counters = engine.stats()["engine"]
+    assert counters["preemptions"] > counters["preemptions_recomputed"] == 0
+    assert counters["tokens_computed"] == sum(len(p) + 44 for p in prompts)
+    check_and_close([engine])
+
+
+@pytest.mark.parametrize("family", tiny_models.HYBRIDS)
+def test_a_block_forced_by_the_state(family):
+    """A block of attention that takes as many bytes as a large state does: 528 tokens."""
+    world = World(family, context_tokens=1024)
+    memory = Memory(device_kv="32MiB", host="32MiB", group_block_tokens={"full": 528}, chunk_blocks=1)
+    engine = Engine(world.model, memory)
+    assert {b.group.block_tokens for b in engine.parts.layout.blocks if b.group.kind is Kind.FULL} == {528}
+    prompt = random_prompt(560)
+    for where in ("cold", "host"):
+        (completion,) = engine.generate([prompt], greedy(3))
+        world.check(prompt, completion)
+        assert sum(completion.reused_tokens.values()) == (0 if where == "cold" else 528)
+        engine.drop_device_cache()
+    check_and_close([engine])

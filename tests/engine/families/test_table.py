@@ -1,0 +1,45 @@
+"""The table of families, the engine's lists and the documentation say the same."""
+
+from __future__ import annotations
+
+import pytest
+from scripts.models_doc import HEAD, PAGE, tail
+
+from stowage.config import Memory
+from stowage.engine import families, layers
+from stowage.engine.engine import Engine
+from stowage.errors import UnsupportedModelError
+from stowage.testing import tiny_models
+from stowage.testing.tiny_models import TinySize
+
+MEMORY = Memory(device_kv="8MiB")
+
+
+def test_what_is_proved_is_what_is_tested():
+    assert {family.model_type for family in tiny_models.TABLE.values()} == families.PROVED
+    assert {family.model_type for family in tiny_models.REFUSED.values()} == families.REFUSED.keys()
+    assert not families.PROVED & families.REFUSED.keys()
+
+
+def test_the_page_is_up_to_date():
+    """Each row is held to its model where that is run (``test_batches_and_reuse``)."""
+    text = PAGE.read_text()
+    assert text.startswith(HEAD) and text.endswith(tail()), "python scripts/models_doc.py"
+    rows = [line.split("`")[1] for line in text.removeprefix(HEAD).removesuffix(tail()).splitlines() if "| `" in line]
+    assert rows == list(tiny_models.TABLE)
+
+
+@pytest.mark.parametrize("family", tiny_models.REFUSED)
+def test_refused_by_name_and_for_what_it_does(family, monkeypatch):
+    """With the reason; and a family of another name that did the same would be refused too."""
+    row = tiny_models.REFUSED[family]
+    model = tiny_models.build(family, TinySize(layers=2, context_tokens=256))
+    with pytest.raises(UnsupportedModelError) as caught:
+        Engine(model, MEMORY).close()
+    assert families.REFUSED[row.model_type] in str(caught.value)
+    monkeypatch.setattr(layers, "refuse_unsupported", lambda _: None)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError) as caught:
+        Engine(model, MEMORY).close()
+    assert row.refused in str(caught.value)
+    assert model.config._attn_implementation == before
