@@ -33,7 +33,7 @@ GARBAGE = 0x3C, 0x43
 """Bytes that make numbers between 0.01 and 200 in every floating type: wrong, and never a NaN that a kernel would
 multiply by zero.
 """
-STALL_S = 120.0
+STALL_S = 600.0
 """An engine that has not finished after so long never will."""
 
 

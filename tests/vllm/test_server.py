@@ -33,7 +33,7 @@ def free_port() -> int:
 class Server:
     """A real one, in a process group of its own."""
 
-    def __init__(self, model: Path, cache: Path, log: Path) -> None:
+    def __init__(self, model: Path, cache: Path, log: Path, ranks: int) -> None:
         self.port = free_port()
         extra = {"host": "64MiB", "disk": f"{cache}:256MiB"}
         transfer = {"kv_connector": "StowageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -44,7 +44,7 @@ class Server:
                     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
                     *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
                     *("--max-model-len", "2048", "--port", str(self.port), "--enable-prompt-tokens-details"),
-                    *("--kv-transfer-config", json.dumps(transfer)),
+                    *("--kv-transfer-config", json.dumps(transfer), "--tensor-parallel-size", str(ranks)),
                 ],
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -105,13 +105,13 @@ class Server:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[], Server]]:
+def serve(tmp_path: Path) -> Iterator[Callable[[int], Server]]:
     model = write(FAMILIES["llama"], tmp_path / "model")
     tiny_models.tokenizer(VOCAB).save_pretrained(model)
     servers: list[Server] = []
 
-    def start() -> Server:
-        servers.append(Server(model, tmp_path / "cache", tmp_path / f"log{len(servers)}"))
+    def start(ranks: int) -> Server:
+        servers.append(Server(model, tmp_path / "cache", tmp_path / f"log{len(servers)}", ranks))
         return servers[-1]
 
     yield start
@@ -120,9 +120,15 @@ def serve(tmp_path: Path) -> Iterator[Callable[[], Server]]:
             server.end(signal.SIGKILL)
 
 
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "stowage" in name.lower()}
+
+
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_started_again(serve: Callable[[], Server]) -> None:
-    first, prompt = serve(), [5 + at * 7 % 500 for at in range(900)]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_that_is_killed_and_started_again(ranks: int, serve: Callable[[int], Server]) -> None:
+    """With two ranks a chunk holds the parts of both, and is written by one process."""
+    first, prompt = serve(ranks), [5 + at * 7 % 500 for at in range(900)]
     assert "Stowage: host 64 MiB" in first.log()
     tokens, cached = first.ask(prompt)
     assert cached == 0
@@ -133,7 +139,8 @@ def test_a_server_that_is_killed_and_started_again(serve: Callable[[], Server]) 
         first.ask([7, 8, 9])  # numbers come with steps
         time.sleep(0.1)
     first.end(signal.SIGKILL)
-    again = serve()
+    assert not shared_memory()
+    again = serve(ranks)
     assert again.ask(prompt) == (tokens, 896)
     found = again.metrics()
     assert found["vllm:external_prefix_cache_hits_total"] == found["stowage_tokens_loaded_total"] == 896
