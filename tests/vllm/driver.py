@@ -47,7 +47,6 @@ def warm() -> None:
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
-
     from vllm import LLM, SamplingParams  # noqa: F401
 
     # It looks at each model's class in a process of its own, since importing might begin to use a GPU: seconds, here.
@@ -146,9 +145,8 @@ class Driver:
 
     def add(self, name: str, prompt: list[int], new_tokens: int, logprobs: int, salt: str | None) -> None:
         """Queue a request."""
-        from vllm.inputs import TokensPrompt
-
         from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
 
         asked = TokensPrompt(prompt_token_ids=prompt)
         if salt is not None:
