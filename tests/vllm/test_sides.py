@@ -363,3 +363,47 @@ def test_a_state_is_stored_only_where_it_is_the_one_of_its_name(made: Any) -> No
     assert here.scheduler.stats()["stores"] == 1, "the block holds the state of 193 tokens, or of 192: nobody knows"
     other = Request("second", prompt(128) + prompt(100, seed=3))
     assert here.offer(other) == 128
+
+
+@pytest.mark.parametrize("place", ["offer", "plans", "plan", "settle", "give_back", "ask"])
+def test_a_bug_costs_hits_and_not_the_engine(place: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raises: nothing that vLLM calls does. A request that was promised blocks is told that they failed."""
+    here = made([FULL])
+    store_prompt(here, prompt(300))
+    second = Request("second", prompt(300))
+    if place in ("plans", "give_back"):
+        assert here.offer(second) == 256
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    owner = here.scheduler._storing if place in ("plan", "settle") else here.scheduler._prefixes
+    monkeypatch.setattr(type(owner), place, broken)
+    here.scheduler.arrived(second)
+    if place == "plans":
+        here.scheduler.allocated(second, [blocks_for(300)], 256)
+        assert here.step({}) == {"second"}, "a failed load: vLLM computes it"
+    elif place == "give_back":
+        here.scheduler.finished(second)
+    else:
+        fresh = Request("fresh", prompt(300, seed=5))
+        assert here.offer(fresh) == 0
+        here.step({"fresh": (0, 300, blocks_for(300))})
+        here.scheduler.arrived(Request("asked", prompt(300)))
+    monkeypatch.undo()
+    assert here.scheduler.counts["faults"] >= 1
+    assert here.offer(Request("third", prompt(300))) == 0, "from now on it stands aside"
+
+
+def test_steps_that_are_built_ahead_are_measured_one_by_one(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = made([FULL])
+    side, measured = here.scheduler, []
+    monkeypatch.setattr(side._pace, "computed", lambda tokens, seconds: measured.append((tokens, seconds)))
+    now = iter([10.0, 11.0, 14.0, 20.0])  # two are built, then both end
+    monkeypatch.setattr("stowage.integrations.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: next(now)))
+    side._steps.clear()
+    side._steps.extend([(next(now), 100), (next(now), 200)])
+    side._step_ended_s = 0.0
+    side._measure_step()
+    side._measure_step()
+    assert measured == [(100, 4.0), (200, 6.0)]

@@ -4,6 +4,9 @@ A request is offered a prefix only when host memory holds every chunk of it, ver
 do is a copy within the machine. Until then vLLM is told to ask again later, and schedules others. A copy that fails
 after all ends as a recompute, and that request is never offered anything again.
 
+A bug here must not end vLLM's engine: what raises is logged with its traceback and counted (``faults``), and from then
+on nothing is offered or stored; requests that were promised something are computed.
+
 What is stored: after each step, the chunks that it completed, of every group; so windows and recurrent states are there
 in the middle of a prompt too, not only at its end. Generated tokens count as soon as they are known.
 """
@@ -13,11 +16,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stowage.addresses import shown
-from stowage.config import format_size
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.core.groups import strategy
 from stowage.engine.pace import Pace
@@ -31,6 +33,7 @@ from stowage.integrations.vllm.messages import Load, Part, Report, Step, Store
 from stowage.integrations.vllm.requests import Phase, Prefixes, Tracked
 from stowage.integrations.vllm.settings import Options
 from stowage.integrations.vllm.storing import Storing
+from stowage.integrations.vllm.welcome import welcome
 from stowage.log import Trouble
 from stowage.opening import open_store
 
@@ -39,8 +42,9 @@ __all__ = ["SchedulerSide"]
 _IDLE_WAIT_S = 0.002
 """A step that has nothing to compute waits so long for a lower tier, instead of asking again at once."""
 _COUNTS = (
-    "requests requests_hit tokens_asked tokens_loaded loads_failed stores_failed loaded_bytes stored_bytes".split()
-)
+    "requests requests_hit tokens_asked tokens_loaded loads_failed stores_failed loaded_bytes stored_bytes faults"
+).split()
+_STEPS_AHEAD_MAX = 64
 
 
 class SchedulerSide:
@@ -56,8 +60,9 @@ class SchedulerSide:
         self._announcements: Announcements | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._step_began_s = 0.0
-        self._step_tokens = 0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS_AHEAD_MAX)
+        self._step_ended_s = 0.0
+        self._broken = False
         self._busy = True
         self._trouble = Trouble("stowage.vllm")
         self._background: Background | None = None
@@ -104,44 +109,35 @@ class SchedulerSide:
             self._announcements = Announcements(store, full[0], self._hash_tokens)
         dense = [shape.dense for shape in self._shapes]
         self._storing = Storing(store, self._strategies, dense, self._snapshot_tokens, len(ranks), self._announcements)
-        adapter.say(self._welcome())
+        step_tokens = self._config.scheduler_config.max_num_batched_tokens
+        adapter.say(welcome(memory, store, self._groups, self._snapshot_tokens, step_tokens))
 
     def _group(self, index: int, shape: adapter.GroupShape, nbytes: int) -> Group:
         blocks = 1 if shape.kind is Kind.RECURRENT else self._options.blocks_per_chunk(shape.block_tokens)
         return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window)
 
-    def _welcome(self) -> str:
-        """What the engine's log says about the store at the start."""
-        memory = self._options.memory
-        of_slab = {group: slab for slab in self._store.slabs for group in slab.groups}
-        tokens = min(
-            of_slab[g.index].slots // len(of_slab[g.index].groups) * max(g.chunk_tokens, self._state_tokens(g))
-            for g in self._groups
-        )
-        lower = [text for text in (memory.disk, shown(memory.valkey), shown(memory.object)) if text]
-        chunks = ", ".join(f"{g.kind} {g.chunk_tokens} tokens, {format_size(g.bytes_per_chunk)}" for g in self._groups)
-        text = f"Stowage: host {format_size(self._store.arena.bytes)} (about {tokens} tokens), below it "
-        text += f"{', '.join(lower) or 'nothing'}. Chunks: {chunks}."
-        if any(group.kind is Kind.RECURRENT for group in self._groups):
-            most = self._config.scheduler_config.max_num_batched_tokens
-            text += (
-                f" States of recurrent layers are kept where steps end: every {most} tokens of a long prompt, where "
-            )
-            text += "prompts part that begin alike, and at the end; a smaller --max-num-batched-tokens keeps more."
-        return text
-
-    def _state_tokens(self, group: Group) -> int:
-        """Tokens between two snapshots; 0 for attention."""
-        return self._snapshot_tokens if group.kind is Kind.RECURRENT else 0
-
     # Loads
+
+    def _fault(self, text: str) -> None:
+        """An exception that is being handled, which is a bug."""
+        self._broken = True
+        self.counts["faults"] += 1
+        self._trouble.fault(f"{text}; from now on nothing is loaded or stored")
+
+    @property
+    def _open(self) -> bool:
+        return self._background is not None and not self._broken
 
     def arrived(self, request: Any) -> None:
         """A request was queued: ask shared stores about it while it waits."""
-        if self._background is not None and (tracked := self._track(request)) is not None:
-            with self._background.turn:
-                self._prefixes.ask(tracked)
-                self._background.notice()
+        try:
+            if self._open and (tracked := self._track(request)) is not None:
+                assert self._background is not None
+                with self._background.turn:
+                    self._prefixes.ask(tracked)
+                    self._background.notice()
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("a new request could not be looked at")
 
     def _track(self, request: Any) -> Tracked | None:
         """The state of a request; ``None`` for one whose prompt is not told by tokens."""
@@ -149,16 +145,25 @@ class SchedulerSide:
         if tracked is None and not adapter.uses_embeddings(request):
             try:
                 name = self._namespaces.of(request)
-            except OSError as error:
-                self._complain("adapter_unreadable", "an adapter cannot be named; its requests are not kept", error)
+            except (OSError, ValueError) as error:  # an adapter that cannot be read; a salt that is no text
+                self._complain("request_unnamed", "a request's prefix cannot be named: it is not kept", error)
                 return None
             tracked = self._tracked[request.request_id] = Tracked(request, name, self._groups)
         return tracked
 
     def matched(self, request: Any, held: int) -> tuple[int | None, bool]:
         """How many tokens beyond the ``held`` that the device has can be loaded; ``None``: not known yet."""
-        if self._background is None or (tracked := self._track(request)) is None:
+        try:
+            return self._matched(request, held) if self._open else (0, False)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("a prefix could not be looked up")
             return 0, False
+
+    def _matched(self, request: Any, held: int) -> tuple[int | None, bool]:
+        tracked = self._track(request)
+        if tracked is None:
+            return 0, False
+        assert self._background is not None
         with self._background.turn:
             if tracked.phase is Phase.LOADING:  # vLLM asks before it hears that the load has ended: it will ask again
                 return None, False
@@ -185,6 +190,16 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if self._background is None or tracked is None or tracked.phase is Phase.LOADING:
             return
+        try:
+            self._allocated(tracked, blocks, tokens)
+        except Exception:  # noqa: BLE001 a bug costs a recompute, not the engine
+            self._fault("a load could not be planned")
+            if tokens:
+                self._loads.append(Load(request.request_id, None))
+                tracked.phase = Phase.LOADING
+
+    def _allocated(self, tracked: Tracked, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        assert self._background is not None
         with self._background.turn:
             if not tokens:
                 self._count(tracked, 0)
@@ -195,7 +210,7 @@ class SchedulerSide:
                 tables = [adapter.table_of(group) for group in blocks]
                 plans = self._prefixes.plans(tracked, tables)
             self._count(tracked, tokens if plans is not None else 0)
-            self._loads.append(Load(request.request_id, plans))
+            self._loads.append(Load(tracked.request.request_id, plans))
             tracked.phase = Phase.LOADING
 
     def _poll(self) -> None:
@@ -216,9 +231,19 @@ class SchedulerSide:
     def build(self, scheduled: Any) -> Step:
         """What the workers copy in this step. Raises nothing: what cannot be stored is not stored."""
         self._busy = scheduled.total_num_scheduled_tokens > 0
-        if self._background is None:
-            return Step(busy=self._busy)
         stores: list[Store] = []
+        try:
+            if self._open:
+                stores = self._stores(scheduled)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("a step's blocks could not be stored")
+        loads, self._loads = self._loads, []
+        self._steps.append((time.monotonic(), scheduled.total_num_scheduled_tokens))
+        return Step(self._place if loads or stores else None, loads, stores, self._busy)
+
+    def _stores(self, scheduled: Any) -> list[Store]:
+        stores: list[Store] = []
+        assert self._background is not None
         with self._background.turn:
             self._poll()
             for request_id in scheduled.preempted_req_ids or ():
@@ -232,10 +257,8 @@ class SchedulerSide:
                     found = self._storing.plan(scheduled, tracked, begin, begin + count, states.get(request_id, ()))
                     if found is not None:
                         stores.append(found)
-            loads, self._loads = self._loads, []
             self._background.notice()
-        self._step_began_s, self._step_tokens = time.monotonic(), scheduled.total_num_scheduled_tokens
-        return Step(self._place if loads or stores else None, loads, stores, self._busy)
+        return stores
 
     def _preempted(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)
@@ -249,11 +272,24 @@ class SchedulerSide:
         """What the workers did."""
         if self._background is None:
             return
+        try:
+            self._reported(output)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("what workers reported could not be settled")
+
+    def _measure_step(self) -> None:
+        """vLLM may build steps ahead: one begins when it is built, or when the one before it has ended."""
+        now_s = time.monotonic()
+        began_s, tokens = self._steps.popleft() if self._steps else (now_s, 0)
+        if tokens:
+            self._pace.computed(tokens, now_s - max(began_s, self._step_ended_s))
+        self._step_ended_s = now_s
+
+    def _reported(self, output: Any) -> None:
+        assert self._background is not None
         report = output.kv_connector_worker_meta
         with self._background.turn:
-            if self._step_tokens:
-                self._pace.computed(self._step_tokens, time.monotonic() - self._step_began_s)
-                self._step_tokens = 0
+            self._measure_step()
             if isinstance(report, Report):
                 self.counts["loaded_bytes"] += report.loaded_bytes
                 self.counts["stored_bytes"] += report.stored_bytes
@@ -266,7 +302,7 @@ class SchedulerSide:
 
     def events(self) -> list[Any]:
         """vLLM's events of what was stored and what has gone, since the last call."""
-        if self._background is None or self._announcements is None:
+        if not self._open or self._background is None or self._announcements is None:
             return []
         with self._background.turn:
             return self._announcements.take()
@@ -289,9 +325,12 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if self._background is None or tracked is None or tracked.phase is Phase.LOADING:
             return
-        with self._background.turn:
-            self._prefixes.give_back(tracked)
         del self._tracked[request.request_id]
+        try:
+            with self._background.turn:
+                self._prefixes.give_back(tracked)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("what a request held could not be given back")
 
     # The rest
 

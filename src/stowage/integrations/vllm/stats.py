@@ -27,6 +27,7 @@ OURS = (
     Row("loads_failed", "stowage_device_loads_failed_total", "loads into the device that failed, and were computed"),
     Row("stores_failed", "stowage_device_stores_failed_total", "copies out of the device that failed"),
     Row("loaded_bytes", "stowage_device_loaded_bytes_total", "bytes that were copied into the device, all ranks"),
+    Row("faults", "stowage_faults_total", "bugs of the plugin: please report them; it has stopped loading and storing"),
     Row("stored_bytes", "stowage_device_stored_bytes_total", "bytes that were copied out of the device, all ranks"),
 )
 _HITS = Row("hits", "stowage_chunk_hits_total", "chunks that were found, by the first place that had them")
