@@ -34,6 +34,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 _SIZE_BYTES_MAX = 1 << 62
 SIZE_FIX = "Write a number of bytes, or a number with a unit such as 512MB, 2GiB or 30%."
 _GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
+POLICIES = ("cost", "lru", "s3fifo", "arc")
 DISK_PROTECTIONS = ("checksum", "blake3", "aes-256-gcm")
 
 
@@ -152,7 +153,8 @@ class Memory:
     empty switches them off (see ``stowage.addresses``); they need a host arena too. object_limit: bytes of objects that
     this process keeps there, 0 means no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever.
     probe_timeout_s: the longest wait for a shared store to say what it has. group_block_tokens overrides block_tokens
-    for a kind of group (full, sliding, chunked, recurrent). snapshot_tokens: distance between snapshots of recurrent
+    for a kind of group (full, sliding, chunked, recurrent). policy: which chunks leave the host arena when it is full
+    (cost, lru, s3fifo, arc). snapshot_tokens: distance between snapshots of recurrent
     state. Raises ConfigError when a value cannot be used.
     """
 
@@ -174,6 +176,7 @@ class Memory:
     object: str = ""
     object_limit: int | str = 0
     probe_timeout_s: float = 0.5
+    policy: str = "cost"
 
     def __post_init__(self) -> None:
         if self.device_kv_bytes == 0:
@@ -187,6 +190,8 @@ class Memory:
             parse_disk(self.disk)
         self._check_shared(host_bytes)
         _check_protection(self.disk_protection, self.disk_key_file)
+        if self.policy not in POLICIES:
+            raise ConfigError(unknown_name(f"The policy {self.policy!r}", self.policy, POLICIES))
         for name in ("block_tokens", "chunk_blocks", "snapshot_tokens", "step_tokens_max", "sequences_max"):
             _positive_int(name, getattr(self, name))
         if self.chunk_blocks > 64:

@@ -54,7 +54,13 @@ def open_store(
             tiers.append(tier)  # one by one, so that those that are open are closed when the next cannot be
         below = [*tiers, *others]
         return TieredStore(
-            geometry, memory.host_bytes, below, snapshot_tokens=snapshot_tokens, clock=clock, shared=shared
+            geometry,
+            memory.host_bytes,
+            below,
+            snapshot_tokens=snapshot_tokens,
+            clock=clock,
+            shared=shared,
+            policy=memory.policy,
         )
     except BaseException:
         for tier in tiers:

@@ -101,6 +101,7 @@ _MEMORY_SETTINGS = (
     Setting("object", "", _as_text, "URL", "shared object store, as s3://bucket/prefix; empty = off", shown),
     Setting("object_limit", 0, _as_size, "SIZE", "objects that this process keeps there; 0 = no limit"),
     Setting("probe_timeout_s", 0.5, _as_float, "SECONDS", "longest wait for a shared store to say what it has"),
+    Setting("policy", "cost", _as_text, "NAME", "which chunks leave a full host arena: cost, lru, s3fifo or arc"),
     Setting("block_tokens", 16, _as_int, "N", "tokens of one block"),
     Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded"),
     Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state"),

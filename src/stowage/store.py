@@ -20,6 +20,7 @@ import numpy as np
 from stowage.core.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.core.flow import Flow
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
+from stowage.core.policy import POLICIES, POLICY_DEFAULT
 from stowage.errors import ConfigError, StorageError
 from stowage.log import Trouble
 from stowage.tiers.host import HostArena
@@ -48,7 +49,7 @@ class TieredStore:
     `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
     all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
     `wake` is what `wait` sleeps on and tiers set (a simulator passes its own). `shared`: other processes may map the
-    arena.
+    arena. `policy`: which chunks leave when host memory is full, one of `core.policy.POLICIES`.
     Raises ConfigError (BudgetError) for sizes that cannot work.
     """
 
@@ -63,12 +64,15 @@ class TieredStore:
         spill_bytes_max: int | None = None,
         wake: Signal | None = None,
         shared: bool = False,
+        policy: str = POLICY_DEFAULT,
     ) -> None:
         if host_bytes == 0:
             raise ConfigError(
                 "the store needs host memory, because chunks of every tier pass through it; set host to a size such as "
                 "'1GiB', or leave out the lower tiers"
             )
+        if policy not in POLICIES:
+            raise ConfigError(f"the policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         if spill_bytes_max is not None and spill_bytes_max < 0:
             raise ConfigError(f"spill_bytes_max is {spill_bytes_max}; it cannot be negative")
         self.geometry = geometry
@@ -77,7 +81,7 @@ class TieredStore:
         self.tiers = tuple(tiers)
         if spill_bytes_max is None:
             spill_bytes_max = min(_SPILL_BYTES_MAX, self.arena.bytes // 4)
-        self._flow = Flow(geometry, self.slabs, [tier.lookup for tier in tiers], spill_bytes_max)
+        self._flow = Flow(geometry, self.slabs, [tier.lookup for tier in tiers], spill_bytes_max, POLICIES[policy])
         self._snapshot_tokens = snapshot_tokens
         self._clock = clock
         self._wake = wake or threading.Event()
@@ -148,13 +152,13 @@ class TieredStore:
 
     # Store
 
-    def reserve(self, group: int, keys: list[bytes], masks: MaskArray) -> IntArray:
+    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
         """A slot to write each chunk into, for `commit` or `abort`; keys in prompt order.
 
         -1: an empty mask; stored already, and the new valid blocks are no strict superset; on its way already; no room.
-        Chunks that nobody uses are evicted, least recently used first.
+        Chunks that nobody uses are evicted, in the order of the policy. `after`: the key before the first one's.
         """
-        return self._flow.reserve(group, keys, masks)
+        return self._flow.reserve(group, keys, masks, after)
 
     def commit(self, slots: IntArray) -> None:
         """The bytes are written (-1 is ignored): the chunks are found from now on, and spilled in the background."""

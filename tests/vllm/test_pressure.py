@@ -14,7 +14,7 @@ from tests.vllm.oracle import Answer, Engine, connector, prompt, prove
 EXACT = ["llama", "gemma3", "gpt_oss"]
 """In float32: their tokens do not depend on who else is in the batch."""
 TINY = {"llama": 24, "gemma3": 44, "gpt_oss": 32}
-"""Blocks of the device that all groups share, too few for four answers of 900 tokens."""
+"""Blocks of the device that all groups share, too few for four requests of 800 tokens."""
 
 
 def alone(start: Start, name: str, prompts: list[list[int]], new_tokens: int) -> list[Answer]:
@@ -47,9 +47,9 @@ def preemptions(engine: Engine) -> float:
 def test_preemption(name: str, start: Start, tmp_path: Path) -> None:
     """Answers that outgrow the device: some requests lose their blocks and are resumed from host memory."""
     prompts = [prompt(500, seed) for seed in range(4)]
-    expected = alone(start, name, prompts, 400)
+    expected = alone(start, name, prompts, 300)
     engine = start(name, connector(disk=tmp_path / "cache"), num_gpu_blocks_override=TINY[name])
-    answers = engine.generate_all(prompts, 400)
+    answers = engine.generate_all(prompts, 300)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     assert preemptions(engine) > 0
     assert_all_free(engine)

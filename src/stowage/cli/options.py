@@ -25,6 +25,7 @@ MEMORY = (
     "object",
     "object_limit",
     "probe_timeout_s",
+    "policy",
     "block_tokens",
     "chunk_blocks",
     "snapshot_tokens",

@@ -33,6 +33,7 @@ from stowage.core.flights import Flight, Flights
 from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, SlabClass
 from stowage.core.keymap import taken
 from stowage.core.ledger import Ledger, State, gains
+from stowage.core.policy import LRU, MakePolicy
 from stowage.core.spill import SpillQueue
 
 __all__ = ["Action", "Counters", "Discard", "Fetch", "Flow", "StartLoad", "StartStore"]
@@ -52,10 +53,15 @@ class Flow:
     """See the module. Groups are those of `geometry`; `slabs` says which slots they use; `indexes[i]` asks tier i."""
 
     def __init__(
-        self, geometry: Geometry, slabs: Sequence[SlabClass], indexes: Sequence[Index] = (), spill_bytes_max: int = 0
+        self,
+        geometry: Geometry,
+        slabs: Sequence[SlabClass],
+        indexes: Sequence[Index] = (),
+        spill_bytes_max: int = 0,
+        policy: MakePolicy = LRU,
     ) -> None:
         total = sum(slab.slots for slab in slabs)
-        self.ledger = Ledger([slab.slots for slab in slabs])
+        self.ledger = Ledger([slab.slots for slab in slabs], policy)
         self.counters = Counters()
         self.hits: NDArray[np.int64] = np.zeros(1 + len(indexes), np.int64)
         self._slab_of_group = {group: number for number, slab in enumerate(slabs) for group in slab.groups}
@@ -180,9 +186,9 @@ class Flow:
 
     # Store
 
-    def reserve(self, group: int, keys: list[bytes], masks: MaskArray) -> IntArray:
+    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
         """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
-        slots = self.ledger.reserve(self._slab_of_group[group], keys, masks)
+        slots = self.ledger.reserve(self._slab_of_group[group], keys, masks, after)
         self._group_of[taken(slots)] = group
         return slots
 
@@ -310,7 +316,7 @@ class Flow:
         self._queue_spills(good, source=flight.tier + 1)
 
     def _spilled(self, flight: Flight, ok: BoolArray) -> None:
-        self.ledger.unpin(flight.slots)
+        self.ledger.unpin(flight.slots, used=False)
         self.spills[flight.tier].end(flight.payload_bytes)
         done = flight.slots[ok]
         self.counters.spills += len(done)

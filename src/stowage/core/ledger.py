@@ -18,7 +18,7 @@ first is counted as used last, so that the head of a prefix outlives its tail.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 from stowage.core.keymap import ABSENT, KeyMap
-from stowage.core.policy import LRU, Policy
+from stowage.core.policy import LRU, MakePolicy
 
 __all__ = ["ABSENT", "Ledger", "State", "gains"]
 
 _NONE: IntArray = np.empty(0, np.int64)
+_UNKNOWN: IntArray = np.full(1, ABSENT, np.int64)
 
 
 class State(enum.IntEnum):
@@ -68,15 +69,18 @@ class Ledger:
         "_map",
         "_masks",
         "_masks_coming",
+        "_parent",
+        "_parent_serial",
         "_pins",
         "_policies",
+        "_serial",
         "_stale",
         "_state",
         "evictions",
         "without_room",
     )
 
-    def __init__(self, slots_per_class: Sequence[int], policy: Callable[[int], Policy] = LRU) -> None:
+    def __init__(self, slots_per_class: Sequence[int], policy: MakePolicy = LRU) -> None:
         total = sum(slots_per_class)
         self._map = KeyMap(total)
         self._state: NDArray[np.uint8] = np.zeros(total, np.uint8)
@@ -93,7 +97,11 @@ class Ledger:
             for start, end in zip(self._first_slots[:-1].tolist(), self._first_slots[1:].tolist(), strict=True)
         ]
         self._free_count = [len(free) for free in self._free]
-        self._policies = [policy(total) for _ in slots_per_class]
+        self._policies = [policy(total, slots) for slots in slots_per_class]
+        # The slot of the chunk before a chunk in its prompt, valid while that slot's serial number is still the same.
+        self._parent: IntArray = np.full(total, ABSENT, np.int64)
+        self._parent_serial: IntArray = np.zeros(total, np.int64)
+        self._serial: IntArray = np.zeros(total + 1, np.int64)
         self._stale = 0
         self.evictions = 0
         self.without_room = 0
@@ -146,14 +154,17 @@ class Ledger:
 
     # Store
 
-    def reserve(self, slab: int, keys: list[bytes], masks: MaskArray) -> IntArray:
+    def reserve(self, slab: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
         """A slot of class `slab` for each key that would gain blocks by being stored, ABSENT for the others.
 
         ABSENT: empty mask; ready with a mask that is not a strict subset; on its way already; repeated in the batch; no
         room. Ready chunks of the batch count as used now, so a batch never evicts its own chunks while others can go.
+        The chunks follow one another in a prompt, the first one the chunk of key `after`, where that is given.
         """
         all_new = self._map.has_none(keys)
-        wanted = masks != 0 if all_new else self._worth_storing(keys, masks)
+        before = self._map.find([after]) if after is not None else _UNKNOWN
+        known = _NONE if all_new else self._map.find(keys)
+        wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
         if np.count_nonzero(wanted) < len(keys):
             keys, masks = list(compress(keys, wanted.tolist())), masks[wanted]
         slots = self._take_new(slab, keys, _RESERVED)
@@ -163,9 +174,13 @@ class Ledger:
         if not self._map.add_or_replace(keys, slots, all_new):
             slots = self._without_repeated(keys, slots)
         if len(slots) == len(wanted):
+            self._follow(slots, np.concatenate((before, slots[:-1])))
             return slots
         result = np.full(len(wanted), ABSENT, np.int64)
-        result[np.flatnonzero(wanted)[: len(slots)]] = slots
+        places = np.flatnonzero(wanted)[: len(slots)]
+        result[places] = slots
+        line = np.concatenate((before, result if all_new else np.where(result >= 0, result, known)))
+        self._follow(slots, line[places])
         return result
 
     def commit(self, slots: IntArray) -> None:
@@ -174,7 +189,7 @@ class Ledger:
         older = self._map.replace(self.keys(slots), slots) if self._map.replacements else _NONE
         self._masks[slots] = self._masks_coming.take(slots)
         self._state[slots] = _READY
-        self._insert(slots)
+        self._admit(slots)
         if len(older):
             self._retire(older)
 
@@ -192,6 +207,7 @@ class Ledger:
         slots = self._take_new(slab, keys, _FILLING)
         assert len(set(keys)) == len(keys), "a key is filled twice"
         self._map.add(keys, slots)
+        self._follow(slots, np.concatenate((_UNKNOWN, slots[:-1])))
         if len(slots) == len(keys):
             return slots
         return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
@@ -209,8 +225,11 @@ class Ledger:
         np.add.at(self._pins, slots, 1)
         self._remove(slots)
 
-    def unpin(self, slots: IntArray) -> None:
-        """Undo one pin of each. Slots that nobody pins any more are evictable, used just now, or freed if stale."""
+    def unpin(self, slots: IntArray, used: bool = True) -> None:
+        """Undo one pin of each. Slots that nobody pins any more are evictable, or freed if stale.
+
+        `used`: they served a prompt; otherwise they were only copied elsewhere.
+        """
         np.subtract.at(self._pins, slots, 1)
         left = self._pins.take(slots)
         idle = slots
@@ -223,7 +242,7 @@ class Ledger:
             self._stale -= len(gone)
             self._release(gone)
             idle = idle[~stale]
-        self._insert(idle)
+        self._insert(idle, used)
 
     def drop(self) -> int:
         """Evict every chunk that may be evicted. How many there were."""
@@ -262,10 +281,25 @@ class Ledger:
         classes = self._class_of.take(slots)
         return [(slab, slots[classes == slab]) for slab in np.unique(classes).tolist()]
 
-    def _insert(self, slots: IntArray) -> None:
+    def _insert(self, slots: IntArray, used: bool = True) -> None:
         """Used together, now; the first counts as used last: the head of a prefix serves more prompts than its tail."""
         for slab, some in self._by_class(slots):
-            self._policies[slab].insert(some[::-1])
+            self._policies[slab].insert(some[::-1], used)
+
+    def _admit(self, slots: IntArray) -> None:
+        """As `_insert`, of slots that became ready."""
+        for slab, some in self._by_class(slots):
+            some = some[::-1]
+            parents = self._parent.take(some)
+            same = self._serial.take(parents) == self._parent_serial.take(some)
+            self._policies[slab].admit(some, self.keys(some), np.where(same, parents, ABSENT))
+
+    def _follow(self, slots: IntArray, parents: IntArray) -> None:
+        """The chunks of the slots, where there are any, come after those of `parents`."""
+        there = slots >= 0
+        slots, parents = slots[there], parents[: len(there)][there]
+        self._parent[slots] = parents
+        self._parent_serial[slots] = self._serial.take(parents)
 
     def _remove(self, slots: IntArray) -> None:
         for slab, some in self._by_class(slots):
@@ -285,13 +319,13 @@ class Ledger:
     def _take_new(self, slab: int, keys: list[bytes], state: np.uint8) -> IntArray:
         """Slots for the first keys, as many as can be had, not mapped yet."""
         slots = self._take(slab, len(keys))
+        self._serial[slots] += 1
         self._key_of[slots] = keys[: len(slots)]
         self._state[slots] = state
         return slots
 
-    def _worth_storing(self, keys: list[bytes], masks: MaskArray) -> BoolArray:
-        """Which chunks gain blocks and are not on their way. Those that are ready count as used now."""
-        known = self._map.find(keys)
+    def _worth_storing(self, keys: list[bytes], masks: MaskArray, known: IntArray) -> BoolArray:
+        """Which chunks gain blocks and are not on their way. Those that are ready count as used now. `known`: slots."""
         held = self._masks.take(known)
         self._use(known[held != 0])
         wanted: BoolArray = gains(masks, held) & ((known < 0) | (held != 0))

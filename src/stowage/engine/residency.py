@@ -102,7 +102,8 @@ class Residency:
             pool.name(key, table[chunk * group.blocks_per_chunk : (chunk + 1) * group.blocks_per_chunk].tolist())
         if self.store is None or not keys:
             return
-        slots = self.store.reserve(group.index, keys, masks)
+        first = int(chunks[0])
+        slots = self.store.reserve(group.index, keys, masks, every_key[first - 1] if first else None)
         self.copy_out(pool, store_plan(group, chunks, masks, slots, table), slots)
 
     def copy_out(self, pool: BlockPool, plan: CopyPlan, slots: np.ndarray, *, private: bool = False) -> bool:

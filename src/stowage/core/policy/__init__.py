@@ -1,6 +1,21 @@
 """Eviction policies: which chunk leaves the host arena when a slot is needed. One file per policy."""
 
-from stowage.core.policy.base import Policy
-from stowage.core.policy.lru import LRU
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
 
-__all__ = ["LRU", "Policy"]
+from stowage.core.policy.arc import ARC
+from stowage.core.policy.base import Policy
+from stowage.core.policy.cost import CostAware
+from stowage.core.policy.lru import LRU
+from stowage.core.policy.s3fifo import S3FIFO
+
+__all__ = ["ARC", "LRU", "POLICIES", "POLICY_DEFAULT", "S3FIFO", "CostAware", "MakePolicy", "Policy"]
+
+MakePolicy = Callable[[int, int], Policy]
+"""Makes a policy over so many slots, of which it holds at most so many."""
+
+POLICIES: Final[Mapping[str, MakePolicy]] = MappingProxyType(
+    {"cost": CostAware, "lru": LRU, "s3fifo": S3FIFO, "arc": ARC}
+)
+POLICY_DEFAULT: Final = "cost"

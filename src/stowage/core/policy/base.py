@@ -1,7 +1,10 @@
 """What an eviction policy is: an order over the slots that may be evicted now.
 
-The ledger tells a policy which slots are evictable: ready, current and pinned by nobody. A slot in use is not known to
-the policy at all, so no policy can evict it, and choosing victims never has to skip one.
+The ledger tells a policy which slots are evictable: ready, current and pinned by nobody. A slot in use is not in the
+order at all, so no policy can evict it, and choosing victims never has to skip one. A policy may remember keys of
+chunks that have left; how many is bounded by the slots that it was made for.
+
+    admit ──> evictable ──(remove: pinned)──> in use ──(insert: unpinned)──> evictable ──> victims
 """
 
 from __future__ import annotations
@@ -16,8 +19,18 @@ __all__ = ["Policy"]
 class Policy(Protocol):
     """An order over evictable slots. Every method is batched; its cost is linear in the batch, amortised."""
 
-    def insert(self, slots: IntArray) -> None:
-        """The slots were used and are evictable; the last one was used last. A slot that is known already moves."""
+    def admit(self, slots: IntArray, keys: list[bytes], parents: IntArray) -> None:
+        """The slots hold new chunks and are evictable; the last one was used last.
+
+        `parents[i]` is the slot of the chunk that comes before chunk i in its prompt, -1 where that is not known.
+        """
+        ...
+
+    def insert(self, slots: IntArray, used: bool = True) -> None:
+        """The slots are evictable again; the last one was used last. A slot that is in the order already moves.
+
+        Not `used`: somebody read the bytes to copy them elsewhere, which says nothing about their worth.
+        """
         ...
 
     def remove(self, slots: IntArray) -> None:
@@ -25,7 +38,7 @@ class Policy(Protocol):
         ...
 
     def victims(self, count: int) -> IntArray:
-        """Take out and return the `count` slots that should leave first, or all there are."""
+        """Take out and return the `count` slots that should leave first, or all there are. Their chunks are gone."""
         ...
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stowage.core.geometry import IntArray
+from stowage.core.geometry import BoolArray, IntArray
 
 __all__ = ["LRU"]
 
@@ -29,7 +29,8 @@ class LRU:
 
     __slots__ = ("_head", "_positions", "_ring", "_stamp", "_tail")
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, capacity: int | None = None) -> None:
+        """`capacity`: how many of the slots it can ever hold; it needs nothing of that."""
         assert slots >= 0
         places = 2 * slots + _WINDOW_MIN
         self._ring: IntArray = np.zeros(places, np.int64)
@@ -38,7 +39,11 @@ class LRU:
         self._head = 0
         self._tail = 0
 
-    def insert(self, slots: IntArray) -> None:
+    def admit(self, slots: IntArray, keys: list[bytes], parents: IntArray) -> None:
+        """New chunks are the most recently used, the last one most of all."""
+        self.insert(slots)
+
+    def insert(self, slots: IntArray, used: bool = True) -> None:
         """Make the slots the most recently used, the last one most of all. Of a repeated slot the last place counts."""
         end = self._tail + len(slots)
         if end > len(self._ring):
@@ -51,6 +56,11 @@ class LRU:
     def remove(self, slots: IntArray) -> None:
         """Take the slots out of the order."""
         self._stamp[slots] = -1
+
+    def holds(self, slots: IntArray) -> BoolArray:
+        """Which of the slots are in the order."""
+        there: BoolArray = self._stamp.take(slots) >= 0
+        return there
 
     def victims(self, count: int) -> IntArray:
         """Take out and return the `count` least recently used slots, oldest first, or all there are."""

@@ -111,7 +111,9 @@ class Writer:
         if not new.any():
             return 0
         chunks, masks = chunks[new], masks[new]
-        slots = self._store.reserve(group.index, [every[chunk] for chunk in chunks.tolist()], masks)
+        first = int(chunks[0])
+        names = [every[chunk] for chunk in chunks.tolist()]
+        slots = self._store.reserve(group.index, names, masks, every[first - 1] if first else None)
         try:
             done.nbytes += self._transfer.store(store_plan(group, chunks, masks, slots, table), layers, row)
         except BaseException:

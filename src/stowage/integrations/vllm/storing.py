@@ -77,8 +77,11 @@ class Storing:
                 table = self._states(group, table, begin, end, progress, states)
             chunks, masks = self._strategies[group.index].storable(progress, tracked.stored[group.index], table)
             tracked.stored[group.index] = progress // group.chunk_tokens
-            names = tracked.keys.of(group.index)
-            reserved = self._store.reserve(group.index, [names[chunk] for chunk in chunks.tolist()], masks)
+            if not len(chunks):
+                continue
+            names, first = tracked.keys.of(group.index), int(chunks[0])
+            after = names[first - 1] if first else None
+            reserved = self._store.reserve(group.index, [names[chunk] for chunk in chunks.tolist()], masks, after)
             plan = store_plan(group, chunks, masks, reserved, table)
             if plan.copies:
                 plans.append(plan)

@@ -234,7 +234,8 @@ class Client:
         sequence.stored[group] = sequence.computed // shape.chunk_tokens
         if len(chunks):
             keys = [sequence.keys[group][chunk] for chunk in chunks.tolist()]
-            slots = self._store.reserve(group, keys, masks)
+            first = int(chunks[0])
+            slots = self._store.reserve(group, keys, masks, sequence.keys[group][first - 1] if first else None)
             for _ in range(self._chance.choice((0, 0, 0, 1, 3))):
                 yield
             try:

@@ -35,6 +35,7 @@ class Shape:
     segment_bytes: int
     chunk_bytes_max: int
     protection: Protection
+    policy: str
 
 
 class Host:
@@ -84,6 +85,7 @@ class Host:
             clock=self._loop.clock,
             spill_bytes_max=chance.choice((1, 20_000, None)),
             wake=self.signal,
+            policy=self._shape.policy,
         )
         geometry, arena = self._shape.geometry, self.store.arena
         self.device = Device(geometry, self.store.slabs, arena.numpy(), self._weather, DEVICE_ROWS)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stowage.core.geometry import round_up
+from stowage.core.policy import POLICIES
 from stowage.format.protection import SECRET_BYTES, Method, Protection, SecretKey
 from stowage.format.segment import PAGE_BYTES
 from stowage.testing.sim.client import Prompts
@@ -75,7 +76,9 @@ class World:
         chunk_bytes_max = max(group.bytes_per_chunk for group in geometry.groups)
         segment_bytes = round_up(segment_bytes_for(chunk_bytes_max) * chance.choice((1, 1, 2, 5)), PAGE_BYTES)
         host_bytes = chance.choice((2, 6, 24)) * sum(round_up(g.bytes_per_chunk, PAGE_BYTES) for g in geometry.groups)
-        self.shape = Shape(geometry, host_bytes, segment_bytes, chunk_bytes_max, draw_protection(chance))
+        protection = draw_protection(chance)
+        policy = list(POLICIES)[seed % len(POLICIES)]
+        self.shape = Shape(geometry, host_bytes, segment_bytes, chunk_bytes_max, protection, policy)
         self.weather = Weather.draw(chance)
         self.limit_least = least_limit_bytes(chunk_bytes_max)
         limit = self.limit_least + chance.choice((0, 1, 3, 10)) * segment_bytes
