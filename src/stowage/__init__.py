@@ -25,12 +25,14 @@ if TYPE_CHECKING:
         TransferError,
         UnsupportedModelError,
     )
+    from stowage.integrations.transformers.offload import offload
     from stowage.integrations.transformers.prefix_cache import PrefixCache
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Memory": "stowage.config",
+    "offload": "stowage.integrations.transformers.offload",
     "PrefixCache": "stowage.integrations.transformers.prefix_cache",
     "Engine": "stowage.engine.engine",
     "Completion": "stowage.engine.request",
@@ -70,6 +72,7 @@ __all__ = [
     "TransferError",
     "UnsupportedModelError",
     "__version__",
+    "offload",
 ]
 
 

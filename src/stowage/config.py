@@ -146,16 +146,18 @@ def ram_total_bytes() -> int:
 class Memory:
     """The memory budgets of one engine. Sizes are bytes, or text for ``parse_size``; percentages are of RAM.
 
-    device_kv: the pool that the model computes from. host: the arena below it, 0 switches it off. disk:
-    ``"DIR:SIZE"``, empty switches it off; it needs a host arena, since chunks pass through it. disk_protection: what
-    chunks at rest, on disk and in shared stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum
-    need the keys of disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share,
-    empty switches them off (see ``stowage.addresses``); they need a host arena too. object_limit: bytes of objects that
-    this process keeps there, 0 means no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever.
-    probe_timeout_s: the longest wait for a shared store to say what it has. group_block_tokens overrides block_tokens
-    for a kind of group (full, sliding, chunked, recurrent). policy: which chunks leave the host arena when it is full
-    (cost, lru, s3fifo, arc). snapshot_tokens: distance between snapshots of recurrent
-    state. Raises ConfigError when a value cannot be used.
+    device_kv: the pool that the model computes from. device_memory: weights, that pool and what a step computes with,
+    together; 0: the weights take what they need. weights: what of them lies where, ``auto`` or rules such as
+    ``model.layers.*=stream`` (see ``stowage.weights.placement``); in host memory they share ``host`` with the arena.
+    host: the arena below it, 0 switches it off. disk: ``"DIR:SIZE"``, empty switches it off; it needs a host arena,
+    since chunks pass through it. disk_protection: what chunks at rest, on disk and in shared stores, are sealed with
+    (checksum, blake3, aes-256-gcm); all but a checksum need the keys of disk_key_file, which is not opened here.
+    valkey, object: addresses of stores that machines share, empty switches them off (see ``stowage.addresses``); they
+    need a host arena too. object_limit: bytes of objects that this process keeps there, 0 means no limit.
+    valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. probe_timeout_s: the longest wait for a
+    shared store to say what it has. group_block_tokens overrides block_tokens for a kind of group (full, sliding,
+    chunked, recurrent). policy: which chunks leave the host arena when it is full (cost, lru, s3fifo, arc).
+    snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError when a value cannot be used.
     """
 
     device_kv: int | str = "1GiB"
@@ -177,10 +179,18 @@ class Memory:
     object_limit: int | str = 0
     probe_timeout_s: float = 0.5
     policy: str = "cost"
+    device_memory: int | str = 0
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         if self.device_kv_bytes == 0:
             raise ConfigError("device_kv is 0: the model has no memory to compute from. Give it a size, such as 1GiB.")
+        if 0 < self.device_memory_bytes <= self.device_kv_bytes:
+            raise ConfigError(
+                f"device_memory is {self.device_memory}, and the KV pool alone (device_kv) takes {self.device_kv} "
+                "of it. "
+                "Give device_memory a larger size, or device_kv a smaller one."
+            )
         host_bytes = self.host_bytes
         if self.disk and host_bytes == 0:
             raise ConfigError(
@@ -230,6 +240,15 @@ class Memory:
     @property
     def device_kv_bytes(self) -> int:
         return _size_of("device_kv", self.device_kv)
+
+    @property
+    def device_memory_bytes(self) -> int:
+        return _size_of("device_memory", self.device_memory)
+
+    @property
+    def places_weights(self) -> bool:
+        """Whether weights have a budget, or rules of their own."""
+        return bool(self.device_memory_bytes) or self.weights.strip() not in ("", "auto")
 
     @property
     def host_bytes(self) -> int:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as _Collector
 
-__all__ = ["BREAKER_STATES", "ENGINE", "POOL", "STORE", "TIER", "Collector", "Row", "exposition"]
+__all__ = ["BREAKER_STATES", "ENGINE", "POOL", "STORE", "TIER", "WEIGHTS", "Collector", "Row", "exposition"]
 
 BREAKER_STATES: Final = ("closed", "half-open", "open")
 
@@ -117,6 +117,21 @@ unreadable_segments  tier_unreadable_segments_total  segments under another prot
 faults               tier_faults_total               bugs: please report them
 """)
 
+WEIGHTS: Final = _rows("""
+resident_bytes  weights_resident_bytes             weights that stay in device memory, norms and the like apart
+small_bytes     weights_small_bytes                norms, biases and buffers, which always stay
+ring_bytes      weights_ring_bytes                 device buffers that are filled ahead
+mapped_bytes    weights_mapped_bytes               weights that are views over the mapped checkpoint
+prefetch_bytes  weights_prefetch_bytes             weights that are copied from host memory for every forward
+stream_bytes    weights_stream_bytes               weights that are read from disk for every forward
+rows_bytes      weights_rows_bytes                 embeddings whose rows are read as they are asked for
+image_bytes     weights_image_bytes                disk that weights take in another form than the checkpoint's
+passes          weights_passes_total               forwards of the whole model
+read_bytes      weights_read_bytes_total           bytes that were read for them
+stall_s         weights_stall_seconds_total        time that forwards waited for weights
+forward_s       weights_forward_seconds_total      time of those forwards
+""")
+
 _CHUNK_HITS: Final = "stowage_chunk_hits_total", "chunks that were found, by the first place that had them"
 _BREAKER: Final = "stowage_tier_breaker_state", "1 for the state that the tier's breaker is in"
 _OPENED: Final = "stowage_tier_breaker_opened_total", "times the tier was left alone because it kept failing"
@@ -173,6 +188,8 @@ class _Families:
         self._add(*_PREFILL, stats["prefill_tokens_per_s"] or 0.0)
         for pool in stats["pools"]:
             self._add_rows(POOL, pool, group=str(pool["group"]), kind=pool["kind"])
+        if stats.get("weights") is not None:
+            self._add_rows(WEIGHTS, stats["weights"])
         if stats["store"] is not None:
             self._add_store(stats["store"])
 

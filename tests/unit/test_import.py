@@ -23,6 +23,7 @@ PUBLIC = {
     "Memory",
     "ModelError",
     "PrefixCache",
+    "offload",
     "RequestError",
     "SamplingParams",
     "StorageError",

@@ -124,14 +124,15 @@ def check_budgets(settings: Settings) -> Check:
     except ConfigError as error:
         return Check("budgets", "problem", str(error), "Change the setting that is named above.")
     total_bytes = ram_total_bytes()
-    asked_bytes = memory.device_kv_bytes + memory.host_bytes
+    device_bytes = memory.device_memory_bytes or memory.device_kv_bytes
+    asked_bytes = device_bytes + memory.host_bytes
     text = (
-        f"device {format_size(memory.device_kv_bytes)} + host {format_size(memory.host_bytes)} of "
+        f"device {format_size(device_bytes)} + host {format_size(memory.host_bytes)} of "
         f"{format_size(total_bytes)} memory"
     )
     if asked_bytes > total_bytes:
-        return Check("budgets", "problem", text, "Lower --device-kv or --host: the weights need memory too.")
-    if asked_bytes > total_bytes * 0.8:
+        return Check("budgets", "problem", text, "Lower --device-memory or --host: weights need memory too.")
+    if asked_bytes > total_bytes * 0.8 and not memory.device_memory_bytes:
         return Check("budgets", "note", text, "This leaves little for the model's weights.")
     return Check("budgets", "ok", text)
 

@@ -17,7 +17,7 @@ def show(*, settings: Settings, json: Json = False) -> None:
         shown = {name: SETTINGS[name].shown(item.value) for name, item in settings.values.items()}
         print_json({name: {"value": shown[name], "source": item.source} for name, item in settings.values.items()})
         return
-    bytes_of = {"device_kv": memory.device_kv_bytes, "host": memory.host_bytes, "disk": memory.disk_bytes}
+    bytes_of = {name: getattr(memory, f"{name}_bytes") for name in ("device_memory", "device_kv", "host", "disk")}
     rows = []
     for name, item in settings.values.items():
         size = f" = {format_size(bytes_of[name])}" if str(item.value).endswith("%") and name in bytes_of else ""

@@ -14,6 +14,8 @@ from stowage.log import configure
 from stowage.settings import SETTINGS, Setting, find_config, load_settings
 
 MEMORY = (
+    "device_memory",
+    "weights",
     "device_kv",
     "host",
     "disk",

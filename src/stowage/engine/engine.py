@@ -26,6 +26,7 @@ from stowage.config import Memory, format_size
 from stowage.engine import loading
 from stowage.engine.arrival import Arrivals
 from stowage.engine.assembly import assemble
+from stowage.engine.budgets import left, weights_budget
 from stowage.engine.completion import eos_ids, is_over, last_piece, namespace_of, piece, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.pace import Pace
@@ -80,8 +81,15 @@ class Engine:
     ) -> None:
         self.memory = memory or Memory()
         self._clock = time.monotonic
-        loaded = loading.load(model, dtype, tokenizer)
-        parts = assemble(loaded, self.memory, salt, self._clock, tuple(tiers))
+        budget = partial(weights_budget, self.memory) if self.memory.places_weights else None
+        loaded = loading.load(model, dtype, tokenizer, budget)
+        self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
+        try:
+            self.memory = left(self.memory, self.weights)
+            parts = assemble(loaded, self.memory, salt, self._clock, tuple(tiers))
+        except BaseException:
+            self._close_weights()
+            raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
         self._eos = eos_ids(loaded.model)
@@ -261,6 +269,7 @@ class Engine:
                 "pools": [pool.stats() for pool in self.parts.pools],
                 "store": self.store.stats() if self.store is not None else None,
                 "prefill_tokens_per_s": self._pace.prefill_tokens_per_s,
+                "weights": self.weights.stats() if self.weights is not None else None,
             }
 
     def metrics(self) -> str:
@@ -313,10 +322,15 @@ class Engine:
             )
             return
         self.parts.runner.close()
+        self._close_weights()
         if self.store is not None:
             if self.parts.transfer is not None:
                 self.parts.transfer.close()
             self.store.close(max(0.0, until_s - self._clock()))
+
+    def _close_weights(self) -> None:
+        if self.weights is not None and self._owns_weights:
+            self.weights.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -386,7 +400,11 @@ class Engine:
                 self.store.wait(_LOADING_WAIT_S)
             return
         began_s = self._clock()
-        outputs = self.parts.runner.run(work)
+        try:
+            outputs = self.parts.runner.run(work)
+        except StowageError as error:  # weights that could not be delivered: the next step may have them
+            self._fail(work, error)
+            return
         elapsed_s = self._clock() - began_s
         tokens = sum(w.count for w in work)
         counters = self._residency.counters
@@ -396,6 +414,13 @@ class Engine:
             self._pace.computed(tokens, elapsed_s)
         for item, logits in zip(work, outputs, strict=True):
             self._advance(item, logits)
+
+    def _fail(self, work: list[Work], error: StowageError) -> None:
+        logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})
+        for item in work:
+            request, sequence = self._alive.pop(item.sequence.id)
+            self._scheduler.finish(sequence)
+            request.deliver(Delta("", [], error=error))
 
     def _advance(self, work: Work, logits: Any) -> None:
         sequence = work.sequence

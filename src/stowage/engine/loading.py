@@ -8,12 +8,18 @@ gap with random numbers and answer.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stowage.engine import identity, layers
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from stowage.weights.loading import Budget
+    from stowage.weights.source import WeightSource
 
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,13 +33,24 @@ class Loaded:
     tokenizer: Any
     identity: str
     name: str
+    weights: WeightSource | None = None
+    owns_weights: bool = True
+    """Whether ``weights`` were placed here, and are closed by whoever has this."""
 
 
-def load(model: Any, dtype: str = "auto", tokenizer: Any = None) -> Loaded:
+def load(
+    model: Any,
+    dtype: str = "auto",
+    tokenizer: Any = None,
+    budget: Callable[[Any], Budget] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Loaded:
     """Load ``model``: a directory, a hub id, or a Transformers model that is in memory already.
 
-    Raises ``CheckpointError`` for a checkpoint that is missing, damaged or incomplete, ``UnsupportedModelError`` for a
-    family that this version refuses, ``ConfigError`` for an unknown ``dtype``.
+    ``budget``: from a config to what its weights may take; without one all of them are in memory. ``options`` go to
+    ``from_pretrained``. Raises ``BudgetError`` for a budget that cannot work, ``CheckpointError`` for a checkpoint
+    that is missing, damaged or incomplete, ``UnsupportedModelError`` for a family that this version refuses,
+    ``ConfigError`` for an unknown ``dtype``.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
@@ -48,17 +65,44 @@ def load(model: Any, dtype: str = "auto", tokenizer: Any = None) -> Loaded:
             raise UnsupportedModelError(
                 f"the model lies on {model.device}, and this version computes on the CPU: give it model.to('cpu')."
             )
-        return Loaded(model.eval(), tokenizer, identity.of_parameters(model), type(model).__name__)
+        name, source = identity.of_parameters(model), getattr(model, "stowage", None)
+        if source is not None:
+            if budget is not None:
+                raise ConfigError("the weights of this model are placed already: leave device_memory and weights out.")
+            return Loaded(model.eval(), tokenizer, name, type(model).__name__, source, owns_weights=False)
+        if budget is not None:
+            from stowage.weights.loading import adopt
+
+            source = adopt(model.eval(), budget(model.config))
+            _name(source, name, model)
+        return Loaded(model.eval(), tokenizer, name, type(model).__name__, source)
     directory = find(str(model))
     files = check_files(directory)
     config = _config(directory)
     layers.refuse_unsupported(config)
-    return Loaded(
-        model=_load_model(directory, config, dtype),
-        tokenizer=tokenizer or _load_tokenizer(directory),
-        identity=identity.of_checkpoint(directory, [directory / "config.json", *files]),
-        name=str(model),
-    )
+    build = partial(_load_model, directory, config, dtype, options or {})
+    if budget is None:
+        built, source = build(), None
+    else:
+        from stowage.weights.loading import load as load_within
+
+        built, source = load_within(files, build, budget(config))
+    try:
+        name = identity.of_checkpoint(directory, [directory / "config.json", *files])
+        if source is not None:
+            _name(source, name, built)
+        return Loaded(built, tokenizer or _load_tokenizer(directory), name, str(model), source)
+    except BaseException:
+        if source is not None:
+            source.close()
+        raise
+
+
+def _name(source: WeightSource, name: str, model: Any) -> None:
+    """``model`` computes with weights called ``name`` that ``source`` delivers: proved, and known to whoever has it."""
+    source.identity = name
+    source.prove()
+    model.stowage = source
 
 
 def find(name: str) -> Path:
@@ -174,7 +218,7 @@ def _config_of_architecture(directory: Path) -> Any:
         return None
 
 
-def _load_model(directory: Path, config: Any, dtype: str) -> Any:
+def _load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, Any]) -> Any:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -188,6 +232,7 @@ def _load_model(directory: Path, config: Any, dtype: str) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **options,
         )
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"Transformers could not load {directory}: {error}") from error

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from stowage.config import format_size
 from stowage.engine.engine import Engine
 from stowage.tiers.protocol import Probing
+from stowage.weights.placement import Delivery
+from stowage.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,9 @@ class Place:
 
 
 def weights_bytes(engine: Engine) -> int:
-    """Memory of the weights; those that several layers share count once."""
+    """Device memory of the weights; those that several layers share count once."""
+    if engine.weights is not None:
+        return engine.weights.placement.device_bytes
     return sum({p.data_ptr(): p.numel() * p.element_size() for p in engine.model.parameters()}.values())
 
 
@@ -36,9 +40,24 @@ def shared_tiers(engine: Engine) -> frozenset[str]:
     return frozenset(tier.name for tier in tiers if isinstance(tier, Probing))
 
 
+def _weights(source: WeightSource) -> list[Place]:
+    placement = source.placement
+    held = {
+        ("device", "weights, resident"): placement.small_bytes + placement.nbytes(Delivery.RESIDENT),
+        ("device", f"weights, ring of {placement.ring_slots} buffers"): source.ring_bytes,
+        ("host", "weights, mapped from the checkpoint"): placement.nbytes(Delivery.MAPPED),
+        ("host", "weights, copied ahead"): placement.nbytes(Delivery.PREFETCH),
+        ("disk", "weights, read for every step"): placement.pass_bytes,
+        ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),
+        ("disk", "weights, in another form than the checkpoint's"): source.image_bytes,
+    }
+    return [Place(hold, what, nbytes) for (hold, what), nbytes in held.items() if nbytes]
+
+
 def placement(engine: Engine) -> list[Place]:
     """The holds of ``engine``, device first."""
-    places = [Place("device", "weights, resident", weights_bytes(engine))]
+    places = _weights(engine.weights) if engine.weights is not None else []
+    places = places or [Place("device", "weights, resident", weights_bytes(engine))]
     for pool in engine.parts.pools:
         group = pool.group
         what = f"KV of {len(group.layers)} {group.kind.value} layers"

@@ -82,7 +82,7 @@ class Runner:
             logits = self._call(step, shape, batched)
         finally:
             current.reset(token)
-        self._cache.unbind_states()
+            self._cache.unbind_states()
         return logits
 
     def _call(self, step: Step, shape: tuple[int, int], batched: bool) -> Tensor:

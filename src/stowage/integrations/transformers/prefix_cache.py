@@ -47,7 +47,7 @@ __all__ = ["PrefixCache"]
 
 FORMAT = 1
 """How chunks are laid out here; raised whenever the same tokens come to other bytes."""
-_NOT_OURS = ("device_kv", "sequences_max", "host", "disk")
+_NOT_OURS = ("device_memory", "weights", "device_kv", "sequences_max", "host", "disk")
 _CLOSE_S = 5.0
 
 

@@ -11,7 +11,9 @@ from stowage.errors import ConfigError
 
 __all__ = ["Options", "read"]
 
-_NOT_OURS = frozenset({"device_kv", "block_tokens", "group_block_tokens", "chunk_blocks", "sequences_max"})
+_NOT_OURS = frozenset(
+    {"device_memory", "weights", "device_kv", "block_tokens", "group_block_tokens", "chunk_blocks", "sequences_max"}
+)
 """Of ``Memory``: what vLLM decides."""
 _CHUNK_TOKENS = 128
 """A chunk holds at least so many tokens: short enough to share most prefixes, long enough to be read at speed."""

@@ -1,0 +1,106 @@
+"""A Transformers model whose weights lie somewhere, in a process of its own, for `benchmarks.weights`.
+
+    python benchmarks/peers/weights_engine.py WAY MODEL DTYPE SCRATCH
+
+Commands are JSON lines on stdin: {"batch": 1, "prompt_tokens": 128, "new_tokens": 8, "cold": true}; answers are seconds
+of the prompt and of each step, and the tokens. Ways: memory, mapped, stream, half (ours: Stowage's sources must be on
+the path), accelerate, accelerate-half, transformers (the peers').
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+OURS = ("mapped", "stream", "half")
+DIRECT = ("stream", "half")
+"""They read past the page cache, and ahead."""
+
+
+def load(way: str, path: str, dtype: str, scratch: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if way in OURS:
+        import stowage
+
+        if way == "mapped":
+            return stowage.offload(path, weights="*=mapped", host="100%", dtype=dtype)
+        if way == "stream":
+            return stowage.offload(
+                path, weights="lm_head=stream,model.layers.*=stream", device_memory="100%", dtype=dtype
+            )
+        return stowage.offload(path, weights="last 1 of 2=stream", dtype=dtype)
+    kind = getattr(torch, dtype)
+    if way == "memory":
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
+        for parameter in model.parameters():  # from the mapped file into memory
+            parameter.data = parameter.data.clone()
+        return model
+    if way == "transformers":
+        places = {
+            "model.embed_tokens": "cpu",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "model.layers": "disk",
+            "lm_head": "disk",
+        }
+        return AutoModelForCausalLM.from_pretrained(path, dtype=kind, device_map=places, offload_folder=scratch).eval()
+    from accelerate import disk_offload, dispatch_model
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
+    if way == "accelerate":
+        return disk_offload(model, offload_dir=scratch, execution_device=torch.device("cpu"))
+    layers = AutoConfig.from_pretrained(path).num_hidden_layers
+    halves = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(layers)}
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", **halves}
+    return dispatch_model(model, places, main_device="cpu", offload_dir=scratch)
+
+
+def drop_page_cache() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3\n", encoding="ascii")
+
+
+def run(model: Any, way: str, batch: int, prompt_tokens: int, new_tokens: int, cold: bool) -> dict[str, Any]:
+    """Greedy decoding, one forward at a time. Cold: nothing is in the page cache when a forward begins. What reads past
+    the page cache reads ahead too: between its forwards nothing is dropped, so that no time is given to it.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    generator = torch.Generator().manual_seed(batch)
+    ids = torch.randint(5, model.config.vocab_size, (batch, prompt_tokens), generator=generator)
+    cache, seconds, tokens = DynamicCache(config=model.config), [], []
+    for step in range(1 + new_tokens):
+        if cold and (step == 0 or way not in DIRECT):
+            drop_page_cache()
+        began_s = time.perf_counter()
+        with torch.inference_mode():
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            ids = out.logits[:, -1:].argmax(-1)
+        seconds.append(time.perf_counter() - began_s)
+        tokens.append(ids[:, 0].tolist())
+    stats = model.stowage.stats() if way in OURS else {}
+    return {"prefill_s": seconds[0], "steps_s": seconds[1:], "tokens": tokens, "stats": stats}
+
+
+def main() -> None:
+    way, path, dtype, scratch = sys.argv[1:5]
+    began_s = time.perf_counter()
+    model = load(way, path, dtype, scratch)
+    print(json.dumps({"loaded_s": time.perf_counter() - began_s}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(model, way, **json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Decoding with weights on disk: tokens per second, warm and cold, against plain Transformers, Accelerate and limits.
+
+    python -m benchmarks.weights [--rounds 3] [--layers N] [--new-tokens 8] [--ways memory,stream,...]
+
+Needs the peers' environment (`make bench-env`) and a user who may drop the page cache. A Llama-like checkpoint (hidden
+2048, 16 heads over 4 KV heads, vocabulary 32,000) of about 1.7 GB. Each round runs every way in a process of its own,
+in turn: batch 1 and 8, 128 tokens in. Ways: `memory` (plain Transformers); `mapped`, `stream`, `half` (ours: over the
+page cache, all from disk, half of the layers from disk); `accelerate` (`disk_offload`), `accelerate-half`
+(`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk). Greedy tokens of all must be the
+same.
+
+The limit of a cold step is the larger of its bytes over the rate of direct reads, measured in the same round, and the
+time of the same step in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import limits, models
+from benchmarks._report import median_spread, write_result
+
+PYTHON = Path(".venv-bench/bin/python")
+SCRIPT = Path(__file__).parent / "peers" / "weights_engine.py"
+WAYS = ("memory", "mapped", "stream", "half", "accelerate", "accelerate-half", "transformers")
+ALWAYS_WARM = ("memory",)
+BATCHES = (1, 8)
+PROMPT_TOKENS = 128
+HIDDEN, INNER, HEADS, KV_HEADS = 2048, 8192, 16, 4
+
+
+def checkpoint(directory: Path, dtype: str, layers: int) -> dict[str, int]:
+    """Write it; bytes of all weights, and of those that a step reads when none of them stay."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HIDDEN // HEADS,
+        vocab_size=models.VOCAB,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(directory, max_shard_size="1GB")
+    layer_bytes = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+    table_bytes = model.lm_head.weight.numel() * model.lm_head.weight.element_size()
+    return {"layer": layer_bytes, "table": table_bytes, "all": layers * layer_bytes + 2 * table_bytes}
+
+
+def measure(way: str, path: Path, dtype: str, new_tokens: int) -> dict[str, Any]:
+    """One process: seconds per step, by batch and warmth."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        arguments = [str(PYTHON), str(SCRIPT), way, str(path), dtype, scratch]
+        environment = os.environ | {"PYTHONPATH": "src"}
+        with subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            found["loaded_s"] = json.loads(process.stdout.readline())["loaded_s"]
+            for batch in BATCHES:
+                for warmth in ("warm", "cold"):
+                    if warmth == "cold" and way in ALWAYS_WARM:
+                        continue
+                    command = {"batch": batch, "prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
+                    if warmth == "warm":  # once to fill the page cache, where it is used at all
+                        ask(process, command | {"new_tokens": 1, "cold": False})
+                    found[f"{warmth}, batch {batch}"] = ask(process, command | {"cold": warmth == "cold"})
+            process.stdin.close()
+    return found
+
+
+def ask(process: subprocess.Popen[str], command: dict[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(json.dumps(command), file=process.stdin, flush=True)
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit("A process has ended; its words are above.")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> dict[str, Any]:
+    """Print tokens per second, the ratio to memory and to the limit of the same round; the numbers to keep."""
+    kept: dict[str, Any] = {}
+    half_bytes = layers // 2 * sizes["layer"]
+    away = {"accelerate": sizes["all"], "accelerate-half": half_bytes, "transformers": sizes["all"] - sizes["table"]}
+    for case in [f"{warmth}, batch {batch}" for batch in BATCHES for warmth in ("warm", "cold")]:
+        print(case)
+        for way in WAYS:
+            taken = [r for r in rounds if case in r.get(way, {})]
+            if not taken:
+                continue
+            batch = int(case.rpartition(" ")[2])
+            step_s = [sum(r[way][case]["steps_s"]) / len(r[way][case]["steps_s"]) for r in taken]
+            rate = median_spread([batch / s for s in step_s])
+            entry: dict[str, Any] = {"tokens_per_s": rate}
+            entry["prefill_s"] = median_spread([r[way][case]["prefill_s"] for r in taken])
+            text = f"  {way:<16} {rate.median:7.2f} tokens/s ({rate.least:.2f} to {rate.largest:.2f})"
+            compared = [(s, r) for s, r in zip(step_s, taken, strict=True) if "memory" in r]
+            plain_s = [_mean(r["memory"][f"warm, batch {batch}"]["steps_s"]) for _, r in compared]
+            if plain_s:
+                entry["of_memory"] = median_spread([m / s for m, (s, _) in zip(plain_s, compared, strict=True)])
+                text += f"  {entry['of_memory'].median:6.1%} of memory"
+            step_bytes = int(taken[0][way][case]["stats"].get("pass_bytes", away.get(way, 0)))
+            if plain_s and step_bytes and (case.startswith("cold") or way in ("stream", "half")):
+                limit_s = [max(step_bytes / r["disk"], m) for m, (_, r) in zip(plain_s, compared, strict=True)]
+                entry["of_limit"] = median_spread([a / s for a, (s, _) in zip(limit_s, compared, strict=True)])
+                text += f"  {entry['of_limit'].median:6.1%} of the limit ({step_bytes / 1e9:.2f} GB a step)"
+            print(text)
+            kept.setdefault(case, {})[way] = entry
+    return kept
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default=models.native_dtype())
+    parser.add_argument("--layers", type=int, default=0, help="of the model; 0: about 1.7 GB")
+    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--directory", type=Path, default=Path.home() / ".cache")
+    asked = parser.parse_args()
+    ways = asked.ways.split(",")
+    layers = asked.layers or (14 if asked.dtype == "bfloat16" else 6)
+    with tempfile.TemporaryDirectory(dir=asked.directory) as name:
+        path = Path(name) / "model"
+        sizes = checkpoint(path, asked.dtype, layers)
+        rounds: list[dict[str, Any]] = []
+        for number in range(asked.rounds):
+            found: dict[str, Any] = {"disk": limits.direct_read_bytes_per_s(Path(name), 1 << 30)}
+            print(f"round {number + 1} of {asked.rounds}: direct reads {found['disk'] / 1e9:.2f} GB/s")
+            for way in ways:
+                found[way] = measure(way, path, asked.dtype, asked.new_tokens)
+                steps = [_mean(v["steps_s"]) for k, v in found[way].items() if "batch" in k]
+                print(f"  {way:<16} loaded in {found[way]['loaded_s']:5.1f} s, steps of", *(f"{s:.2f}" for s in steps))
+            for batch in BATCHES:
+                said = {str(v["tokens"]) for w in ways for k, v in found[w].items() if k.endswith(f"batch {batch}")}
+                assert len(said) == 1, "an answer changed"
+            rounds.append(found)
+    kept = report(rounds, sizes, layers)
+    disk = median_spread([r["disk"] for r in rounds])
+    write_result(
+        "weights",
+        {"dtype": asked.dtype, "layers": layers, "bytes": sizes, "direct_read_bytes_per_s": disk, "results": kept},
+    )
+
+
+if __name__ == "__main__":
+    main()

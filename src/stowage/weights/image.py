@@ -1,0 +1,75 @@
+"""Parameters at rest in the form in which they are computed with, where the checkpoint does not hold that form.
+
+Owns one file without a name: it vanishes with the process, however that ends. Its bytes count, and have a limit.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.errors import BudgetError, StorageError
+from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
+
+__all__ = ["Image"]
+
+_ALIGNED_BYTES = 64
+_WRITTEN_BYTES = 8 << 20
+
+
+class Image:
+    """In ``directory``, of at most ``limit_bytes``. Raises StorageError where no such file can be made."""
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(f"no file for weights can be made in {directory}: {error.strerror}.") from error
+        direct = -1
+        try:
+            direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        except OSError:  # no direct I/O here: buffered reads do
+            direct = -1
+        self.file = File(directory / "(weights)", fd, direct)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.file.length
+
+    def add(self, raw: NDArray[np.uint8]) -> Segment:
+        """Write ``raw`` (uint8, one dimension), at an offset with the phase of its address.
+
+        Raises BudgetError above the limit, StorageError for a full disk.
+        """
+        phase = int(raw.__array_interface__["data"][0]) % _ALIGNED_BYTES
+        offset = -(-self._used_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES + phase
+        end = -(-(offset + raw.nbytes) // PAGE_BYTES) * PAGE_BYTES
+        if end > self._limit_bytes:
+            raise BudgetError(
+                f"the weights have another form in memory than in the checkpoint (another dtype, most often), and that "
+                f"form needs {end} bytes of disk or more; the limit is {self._limit_bytes}. Give disk a larger size, "
+                "keep the checkpoint's dtype, or give the model more memory."
+            )
+        try:
+            for at in range(0, raw.nbytes, _WRITTEN_BYTES):
+                part = raw[at : at + _WRITTEN_BYTES].data
+                done = 0
+                while done < part.nbytes:
+                    done += os.pwrite(self.file.fd, part[done:], offset + at + done)
+            os.ftruncate(self.file.fd, end)
+        except OSError as error:
+            raise StorageError(f"{self.file.path.parent} does not take the weights: {error.strerror}.") from error
+        self._used_bytes = offset + raw.nbytes
+        self.file.settle()
+        return Segment(self.file, offset, raw.nbytes)
+
+    def close(self) -> None:
+        """The file is gone."""
+        self.file.close()

@@ -1,0 +1,120 @@
+"""Placement of weights: never over a budget, and never short of the least that the error names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stowage.errors import BudgetError, ConfigError
+from stowage.weights.placement import Cargo, Delivery, Placement, parse_rules, place
+
+MIB = 1 << 20
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Cargo]:
+    layer_bytes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    layers = [
+        Cargo(f"model.layers.{n}", layer_bytes[n % len(layer_bytes)] * MIB, draw(st.integers(1, 9)), layer=n)
+        for n in range(draw(st.integers(1, 12)))
+    ]
+    ends = [Cargo("model.embed_tokens", draw(st.integers(1, 90)) * MIB, 1, rows=True)] * draw(st.integers(0, 1))
+    head = [Cargo("lm_head", draw(st.integers(1, 90)) * MIB, 1)] * draw(st.integers(0, 1))
+    return [*ends, *layers, *head]
+
+
+def whole_bytes(cargo: list[Cargo]) -> int:
+    return sum(c.nbytes for c in cargo)
+
+
+def least_of(error: BudgetError) -> int:
+    found = re.search(r"at least (\d+) bytes", str(error))
+    assert found is not None
+    return int(found[1])
+
+
+@given(models(), st.integers(0, 3 * MIB), st.integers(0, 700 * MIB), st.integers(0, 400 * MIB))
+def test_no_budget_is_exceeded_and_the_least_works(cargo: list[Cargo], small: int, device: int, host: int) -> None:
+    try:
+        found = place(cargo, small, device, host)
+    except BudgetError as error:
+        least = least_of(error)
+        assert least > device
+        found = place(cargo, small, least, host)
+        device = least
+        with pytest.raises(BudgetError):
+            place(cargo, small, least - 1, host)
+    found.check()
+    assert found.device_bytes <= device
+    assert found.host_bytes <= host
+    assert [c.name for c in found.cargo] == [c.name for c in cargo]
+
+
+@given(models(), st.integers(0, 600 * MIB), st.integers(0, 300 * MIB), st.integers(0, 100 * MIB))
+def test_more_memory_never_reads_more_through_as_deep_a_ring(
+    cargo: list[Cargo], device: int, host: int, more: int
+) -> None:
+    def read(device_bytes: int, host_bytes: int) -> Placement | None:
+        try:
+            return place(cargo, 0, device_bytes, host_bytes)
+        except BudgetError:
+            return None
+
+    before = read(device, host)
+    for after in (read(device + more, host), read(device, host + more)):
+        if before is not None:
+            assert after is not None
+            if after.ring_slots == before.ring_slots:
+                # Units are not divisible: what is larger may take the place of two that are smaller together.
+                largest = max(c.nbytes for c in cargo)
+                assert after.pass_bytes <= before.pass_bytes + largest
+            assert place(cargo, 0, whole_bytes(cargo)).pass_bytes == 0
+
+
+@given(models(), st.integers(1, 12), st.integers(1, 12))
+def test_last_of_every_takes_the_last_of_every(cargo: list[Cargo], last: int, every: int) -> None:
+    if last > every:
+        with pytest.raises(ConfigError, match="takes"):
+            parse_rules(f"last {last} of {every}=stream")
+        return
+    layers = [c.layer for c in cargo if c.layer >= 0]
+    wanted = [n for n in layers if n % every >= every - last]
+    rules = parse_rules(f"last {last} of {every}=stream")
+    if not wanted:
+        with pytest.raises(ConfigError, match="matches no module"):
+            place(cargo, 0, None, 0, rules)
+        return
+    found = place(cargo, 0, None, 0, rules)
+    streamed = [c.layer for c, d in zip(found.cargo, found.deliveries, strict=True) if d is Delivery.STREAM]
+    assert streamed == wanted
+
+
+def test_equal_layers_that_are_read_lie_evenly_between_those_that_stay() -> None:
+    cargo = [Cargo(f"layers.{n}", 10 * MIB, 1, layer=n) for n in range(12)]
+    found = place(cargo, 0, 90 * MIB + 4 * 8192, 0)
+    letters = "".join("s" if d is Delivery.STREAM else "." for d in found.deliveries)
+    assert letters == ".s.s.s.s.s.s"
+
+
+def test_rules_come_first_and_the_rest_is_chosen() -> None:
+    cargo = [Cargo(f"model.layers.{n}", 10 * MIB, 1, layer=n) for n in range(4)] + [Cargo("lm_head", 30 * MIB, 1)]
+    found = place(cargo, 0, 75 * MIB, 40 * MIB, parse_rules("model.layers.0=mapped, lm_head=stream"))
+    assert found.of("model.layers.0") is Delivery.MAPPED
+    assert found.of("lm_head") is Delivery.STREAM
+    assert found.device_bytes <= 75 * MIB
+    with pytest.raises(BudgetError, match="host"):
+        place(cargo, 0, None, 9 * MIB, parse_rules("model.layers.0=mapped"))
+
+
+@pytest.mark.parametrize("text", ["model=", "=stream", "model.layers.*=disk", "last 0 of 2=stream", "a=rows", "a"])
+def test_rules_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="The rule"):
+        parse_rules(text)
+
+
+def test_a_pattern_that_matches_nothing_says_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"modle.*It has: model.layers.0"):
+        place([Cargo("model.layers.0", MIB, 1, layer=0)], 0, None, 0, parse_rules("modle.*=stream"))

@@ -1,0 +1,44 @@
+"""docs/weights.md: its example runs as it is written, and the command does what it says."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stowage.cli.app import app
+from stowage.testing import tiny_models
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "weights.md").read_text()
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    tiny_models.write("llama", tmp_path / "tiny")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert program == (DOCS / "examples" / "offloaded.py").read_text()
+    importlib.import_module("docs.examples.offloaded")
+    said = re.search(r"(\d+) bytes in memory, (\d+) read for every step", capsys.readouterr().out)
+    assert said is not None
+    assert int(said[1]) <= 500 << 10
+    assert int(said[2]) > 0
+
+
+def test_the_command_answers_the_same(checkpoints: Callable[..., Path]) -> None:
+    asked = ["run", str(checkpoints("mixtral")), "--prompt", "hello", "--max-new-tokens", "8", "--device-kv", "1MiB"]
+    asked += ["--step-tokens-max", "64", "--sequences-max", "2"]
+    runner = CliRunner()
+    whole = runner.invoke(app, asked)
+    placed = runner.invoke(app, [*asked, "--device-memory", "2500KiB"])
+    ruled = runner.invoke(app, [*asked, "--weights", "lm_head=resident,last 1 of 2=resident,model.layers.*=stream"])
+    assert whole.exit_code == placed.exit_code == ruled.exit_code == 0, placed.output
+    assert whole.stdout == placed.stdout == ruled.stdout
+    small = runner.invoke(app, [*asked, "--device-memory", "1700KiB"])
+    assert small.exit_code == 2
+    assert "at least" in small.stderr

@@ -1,0 +1,132 @@
+"""Case A on the engine: every delivery of weights with every cache geometry; answers are the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stowage import BudgetError, ConfigError, Engine, Memory, SamplingParams
+from stowage.engine import pace
+from stowage.engine.placement import placement, weights_bytes
+from tests.weights.conftest import bytes_of
+
+FAMILIES = ("llama", "gemma3", "mixtral", "nemotron_h", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+BLOCKS: tuple[dict[str, Any], ...] = (
+    {"block_tokens": 16},
+    {"block_tokens": 32, "group_block_tokens": {"sliding": 16, "recurrent": 128}},
+    {"block_tokens": 16, "group_block_tokens": {"recurrent": 528}, "chunk_blocks": 3},
+)
+MIXED = "last 1 of 3=stream,*embed*=mapped,last 1 of 2=prefetch,lm_head=stream"
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tier has is loaded, however slow the machine is at the moment."""
+    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 60.0)
+    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return torch.randint(5, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def answers(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], list[float], int]]:
+    found = engine.generate(list(prompts), PARAMS)
+    return [(a.token_ids, [r.logprob for r in a.logprobs], a.reused_tokens) for a in found]
+
+
+def told(engine: Engine, folder: Path) -> list[Any]:
+    """Alone, as a mixed batch, from the device, from host and from disk."""
+    prompts = [tokens(150, 1), tokens(40, 2), tokens(97, 3)]
+    said: list[Any] = [answers(engine, prompts[:1]), answers(engine, prompts)]
+    engine.drop_device_cache()
+    said.append(answers(engine, prompts[:1]))
+    assert engine.flush()
+    engine.drop_device_cache()
+    engine.drop_host()
+    said.append(answers(engine, prompts[:1]))
+    assert any(folder.iterdir())
+    engine.check()
+    return said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_geometry_answers_as_with_all_weights_in_memory(
+    family: str, checkpoints: Callable[..., Path], plain: Callable[..., Any], tmp_path: Path
+) -> None:
+    blocks = BLOCKS[FAMILIES.index(family) % 2 :: 2] if family != "nemotron_h" else BLOCKS
+    rules: list[dict[str, Any]] = [{"weights": "*=stream"}, {"weights": MIXED}]
+    for number, geometry in enumerate(blocks):
+        memory = {"device_kv": "8MiB", "host": "64MiB", **geometry}
+        with Engine(checkpoints(family), Memory(**memory, disk=f"{tmp_path}/whole{number}:64MiB")) as engine:
+            expected = told(engine, tmp_path / f"whole{number}")
+        asked = rules[number % 2]
+        folder = tmp_path / f"placed{number}"
+        with Engine(checkpoints(family), Memory(**memory, **asked, disk=f"{folder}:64MiB")) as engine:
+            assert told(engine, folder) == expected, (geometry, asked)
+            assert engine.weights is not None
+            engine.weights.check()
+        reused = [answer[0][2] for answer in expected[2:]]
+        assert all(reused), "host and disk were asked"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mixtral"])
+def test_the_batch_is_rebuilt_at_any_time_and_weights_do_not_notice(
+    family: str, checkpoints: Callable[..., Path]
+) -> None:
+    """More sequences than the pool holds: they leave and come back, in the middle of answers."""
+    prompts = [tokens(60 + 7 * n, n) for n in range(6)]
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    with Engine(checkpoints(family), Memory(device_kv="64MiB")) as engine:
+        expected = [a.token_ids for a in engine.generate(list(prompts), params)]
+    size = "190KiB" if family == "mixtral" else "300KiB"
+    with Engine(checkpoints(family), Memory(device_kv=size, host="32MiB", weights="*=stream")) as engine:
+        assert [a.token_ids for a in engine.generate(list(prompts), params)] == expected
+        assert engine.stats()["engine"]["preemptions"] > 0
+        engine.check()
+
+
+def test_one_budget_holds_weights_kv_and_steps(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
+    whole = bytes_of(plain("mixtral"))
+    memory = {"device_kv": "1MiB", "host": "4MiB", "step_tokens_max": 128, "sequences_max": 2}
+    with Engine(checkpoints("mixtral"), Memory(**memory)) as engine:
+        expected = answers(engine, [tokens(50, 1)])
+    with Engine(checkpoints("mixtral"), Memory(**memory, device_memory=(1 << 20) + (1 << 20) + whole // 2)) as engine:
+        assert answers(engine, [tokens(50, 1)]) == expected
+        assert engine.weights is not None
+        held = engine.weights.placement
+        pools = sum(pool.nbytes for pool in engine.parts.pools)
+        assert held.device_bytes + pools <= engine.memory.device_memory_bytes
+        assert engine.store is not None
+        assert held.host_bytes + engine.store.arena.numpy().nbytes <= 4 << 20
+        assert weights_bytes(engine) == held.device_bytes < whole
+        said = "\n".join(map(str, placement(engine)))
+        assert "weights, resident" in said
+        assert "stowage_weights_passes_total" in engine.metrics()
+        assert engine.stats()["weights"]["passes"] > 5
+
+
+@pytest.mark.parametrize(
+    ("memory", "error", "match"),
+    [
+        ({"device_memory": "1MiB", "device_kv": "1MiB"}, ConfigError, "device_kv"),
+        ({"device_memory": "3MiB", "device_kv": "1MiB"}, BudgetError, "step_tokens_max"),
+        (
+            {"device_memory": "1750KiB", "device_kv": "1MiB", "step_tokens_max": 64, "sequences_max": 2},
+            BudgetError,
+            "at least",
+        ),
+        ({"weights": "*=mapped", "device_kv": "1MiB"}, BudgetError, "host"),
+        ({"weights": "*=banana", "device_kv": "1MiB"}, ConfigError, "not understood"),
+    ],
+)
+def test_budgets_that_cannot_work_say_what_would(
+    memory: dict[str, Any], error: type[Exception], match: str, checkpoints: Callable[..., Path]
+) -> None:
+    with pytest.raises(error, match=match):
+        Engine(checkpoints("mixtral"), Memory(**memory))

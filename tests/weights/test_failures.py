@@ -1,0 +1,169 @@
+"""What goes wrong with weights is told, and never answered over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stowage
+from stowage import Memory, SamplingParams
+from stowage.testing import tiny_models
+from tests.weights.conftest import bytes_of, logits, prompt
+
+GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
+
+
+def flip(directory: Path) -> None:
+    """Change one byte of the last tensor, in place."""
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 64]))
+
+
+@pytest.mark.parametrize("rules", ["*=stream", "*=mapped"])
+def test_a_checkpoint_that_changes_is_noticed(rules: str, copied: Path) -> None:
+    model = stowage.offload(copied, weights=rules, host="1GiB")
+    logits(model, prompt())
+    flip(copied)
+    with pytest.raises(stowage.CheckpointError, match="was changed"):
+        logits(model, prompt())
+    with pytest.raises(stowage.CheckpointError, match="was changed"):
+        logits(model, prompt())
+
+
+def test_a_checkpoint_that_is_replaced_goes_on_as_it_was(copied: Path, plain: Callable[..., Any]) -> None:
+    """A download puts a new file in the old one's place: the old one is still open."""
+    model = stowage.offload(copied, weights="*=stream")
+    other = copied / "new"
+    other.write_bytes(b"something else")
+    other.replace(copied / "model.safetensors")
+    assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
+
+
+def test_an_engine_outlives_a_disk_that_fails(copied: Path) -> None:
+    with stowage.Engine(copied, Memory(device_kv="8MiB", weights="*=stream")) as engine:
+        expected = engine.generate([[5, 6, 7]], GREEDY)[0].token_ids
+        assert engine.weights is not None
+        (file,) = engine.weights._checkpoint.files
+        kept = os.dup(file.fd), os.dup(file.direct)
+        null = os.open(copied, os.O_RDONLY)
+        for fd in (file.fd, file.direct):
+            os.dup2(null, fd)
+        with pytest.raises(stowage.StowageError):
+            engine.generate([[5, 6, 7], [8, 9]], GREEDY)
+        assert engine.alive
+        for fd, good in zip((file.fd, file.direct), kept, strict=True):
+            os.dup2(good, fd)
+        for attempt in range(4):  # what failed while it was read ahead fails once more
+            try:
+                found = engine.generate([[5, 6, 7]], GREEDY)[0].token_ids
+            except stowage.StorageError:
+                assert attempt < 3
+                continue
+            assert found == expected
+            break
+        engine.drop_device_cache()
+        assert engine.generate([[5, 6, 7]], GREEDY)[0].token_ids == expected
+        engine.check()
+
+
+def test_an_engine_whose_checkpoint_changes_fails_requests_and_lives(copied: Path) -> None:
+    with stowage.Engine(copied, Memory(device_kv="8MiB", weights="*=stream")) as engine:
+        engine.generate([[5, 6, 7]], GREEDY)
+        flip(copied)
+        with pytest.raises(stowage.CheckpointError, match="load the model again"):
+            engine.generate([[5, 6, 7]], GREEDY)
+        assert engine.alive
+
+
+def test_a_budget_that_cannot_work_names_the_least(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
+    with pytest.raises(stowage.BudgetError, match="at least") as raised:
+        stowage.offload(checkpoints("llama"), device_memory=100_000)
+    least = int(str(raised.value).split("at least ")[1].split()[0])
+    assert least < bytes_of(plain("llama"))
+    model = stowage.offload(checkpoints("llama"), device_memory=least)
+    assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
+    with pytest.raises(stowage.BudgetError):
+        stowage.offload(checkpoints("llama"), device_memory=least - 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "match"),
+    [
+        ({}, stowage.ConfigError, "given no budget"),
+        ({"device_memory": "3 bananas"}, stowage.ConfigError, "device_memory cannot be used"),
+        ({"weights": "modle.*=stream"}, stowage.ConfigError, "matches no module"),
+        ({"weights": "*=disk"}, stowage.ConfigError, "not understood"),
+        ({"weights": "*=mapped"}, stowage.BudgetError, "host"),
+        ({"device_memory": "1GiB", "dtype": "int3"}, stowage.ConfigError, "int3"),
+    ],
+)
+def test_bad_arguments_are_told(
+    asked: dict[str, Any], error: type[Exception], match: str, checkpoints: Callable[..., Path]
+) -> None:
+    with pytest.raises(error, match=match):
+        stowage.offload(checkpoints("llama"), **asked)
+
+
+def test_models_that_cannot_be_moved_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(stowage.UnsupportedModelError, match="no Transformers model"):
+        stowage.offload(torch.nn.Linear(2, 2), device_memory="1GiB")
+    model = tiny_models.build("llama")
+    with pytest.raises(stowage.ConfigError, match="in memory already"):
+        stowage.offload(model, device_memory="1GiB", attn_implementation="eager")
+    with pytest.raises(stowage.UnsupportedModelError, match="disk=DIR:SIZE"):
+        stowage.offload(model, weights="*=stream")
+    expected = logits(tiny_models.build("llama"), prompt())
+    assert torch.equal(logits(model, prompt()), expected)  # nothing was lost
+    with pytest.raises(stowage.BudgetError):
+        stowage.offload(model, weights="*=stream", disk=f"{tmp_path}:200KiB")
+    assert torch.equal(logits(model, prompt()), expected)
+    model.train()
+    with pytest.raises(stowage.ModelError, match="training"):
+        stowage.offload(model, weights="*=stream", disk=f"{tmp_path}:1GiB")
+    model.eval()
+    stowage.offload(model, weights="*=stream", disk=f"{tmp_path}:1GiB")
+    with pytest.raises(stowage.ModelError, match="placed already"):
+        stowage.offload(model, weights="*=stream", disk=f"{tmp_path}:1GiB")
+    with pytest.raises(stowage.ConfigError, match="placed already"):
+        stowage.Engine(model, Memory(device_kv="8MiB", device_memory="1GiB"))
+    model.stowage.close()
+    with pytest.raises(stowage.ModelError, match="were closed"):
+        logits(model, prompt())
+
+
+def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    model = tiny_models.build("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(stowage.CheckpointError, match="save_pretrained"):
+        stowage.offload(tmp_path, device_memory="1GiB")
+
+
+def test_a_weight_that_is_used_from_elsewhere_is_noticed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is not called, so it is not delivered: what computes with it gets NaN, and the model is refused."""
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    whole = LlamaForCausalLM.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = whole(self, *args, **kwargs)
+        out.logits = out.logits + self.model.layers[0].mlp.up_proj.weight.sum()
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(stowage.UnsupportedModelError, match="outside of the modules"):
+        stowage.offload(copied, weights="*=stream")

@@ -1,0 +1,183 @@
+"""Where weights lie never changes an answer: not by one bit (cases A and B of the budgets)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stowage
+from stowage.testing import tiny_models
+from stowage.weights.placement import Delivery
+from tests.weights.conftest import bytes_of, logits, prompt
+
+FAMILIES = (
+    "llama",
+    "gemma3",
+    "gemma4",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "nemotron_h",
+    "qwen3_next",
+    "bamba",
+    "gpt2",
+    "opt",
+)
+RULES = ("*=stream", "*=mapped", "*=prefetch", "last 1 of 2=prefetch,*.layers.0=stream,*=mapped")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_delivery_answers_as_plain_transformers_does(
+    family: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    ids = prompt()
+    expected = logits(plain(family), ids)
+    for rules in RULES if family in ("llama", "mixtral", "nemotron_h") else RULES[::3]:
+        rules = rules.replace("*.layers.0", "*[a-z].0")
+        model = stowage.offload(checkpoints(family), weights=rules, host="1GiB")
+        for _ in range(2):
+            assert torch.equal(logits(model, ids), expected), rules
+            model.stowage.check()
+        model.stowage.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_generate_under_a_budget_answers_as_without_one(
+    family: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    ids, whole = prompt(), plain(family)
+    asked = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    expected = whole.generate(ids, **asked)
+    seen = set()
+    for share in (1.5, 0.9, 0.65):
+        model = stowage.offload(checkpoints(family), device_memory=int(bytes_of(whole) * share))
+        assert torch.equal(model.generate(ids, **asked), expected)
+        assert model.stowage.placement.device_bytes <= bytes_of(whole) * share
+        seen |= set(model.stowage.placement.deliveries)
+        model.stowage.close()
+    assert seen >= {Delivery.RESIDENT, Delivery.ROWS, Delivery.STREAM}
+
+
+def test_another_dtype_lies_in_an_image_that_vanishes(
+    checkpoints: Callable[..., Path], plain: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(stowage.UnsupportedModelError, match="disk=DIR:SIZE"):
+        stowage.offload(checkpoints("llama"), weights="*=stream", dtype="bfloat16")
+    directory = tmp_path / "weights"
+    model = stowage.offload(checkpoints("llama"), weights="*=stream", dtype="bfloat16", disk=f"{directory}:16MiB")
+    assert torch.equal(logits(model, prompt()), logits(plain("llama", "bfloat16"), prompt()))
+    assert model.stowage.image_bytes >= bytes_of(plain("llama", "bfloat16")) * 0.9
+    assert list(directory.iterdir()) == []
+    with pytest.raises(stowage.BudgetError, match="larger size"):
+        stowage.offload(checkpoints("llama"), weights="*=stream", dtype="bfloat16", disk=f"{directory}:64KiB")
+
+
+@pytest.mark.parametrize("rules", ["*=stream", "last 1 of 2=prefetch"])
+def test_what_became_of_weights_in_memory_is_what_is_moved(rules: str, tmp_path: Path) -> None:
+    """Case A: never a stale copy. A parameter is replaced, others are fused and changed after loading."""
+    model = tiny_models.build("llama")
+    layer = model.model.layers[1]
+    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach() * 1.5, requires_grad=False)
+    layer.self_attn.q_proj.weight.data = torch.randn_like(layer.self_attn.q_proj.weight)
+    with torch.no_grad():
+        layer.mlp.down_proj.weight.mul_(0.5)
+    expected = logits(model, prompt())
+    moved = stowage.offload(model, weights=rules, host="1GiB", disk=f"{tmp_path}:16MiB")
+    assert moved is model
+    assert torch.equal(logits(model, prompt()), expected)
+
+
+def test_tied_embeddings_are_read_by_rows_and_as_a_whole(tmp_path: Path) -> None:
+    model = tiny_models.build("llama")
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "tied")
+    expected = logits(model, prompt())
+    offloaded = stowage.offload(tmp_path / "tied", weights="*=stream")
+    assert offloaded.lm_head.weight is offloaded.model.embed_tokens.weight
+    for _ in range(2):
+        assert torch.equal(logits(offloaded, prompt()), expected)
+
+
+def test_shards_are_found_in_their_files(plain: Callable[..., Any], tmp_path: Path) -> None:
+    plain("mixtral").save_pretrained(tmp_path, max_shard_size="300KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    model = stowage.offload(tmp_path, weights="*=stream")
+    assert torch.equal(logits(model, prompt()), logits(plain("mixtral"), prompt()))
+
+
+def test_a_prefix_cache_and_an_engine_take_an_offloaded_model(checkpoints: Callable[..., Path]) -> None:
+    """Both name what they keep after the weights: of weights that are away they must not read a name."""
+    ids = prompt(200)
+    names = []
+    for family in ("llama", "qwen3"):
+        model = stowage.offload(checkpoints(family), weights="*=stream")
+        names.append(model.stowage.identity)
+        asked = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        expected = model.generate(ids, **asked)
+        with stowage.PrefixCache(model, host="16MiB") as prefixes:
+            first = model.generate(ids, past_key_values=prefixes.restore(ids), **asked)
+            again = model.generate(ids, past_key_values=prefixes.restore(ids), **asked)
+        assert torch.equal(first, expected)
+        assert torch.equal(again, expected)
+        with stowage.Engine(model, stowage.Memory(device_kv="8MiB")) as engine:
+            (answer,) = engine.generate([ids[0].tolist()], stowage.SamplingParams(max_new_tokens=4, ignore_eos=True))
+        assert answer.token_ids == expected[0, 200:].tolist()
+        assert torch.equal(model.generate(ids, **asked), expected)  # the engine did not close what is not its own
+    assert names[0] != names[1]
+    assert all(names)
+
+
+PEAK = """
+import re, sys, gc
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+import torch, stowage
+from stowage.weights import loading, source
+from transformers import AutoModelForCausalLM
+from stowage.engine import loading as names
+torch.set_num_threads(1)
+(directory, device, host) = sys.argv[1:4]
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmHWM")
+model = stowage.offload(directory, device_memory=int(device), host=int(host))
+for _ in range(3):
+    with torch.no_grad():
+        out = model(input_ids=torch.arange(5, 13)[None], use_cache=False).logits
+print(before, *map(status, ("VmHWM", "VmRSS", "RssAnon", "RssFile")))
+print(status("VmHWM") - before, model.stowage.placement.device_bytes, model.stowage.placement.host_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_share", [0.0, 0.4])
+def test_budgets_are_hard(host_share: float, tmp_path: Path) -> None:
+    """The process's own peak, from before loading on, stays below the budget and the largest module."""
+    size = tiny_models.TinySize(layers=12, hidden=512, vocab=4096)
+    tiny_models.write("mixtral", tmp_path, size)
+    total = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    device, host = int(total * 0.45), int(total * host_share)
+    environment = os.environ | {"PYTHONPATH": "src", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), str(device), str(host)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+        timeout=300,
+    )
+    grown, device_used, host_used = map(int, done.stdout.split()[-3:])
+    print(done.stdout)
+    print(f"{total:,} bytes of weights; peak grew by {grown:,}; placed {device_used:,} + {host_used:,}")
+    largest = total // 12
+    assert device_used <= device
+    assert host_used <= host
+    assert grown <= device + host + 2 * largest + (24 << 20)
