@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("control_plane", "no_hit_overhead", "prefix_reuse", "integrity", "shared_tiers", "two_machines")
+NAMES = ("control_plane", "no_hit_overhead", "prefix_reuse", "integrity", "shared_tiers", "two_machines", "weights")
 
 
 def main() -> int:

@@ -34,6 +34,8 @@ OPERATIONS = ("lookup", "store", "load", "evicting_store")
 PEER_PYTHON = Path(".venv-bench/bin/python")
 PEER_SCRIPT = Path(__file__).parent / "peers" / "vllm_control_plane.py"
 PAGE_BYTES = 4096
+POLICIES = ("lru", "cost")
+"""The cheapest, and the default."""
 TIMED_TOGETHER = 8
 """Batches between two looks at the clock, which costs as much as a few keys. The peer's script does the same."""
 
@@ -57,9 +59,9 @@ def measure(work: Callable[[list[bytes]], object], batches: list[list[bytes]], a
     return spent_ns / sum(len(keys) for keys in batches)
 
 
-def run_ours() -> dict[str, float]:
+def run_ours(policy: str) -> dict[str, float]:
     """One round."""
-    store = TieredStore(Geometry((Group(0, Kind.FULL, 16, 4, PAGE_BYTES // 4),)), KEYS * PAGE_BYTES)
+    store = TieredStore(Geometry((Group(0, Kind.FULL, 16, 4, PAGE_BYTES // 4),)), KEYS * PAGE_BYTES, policy=policy)
     masks = np.full(BATCH, 0b1111, np.uint64)
     first, second = new_batches(KEYS), new_batches(KEYS)
     results = {"store": measure(lambda keys: store.commit(store.reserve(0, keys, masks)), first)}
@@ -82,41 +84,47 @@ def in_fresh_interpreter(command: list[str]) -> dict[str, Any]:
 
 def collect(rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Ours and the peer's in turn."""
-    ours: list[dict[str, float]] = []
+    ours: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
     peers: list[dict[str, float]] = []
     peer_version = ""
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
-        ours.append(in_fresh_interpreter([sys.executable, "-m", "benchmarks.control_plane", "--once"]))
+        for policy in POLICIES:
+            command = [sys.executable, "-m", "benchmarks.control_plane", "--once", policy]
+            ours[policy].append(in_fresh_interpreter(command))
         if PEER_PYTHON.exists():
             command = [str(PEER_PYTHON), str(PEER_SCRIPT), "--keys", str(KEYS), "--batch", str(BATCH)]
             answer = in_fresh_interpreter(command)
             peer_version = answer["version"]
             peers.append(answer["ns_per_key"])
     result: dict[str, Any] = {"keys": KEYS, "batch": BATCH, "unit": "CPU nanoseconds per key"}
-    result["stowage"] = {name: median_spread([one[name] for one in ours]) for name in OPERATIONS}
+    for policy, rounds_of in ours.items():
+        result[policy] = {name: median_spread([one[name] for one in rounds_of]) for name in OPERATIONS}
     if peers:
         result["vllm_version"] = peer_version
         result["vllm"] = {name: median_spread([one[name] for one in peers]) for name in peers[0]}
-        result["times_faster"] = {
-            name: round(result["vllm"][name].median / result["stowage"][name].median, 1) for name in OPERATIONS
-        }
-        result["times_faster_finished"] = {
-            name: round(result["vllm"][f"{name}_finished"].median / result["stowage"][name].median, 1)
-            for name in OPERATIONS
-        }
+        result["times_faster"], result["times_faster_finished"] = {}, {}
+        for policy in POLICIES:
+            for suffix in ("", "_finished"):
+                result[f"times_faster{suffix}"][policy] = {
+                    name: round(result["vllm"][name + suffix].median / result[policy][name].median, 1)
+                    for name in OPERATIONS
+                }
     return result
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"{result['keys']:,} keys, {result['batch']} per request; {result['unit']}: median (least to largest)")
     for name in OPERATIONS:
-        line = f"  {name:15} stowage {result['stowage'][name]!s:34}"
+        print(f"  {name}")
+        for policy in POLICIES:
+            line = f"    stowage, {policy:6} {result[policy][name]!s:36}"
+            if "vllm" in result:
+                line += f" x{result['times_faster'][policy][name]:<6} x{result['times_faster_finished'][policy][name]}"
+            print(line)
         if "vllm" in result:
-            line += f" vllm {result['vllm'][name]!s:36} x{result['times_faster'][name]}"
             finished = result["vllm"][f"{name}_finished"]
-            line += f"   with request finished {finished!s:36} x{result['times_faster_finished'][name]}"
-        print(line)
+            print(f"    vllm            {result['vllm'][name]!s:36} with request finished {finished}")
     if "vllm" not in result:
         print("  vLLM is not measured: `make bench-env` creates its environment")
 
@@ -125,10 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result file instead of a table")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--once", choices=POLICIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(run_ours()))
+        print(json.dumps(run_ours(options.once)))
         return
     result = collect(options.rounds, lambda text: print(text, file=sys.stderr))
     path = write_result("control_plane", result)

@@ -9,8 +9,9 @@ page cache, all from disk, half of the layers from disk); `accelerate` (`disk_of
 (`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk). Greedy tokens of all must be the
 same.
 
-The limit of a cold step is the larger of its bytes over the rate of direct reads, measured in the same round, and the
-time of the same step in memory.
+The limit of a cold step is the larger of its bytes over the rate of direct reads of the checkpoint itself, read before,
+measured in the same round, and the time of the same step in memory. The rate of a file that nobody has read is printed
+beside it: the disk of a virtual machine may answer from its host's memory.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ WAYS = ("memory", "mapped", "stream", "half", "accelerate", "accelerate-half", "
 ALWAYS_WARM = ("memory",)
 BATCHES = (1, 8)
 PROMPT_TOKENS = 128
+READS = {"disk": "of the checkpoint, read before", "disk_first": "of a new file"}
 HIDDEN, INNER, HEADS, KV_HEADS = 2048, 8192, 16, 4
 
 
@@ -146,8 +148,13 @@ def main() -> None:
         sizes = checkpoint(path, asked.dtype, layers)
         rounds: list[dict[str, Any]] = []
         for number in range(asked.rounds):
-            found: dict[str, Any] = {"disk": limits.direct_read_bytes_per_s(Path(name), 1 << 30)}
-            print(f"round {number + 1} of {asked.rounds}: direct reads {found['disk'] / 1e9:.2f} GB/s")
+            shard = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+            found: dict[str, Any] = {
+                "disk": limits.direct_reread_bytes_per_s(shard),
+                "disk_first": limits.direct_read_bytes_per_s(Path(name), 1 << 30),
+            }
+            rates = ", ".join(f"{found[what] / 1e9:.2f} GB/s {said}" for what, said in READS.items())
+            print(f"round {number + 1} of {asked.rounds}: direct reads {rates}")
             for way in ways:
                 found[way] = measure(way, path, asked.dtype, asked.new_tokens)
                 steps = [_mean(v["steps_s"]) for k, v in found[way].items() if "batch" in k]
@@ -157,11 +164,8 @@ def main() -> None:
                 assert len(said) == 1, "an answer changed"
             rounds.append(found)
     kept = report(rounds, sizes, layers)
-    disk = median_spread([r["disk"] for r in rounds])
-    write_result(
-        "weights",
-        {"dtype": asked.dtype, "layers": layers, "bytes": sizes, "direct_read_bytes_per_s": disk, "results": kept},
-    )
+    reads = {f"direct_{what}_bytes_per_s": median_spread([r[what] for r in rounds]) for what in READS}
+    write_result("weights", {"dtype": asked.dtype, "layers": layers, "bytes": sizes, **reads, "results": kept})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,22 @@ import pytest
 from stowage import __version__
 from tests.cli.conftest import SOURCE, OwnProcess, Stowage
 
-COMMANDS = ["run", "chat", "serve", "top", "verify", "stats", "scrub", "doctor", "tiny", "config", "key"]
+COMMANDS = [
+    "run",
+    "chat",
+    "serve",
+    "top",
+    "verify",
+    "stats",
+    "scrub",
+    "doctor",
+    "plan",
+    "probe",
+    "simulate",
+    "tiny",
+    "config",
+    "key",
+]
 HEAVY = {"torch", "transformers", "tokenizers", "numpy", "safetensors", "blake3", "huggingface_hub"}
 
 

@@ -9,9 +9,12 @@ import stowage.cli.chat
 import stowage.cli.config_show
 import stowage.cli.doctor
 import stowage.cli.key
+import stowage.cli.plan
+import stowage.cli.probe
 import stowage.cli.run
 import stowage.cli.scrub
 import stowage.cli.serve
+import stowage.cli.simulate
 import stowage.cli.stats
 import stowage.cli.tiny
 import stowage.cli.top
@@ -56,6 +59,9 @@ app.command("verify")(stowage.cli.verify.verify)
 app.command("stats")(stowage.cli.stats.stats)
 app.command("scrub")(stowage.cli.scrub.scrub)
 app.command("doctor")(stowage.cli.doctor.doctor)
+app.command("simulate")(stowage.cli.simulate.simulate)
+app.command("plan")(stowage.cli.plan.plan)
+app.command("probe")(stowage.cli.probe.probe)
 app.command("tiny")(stowage.cli.tiny.tiny)
 keys.command("new")(stowage.cli.key.new)
 keys.command("rotate")(stowage.cli.key.rotate)

@@ -187,6 +187,8 @@ class WeightSource:
 
     def _rows_hook(self, rows: _Rows) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if not args:
+                raise UnsupportedModelError("an embedding is called with a name for its ids: keep it resident.")
             ids, read_bytes = rows.deliver(args[0], self._readers)
             self._row_bytes += read_bytes
             return (ids, *args[1:])

@@ -1,0 +1,198 @@
+"""``stowage plan``: where a model's weights and KV would lie, and how fast it would be, before it is downloaded."""
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stowage.cli.options import Debug, Json
+from stowage.cli.output import format_seconds, note, print_json, print_table
+from stowage.errors import ConfigError, StowageError
+
+if TYPE_CHECKING:
+    from stowage.planner.machine import Machine
+    from stowage.planner.shapes import Model
+    from stowage.planner.solve import Budgets, Solution
+
+_MODEL = "A directory with config.json, or such a file. Weights are not needed."
+_MACHINE = "A file that `stowage probe --json` printed, typical-cpu, or typical-gpu. [default: this machine]"
+_BAR = 48
+_FILL = {"weights": "█", "KV": "▓", "ring": "▒", "working": "▚", "free": "░"}
+_PLAIN_FILL = {"weights": "#", "KV": "K", "ring": "r", "working": "w", "free": "."}
+_COLORS = {"weights": "green", "KV": "red", "ring": "yellow", "working": "magenta", "free": "bright_black"}
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
+    *,
+    device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that the model computes from.")] = "75%",
+    host: Annotated[str, typer.Option(metavar="SIZE", help="Host memory besides, for weights and prefixes.")] = "0",
+    disk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Disk, for weights and prefixes. [default: as large as the weights]"),
+    ] = None,
+    context: Annotated[str, typer.Option(metavar="TOKENS", help="Longest sequence, such as 32k.")] = "4k",
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences at once.")] = 1,
+    prompt_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="Prompt that is predicted.")] = "1k",
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Answer that is predicted.")] = 128,
+    step_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Prompt tokens in one forward.")] = 1024,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32.")] = "auto",
+    machine: Annotated[str | None, typer.Option(metavar="FILE", help=_MACHINE)] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an SVG there.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show where a model's weights and KV would lie, and predict its speed.
+
+    From the config alone: no weights, no torch. Sizes as 24GiB or 30% of this machine's memory.
+    """
+    from stowage.planner.model import read_model
+    from stowage.planner.picture import draw
+    from stowage.planner.predict import Workload
+    from stowage.planner.report import to_json
+    from stowage.planner.solve import Room, solve
+
+    found = read_model(model, dtype)
+    work = Workload(parse_tokens(context), batch, parse_tokens(prompt_tokens), max_new_tokens, step_tokens)
+    budgets = _budgets(found, model, device_memory, host, disk)
+    on = _machine(machine)
+    solution = solve(found, on, budgets, work)
+    others = Room(found, on, work).alternatives(budgets)
+    if picture is not None:
+        _write(picture, draw(solution))
+    if json:
+        print_json(to_json(solution, others))
+    else:
+        _show(solution, to_json(solution, others)["hints"])
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens: ``4096``, ``32k`` (1,024 each), ``1m``. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
+    if match is None or not int(match[1]):
+        raise ConfigError(f"The number of tokens {text!r} is not understood. Write 4096, 32k or 1m.")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024 * 1024}[match[2].lower()]
+
+
+def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None) -> "Budgets":
+    from stowage.config import disk_total_bytes, parse_size, ram_total_bytes
+    from stowage.planner.solve import Budgets
+
+    def size(name: str, text: str, total_bytes: int) -> int:
+        try:
+            return parse_size(text, total_bytes)
+        except ConfigError as error:
+            raise ConfigError(f"{name} cannot be used. {error}") from error
+
+    memory_bytes, whole = ram_total_bytes(), Path(path).expanduser().absolute()
+    return Budgets(
+        size("--device-memory", device, memory_bytes),
+        size("--host", host, memory_bytes),
+        model.total_bytes if disk is None else size("--disk", disk, disk_total_bytes(whole)),
+    )
+
+
+def _machine(name: str | None) -> "Machine":
+    """As asked for; else as measured before; else measured now, if torch is here; else typical figures."""
+    from stowage.planner.machine import TYPICAL, TYPICAL_CPU, from_json
+    from stowage.planner.probe import can_compute, measure, remembered
+
+    if name is not None:
+        if name in TYPICAL:
+            return TYPICAL[name]
+        try:
+            return from_json(Path(name).expanduser().read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The machine's file {name} cannot be read: {error}.") from error
+    known = remembered()
+    if known is not None:
+        return known
+    if not can_compute():
+        return TYPICAL_CPU
+    note("Measuring this machine once; `stowage probe` shows the result.")
+    try:
+        return measure(say=lambda text: note(f"measuring {text}"))
+    except StowageError as error:
+        note(f"It could not be measured, so typical figures are used: {error}")
+        return TYPICAL_CPU
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The picture cannot be written to {path}: {error}.") from error
+
+
+def _show(solution: "Solution", hints: list[str]) -> None:
+    from rich.console import Console
+
+    from stowage.config import format_size
+    from stowage.planner.report import rows
+
+    model, work, predicted = solution.model, solution.workload, solution.prediction
+    sparse = any(layer.experts for layer in model.layers)
+    active = f", {_billions(model.active_parameters)} active" if sparse else ""
+    title = f"{model.family}: {_billions(model.total_parameters)} parameters{active}, "
+    title += f"{format_size(model.total_bytes)} in {model.dtype}"
+    table = [
+        (row.hold, row.what, row.delivery, format_size(row.nbytes), _per_step(row.step_bytes)) for row in rows(solution)
+    ]
+    print_table(title, ("hold", "what", "delivery", "bytes", "per step"), table)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for line in bars(solution, plain=not _can_draw()):
+        console.print(line)
+    batch = "" if work.batch == 1 else f", {format_seconds(predicted.ttft_batch_s)} for {work.batch} at once"
+    console.print(
+        f"\npredicted  {predicted.tokens_per_s:.3g} tokens/s at a batch of {work.batch}; first token of a prompt of "
+        f"{work.prompt:,} tokens after {format_seconds(predicted.ttft_s)}{batch}"
+    )
+    console.print(f"machine    {solution.machine.name}", markup=False)
+    for hint in hints:
+        console.print(f"- {hint}", markup=False)
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count:,}"
+
+
+def _per_step(nbytes: int) -> str:
+    from stowage.config import format_size
+
+    return format_size(nbytes) if nbytes else ""
+
+
+def _can_draw() -> bool:
+    """Whether the terminal's encoding has the characters of the bars."""
+    try:
+        "█▓▒▚░".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def bars(solution: "Solution", *, plain: bool) -> list[str]:
+    """One line for each memory that was given, and what its characters mean; rich markup."""
+    from stowage.config import format_size
+    from stowage.planner.report import segments
+    from stowage.planner.solve import HOLDS
+
+    fill = _PLAIN_FILL if plain else _FILL
+    lines, used = [], []
+    for hold in HOLDS:
+        parts = segments(solution, hold)
+        whole = sum(nbytes for _, nbytes in parts)
+        if not whole:
+            continue
+        drawn, begun, done = "", 0, 0
+        for kind, nbytes in parts:
+            done += nbytes
+            end = round(_BAR * done / whole)
+            drawn += f"[{_COLORS[kind]}]{fill[kind] * (end - begun)}[/]" if end > begun else ""
+            begun = end
+            used += [kind] if kind not in used else []
+        lines.append(f"{hold:<6} {drawn} {format_size(solution.used_bytes(hold))} of {format_size(whole)}")
+    meaning = "  ".join(f"[{_COLORS[kind]}]{fill[kind]}[/] {kind}" for kind in used)
+    return [*lines, f"{'':<6} {meaning}"]

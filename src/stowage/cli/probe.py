@@ -1,0 +1,34 @@
+"""``stowage probe``: how fast this machine is, measured once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stowage.cli.options import Debug, Json
+from stowage.cli.output import note, print_json, print_table
+
+
+def probe(
+    *,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, although it was measured before.")] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="Measure the disk of this directory.")
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine: memory, disk, and what torch computes.
+
+    Takes less than a minute. The result is remembered, and `stowage plan` uses it.
+    """
+    from stowage.planner.probe import measure, remembered, rows
+
+    place = directory.expanduser().absolute() if directory is not None else None
+    machine = None if refresh else remembered(place)
+    if machine is None:
+        machine = measure(place, say=lambda text: note(f"measuring {text}"))
+    if json:
+        print_json(machine.to_json())
+        return
+    print_table(machine.name, ("what", "speed"), rows(machine))

@@ -1,0 +1,148 @@
+"""How fast torch computes here what a model asks of it. Run as a program of its own: it imports torch, and prints one
+JSON object on stdout.
+
+Owns the measurements. Matrices are used one after the other, together larger than caches, as a model's layers are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+ROWS = (1, 2, 4, 8, 32, 128, 512)
+_OUT, _IN = 4096, 2048
+_WEIGHTS_BYTES = 256 << 20
+_LEAST_S, _LEAST_COUNT = 0.3, 4
+_ATTENTION = (16, 1024, 64)
+_LINK_BYTES = 256 << 20
+
+
+def typical_s(job: Callable[[int], object], wait: Callable[[], object]) -> float:
+    """A typical undisturbed time of ``job``: of many calls, with 1, 2, 3, ..., a quarter are quicker. One call before
+    does not count.
+    """
+    job(0)
+    wait()
+    times_s: list[float] = []
+    while len(times_s) < _LEAST_COUNT or sum(times_s) < _LEAST_S:
+        began_s = time.perf_counter()
+        job(len(times_s) + 1)
+        wait()
+        times_s.append(time.perf_counter() - began_s)
+    return max(sorted(times_s)[len(times_s) // 4], 1e-9)
+
+
+def measure(say: Callable[[str], object]) -> dict[str, Any]:
+    """All speeds, as fields of ``Machine``. ``say`` hears what is being measured."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    found: dict[str, Any] = {"kind": device.type, "threads": torch.get_num_threads(), "products": {}, "attention": {}}
+    found["device"] = torch.cuda.get_device_name() if cuda else ""
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32, *((torch.float16,) if cuda else ())):
+            name = str(dtype).removeprefix("torch.")
+            say(f"matrix products in {name}")
+            found["products"][name] = products(dtype, device, wait)
+            found["attention"][name] = attention(dtype, device, wait)
+        say("layers")
+        found["layer_s"] = layer_s(device, wait)
+        if cuda:
+            say("the link to the device")
+            found["link_in"], found["link_out"] = links(device, wait)
+    return found
+
+
+def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, float]:
+    """Parameters per second, by rows."""
+    import torch
+
+    count = max(2, _WEIGHTS_BYTES // (_OUT * _IN * dtype.itemsize))
+    weights = [torch.full((_OUT, _IN), 0.5, dtype=dtype, device=device) for _ in range(count)]
+    rates = {}
+    for rows in ROWS:
+        multiply = partial(torch.nn.functional.linear, torch.full((rows, _IN), 0.5, dtype=dtype, device=device))
+
+        def job(at: int, multiply: Callable[[Any], Any] = multiply) -> Any:
+            return multiply(weights[at % count])
+
+        seconds = typical_s(job, wait)
+        rates[rows] = _OUT * _IN / seconds
+    return rates
+
+
+def attention(dtype: Any, device: Any, wait: Callable[[], object]) -> float:
+    """Operations per second of causal attention."""
+    import torch
+
+    heads, tokens, size = _ATTENTION
+    query = torch.full((1, heads, tokens, size), 0.5, dtype=dtype, device=device)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    seconds = typical_s(lambda at: attend(query, query, query, is_causal=True), wait)
+    return 4 * heads * size * tokens * (tokens + 1) / 2 / seconds
+
+
+def layer_s(device: Any, wait: Callable[[], object]) -> float:
+    """Seconds of one layer so small that its products take no time: calls, norms, rotation, cache."""
+    import torch
+
+    layer = _layer(device)
+    hidden = torch.ones(1, 1, 64, device=device)
+
+    def several(at: int) -> None:
+        for _ in range(16):
+            layer(hidden)
+
+    return typical_s(several, wait) / 16
+
+
+def _layer(device: Any) -> Callable[[Any], Any]:
+    """A Llama layer of 64 channels, one token at a time, as Transformers computes it: the same operations."""
+    import torch
+    from torch import nn
+
+    linears = nn.ModuleList(nn.Linear(64, 64, bias=False, device=device) for _ in range(7))
+    scale = torch.ones(64, device=device)
+    past = torch.ones(1, 4, 32, 16, device=device)
+    turn = torch.ones(1, 1, 1, 16, device=device)
+
+    def norm(x: Any) -> Any:
+        wide = x.to(torch.float32)
+        return scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def heads(x: Any) -> Any:
+        return x.view(1, 1, 4, 16).transpose(1, 2)
+
+    def turned(x: Any) -> Any:
+        return x * turn + torch.cat((-x[..., 8:], x[..., :8]), dim=-1) * turn
+
+    def layer(x: Any) -> Any:
+        y = norm(x)
+        query, key, value = turned(heads(linears[0](y))), turned(heads(linears[1](y))), heads(linears[2](y))
+        keys, values = torch.cat((past, key), dim=2), torch.cat((past, value), dim=2)
+        seen = nn.functional.scaled_dot_product_attention(query, keys, values)
+        x = x + linears[3](seen.transpose(1, 2).reshape(1, 1, 64))
+        y = norm(x)
+        return x + linears[6](nn.functional.silu(linears[4](y)) * linears[5](y))
+
+    return layer
+
+
+def links(device: Any, wait: Callable[[], object]) -> tuple[float, float]:
+    """Bytes per second to the device and from it, of ordinary memory."""
+    import torch
+
+    host, there = torch.ones(_LINK_BYTES, dtype=torch.uint8), torch.ones(_LINK_BYTES, dtype=torch.uint8, device=device)
+    into_s = typical_s(lambda at: there.copy_(host, non_blocking=True), wait)
+    out_s = typical_s(lambda at: host.copy_(there, non_blocking=True), wait)
+    return _LINK_BYTES / into_s, _LINK_BYTES / out_s
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(lambda text: print(text, file=sys.stderr, flush=True))), flush=True)

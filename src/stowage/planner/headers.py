@@ -1,0 +1,231 @@
+"""Exact sizes of a checkpoint from the headers of its safetensors files; no tensor is read.
+
+Owns the reading of headers (an 8-byte little-endian length, then so much JSON) and what their names say: which layer a
+tensor belongs to, and whether it is an expert's. Every length is checked before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from stowage.errors import CheckpointError
+from stowage.planner.config import ITEM_BYTES, Fields
+from stowage.planner.parts import ATTENTION, MLP, RECURRENT, ROUTER, SHARED
+from stowage.planner.shapes import NORMS, Cache, Keeps, Layer, Model
+
+HEADER_BYTES_MAX = 100_000_000
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_OTHERS = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F4": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
+_NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector", "embed_vision", "mtp.")
+_EMBEDDING = ("embed_tokens", "embeddings", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
+_HEAD = ("lm_head", "embed_out", "output_layer")
+_EXPERT = re.compile(r"(?:^|\.)experts\.(?:(\d+)\.)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of a header. ``nbytes``: in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype in _FLOATS
+
+
+def find_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; empty where there are none. Raises ``CheckpointError`` for a bad index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(directory.glob("model*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [directory / Path(str(name)).name for name in names]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error}); download it again.") from error
+
+
+def read_header(path: Path) -> list[Tensor]:
+    """The tensors of one file. Raises ``CheckpointError`` for one that is cut short or no safetensors file."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
+                raise ValueError(f"its header is said to take {length} bytes")
+            entries = json.loads(file.read(length))
+        return [_tensor(name, entry, size - 8 - length) for name, entry in entries.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no whole safetensors file ({error}); download it again.") from error
+
+
+def _tensor(name: str, entry: Mapping[str, Any], data_bytes: int) -> Tensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(n) for n in entry["shape"])
+    dtype = str(entry["dtype"])
+    if not 0 <= begin <= end <= data_bytes or min(shape, default=0) < 0:
+        raise ValueError(f"{name} lies outside of the file")
+    known = (_FLOATS | _OTHERS).get(dtype)
+    if known is not None and dtype != "F4" and prod(shape) * known != end - begin:
+        raise ValueError(f"{name} has another size than its shape")
+    return Tensor(name, dtype, shape, end - begin)
+
+
+def read_tensors(directory: Path) -> list[Tensor]:
+    """All tensors of the language model in a checkpoint; empty where no weights are there."""
+    found = [tensor for path in find_files(directory) for tensor in read_header(path)]
+    return [t for t in found if not any(part in t.name for part in _NOT_TEXT)]
+
+
+@dataclass(slots=True)
+class _Sum:
+    parameters: int = 0
+    nbytes: int = 0
+
+    def add(self, tensor: Tensor, item_bytes: int) -> None:
+        """``item_bytes`` of one element in memory; 0: as in the file. What is packed stays as it is."""
+        self.parameters += tensor.elements
+        self.nbytes += tensor.elements * item_bytes if item_bytes and tensor.floating else tensor.nbytes
+
+
+def measured(model: Model, tensors: list[Tensor], dtype: str = "") -> Model:
+    """``model`` with the bytes that ``tensors`` take in memory: as they are stored, or in ``dtype`` where it is given.
+
+    Tensors of layers beyond the model's (for predicting several tokens) are left out, as Transformers does.
+    """
+    item_bytes = ITEM_BYTES[dtype] if dtype else 0
+    layers: dict[int, dict[str, _Sum]] = {}
+    ends: dict[str, _Sum] = {}
+    for index, kind, tensor in _sorted(tensors):
+        if model.tied and kind == "head" and len(tensor.shape) > 1:
+            continue  # a copy of the embedding
+        sums = ends if index < 0 else layers.setdefault(index, {})
+        sums.setdefault(kind, _Sum()).add(tensor, item_bytes)
+    grown = tuple(_exact(layer, layers.get(layer.index, {})) for layer in model.layers)
+    if any(not layers.get(layer.index) for layer in model.layers):
+        raise CheckpointError(
+            f"the safetensors files hold weights of {len(layers)} layers, and config.json speaks of "
+            f"{len(model.layers)}: a file is missing, or they belong to different models."
+        )
+    embedding, head = ends.get("embedding", _Sum()), ends.get("head", _Sum())
+    rest = ends.get("rest", _Sum())
+    return replace(
+        model,
+        layers=grown,
+        embedding=embedding.parameters,
+        embedding_bytes=embedding.nbytes,
+        head=head.parameters,
+        head_bytes=head.nbytes,
+        rest=rest.parameters,
+        rest_bytes=rest.nbytes,
+        head_reads=model.head_reads if model.tied else head.parameters,
+        source="headers",
+    )
+
+
+def _exact(layer: Layer, sums: Mapping[str, _Sum]) -> Layer:
+    """``layer`` with what was found of it."""
+    experts = sums.get("experts", _Sum())
+    parameters = {kind: found.parameters for kind, found in sums.items() if kind != "experts"}
+    dense = sum(found.nbytes for kind, found in sums.items() if kind != "experts")
+    count = layer.experts if experts.parameters else 0
+    if experts.parameters and not count:  # of a family that is not known: all of them are used
+        return replace(
+            layer,
+            parameters={**parameters, MLP: parameters.get(MLP, 0) + experts.parameters},
+            dense_bytes=dense + experts.nbytes,
+        )
+    return replace(
+        layer,
+        parameters=parameters,
+        dense_bytes=dense,
+        experts=count,
+        expert_parameters=experts.parameters // max(count, 1),
+        expert_bytes=-(-experts.nbytes // max(count, 1)),
+    )
+
+
+def _sorted(tensors: list[Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+    """Layer (-1: none) and kind of each tensor, from its name."""
+    for tensor in tensors:
+        match = _LAYER.search(tensor.name)
+        if match is not None:
+            yield int(match[1]), _kind(match[2], tensor), tensor
+        elif any(f"{name}." in f"{tensor.name}." for name in _HEAD):
+            yield -1, "head", tensor
+        elif any(name in tensor.name for name in _EMBEDDING):
+            yield -1, "embedding", tensor
+        else:
+            yield -1, "rest", tensor
+
+
+def _kind(name: str, tensor: Tensor) -> str:
+    """What a tensor of a layer is part of."""
+    if "shared_expert" in name or "shared_mlp" in name:
+        return SHARED
+    if _EXPERT.search(name):
+        return "experts"
+    if name.split(".")[-2:-1] in (["gate"], ["router"], ["wg"]) or ".router." in f".{name}":
+        return ROUTER
+    if len(tensor.shape) < 2 and "norm" in name:
+        return NORMS
+    if any(part in name for part in ("linear_attn", "mamba", "conv", "mixer.in_proj", "mixer.out_proj", "A_log")):
+        return RECURRENT
+    if "attn" in name or "attention" in name or re.search(r"mixer\.[qkvo]_proj", name):
+        return ATTENTION
+    return MLP
+
+
+def plain(fields: Fields, tensors: list[Tensor]) -> Model:
+    """A model of a family that is not known, of whose layers only the sizes are: every layer is taken to keep all keys
+    and values, which is the most that it can keep.
+    """
+    count = fields.number("num_hidden_layers", 0) or 1 + max((i for i, _, _ in _sorted(tensors)), default=-1)
+    heads, size = fields.number("num_attention_heads"), fields.head_dim
+    cache = Cache(Keeps.FULL, 2 * fields.kv_heads * size, read_elements=2 * fields.kv_heads * size)
+    layers = tuple(
+        Layer(
+            index,
+            {},
+            cache,
+            experts=fields.number("num_experts", 0),
+            experts_per_token=fields.number("num_experts_per_tok", 0),
+            pair_operations=4 * heads * size,
+        )
+        for index in range(count)
+    )
+    vocab, hidden = fields.number("vocab_size"), fields.number("hidden_size")
+    tied = not any("lm_head" in t.name for t in tensors)
+    return Model(
+        family=fields.family,
+        layers=layers,
+        embedding=0,
+        rest=0,
+        head=0,
+        tied=tied,
+        vocab=vocab,
+        hidden=hidden,
+        dtype=fields.dtype,
+        item_bytes=ITEM_BYTES[fields.dtype],
+        context_tokens=fields.number("max_position_embeddings", 1 << 20),
+        head_reads=vocab * hidden,
+        notes=(
+            f"{fields.family} is not in the planner's table: weights are exact, and each layer is taken to keep the "
+            "keys and values of all tokens.",
+        ),
+    )

@@ -1,0 +1,176 @@
+"""How fast a machine is, in the few numbers that a prediction needs; as measured, or typical figures where nobody has.
+
+Owns the numbers and their file format. Measuring is ``probe``'s job, predicting ``predict``'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+from stowage.errors import ConfigError
+from stowage.planner.config import ITEM_BYTES
+
+VERSION = 1
+CPU, CUDA = "cpu", "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Speeds of one machine; bytes and operations per second.
+
+    ``products``: by type, then rows: parameters of a matrix that are multiplied with so many rows in one second, when
+    the matrix comes from memory. ``attention``: operations of causal attention over a long prompt, by type.
+    ``disk_read``: by number of 1 MiB reads in flight, past the page cache. ``link_in``, ``link_out``: to and from a
+    device with memory of its own; 0 where the device computes from ordinary memory. ``layer_s``: what a layer costs
+    besides its products.
+    """
+
+    name: str
+    kind: str
+    cores: int
+    products: Mapping[str, Mapping[int, float]]
+    attention: Mapping[str, float]
+    memcpy_one: float
+    memcpy_all: float
+    disk_read: Mapping[int, float] = field(default_factory=dict)
+    disk_read_buffered: float = 0.0
+    disk_write: float = 0.0
+    link_in: float = 0.0
+    link_out: float = 0.0
+    layer_s: float = 0.0
+    measured: bool = True
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in (CPU, CUDA):
+            raise ConfigError(f"the machine's kind is {self.kind!r}; it must be {CPU} or {CUDA}.")
+        if not self.products or not all(self.products.values()):
+            raise ConfigError("the machine's file says nothing of matrix products; measure it: stowage probe --refresh")
+        if self.kind == CUDA and not self.link_in:
+            raise ConfigError("the machine's file says nothing of the link to its device: link_in must be above 0.")
+        speeds = [rate for rates in self.products.values() for rate in rates.values()] + [*self.attention.values()]
+        speeds += [self.memcpy_one, self.memcpy_all, *self.disk_read.values()]
+        if not all(isfinite(rate) and rate > 0 for rate in speeds):
+            raise ConfigError(
+                "the machine's file holds a speed that is not above 0; measure it: stowage probe --refresh"
+            )
+
+    @property
+    def has_device(self) -> bool:
+        """Whether the device has memory of its own, behind a link."""
+        return self.kind == CUDA
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """At the depth that is best; 0 where no disk was measured."""
+        return max(self.disk_read.values(), default=0.0)
+
+    def rates(self, dtype: str) -> tuple[float, Mapping[int, float]]:
+        """Speeds of products for ``dtype``, and what to divide them by: another type's where it was not measured, by
+        the bytes of an element.
+        """
+        if dtype in self.products:
+            return 1.0, self.products[dtype]
+        other = next(iter(self.products))
+        return max(1.0, ITEM_BYTES[dtype] / ITEM_BYTES[other]), self.products[other]
+
+    def multiply_s(self, dtype: str, parameters: float, rows: float) -> float:
+        """Seconds to multiply ``rows`` rows with ``parameters`` parameters.
+
+        Between sizes that were measured on the line between them; beyond the largest in proportion. Never less for more
+        rows, whatever was measured.
+        """
+        slower, rates = self.rates(dtype)
+        points: list[tuple[int, float]] = []
+        for size in sorted(rates):
+            points.append((size, max(1 / rates[size], points[-1][1] if points else 0.0)))
+        first, last = points[0], points[-1]
+        if rows <= first[0]:
+            each_s = first[1]
+        elif rows >= last[0]:
+            each_s = last[1] * rows / last[0]
+        else:
+            at = next(at for at, (size, _) in enumerate(points) if size > rows)
+            (low, low_s), (high, high_s) = points[at - 1], points[at]
+            each_s = low_s + (high_s - low_s) * (rows - low) / (high - low)
+        return parameters * each_s * slower
+
+    def cache_bytes_per_s(self, dtype: str) -> float:
+        """How fast a decoding step reads keys and values: as it reads weights."""
+        slower, rates = self.rates(dtype)
+        return rates[min(rates)] * ITEM_BYTES[dtype] / slower
+
+    def attend_s(self, dtype: str, operations: float) -> float:
+        """Seconds of causal attention in a prompt."""
+        rate = self.attention.get(dtype) or min(self.attention.values(), default=0.0)
+        if rate:
+            return operations / rate
+        slower, rates = self.rates(dtype)
+        return operations * slower / (2 * max(rates) * rates[max(rates)])
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``stowage probe --json`` prints it."""
+        return {"version": VERSION, **asdict(self)}
+
+
+def from_json(text: str) -> Machine:
+    """The inverse of ``to_json``. Raises ``ConfigError``."""
+    try:
+        found = json.loads(text)
+        if found.pop("version") != VERSION:
+            raise ConfigError(
+                "the machine's file is of another version of Stowage; measure it: stowage probe --refresh"
+            )
+        products = {name: {int(n): float(r) for n, r in rates.items()} for name, rates in found.pop("products").items()}
+        reads = {int(depth): float(rate) for depth, rate in found.pop("disk_read").items()}
+        return Machine(products=products, disk_read=reads, **found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the machine's file is not what `stowage probe --json` prints ({type(error).__name__}: {error})."
+        ) from error
+
+
+TYPICAL_CPU = Machine(
+    name="typical figures of a desktop without a GPU, not measured",
+    kind=CPU,
+    cores=8,
+    products={
+        "bfloat16": {1: 10e9, 8: 8e9, 32: 5e9, 128: 2e9, 512: 0.6e9},
+        "float16": {1: 8e9, 8: 5e9, 32: 2e9, 128: 0.6e9, 512: 0.2e9},
+        "float32": {1: 6e9, 8: 5e9, 32: 4e9, 128: 1.5e9, 512: 0.4e9},
+    },
+    attention={"bfloat16": 2e11, "float32": 1.5e11},
+    memcpy_one=8e9,
+    memcpy_all=16e9,
+    disk_read={1: 1.5e9, 4: 2.0e9, 8: 2.0e9},
+    disk_read_buffered=1.0e9,
+    disk_write=1.0e9,
+    layer_s=0.5e-3,
+    measured=False,
+)
+TYPICAL_GPU = Machine(
+    name="typical figures of a desktop with a 24 GB GPU, not measured",
+    kind=CUDA,
+    cores=8,
+    products={
+        "bfloat16": {1: 300e9, 8: 300e9, 32: 280e9, 128: 180e9, 512: 60e9},
+        "float16": {1: 300e9, 8: 300e9, 32: 280e9, 128: 180e9, 512: 60e9},
+        "float32": {1: 150e9, 8: 140e9, 32: 120e9, 128: 50e9, 512: 13e9},
+    },
+    attention={"bfloat16": 3e13, "float16": 3e13, "float32": 8e12},
+    memcpy_one=8e9,
+    memcpy_all=16e9,
+    disk_read={1: 1.5e9, 4: 2.0e9, 8: 2.0e9},
+    disk_read_buffered=1.0e9,
+    disk_write=1.0e9,
+    link_in=20e9,
+    link_out=20e9,
+    layer_s=0.2e-3,
+    measured=False,
+)
+TYPICAL: Mapping[str, Machine] = {"typical-cpu": TYPICAL_CPU, "typical-gpu": TYPICAL_GPU}
+"""By the name that ``--machine`` takes."""

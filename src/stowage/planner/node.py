@@ -1,0 +1,329 @@
+"""One simulated engine: the store's own state machine, with simulated tiers and a clock that is an argument.
+
+    arrive ──> waiting ──(compute is idle)──> admitted: look-up, deadline rule ──> loading ──> ready ──> computing
+                  └──<──(a chunk did not come: again without it)───────────────────────┘           └──> stored
+
+Admission, the choice of what is loaded, deadlines and retries follow `engine.scheduler` and `engine.arrival`; speeds
+are judged by the engine's own `Pace`. Differences: prompts are computed one after the other, at a constant speed; what
+is generated costs no time and is not stored; the device keeps nothing once a prompt was computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from stowage.core.events import Discard, Fetch, SourceArray, StartLoad, StartStore
+from stowage.core.flow import Flow
+from stowage.core.geometry import IntArray
+from stowage.core.policy import POLICIES
+from stowage.engine.pace import Pace
+from stowage.planner.places import Content, Landing, Tier
+from stowage.planner.scenario import Scenario
+
+__all__ = ["Agenda", "Node", "Outcomes"]
+
+_SPILL_BYTES_MAX: Final = 256 << 20
+_SPILL_SHARE: Final = 4
+"""As in `store.py`: what may be under way to the lower tiers, and of which part of host memory at most."""
+_CHUNK_BYTES_MAX: Final = 1 << 20
+"""Chunks are told to the flow as no longer than this, so that a transfer takes up to 32 of them: blocks of a trace are
+longer than chunks of an engine, and one transfer for each would cost the simulation more than all the rest."""
+_FORWARD_TOKENS: Final = 1 << 20
+
+
+class Agenda:
+    """What happens when. Things of one time happen in the order in which they were put down."""
+
+    __slots__ = ("_heap", "_numbers")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = count()
+
+    def at(self, time_s: float, call: Callable[[float], None]) -> None:
+        """`call` at that time, with the time as its argument."""
+        heapq.heappush(self._heap, (time_s, next(self._numbers), call))
+
+    def run(self, until_s: float) -> float:
+        """All that is due by then. When the last of it happened, 0 if nothing did."""
+        last_s = 0.0
+        while self._heap and self._heap[0][0] <= until_s:
+            last_s, _, call = heapq.heappop(self._heap)
+            call(last_s)
+        return last_s
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What became of the prompts of one node, as columns: which prompt, its time to first token, where its tokens came
+    from (`reused[i]` from tier i).
+    """
+
+    prompts: array[int]
+    ttft_s: array[float]
+    reused: list[array[int]]
+    busy_s: float = 0.0
+    loads_refused: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    number: int
+    arrived_s: float
+    tokens: int
+    keys: list[bytes]
+    answer_s: float
+    refused: set[bytes] = field(default_factory=set)
+    waited_s: float = 0.0
+    began_s: float = 0.0
+    fetch: Fetch | None = None
+    began_forward: int = 0
+    boundary: int = 0
+    """Chunks that need not be computed."""
+    by_tier: list[int] = field(default_factory=list)
+    came: dict[bytes, int] = field(default_factory=dict)
+    """Where chunks of an earlier try, which did not bring all in time, came from: now they are in host memory."""
+
+
+class Node:
+    """See the module. `contents`: what its lower tiers lead to, fastest first. `chunks_max`: all that can ever come."""
+
+    def __init__(self, scenario: Scenario, agenda: Agenda, contents: list[Content], chunks_max: int) -> None:
+        self._scenario = scenario
+        self._agenda = agenda
+        links = {"disk": scenario.disk, "object": scenario.object}
+        names = scenario.tier_names[1:]
+        self.tiers = [
+            Tier(links[name], content, scenario.chunk_bytes) for name, content in zip(names, contents, strict=True)
+        ]
+        (slab,) = scenario.slabs
+        scale = -(-scenario.chunk_bytes // _CHUNK_BYTES_MAX)
+        told = scenario.geometry(max(1, scenario.kv_bytes_per_token // scale))
+        arena_bytes = slab.slots * slab.slot_bytes
+        spill_bytes = min(
+            max(_SPILL_BYTES_MAX, 64 * scenario.chunk_bytes if scale > 1 else 0), arena_bytes // _SPILL_SHARE
+        )
+        indexes = [content.masks for content in contents]
+        slab = replace(slab, slots=min(slab.slots, chunks_max + 1))  # room that nothing would ever fill costs memory
+        self.flow = Flow(told, [slab], indexes, spill_bytes // scale, POLICIES[scenario.policy])
+        self.pace = _pace_of(scenario)
+        self.outcomes = Outcomes(array("q"), array("d"), [array("q") for _ in scenario.tier_names])
+        self.copied_bytes = 0
+        self._answer_s = scenario.object.latency_s if scenario.objects else 0.0
+        self._waiting: deque[_Prompt] = deque()
+        self._loading: list[_Prompt] = []
+        self._ready: deque[_Prompt] = deque()
+        self._computing = False
+        self._forwards = 0
+        self._limits_s: dict[int, float] = {}
+        """Known limits, by chunks: the speed of computing never changes here."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether every prompt that arrived was computed, and nothing is under way."""
+        return not (self._waiting or self._loading or self._ready or self._computing or self.flow.flights())
+
+    def arrive(self, number: int, tokens: int, blocks: IntArray, now_s: float) -> None:
+        """A prompt with these whole blocks."""
+        self._waiting.append(_Prompt(number, now_s, tokens, _keys_of(blocks), now_s + self._answer_s))
+        self._turn(now_s)
+
+    def _turn(self, now_s: float) -> None:
+        """Compute what is ready; as long as nothing is, admit what waits."""
+        while not self._computing:
+            if self._ready:
+                self._compute(self._ready.popleft(), now_s)
+            elif self._waiting and len(self._loading) < self._scenario.sequences_max:
+                self._admit(self._waiting.popleft(), now_s)
+            else:
+                return
+
+    # Loading
+
+    def _admit(self, prompt: _Prompt, now_s: float) -> None:
+        prompt.began_s, prompt.began_forward = now_s, self._forwards
+        if now_s < prompt.answer_s:  # a shared store was asked what it has
+            self._loading.append(prompt)
+            self._agenda.at(prompt.answer_s, partial(self._answered, prompt))
+            return
+        boundary = self._boundary(prompt, now_s)
+        if boundary and not self._worth_loading(prompt, boundary, now_s):
+            boundary = 0
+        prompt.boundary = boundary
+        if not boundary:
+            self._ready.append(prompt)
+            return
+        limit_s = self._limit_s(boundary) - prompt.waited_s
+        fetch = prompt.fetch = self.flow.fetch([(0, prompt.keys[:boundary])], now_s + limit_s, now_s)
+        self._loading.append(prompt)
+        if self.tiers:
+            self._act(now_s)
+        if fetch.done:
+            self._loaded(prompt, now_s)
+        else:
+            self._agenda.at(fetch.deadline_s, self._tick)
+
+    def _limit_s(self, boundary: int) -> float:
+        """How long a load of so many chunks may take."""
+        limit_s = self._limits_s.get(boundary)
+        if limit_s is None:
+            limit_s = self.pace.load_limit_s(boundary * self._scenario.block_tokens)
+            self._limits_s[boundary] = limit_s
+        return limit_s
+
+    def _answered(self, prompt: _Prompt, now_s: float) -> None:
+        self._again(prompt, now_s)
+        self._turn(now_s)
+
+    def _again(self, prompt: _Prompt, now_s: float) -> None:
+        self._loading.remove(prompt)
+        prompt.waited_s += now_s - prompt.began_s
+        self._waiting.appendleft(prompt)
+
+    def _boundary(self, prompt: _Prompt, now_s: float) -> int:
+        """How many leading chunks are somewhere; at least one token is always computed."""
+        limit = (prompt.tokens - 1) // self._scenario.block_tokens
+        if not prompt.keys:
+            return 0
+        masks = self.flow.lookup(0, prompt.keys, now_s)
+        absent = (masks == 0).nonzero()[0]
+        found = int(absent[0]) if len(absent) else len(masks)
+        if prompt.refused:
+            found = next((at for at in range(found) if prompt.keys[at] in prompt.refused), found)
+        return min(found, limit)
+
+    def _worth_loading(self, prompt: _Prompt, boundary: int, now_s: float) -> bool:
+        """The engine's rule: what comes from below must not take longer than computing all that it saves."""
+        if not self.tiers:
+            return True
+        of_tier = self._bytes_below(self._by_tier(self.flow.sources(0, prompt.keys[:boundary], now_s)))
+        if not of_tier or self.pace.worth_loading(boundary * self._scenario.block_tokens, of_tier):
+            return True
+        self.outcomes.loads_refused += 1
+        return False
+
+    def _by_tier(self, sources: SourceArray) -> list[int]:
+        if not self.tiers:
+            return [len(sources)]
+        counts: list[int] = np.bincount(sources[sources >= 0], minlength=1 + len(self.tiers)).tolist()
+        return counts
+
+    def _loaded(self, prompt: _Prompt, now_s: float) -> None:
+        """The fetch has ended: what it brought is copied to the device, or the rest is done without."""
+        fetch = prompt.fetch
+        assert fetch is not None and fetch.done
+        missing = (fetch.slots[0] < 0).nonzero()[0].tolist()
+        prompt.fetch = None
+        self.flow.release(fetch)
+        sources = fetch.sources[0]
+        if missing:
+            prompt.refused.update(prompt.keys[at] for at in missing)
+            prompt.came.update((prompt.keys[at], int(sources[at])) for at in (sources > 0).nonzero()[0].tolist())
+            self._again(prompt, now_s)
+            return
+        self._loading.remove(prompt)
+        prompt.by_tier = self._by_tier(sources)
+        if self.tiers and prompt.began_forward == self._forwards:  # while one computes, an engine sees nothing arrive
+            self.pace.delivered(self._bytes_below(prompt.by_tier), now_s - prompt.began_s)
+        for at in (sources == 0).nonzero()[0].tolist() if prompt.came else ():
+            tier = prompt.came.get(prompt.keys[at], 0)
+            prompt.by_tier[0] -= 1
+            prompt.by_tier[tier] += 1
+        self._ready.append(prompt)
+
+    def _bytes_below(self, by_tier: list[int]) -> dict[int, int]:
+        """Bytes of each tier below the host that so many chunks are."""
+        chunk_bytes = self._scenario.chunk_bytes
+        return {tier: number * chunk_bytes for tier, number in enumerate(by_tier) if tier and number}
+
+    # Computing
+
+    def _compute(self, prompt: _Prompt, now_s: float) -> None:
+        scenario = self._scenario
+        copied_bytes = len(prompt.keys) * scenario.chunk_bytes
+        rest = prompt.tokens - prompt.boundary * scenario.block_tokens
+        took_s = scenario.forward_s(rest) + copied_bytes / scenario.copy_bytes_per_s
+        self.copied_bytes += copied_bytes
+        self.outcomes.busy_s += took_s
+        self._computing = True
+        self._forwards += 1
+        self._agenda.at(now_s + took_s, partial(self._computed, prompt))
+
+    def _computed(self, prompt: _Prompt, now_s: float) -> None:
+        self._computing = False
+        self.outcomes.prompts.append(prompt.number)
+        self.outcomes.ttft_s.append(now_s - prompt.arrived_s)
+        for tier, column in enumerate(self.outcomes.reused):
+            column.append(prompt.by_tier[tier] * self._scenario.block_tokens if prompt.boundary else 0)
+        step = self._scenario.step_tokens // self._scenario.block_tokens or len(prompt.keys)
+        for begin in range(prompt.boundary, len(prompt.keys), step):
+            keys = prompt.keys[begin : begin + step]
+            after = prompt.keys[begin - 1] if begin else None
+            slots = self.flow.reserve(0, keys, np.ones(len(keys), np.uint64), after)
+            self.flow.commit(slots, now_s)
+        if self.tiers:
+            self._act(now_s)
+        self._turn(now_s)
+
+    # Tiers
+
+    def _act(self, now_s: float) -> None:
+        """Carry out what the flow asks for."""
+        for action in self.flow.take_actions():
+            tier = self.tiers[action.tier]
+            if isinstance(action, Discard):
+                tier.content.drop(action.keys)
+                continue
+            assert isinstance(action, StartLoad | StartStore)
+            landing = tier.begin(action, now_s)
+            self._agenda.at(landing.at_s, partial(self._landed, action, landing))
+            if landing.at_s > action.deadline_s and isinstance(action, StartStore):
+                self._agenda.at(action.deadline_s, self._tick)
+
+    def _landed(self, action: StartLoad | StartStore, landing: Landing, now_s: float) -> None:
+        self.tiers[action.tier].land(action, landing)
+        self.flow.outcome(action.id, landing.ok, landing.ok.astype(np.uint64), now_s, landing.refused)
+        self._progress(now_s)
+
+    def _tick(self, now_s: float) -> None:
+        self.flow.tick(now_s)
+        self._progress(now_s)
+
+    def _progress(self, now_s: float) -> None:
+        self._act(now_s)
+        if self._loading:
+            for prompt in [one for one in self._loading if one.fetch is not None and one.fetch.done]:
+                self._loaded(prompt, now_s)
+            self._turn(now_s)
+
+    def check(self) -> None:
+        """Assert the invariants of the flow, and of what its tiers lead to."""
+        self.flow.check()
+        for tier in self.tiers:
+            tier.content.check()
+
+
+def _pace_of(scenario: Scenario) -> Pace:
+    """What the engine would have measured of a machine whose speed never changes."""
+    step_tokens = scenario.step_tokens or _FORWARD_TOKENS
+    pace = Pace(scenario.load_timeout_s, step_tokens)
+    for tokens in (1, step_tokens):
+        pace.computed(tokens, scenario.prefill_s_fixed + tokens / scenario.prefill_tokens_per_s)
+    return pace
+
+
+def _keys_of(blocks: IntArray) -> list[bytes]:
+    """A key of 32 bytes for each block: its id."""
+    words = np.zeros((len(blocks), 4), np.int64)
+    words[:, 0] = blocks
+    keys: list[bytes] = words.view("V32").ravel().tolist()
+    return keys

@@ -1,0 +1,187 @@
+"""Measures this machine once, and remembers it: memory, disk, and what torch computes, for predictions.
+
+Owns the remembered file, one for each combination of processor, cores, torch and file system; another machine's or an
+older torch's is not taken. torch is used in a process of its own, so that whoever asks never imports it. Where torch is
+not installed, nothing is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from stowage.engine.identity import default_state_directory
+from stowage.errors import ConfigError, StowageError
+from stowage.planner import storage
+from stowage.planner.machine import Machine, from_json
+
+DEPTHS = (1, 4, 8)
+_TIMEOUT_S = 600.0
+_MEMORY_BYTES = 128 << 20
+
+
+def can_compute() -> bool:
+    """Whether torch is installed; it is not imported."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def remembered(directory: Path | None = None) -> Machine | None:
+    """What was measured before on this machine for the disk of ``directory``; ``None`` where nothing was."""
+    key = machine_key(directory)
+    try:
+        machine = from_json(_file_of(key).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return None
+    return machine if machine.key == key else None
+
+
+def measure(
+    directory: Path | None = None, *, say: Callable[[str], object] = lambda text: None, file_bytes: int = 0
+) -> Machine:
+    """Measure this machine and the disk of ``directory`` (default: where it is remembered), and remember the result.
+
+    ``say`` hears what is being measured. ``file_bytes``: of the file that the disk is measured with. Raises
+    ``ConfigError`` without torch, ``DirectoryError`` where the disk cannot be measured, ``StowageError`` where
+    computing fails.
+    """
+    if not can_compute():
+        raise ConfigError(
+            "torch is not installed here, and without it nothing can be computed: install it, or give the figures of "
+            "another machine with --machine."
+        )
+    place = directory or _made(default_state_directory())
+    cores = len(os.sched_getaffinity(0))
+    say("memory")
+    memcpy_one, memcpy_all = (storage.memcpy_bytes_per_s(threads, _MEMORY_BYTES) for threads in (1, cores))
+    say(f"the disk of {place}")
+    with storage.written(place, file_bytes or storage.FILE_BYTES) as (path, written_bytes_per_s):
+        reads = {depth: storage.read_bytes_per_s(path, depth) for depth in DEPTHS}
+        buffered = storage.read_bytes_per_s(path, 1, direct=False)
+    computed = _compute(say)
+    device = computed.pop("device")
+    computed.pop("threads")
+    machine = Machine(
+        name=f"{cpu_name()}, {cores} cores" + (f", {device}" if device else ""),
+        cores=cores,
+        disk_read=reads,
+        disk_read_buffered=buffered,
+        disk_write=written_bytes_per_s,
+        key=machine_key(directory),
+        products={
+            name: {int(n): rate for n, rate in rates.items()} for name, rates in computed.pop("products").items()
+        },
+        memcpy_one=memcpy_one,
+        memcpy_all=memcpy_all,
+        **computed,
+    )
+    _remember(machine)
+    return machine
+
+
+def _compute(say: Callable[[str], object]) -> dict[str, Any]:
+    """What ``compute`` prints, from a process of its own."""
+    say("torch")
+    command = [sys.executable, "-m", "stowage.planner.compute"]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None and process.stdout is not None
+            heard = []
+            for line in process.stderr:
+                heard.append(line.rstrip())
+                say(heard[-1])
+            text = process.stdout.read()
+            status = process.wait(timeout=_TIMEOUT_S)
+        if status:
+            raise StowageError(f"torch could not be measured: {heard[-1] if heard else f'status {status}'}")
+        found: dict[str, Any] = json.loads(text)
+        return found
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise StowageError(f"torch could not be measured: {error}") from error
+
+
+def machine_key(directory: Path | None = None) -> str:
+    """What a measurement depends on, readable."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    place = directory or default_state_directory()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    cores = len(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return f"{cpu_name()} | {cores} cores | torch {torch} | threads {threads or cores} | device {place.stat().st_dev}"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown processor"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown processor")
+
+
+def _file_of(key: str) -> Path:
+    return default_state_directory() / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _made(directory: Path) -> Path:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made: {error}. Give a directory: stowage probe --dir DIR") from error
+    return directory
+
+
+def _remember(machine: Machine) -> None:
+    """Put in place at once; where that fails, the next one measures again."""
+    path = _file_of(machine.key)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        _made(path.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+            json.dump(machine.to_json(), file)
+        os.replace(temporary, path)
+    except (OSError, ConfigError):
+        temporary.unlink(missing_ok=True)
+
+
+def rows(machine: Machine) -> list[tuple[str, str]]:
+    """Name and speed, for a table."""
+    found = [
+        ("memory copy, 1 thread", _rate(machine.memcpy_one)),
+        (f"memory copy, {machine.cores} threads", _rate(machine.memcpy_all)),
+        *((f"disk read, direct, {depth} x 1 MiB in flight", _rate(rate)) for depth, rate in machine.disk_read.items()),
+        ("disk read, buffered, not cached", _rate(machine.disk_read_buffered)),
+        ("disk write, synced", _rate(machine.disk_write)),
+    ]
+    for dtype, rates in machine.products.items():
+        found += _computed(dtype, rates, machine)
+    if machine.has_device:
+        found += [("link to the device", _rate(machine.link_in)), ("link from the device", _rate(machine.link_out))]
+    return [*found, ("a layer, besides its products", f"{machine.layer_s * 1000:.2f} ms")]
+
+
+def _computed(dtype: str, rates: Mapping[int, float], machine: Machine) -> list[tuple[str, str]]:
+    most = max(rates)
+    found = [
+        (f"decode in {dtype}, batch {rows}: weights read", _rate(machine.cache_bytes_per_s(dtype) * rate / rates[1]))
+        for rows, rate in rates.items()
+        if rows <= 8
+    ]
+    prefill = f"{2 * most * rates[most] / 1e9:,.0f} G operations/s"
+    return [*found, (f"prefill in {dtype}, {most} tokens", prefill)]
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.2f} GB/s"

@@ -1,0 +1,192 @@
+"""A placement for people and for programs: rows of a table, hints, JSON.
+
+Owns wording and grouping; every number comes from the solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stowage.config import format_size
+from stowage.planner.predict import Step
+from stowage.planner.shapes import Keeps, Model
+from stowage.planner.solve import DEVICE, HOLDS, Alternative, Placed, Solution
+from stowage.weights.placement import Delivery
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. ``step_bytes``: fetched of it for one decoding step."""
+
+    hold: str
+    what: str
+    delivery: str
+    nbytes: int
+    step_bytes: int = 0
+
+
+def rows(solution: Solution) -> list[Row]:
+    """What lies where, device first; parts that are alike in one line."""
+    found = [row for hold in HOLDS for row in _weights(solution, hold)]
+    model, work = solution.model, solution.workload
+    if solution.small_bytes:
+        found.append(Row(DEVICE, "norm and other small weights", "resident", solution.small_bytes))
+    kv = f"KV of {work.batch} x {work.context_tokens:,} tokens{_kinds(model)}"
+    found.append(Row(DEVICE, kv, "", solution.kv_bytes))
+    if solution.ring_bytes:
+        slots = f"ring of {solution.ring_slots} x {format_size(solution.slot_bytes)}"
+        found.append(Row(DEVICE, slots, "", solution.ring_bytes))
+    found.append(Row(DEVICE, f"a forward of {work.piece:,} tokens works with", "", solution.working_bytes))
+    for hold in HOLDS:
+        if solution.left_bytes(hold) and (tokens := solution.prefix_tokens(hold)):
+            found.append(Row(hold, f"left: prefixes of {tokens:,} tokens", "", solution.left_bytes(hold)))
+    return sorted(found, key=lambda row: HOLDS.index(row.hold))
+
+
+def _weights(solution: Solution, hold: str) -> Iterable[Row]:
+    parts = [part for part in solution.placed if part.hold == hold]
+    for delivery in dict.fromkeys(part.delivery for part in parts):
+        alike = [part for part in parts if part.delivery == delivery and part.layer >= 0]
+        if alike:
+            word = "layer" if len(alike) == 1 else "layers"
+            what = f"{word} {numbers(part.layer for part in alike)}"
+            yield Row(hold, what, delivery, sum(part.nbytes for part in alike), _fetched(alike))
+    for part in parts:
+        if part.layer < 0:
+            yield Row(hold, part.name, part.delivery, part.nbytes, _fetched([part]))
+
+
+def numbers(found: Iterable[int]) -> str:
+    """Runs of numbers, shortened: ``0-3, 8``; of many runs only how many numbers there are."""
+    runs: list[list[int]] = []
+    for number in sorted(found):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(runs) > 6:
+        return f"{runs[0][0]} to {runs[-1][1]} ({sum(last - first + 1 for first, last in runs)} of them, evenly)"
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _fetched(parts: list[Placed]) -> int:
+    """Bytes of ``parts`` that are fetched for one decoding step."""
+    return sum(part.nbytes for part in parts if Delivery(part.delivery).rings)
+
+
+def _kinds(model: Model) -> str:
+    """Which layers keep something, when not all keep everything."""
+    kinds = {
+        "full": sum(layer.cache.keeps is Keeps.FULL and layer.cache.token_elements > 0 for layer in model.layers),
+        "windowed": sum(layer.cache.window > 0 and layer.cache.token_elements > 0 for layer in model.layers),
+        "recurrent": sum(layer.cache.state_bytes(1) > 0 for layer in model.layers),
+    }
+    if kinds["full"] == len(model.layers):
+        return ""
+    return " (" + ", ".join(f"{count} {name}" for name, count in kinds.items() if count) + " layers)"
+
+
+def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
+    """What limits this placement, what would help, and how far its numbers can be trusted."""
+    found = [_limit(solution)]
+    here = solution.prediction.tokens_per_s
+    for other in alternatives:
+        if other.device_bytes > solution.budgets.device_bytes and other.prediction.tokens_per_s > 1.02 * here:
+            found.append(
+                f"With a device memory of {format_size(other.device_bytes)}, {other.name}: "
+                f"{other.prediction.tokens_per_s:.3g} tokens/s."
+            )
+    if any(layer.cache.state_elements for layer in solution.model.layers):
+        found.append("Recurrent layers are predicted by their products; Transformers' own code for them may be slower.")
+    if solution.workload.context_tokens > solution.model.context_tokens:
+        found.append(f"The model's own context ends after {solution.model.context_tokens:,} tokens.")
+    found += solution.model.notes
+    if not solution.machine.measured:
+        found.append(f"Speeds are {solution.machine.name}: for real ones run `stowage probe` on the machine.")
+    return found
+
+
+def _limit(solution: Solution) -> str:
+    step: Step = solution.prediction.decode
+    waits = f"{step.total_s:,.2f} s per step" if step.total_s >= 1 else f"{step.total_s * 1000:,.1f} ms per step"
+    if step.limit == "compute":
+        return f"Computing is what limits decoding ({waits}); more memory does not help."
+    if step.limit == "link":
+        rate = format_size(int(solution.machine.link_in))
+        fetched = format_size(step.link_bytes)
+        return f"The link to the device limits decoding: {fetched} per step at {rate}/s ({waits})."
+    rate = format_size(int(solution.machine.disk_bytes_per_s))
+    return f"The disk limits decoding: {format_size(step.disk_bytes)} per step at {rate}/s ({waits})."
+
+
+def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, Any]:
+    """Everything that the table, the picture and the hints say; docs/planner.md lists the keys."""
+    model, machine, prediction = solution.model, solution.machine, solution.prediction
+    decode = prediction.decode
+    return {
+        "model": {
+            "family": model.family,
+            "dtype": model.dtype,
+            "layers": len(model.layers),
+            "parameters": model.total_parameters,
+            "active_parameters": model.active_parameters,
+            "parameters_by_kind": model.parameters_by_kind(),
+            "bytes": model.total_bytes,
+            "kv_bytes_per_token": model.token_bytes(),
+            "source": model.source,
+        },
+        "machine": {"name": machine.name, "kind": machine.kind, "measured": machine.measured},
+        "budgets": asdict(solution.budgets),
+        "workload": asdict(solution.workload),
+        "holds": {
+            hold: {
+                "used_bytes": solution.used_bytes(hold),
+                "weights_bytes": solution.weights_bytes(hold),
+                "left_bytes": solution.left_bytes(hold),
+                "prefix_tokens": solution.prefix_tokens(hold),
+            }
+            for hold in HOLDS
+        },
+        "device": {
+            "kv_bytes": solution.kv_bytes,
+            "ring_slots": solution.ring_slots,
+            "ring_bytes": solution.ring_bytes,
+            "working_bytes": solution.working_bytes,
+            "small_bytes": solution.small_bytes,
+        },
+        "weights": [asdict(part) for part in solution.placed],
+        "prediction": {
+            "decode_tokens_per_s": prediction.tokens_per_s,
+            "ttft_s": prediction.ttft_s,
+            "ttft_batch_s": prediction.ttft_batch_s,
+            "prefill_tokens_per_s": prediction.prefill_tokens_per_s,
+            "limit": decode.limit,
+            "step": asdict(decode) | {"total_s": decode.total_s},
+        },
+        "alternatives": [
+            {
+                "name": other.name,
+                "device_bytes": other.device_bytes,
+                "decode_tokens_per_s": other.prediction.tokens_per_s,
+                "ttft_s": other.prediction.ttft_s,
+            }
+            for other in alternatives
+        ],
+        "hints": hints(solution, alternatives),
+    }
+
+
+def segments(solution: Solution, hold: str) -> list[tuple[str, int]]:
+    """What a hold is filled with, as (kind, bytes), free room last. The bars of both pictures are made of it."""
+    found = [("weights", solution.weights_bytes(hold) + (solution.small_bytes if hold == DEVICE else 0))]
+    if hold == DEVICE:
+        found += [("KV", solution.kv_bytes), ("ring", solution.ring_bytes), ("working", solution.working_bytes)]
+    found.append(("free", solution.left_bytes(hold)))
+    return [(kind, nbytes) for kind, nbytes in found if nbytes]
+
+
+def layer_holds(solution: Solution) -> list[str]:
+    """Where each layer lies, in the model's order."""
+    return [part.hold for part in solution.placed if part.layer >= 0]

@@ -1,0 +1,363 @@
+"""Where weights and KV lie for given budgets, for the most tokens per second: budgets in, a placement out.
+
+Pure arithmetic. Residency is proof against a cyclic scan: what fits stays where it is, the rest is fetched anew for
+each forward. Layers come into memory whole, with all their experts, in one fixed order that is evenly spread over the
+model whatever its length is. So a larger budget only ever adds to what a smaller one holds, and a prediction never gets
+slower with more memory. Embedding and output layer, which are larger than a layer in some models and cost nothing or
+much, are tried in every memory.
+
+What the device holds: KV of the whole batch, what a forward works with, small weights, the ring that fetched weights go
+through, and weights that stay. A device without memory of its own reads host memory as it is, without a ring.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from stowage.config import format_size
+from stowage.errors import BudgetError
+from stowage.planner.machine import Machine
+from stowage.planner.parts import MLP, SHARED
+from stowage.planner.predict import BLOCK_TOKENS, Away, Prediction, Workload, predict
+from stowage.planner.shapes import Layer, Model
+from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST, Delivery
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+HOLDS = (DEVICE, HOST, DISK)
+_SLOT_MARGIN_BYTES = 128 << 10
+"""Of a slot of the ring, beyond its weights: they keep their place within a page of the file."""
+_STEP_TOKENS_LEAST, _SNAPSHOT_TOKENS = 16, 512
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that may be used. ``disk_bytes`` covers weights that are read from there, although their file lies there in
+    any case, and stored prefixes.
+    """
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One part of the weights. ``layer``: its number, -1 for embedding and output layer."""
+
+    name: str
+    layer: int
+    hold: str
+    delivery: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A placement, and what is predicted of it. ``small_bytes``: weights that always stay; ``kv_bytes``: of the whole
+    batch; ``working_bytes``: what a forward needs besides.
+    """
+
+    model: Model
+    machine: Machine
+    workload: Workload
+    budgets: Budgets
+    placed: tuple[Placed, ...]
+    small_bytes: int
+    kv_bytes: int
+    working_bytes: int
+    ring_slots: int
+    slot_bytes: int
+    away: Away
+    prediction: Prediction
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.ring_slots * self.slot_bytes
+
+    def weights_bytes(self, hold: str) -> int:
+        return sum(part.nbytes for part in self.placed if part.hold == hold)
+
+    @property
+    def device_bytes(self) -> int:
+        fixed = self.small_bytes + self.kv_bytes + self.working_bytes + self.ring_bytes
+        return fixed + self.weights_bytes(DEVICE)
+
+    def used_bytes(self, hold: str) -> int:
+        return self.device_bytes if hold == DEVICE else self.weights_bytes(hold)
+
+    def left_bytes(self, hold: str) -> int:
+        limits = {DEVICE: self.budgets.device_bytes, HOST: self.budgets.host_bytes, DISK: self.budgets.disk_bytes}
+        return limits[hold] - self.used_bytes(hold)
+
+    def prefix_tokens(self, hold: str) -> int:
+        """Tokens of stored prefixes that fit into what is left."""
+        context = self.workload.context_tokens
+        each = self.model.stored_bytes_per_token(_SNAPSHOT_TOKENS)
+        if hold == DEVICE:
+            each = self.model.sequence_bytes(context, BLOCK_TOKENS) / context
+        return int(self.left_bytes(hold) / each) if each else 0
+
+    def check(self) -> None:
+        assert all(self.left_bytes(hold) >= 0 for hold in HOLDS)
+        placed = sum(part.nbytes for part in self.placed)
+        assert placed + self.small_bytes == self.model.total_bytes
+        assert (self.ring_slots > 0) == (self.slot_bytes > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another placement: what it would need of the device, and what is predicted of it."""
+
+    name: str
+    device_bytes: int
+    prediction: Prediction
+
+
+def solve(model: Model, machine: Machine, budgets: Budgets, workload: Workload) -> Solution:
+    """The placement with the most predicted tokens per second, and of those the first with the shortest wait.
+
+    Raises ``BudgetError`` where none fits; its text says the least that would.
+    """
+    room = Room(model, machine, workload)
+    best = room.best(budgets)
+    if best is None:
+        raise BudgetError(room.refusal(budgets))
+    best.check()
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Where the ends lie, and how large the ring is: without one (no slots) no layer may have to go through it."""
+
+    embedding: str
+    head: str
+    slots: int
+    slot_bytes: int
+
+
+class Room:
+    """All placements of one model on one machine for one workload. ``order``: the layers in the order in which they
+    get memory; ``filled[n]``: bytes of the first n.
+    """
+
+    def __init__(self, model: Model, machine: Machine, workload: Workload) -> None:
+        self.model, self.machine, self.workload = model, machine, workload
+        self.order = spread_order(len(model.layers))
+        self.filled = [0, *accumulate(model.layers[at].total_bytes for at in self.order)]
+        table = model.vocab * model.hidden * model.item_bytes if model.tied else 0
+        self.head_bytes = table + model.head_bytes
+        self.embedding_bytes = model.embedding_bytes - table
+        self.kv_bytes = workload.batch * model.sequence_bytes(workload.context_tokens, BLOCK_TOKENS)
+        self.working_bytes = working_bytes(model, workload)
+
+    @cached_property
+    def choices(self) -> tuple[_Choice, ...]:
+        largest = max((layer.total_bytes for layer in self.model.layers), default=0)
+        found = []
+        for embedding in (DEVICE, DISK) if self.embedding_bytes else (DEVICE,):
+            for head in HOLDS:
+                ringed = head == DISK or (head == HOST and self.machine.has_device)
+                if not ringed:
+                    found.append(_Choice(embedding, head, 0, 0))
+                slot = max(largest, self.head_bytes if ringed else 0) + _SLOT_MARGIN_BYTES
+                found += [_Choice(embedding, head, slots, slot) for slots in (RING_SLOTS, RING_SLOTS_LEAST)]
+        return tuple(found)
+
+    def fixed_bytes(self, choice: _Choice, hold: str) -> int:
+        """What lies in ``hold`` whatever becomes of the layers."""
+        ends = self.embedding_bytes * (choice.embedding == hold) + self.head_bytes * (choice.head == hold)
+        if hold != DEVICE:
+            return ends
+        return ends + self.model.rest_bytes + self.kv_bytes + self.working_bytes + choice.slots * choice.slot_bytes
+
+    def best(self, budgets: Budgets) -> Solution | None:
+        """The placement that is predicted to be quickest; ``None`` where none fits."""
+        found = []
+        for choice in self.choices:
+            cut = self._cut(choice, budgets)
+            if cut is None:
+                continue
+            away = self._away(choice, *cut)
+            if choice.slots and not (away.link_bytes or away.disk_bytes):  # without the ring all would stay as well
+                continue
+            prediction = predict(self.model, self.machine, self.workload, away)
+            rank = (prediction.decode.total_s, prediction.ttft_s, -choice.slots, self.fixed_bytes(choice, DEVICE))
+            found.append((rank, choice, cut, away, prediction))
+        if not found:
+            return None
+        _, choice, cut, away, prediction = min(found, key=lambda one: one[0])
+        return Solution(
+            model=self.model,
+            machine=self.machine,
+            workload=self.workload,
+            budgets=budgets,
+            placed=(*self._ends(choice), *self._layers(*cut)),
+            small_bytes=self.model.rest_bytes,
+            kv_bytes=self.kv_bytes,
+            working_bytes=self.working_bytes,
+            ring_slots=choice.slots,
+            slot_bytes=choice.slot_bytes,
+            away=away,
+            prediction=prediction,
+        )
+
+    def _cut(self, choice: _Choice, budgets: Budgets) -> tuple[int, int] | None:
+        """How many layers of the order are in the device, and in device and host together: as many as can be."""
+        device_left = budgets.device_bytes - self.fixed_bytes(choice, DEVICE)
+        host_left = budgets.host_bytes - self.fixed_bytes(choice, HOST)
+        if device_left < 0 or host_left < 0:
+            return None
+        device = bisect_right(self.filled, device_left) - 1
+        host = bisect_right(self.filled, self.filled[device] + host_left) - 1
+        away = self.filled[-1] - self.filled[host] + self.fixed_bytes(choice, DISK)
+        in_memory = device if self.machine.has_device else host
+        return (device, host) if in_memory >= self._unringed(choice) and away <= budgets.disk_bytes else None
+
+    def _unringed(self, choice: _Choice) -> int:
+        """How many layers may not go through the ring: all where there is none."""
+        return 0 if choice.slots else len(self.order)
+
+    def _away(self, choice: _Choice, device: int, host: int) -> Away:
+        """What is fetched, when so many layers of the order are in the device, and in device and host together."""
+        on_host = self.filled[host] - self.filled[device] + self.head_bytes * (choice.head == HOST)
+        on_disk = self.filled[-1] - self.filled[host] + self.head_bytes * (choice.head == DISK)
+        return Away(on_host + on_disk if self.machine.has_device else 0, on_disk)
+
+    def _ends(self, choice: _Choice) -> Iterator[Placed]:
+        if self.embedding_bytes:
+            delivery = Delivery.RESIDENT if choice.embedding == DEVICE else Delivery.ROWS
+            yield Placed("embedding", -1, choice.embedding, delivery.value, self.embedding_bytes)
+        if self.head_bytes:
+            name = "lm_head and embedding" if self.model.tied else "lm_head"
+            yield Placed(name, -1, choice.head, self._delivery(choice.head), self.head_bytes)
+
+    def _delivery(self, hold: str) -> str:
+        on_host = Delivery.PREFETCH if self.machine.has_device else Delivery.MAPPED
+        return {DEVICE: Delivery.RESIDENT, HOST: on_host, DISK: Delivery.STREAM}[hold].value
+
+    def _layers(self, device: int, host: int) -> Iterator[Placed]:
+        """Each layer where it lies, in the model's order."""
+        for rank, at in sorted(enumerate(self.order), key=lambda one: one[1]):
+            hold = DEVICE if rank < device else HOST if rank < host else DISK
+            yield Placed(f"layers.{at}", at, hold, self._delivery(hold), self.model.layers[at].total_bytes)
+
+    def least_device_bytes(self, host_bytes: int, disk_bytes: int) -> int:
+        """The least device budget that works beside these budgets."""
+        return min(self._needs(choice, host_bytes, disk_bytes) for choice in self.choices)
+
+    def _needs(self, choice: _Choice, host_bytes: int, disk_bytes: int) -> int:
+        """Device bytes that ``choice`` needs; more than anybody has where it cannot work."""
+        host_left = host_bytes - self.fixed_bytes(choice, HOST)
+        disk_left = disk_bytes - self.fixed_bytes(choice, DISK)
+        if host_left < 0 or disk_left < 0:
+            return 1 << 62
+        device = self._unringed(choice)
+        if not self.machine.has_device:
+            device = self._first_device(device, host_left)
+        in_both = bisect_left(self.filled, self.filled[-1] - disk_left)
+        return self.fixed_bytes(choice, DEVICE) + self.filled[max(device, self._first_device(in_both, host_left))]
+
+    def _first_device(self, together: int, host_left: int) -> int:
+        """With at least how many layers in the device ``together`` layers are in device and host."""
+        return bisect_left(self.filled, self.filled[together] - host_left)
+
+    def least_host_bytes(self, device_bytes: int, disk_bytes: int) -> int | None:
+        """The least host budget that works beside these; ``None`` where none does."""
+        return _least(lambda size: self.least_device_bytes(size, disk_bytes) <= device_bytes, self.model.total_bytes)
+
+    def least_disk_bytes(self, device_bytes: int, host_bytes: int) -> int | None:
+        """The least disk budget that works beside these; ``None`` where none does."""
+        return _least(lambda size: self.least_device_bytes(host_bytes, size) <= device_bytes, self.model.total_bytes)
+
+    def largest_batch(self, budgets: Budgets) -> int:
+        """How many sequences at once would fit; 0 where not even one does."""
+
+        def fits(batch: int) -> bool:
+            room = Room(self.model, self.machine, replace(self.workload, batch=batch))
+            return room.least_device_bytes(budgets.host_bytes, budgets.disk_bytes) <= budgets.device_bytes
+
+        return bisect_left(range(1, self.workload.batch + 1), True, key=lambda batch: not fits(batch))
+
+    def largest_step(self, budgets: Budgets) -> int:
+        """In how small forwards a prompt would have to be computed, halved until it fits; 0 where nothing helps."""
+        step = self.workload.piece // 2
+        while step >= max(self.workload.batch, _STEP_TOKENS_LEAST):
+            room = Room(self.model, self.machine, replace(self.workload, step_tokens=step))
+            if room.least_device_bytes(budgets.host_bytes, budgets.disk_bytes) <= budgets.device_bytes:
+                return step
+            step //= 2
+        return 0
+
+    def alternatives(self, budgets: Budgets) -> list[Alternative]:
+        """Other placements, with the device memory that each needs: what more would bring, and what less costs."""
+        names = {
+            "everything in device memory": (0, 0),
+            "nothing from the disk": (budgets.host_bytes, 0),
+            "as little device memory as can be": (budgets.host_bytes, budgets.disk_bytes),
+        }
+        found = []
+        for name, (host_bytes, disk_bytes) in names.items():
+            needs = self.least_device_bytes(host_bytes, disk_bytes)
+            solution = solve(self.model, self.machine, Budgets(needs, host_bytes, disk_bytes), self.workload)
+            found.append(Alternative(name, needs, solution.prediction))
+        return found
+
+    def refusal(self, budgets: Budgets) -> str:
+        """Why these budgets cannot work, and the least of each that would, in whole MiB."""
+        least = self.least_device_bytes(budgets.host_bytes, budgets.disk_bytes)
+        outs = [f"a device memory of {_mib(least)}"]
+        host = self.least_host_bytes(budgets.device_bytes, budgets.disk_bytes)
+        if host is not None:
+            outs.append(f"a host memory of {_mib(host)}")
+        disk = self.least_disk_bytes(budgets.device_bytes, budgets.host_bytes)
+        if disk is not None:
+            outs.append(f"a disk of {_mib(disk)}")
+        if batch := self.largest_batch(budgets):
+            outs.append(f"a batch of {batch}")
+        if step := self.largest_step(budgets):
+            outs.append(f"forwards of {step} tokens (--step-tokens)")
+        return (
+            f"{self.model.family} with {format_size(self.model.total_bytes)} of weights does not fit: device memory of "
+            f"{format_size(budgets.device_bytes)}, host memory of {format_size(budgets.host_bytes)}, disk of "
+            f"{format_size(budgets.disk_bytes)}. The device must hold the KV of {self.workload.batch} x "
+            f"{self.workload.context_tokens:,} tokens ({format_size(self.kv_bytes)}) and what a forward of "
+            f"{self.workload.piece:,} tokens works with ({format_size(self.working_bytes)}). Each of these alone would "
+            f"be enough: {', '.join(outs)}."
+        )
+
+
+def _least(works: Callable[[int], bool], most: int) -> int | None:
+    """The least size up to ``most`` that works, if larger ones work whenever smaller ones do."""
+    return bisect_left(range(most + 1), True, key=works) if works(most) else None
+
+
+def _mib(nbytes: int) -> str:
+    """Rounded up, so that what is written works."""
+    return f"{-(-nbytes // _MIB)}MiB"
+
+
+def spread_order(count: int) -> list[int]:
+    """All numbers below ``count`` in an order of which every beginning is spread evenly: bits reversed."""
+    bits = max(1, (count - 1).bit_length())
+    return [at for n in range(1 << bits) if (at := int(f"{n:0{bits}b}"[::-1], 2)) < count]
+
+
+def working_bytes(model: Model, workload: Workload) -> int:
+    """What the largest forward needs besides weights and KV: a few rows as wide as the model, the widest inner rows,
+    and logits in float32.
+    """
+    widest = max((inner_rows(layer) for layer in model.layers), default=0) // max(1, model.hidden)
+    rows = workload.piece * (6 * model.hidden + widest) * model.item_bytes
+    return rows + 8 * workload.batch * model.vocab
+
+
+def inner_rows(layer: Layer) -> int:
+    """Parameters of the feed-forward part that one token meets: its inner values are so many over the model's width."""
+    dense = layer.parameters.get(MLP, 0) + layer.parameters.get(SHARED, 0)
+    return dense + layer.experts_per_token * layer.expert_parameters

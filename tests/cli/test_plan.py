@@ -1,0 +1,172 @@
+"""``stowage plan`` and ``stowage probe``: without weights, without torch; numbers are the planner's own tests' job."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from stowage.planner import probe
+from stowage.planner.machine import TYPICAL_CPU
+from stowage.testing import tiny_models
+from tests.cli.conftest import SOURCE, Stowage
+
+SIZE = tiny_models.TinySize(hidden=256, layers=8, vocab=4096)
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(tiny_models.config("mixtral", SIZE).to_json_string())
+    return directory
+
+
+def planned(call: Stowage, *arguments: str | Path) -> dict[str, Any]:
+    result = call("plan", *arguments, "--machine", "typical-cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_plan_for_programs(call: Stowage, model: Path) -> None:
+    sizes = ("--device-memory", "24MiB", "--host", "8MiB", "--disk", "60MiB", "--context", "1k", "--batch", "2")
+    found = planned(call, model, *sizes, "--step-tokens", "64")
+    assert found["workload"] | {"context_tokens": 1024, "batch": 2} == found["workload"]
+    assert found["budgets"] == {"device_bytes": 24 << 20, "host_bytes": 8 << 20, "disk_bytes": 60 << 20}
+    for hold, budget in zip(("device", "host", "disk"), found["budgets"].values(), strict=True):
+        assert found["holds"][hold]["used_bytes"] + found["holds"][hold]["left_bytes"] == budget
+    placed = sum(part["nbytes"] for part in found["weights"]) + found["device"]["small_bytes"]
+    assert placed == found["model"]["bytes"] == 4 * found["model"]["parameters"]
+    assert {part["hold"] for part in found["weights"]} == {"device", "host", "disk"}
+    assert found["prediction"]["decode_tokens_per_s"] > 0
+    assert found["machine"]["measured"] is False
+    assert any("not measured" in hint for hint in found["hints"])
+
+
+def test_a_plan_for_people(call: Stowage, model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    arguments = ("--device-memory", "48MiB", "--context", "1k", "--machine", "typical-gpu", "--picture", picture)
+    result = call("plan", model, *arguments)
+    assert result.exit_code == 0, result.stderr
+    for said in ("mixtral: ", " active, ", " layers ", " stream ", "KV of 1 x 1,024 tokens", "predicted ", "device "):
+        assert said in result.stdout
+    drawn = ElementTree.parse(picture)
+    assert sum(element.tag.endswith("rect") for element in drawn.iter()) > SIZE.layers
+
+
+def test_the_table_holds_what_the_budget_is_used_for(call: Stowage, model: Path) -> None:
+    """Bytes in the rows of a hold add up to it; the bars end where the hold is full."""
+    from stowage.planner.model import read_model
+    from stowage.planner.predict import Workload
+    from stowage.planner.report import rows, segments
+    from stowage.planner.solve import HOLDS, Budgets, solve
+
+    budgets = Budgets(24 << 20, 8 << 20, 60 << 20)
+    solution = solve(read_model(model), TYPICAL_CPU, budgets, Workload(1024, step_tokens=64))
+    for hold, budget in zip(HOLDS, (budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes), strict=True):
+        assert sum(nbytes for _, nbytes in segments(solution, hold)) == budget
+        used = sum(row.nbytes for row in rows(solution) if row.hold == hold and not row.what.startswith("left"))
+        assert used == solution.used_bytes(hold)
+    fetched = sum(row.step_bytes for row in rows(solution))
+    assert fetched == solution.prediction.decode.disk_bytes > 0
+
+
+def test_no_torch_and_nothing_measured_twice(model: Path, tmp_path: Path) -> None:
+    """With what was measured before, and with a file of another machine."""
+    state = tmp_path / "state" / "stowage"
+    state.mkdir(parents=True)
+    environment = {"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+    program = (
+        "import sys\nfrom stowage.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end: assert not end.code, end\n"
+        "print('MODULES', *{m.partition('.')[0] for m in sys.modules})"
+    )
+    own = (
+        "import json, dataclasses\nfrom stowage.planner import probe\nfrom stowage.planner.machine import TYPICAL_CPU\n"
+        "probe._remember(dataclasses.replace(TYPICAL_CPU, name='remembered', key=probe.machine_key()))\n"
+    )
+    (tmp_path / "other.json").write_text(json.dumps(TYPICAL_CPU.to_json() | {"name": "another"}))
+    for prepared, flags, name in (
+        (own, [], "remembered"),
+        ("", ["--machine", str(tmp_path / "other.json")], "another"),
+    ):
+        command = [sys.executable, "-c", prepared + program, "plan", str(model), "--device-memory", "1GiB", *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"machine    {name}" in done.stdout
+        assert done.stderr == ""
+        loaded = set(done.stdout.partition("MODULES")[2].split())
+        assert not loaded & {"torch", "transformers", "numpy"}
+
+
+def test_without_torch_typical_figures_are_used_and_said(
+    call: Stowage, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "can_compute", lambda: False)
+    result = call("plan", model, "--device-memory", "1GiB")
+    assert result.exit_code == 0
+    assert "typical figures of a desktop without a GPU, not measured" in result.stdout
+
+
+def test_a_budget_that_cannot_work_says_what_would(call: Stowage, model: Path) -> None:
+    result = call("plan", model, "--device-memory", "1MiB", "--machine", "typical-cpu")
+    assert result.exit_code == 2
+    assert "does not fit" in result.stderr
+    least = result.stderr.split("a device memory of ")[1].split(",")[0].rstrip(".\n")
+    assert call("plan", model, "--device-memory", least, "--machine", "typical-cpu").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--context", "long"], "number of tokens 'long'"),
+        (["--context", "0"], "number of tokens '0'"),
+        (["--device-memory", "much"], "--device-memory cannot be used"),
+        (["--disk", "much"], "--disk cannot be used"),
+        (["--machine", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--dtype", "int3"], "dtype 'int3' is unknown"),
+        (["--picture", "no/where/plan.svg"], "picture cannot be written"),
+    ],
+)
+def test_wrong_use_is_explained(call: Stowage, model: Path, arguments: list[str], said: str) -> None:
+    machine = [] if "--machine" in arguments else ["--machine", "typical-cpu"]
+    result = call("plan", model, *machine, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_type_of_ones_own(call: Stowage, model: Path) -> None:
+    small = planned(call, model, "--device-memory", "1GiB", "--dtype", "bfloat16")
+    assert 2 * small["model"]["bytes"] == planned(call, model, "--device-memory", "1GiB")["model"]["bytes"]
+
+
+def test_a_probe_is_shown_and_can_be_planned_with(
+    call: Stowage, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    made = replace(TYPICAL_CPU, name="measured here", measured=True, key=probe.machine_key())
+    measured: list[object] = []
+    monkeypatch.setattr(probe, "measure", lambda place, say: measured.append(place) or made)
+    shown = call("probe")
+    assert "measured here" in shown.stdout
+    assert "decode in bfloat16, batch 8" in shown.stdout
+    (tmp_path / "machine.json").write_text(call("probe", "--json").stdout)
+    assert len(measured) == 2
+    probe._remember(made)
+    assert call("probe").exit_code == 0
+    assert len(measured) == 2
+    assert call("probe", "--refresh", "--dir", tmp_path).exit_code == 0
+    assert measured[2:] == [tmp_path]
+    result = call("plan", model, "--device-memory", "1GiB", "--machine", tmp_path / "machine.json")
+    assert "machine    measured here" in result.stdout
+    assert "not measured" not in result.stdout

@@ -1,0 +1,164 @@
+"""Measuring the machine: real files, real copies, a real torch; no number is judged but that there is one."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stowage.errors import ConfigError, DirectoryError, StowageError
+from stowage.planner import compute, probe, storage
+from stowage.planner.machine import TYPICAL_CPU, Machine
+
+SMALL = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch computes is left out: it takes seconds, and has its own test."""
+    monkeypatch.setattr(probe, "_MEMORY_BYTES", SMALL)
+    fields = TYPICAL_CPU.to_json()
+    kept = {name: fields[name] for name in ("kind", "products", "attention", "layer_s")}
+    monkeypatch.setattr(probe, "_compute", lambda say: {**kept, "device": "", "threads": 1})
+
+
+def quick_measure(directory: Path, say: Callable[[str], object] = lambda text: None) -> Machine:
+    return probe.measure(directory, say=say, file_bytes=SMALL)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_measurement_is_remembered_for_its_machine_and_disk(tmp_path: Path) -> None:
+    assert probe.remembered(tmp_path) is None
+    heard: list[str] = []
+    measured = quick_measure(tmp_path, heard.append)
+    assert measured.measured
+    assert set(measured.disk_read) == {1, 4, 8}
+    assert min(*measured.disk_read.values(), measured.disk_write, measured.disk_read_buffered) > 0
+    assert probe.remembered(tmp_path) == measured
+    assert heard[0] == "memory"
+    assert [name for name in tmp_path.iterdir() if name.name.startswith(".stowage")] == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_another_torch_or_number_of_threads_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_measure(tmp_path)
+    monkeypatch.setattr(probe, "version", lambda name: "0.1")
+    assert probe.remembered(tmp_path) is None
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert probe.remembered(tmp_path) is not None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert probe.remembered(tmp_path) is None
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("damage", ["", "{}", "cut"])
+def test_a_damaged_file_is_as_none(tmp_path: Path, damage: str) -> None:
+    quick_measure(tmp_path)
+    (file,) = (tmp_path / "state" / "stowage").glob("machine-*.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_text(file.read_text()[:100] if damage == "cut" else damage)
+    assert probe.remembered(tmp_path) is None
+
+
+def test_a_copied_file_of_another_machine_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "cpu_name", lambda: "mine")
+    here = probe.machine_key(tmp_path)
+    monkeypatch.setattr(probe, "_file_of", lambda key: tmp_path / "machine.json")
+    (tmp_path / "machine.json").write_text(json.dumps(TYPICAL_CPU.to_json() | {"key": here}))
+    assert probe.remembered(tmp_path) is not None
+    monkeypatch.setattr(probe, "cpu_name", lambda: "yours")
+    assert probe.remembered(tmp_path) is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_place_that_takes_no_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="no file can be made"):
+        quick_measure(tmp_path / "nowhere")
+
+
+def test_without_torch_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "can_compute", lambda: False)
+    with pytest.raises(ConfigError, match="torch is not installed"):
+        probe.measure(tmp_path)
+
+
+def test_a_torch_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho first >&2\necho 'no kernel' >&2\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    heard: list[str] = []
+    with pytest.raises(StowageError, match="torch could not be measured: no kernel"):
+        probe._compute(heard.append)
+    assert heard == ["torch", "first", "no kernel"]
+    broken.write_text("#!/bin/sh\necho nonsense\n")
+    with pytest.raises(StowageError, match="torch could not be measured"):
+        probe._compute(heard.append)
+
+
+def test_what_is_measured_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with matrices that take no time."""
+    for name, value in {
+        "_OUT": 64,
+        "_IN": 32,
+        "_WEIGHTS_BYTES": 1 << 14,
+        "_LEAST_S": 0.0,
+        "_ATTENTION": (2, 16, 8),
+    }.items():
+        monkeypatch.setattr(compute, name, value)
+    heard: list[str] = []
+    found = compute.measure(heard.append)
+    assert found["kind"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert {"bfloat16", "float32"} <= set(found["products"])
+    assert all(set(rates) == set(compute.ROWS) and min(rates.values()) > 0 for rates in found["products"].values())
+    assert min(*found["attention"].values(), found["layer_s"]) > 0
+    assert heard[0] == "matrix products in bfloat16"
+
+
+def test_a_file_that_cannot_be_read_past_the_cache_is_read_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    real = os.open
+
+    def refuse(path: object, flags: int, *rest: object, **named: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return real(path, flags, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    with storage.written(tmp_path, SMALL) as (path, _):
+        assert path.stat().st_size == SMALL
+        assert storage.read_bytes_per_s(path, 4) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reads_that_fail_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    def fail(*arguments: object) -> int:
+        raise OSError(5, "the disk is gone")
+
+    with storage.written(tmp_path, SMALL) as (path, _):
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(DirectoryError, match="the disk is gone"):
+            storage.read_bytes_per_s(path, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_links_of_a_device() -> None:
+    into, out = compute.links(torch.device("cuda"), torch.cuda.synchronize)
+    assert into > 0
+    assert out > 0

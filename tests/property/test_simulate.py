@@ -1,0 +1,204 @@
+"""The simulation of a trace: its counts against a naive model, and what holds whatever the machine is."""
+
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stowage.core.policy import POLICIES
+from stowage.planner.places import Objects, Segments
+from stowage.planner.replay import Report, parts_of, replay, route
+from stowage.planner.scenario import ROUTINGS, Link, Scenario
+from stowage.planner.simulate import figures_of, simulate
+from stowage.planner.tariff import Prices
+from stowage.planner.trace import Trace
+from stowage.tiers.disk.tier import least_limit_bytes
+from tests import traces
+
+BLOCK_TOKENS = 16
+CHUNK_BYTES = 4096
+TOKEN_BYTES = CHUNK_BYTES // BLOCK_TOKENS
+SLOW = 100.0
+FAST = Link(1e12, 1e12, 0.0)
+
+
+def made(prompts: int, seed: int, gap_ms: int = 100_000, people: int = 6) -> Trace:
+    with TemporaryDirectory() as directory:
+        return traces.trace(Path(directory) / "t", traces.conversations(prompts, seed, gap_ms=gap_ms, people=people))
+
+
+def scenario(host_chunks: int, **changes: object) -> Scenario:
+    base = Scenario(
+        host_bytes=host_chunks * CHUNK_BYTES,
+        kv_bytes_per_token=TOKEN_BYTES,
+        block_tokens=BLOCK_TOKENS,
+        policy="lru",
+        prefill_tokens_per_s=SLOW,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def reports(trace: Trace, of: Scenario) -> list[Report]:
+    return [report for part in parts_of(trace, of) for report in replay(trace, of, part)]
+
+
+def prefix_lru(trace: Trace, capacity: int) -> list[int]:
+    """Tokens found of each prompt, with an ordered dictionary for a store; the last one was used last."""
+    order: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for number in range(len(trace)):
+        blocks = trace.blocks_of(number).tolist()
+        hits = 0
+        while hits < min(len(blocks), (int(trace.tokens[number]) - 1) // BLOCK_TOKENS) and blocks[hits] in order:
+            hits += 1
+        found.append(hits * BLOCK_TOKENS)
+        for block in [*reversed(blocks[:hits]), *reversed([one for one in blocks[hits:] if one in order])]:
+            order.move_to_end(block)
+        new = [block for block in blocks[hits:] if block not in order][:capacity]
+        while len(order) > capacity - len(new):
+            order.popitem(last=False)
+        order.update(dict.fromkeys(reversed(new)))
+    return found
+
+
+@given(seed=st.integers(0, 10_000), capacity=st.integers(1, 150), prompts=st.integers(1, 60))
+@settings(deadline=None, max_examples=40)
+def test_hits_of_host_memory_are_those_of_a_naive_lru(seed: int, capacity: int, prompts: int) -> None:
+    trace = made(prompts, seed)
+    (report,) = reports(trace, scenario(capacity))
+    assert report.prompts.tolist() == list(range(prompts))
+    assert report.reused[0].tolist() == prefix_lru(trace, capacity)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    host=st.integers(1, 100),
+    disk_chunks=st.sampled_from([0, 20, 200]),
+    objects=st.booleans(),
+    shared=st.booleans(),
+    nodes=st.integers(1, 3),
+    routing=st.sampled_from(ROUTINGS),
+    policy=st.sampled_from(sorted(POLICIES)),
+    gap_ms=st.sampled_from([0, 20, 2000]),
+    rate=st.sampled_from([1e5, 1e6, 1e12]),
+    prefill=st.sampled_from([100.0, 10_000.0]),
+    step=st.sampled_from([0, 4 * BLOCK_TOKENS]),
+)
+@settings(deadline=None, max_examples=30)
+def test_what_holds_for_every_machine(
+    seed: int,
+    host: int,
+    disk_chunks: int,
+    objects: bool,
+    shared: bool,
+    nodes: int,
+    routing: str,
+    policy: str,
+    gap_ms: int,
+    rate: float,
+    prefill: float,
+    step: int,
+) -> None:
+    """Every prompt ends, once; what it did not compute it reused; nothing is quicker than computing the rest."""
+    trace = made(40, seed, gap_ms)
+    of = scenario(
+        host,
+        disk_bytes=disk_chunks and least_limit_bytes(CHUNK_BYTES) + disk_chunks * CHUNK_BYTES,
+        objects=objects,
+        shared_objects=shared,
+        nodes=nodes,
+        routing=routing,
+        policy=policy,
+        prefill_tokens_per_s=prefill,
+        step_tokens=step,
+        disk=Link(rate, rate / 2, 1e-4, 2),
+        object=Link(rate / 3, rate / 3, 0.03),
+    )
+    every = reports(trace, of)  # each replay checks the invariants of flow and tiers at its end
+    assert sorted(number for report in every for number in report.prompts.tolist()) == list(range(40))
+    node_of = route(trace, of)
+    for report in every:
+        assert (node_of[report.prompts] == report.node).all()
+        reused = np.sum(report.reused, axis=0)
+        computed = trace.tokens[report.prompts] - reused
+        assert (computed >= 1).all() and (reused % BLOCK_TOKENS == 0).all() and (np.array(report.reused) >= 0).all()
+        least_s = [of.forward_s(int(count)) for count in computed]
+        assert (report.ttft_s >= np.array(least_s) - 1e-9).all()
+        if disk_chunks:
+            assert report.held_bytes[0] <= of.disk_bytes
+    figures = figures_of(trace, of, every, Prices(), None)
+    assert figures.computed_tokens + sum(figures.reused_tokens.values()) == figures.input_tokens == trace.tokens.sum()
+    assert figures.hit_rate["all"] == pytest.approx(sum(figures.reused_tokens.values()) / figures.input_tokens)
+
+
+@given(
+    limit_chunks=st.integers(8, 60),
+    chunk_bytes=st.sampled_from([1000, 4096, 70_000]),
+    steps=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40), st.booleans()), max_size=60),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_simulated_disk_keeps_its_limit(
+    limit_chunks: int, chunk_bytes: int, steps: list[tuple[int, int, bool]]
+) -> None:
+    """What was written last is there, whatever else went."""
+    disk = Segments(least_limit_bytes(chunk_bytes) + limit_chunks * chunk_bytes, chunk_bytes)
+    number = 0
+    for first, count, hits in steps:
+        known = [bytes([7]) * 24 + at.to_bytes(8, "little") for at in range(max(0, number - first), number)]
+        if hits:
+            disk.hit(known)
+        keys = [bytes([7]) * 24 + at.to_bytes(8, "little") for at in range(number, number + count)]
+        number += count
+        assert disk.put(keys) >= count * chunk_bytes
+        assert disk.masks(keys[-1:]).all()
+        disk.check()
+
+
+def test_sums_do_not_depend_on_the_processes() -> None:
+    trace = made(200, 3, gap_ms=50)
+    several = [scenario(40, nodes=3), scenario(80, nodes=2, disk_bytes=4 << 20, disk=FAST)]
+    told: list[tuple[int, int]] = []
+    found = simulate(trace, several, jobs=2, progress=lambda done, total: told.append((done, total)))
+    assert found == simulate(trace, several, jobs=1)
+    assert told[-1] == (400, 400)
+
+
+def test_more_memory_finds_more_and_a_shared_store_what_others_computed() -> None:
+    trace = made(300, 5, gap_ms=1000)
+    sweep = simulate(trace, [scenario(chunks) for chunks in (20, 60, 120, 1000)])
+    rates = [figures.hit_rate["all"] for figures in sweep]
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+    assert [figures.ttft_s.mean for figures in sweep] == sorted((one.ttft_s.mean for one in sweep), reverse=True)
+    spread = scenario(1000, nodes=3, routing="round-robin", object=FAST)
+    alone, apart, together = simulate(
+        trace, [spread, replace(spread, objects=True, shared_objects=False), replace(spread, objects=True)]
+    )
+    assert alone.hit_rate["all"] == apart.hit_rate["all"] < together.hit_rate["all"]
+    assert together.hit_rate["object"] > 0 and together.held_bytes["object"] < apart.held_bytes["object"]
+    (sticky,) = simulate(trace, [replace(spread, routing="sticky")])
+    assert alone.hit_rate["all"] < sticky.hit_rate["all"]
+
+
+def test_a_slow_tier_is_left_alone() -> None:
+    """The deadline rule: with a disk that is slower than computing nothing gets slower, but for the first tries."""
+    trace = made(200, 7, gap_ms=10_000)
+    quick = scenario(30, prefill_tokens_per_s=10_000.0)
+    slow = replace(quick, disk_bytes=8 << 20, disk=Link(1e5, 1e9, 0.0))
+    without, with_disk = simulate(trace, [quick, slow])
+    assert with_disk.ttft_s.mean < 2.5 * without.ttft_s.mean
+    assert with_disk.hit_rate["disk"] < 0.1
+    (useful,) = simulate(trace, [replace(slow, disk=FAST)])
+    assert useful.hit_rate["disk"] > 0.3 and useful.ttft_s.mean < without.ttft_s.mean
+
+
+def test_objects_are_written_once() -> None:
+    store = Objects(100)
+    keys = [bytes([at]) * 32 for at in range(5)]
+    assert store.put(keys) == 500 and store.put(keys[2:]) == 0 and store.held_bytes == 500
+    store.drop(keys[:2])
+    assert store.masks(keys).tolist() == [0, 0, 1, 1, 1] and store.held_bytes == 300
