@@ -6,6 +6,8 @@ import pytest
 
 from docs.examples.dict_tier import DictTier
 from stowage.config import Memory
+from stowage.core import flow
+from stowage.engine import pace
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from tests.engine.conftest import assert_same, greedy, random_prompt
@@ -59,3 +61,61 @@ def test_tiers_that_cannot_be_told_apart_are_refused(name, checkpoints, tmp_path
 def test_a_tier_without_host_memory_is_refused(checkpoints):
     with pytest.raises(ConfigError, match="add a host size"):
         Engine(checkpoints("llama"), Memory(device_kv="8MiB"), tiers=[DictTier(1 << 20)])
+
+
+class SlowTier(DictTier):
+    """Brings the first transfer, and is not done with the second one before anybody has lost patience."""
+
+    loads = 0
+
+    def load(self, transfer):
+        self.loads += 1
+        if self.loads == 1:
+            super().load(transfer)
+
+
+def test_a_tier_that_is_late_is_learned(checkpoints, references, monkeypatch):
+    """It costs one prompt its deadline, not every one."""
+    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 0.2)
+    monkeypatch.setattr(flow, "TRANSFER_BYTES_MAX", 1)
+    tier = SlowTier(64 << 20)
+    prompt = random_prompt(PROMPT_TOKENS)
+    expected = references("llama").answer(prompt, 4)
+    with Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB", load_timeout_s=60), tiers=[tier]) as engine:
+        assert_same(engine.generate([prompt], greedy(4))[0], expected)
+        assert engine.flush()
+        engine.drop_device_cache()
+        engine.drop_host()
+        engine._pace.forget()
+        engine._pace.computed(1000, 1e-3)  # whatever this machine is, the deadline is the least one
+        (completion,) = engine.generate([prompt], greedy(4))
+        assert_same(completion, expected)
+        assert completion.reused_tokens["dict"] == 0
+        assert list(engine._pace.bytes_per_s) == [1]
+        assert engine._pace.bytes_per_s[1] <= sum(len(payload) for _, payload in tier._chunks.values()) / 0.2
+        monkeypatch.undo()
+        assert not engine._pace.worth_loading(PROMPT_TOKENS, {1: 1 << 20})
+        tier.load = lambda _: pytest.fail("a tier that was too slow is not asked again")
+        engine.drop_device_cache()
+        engine.drop_host()
+        assert_same(engine.generate([prompt], greedy(4))[0], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_host_has_is_used_where_the_rest_is_not_worth_loading(family, checkpoints, references, monkeypatch):
+    tier = DictTier(64 << 20)
+    prompt = random_prompt(PROMPT_TOKENS)
+    expected = references(family).answer(prompt, 4)
+    with Engine(checkpoints(family), Memory(device_kv="8MiB", host="8MiB"), tiers=[tier]) as engine:
+        engine.generate([prompt], greedy(4))
+        assert engine.flush()
+        engine.drop_device_cache()
+        engine.drop_host()
+        engine.generate([prompt[:200]], greedy(1))  # three chunks come into host
+        engine.drop_device_cache()
+        monkeypatch.setattr(pace.Pace, "worth_loading", lambda _self, _tokens, below: not below)
+        (completion,) = engine.generate([prompt], greedy(4))
+        assert_same(completion, expected)
+        assert completion.reused_tokens == {"device": 0, "host": 192, "dict": 0}
+        assert engine.stats()["engine"]["loads_refused"] == 1
+        engine.check()

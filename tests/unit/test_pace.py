@@ -98,3 +98,13 @@ def test_single_tokens_are_no_prefill() -> None:
     pace = Pace(load_timeout_s=30)
     pace.computed(1, 0.1)
     assert pace.prefill_tokens_per_s == 0
+
+
+def test_what_missed_its_deadline_is_learned() -> None:
+    """Else a slow tier would cost every prompt the time of its recompute, on top of the recompute."""
+    pace = Pace(30.0)
+    pace.computed(1000, 1.0)
+    pace.missed({1: 4000, 2: 800, 3: 600}, {1: 1000, 2: 800}, 2.0)
+    assert pace.bytes_per_s == {1: 500.0}  # not of one that was complete, nor of one that is ill
+    assert not pace.worth_loading(1000, {1: 4000})
+    assert pace.worth_loading(1000, {2: 4000})

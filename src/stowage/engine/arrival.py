@@ -62,6 +62,8 @@ class Arrival:
     fetch: Fetch | None
     began_s: float
     began_forward: int
+    below: dict[int, int] = field(default_factory=dict)
+    """Bytes that the fetch was to bring from each lower tier."""
 
 
 class Arrivals:
@@ -131,6 +133,7 @@ class Arrivals:
         if wanted:
             assert self._residency.store is not None
             limit_s = self._pace.load_limit_s(boundary - near) - sequence.waited_s
+            arrival.below = self._bytes_of_tier(sequence, needs)
             arrival.fetch = self._residency.store.fetch(wanted, arrival.began_s + limit_s)
             if not arrival.fetch.done:
                 sequence.phase = Phase.LOADING
@@ -183,6 +186,11 @@ class Arrivals:
             if self._pace.worth_loading(far - near, self._bytes_of_tier(sequence, needs)):
                 return near, far, needs
             residency.counters.loads_refused += 1
+            for index, (masks, group) in enumerate(zip(below, keys, strict=True)):
+                masks[residency.store.sources(index, group) != 0] = 0  # what is in host already costs no load
+            both = [d | b for d, b in zip(device, below, strict=True)]
+            at_hand = longest_boundary(residency.strategies, both, length, self._boundary_tokens)
+            return near, at_hand, self._needs(sequence, at_hand)
         return near, near, self._needs(sequence, near)
 
     def _needs(self, sequence: Sequence, boundary: int) -> list[Need]:
@@ -249,6 +257,7 @@ class Arrivals:
         """
         sequence = arrival.sequence
         if not self._load(arrival):
+            self._measure_missed(arrival)
             self._undo(arrival)
             self._again(arrival)
             return
@@ -368,7 +377,16 @@ class Arrivals:
 
     def _measure(self, arrival: Arrival, elapsed_s: float) -> None:
         """Teach the pace what the slowest tier of this fetch delivered."""
+        self._pace.delivered(self._came(arrival), elapsed_s)
+
+    def _measure_missed(self, arrival: Arrival) -> None:
+        """Teach the pace what a fetch brought before its deadline: else each prompt would wait for its tier anew."""
+        now_s, fetch = self._clock(), arrival.fetch
+        if fetch is not None and arrival.began_s < fetch.deadline_s <= now_s and arrival.began_forward == self.forwards:
+            self._pace.missed(arrival.below, self._came(arrival), now_s - arrival.began_s)
+
+    def _came(self, arrival: Arrival) -> dict[int, int]:
+        """Bytes that the fetch brought from each lower tier."""
         assert arrival.fetch is not None
         came = [need for need in arrival.needs if need.chunks]
-        parts = ((arrival.fetch.sources[need.place], need.pool.group.bytes_per_chunk) for need in came)
-        self._pace.delivered(bytes_of_tiers(parts), elapsed_s)
+        return bytes_of_tiers((arrival.fetch.sources[need.place], need.pool.group.bytes_per_chunk) for need in came)

@@ -67,6 +67,14 @@ class Pace:
         for tier, nbytes in bytes_of_tier.items():
             self.loaded(tier, nbytes, seconds)
 
+    def missed(self, bytes_of_tier: Mapping[int, int], came: Mapping[int, int], seconds: float) -> None:
+        """A fetch of these bytes was over after ``seconds``, and only ``came`` of them had come. A tier that brought
+        nothing is ill rather than slow, which is the breaker's matter; one that brought all may have been quicker.
+        """
+        for tier, nbytes in bytes_of_tier.items():
+            if 0 < came.get(tier, 0) < nbytes:
+                self.loaded(tier, came[tier], seconds)
+
     def forget(self) -> None:
         """As if nothing were known: the next loads are tried, whatever they cost."""
         self._forwards.clear()

@@ -89,6 +89,8 @@ class _Prompt:
     began_forward: int = 0
     boundary: int = 0
     """Chunks that need not be computed."""
+    below: dict[int, int] = field(default_factory=dict)
+    """Bytes that the fetch is to bring from each lower tier."""
     by_tier: list[int] = field(default_factory=list)
     came: dict[bytes, int] = field(default_factory=dict)
     """Where chunks of an earlier try, which did not bring all in time, came from: now they are in host memory."""
@@ -156,8 +158,8 @@ class Node:
             self._agenda.at(prompt.answer_s, partial(self._answered, prompt))
             return
         boundary = self._boundary(prompt, now_s)
-        if boundary and not self._worth_loading(prompt, boundary, now_s):
-            boundary = 0
+        if boundary and self.tiers:
+            boundary = self._affordable(prompt, boundary, now_s)
         prompt.boundary = boundary
         if not boundary:
             self._ready.append(prompt)
@@ -201,15 +203,17 @@ class Node:
             found = next((at for at in range(found) if prompt.keys[at] in prompt.refused), found)
         return min(found, limit)
 
-    def _worth_loading(self, prompt: _Prompt, boundary: int, now_s: float) -> bool:
-        """The engine's rule: what comes from below must not take longer than computing all that it saves."""
-        if not self.tiers:
-            return True
-        of_tier = self._bytes_below(self._by_tier(self.flow.sources(0, prompt.keys[:boundary], now_s)))
-        if not of_tier or self.pace.worth_loading(boundary * self._scenario.block_tokens, of_tier):
-            return True
+    def _affordable(self, prompt: _Prompt, boundary: int, now_s: float) -> int:
+        """The engine's rule: what comes from below must not take longer than computing all that it saves. If it does,
+        what host memory has in front of it is taken.
+        """
+        sources = self.flow.sources(0, prompt.keys[:boundary], now_s)
+        prompt.below = self._bytes_below(self._by_tier(sources))
+        if not prompt.below or self.pace.worth_loading(boundary * self._scenario.block_tokens, prompt.below):
+            return boundary
         self.outcomes.loads_refused += 1
-        return False
+        prompt.below = {}
+        return int((sources != 0).argmax())
 
     def _by_tier(self, sources: SourceArray) -> list[int]:
         if not self.tiers:
@@ -226,6 +230,9 @@ class Node:
         self.flow.release(fetch)
         sources = fetch.sources[0]
         if missing:
+            due = prompt.began_s < fetch.deadline_s <= now_s
+            if due and prompt.began_forward == self._forwards:
+                self.pace.missed(prompt.below, self._bytes_below(self._by_tier(sources)), now_s - prompt.began_s)
             prompt.refused.update(prompt.keys[at] for at in missing)
             prompt.came.update((prompt.keys[at], int(sources[at])) for at in (sources > 0).nonzero()[0].tolist())
             self._again(prompt, now_s)
