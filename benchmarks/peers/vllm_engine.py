@@ -4,15 +4,21 @@
 
 With DIRECTORY the engine has StowageConnector, with that disk cache. Commands are JSON lines on stdin:
 {"do": "first_token", "prompt": [...]}, {"do": "batch", "prompts": [...], "tokens": 32}, {"do": "forget", "host": true}.
+Of what is computed it tells also what the plugin took: seconds that the engine's thread was in its methods, and seconds
+of processor time of all threads that Python knows besides.
 Runs in the peers' environment, with Stowage's sources on its path.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 HOST = "2GiB"
@@ -45,15 +51,61 @@ def start(model: str, dtype: str, directory: str | None) -> Any:
     )
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+class Watch:
+    """What the plugin takes of the engine's thread, which is the one that made this, and of other threads."""
+
+    def __init__(self) -> None:
+        self._inside = False
+        self._seconds = 0.0
+        self._own = threading.get_ident()
+
+    def wrap(self, connector: type) -> None:
+        """Measure every method of ``connector``."""
+        for name, method in list(vars(connector).items()):
+            if callable(method) and not name.startswith("__") and not isinstance(method, type):
+                setattr(connector, name, self._timed(method))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != self._own:
+                return method(*args, **kwargs)
+            self._inside, began_s = True, time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside = False
+                self._seconds += time.perf_counter() - began_s
+
+        return timed
+
+    def read(self) -> tuple[float, float]:
+        """Seconds inside the plugin, and processor seconds of the other threads, since the start."""
+        ticks = 0
+        for thread in threading.enumerate():
+            if thread.ident != self._own:
+                fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return self._seconds, ticks / os.sysconf("SC_CLK_TCK")
+
+
+def generate(llm: Any, watch: Watch, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    inside_s, threads_s = watch.read()
     began_s = time.perf_counter()
     done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - began_s
     cached = [one.num_cached_tokens for one in done]
-    return {"seconds": seconds, "cached": cached, "tokens": [list(one.outputs[0].token_ids) for one in done]}
+    inside_after_s, threads_after_s = watch.read()
+    return {
+        "seconds": seconds,
+        "inside_s": inside_after_s - inside_s,
+        "threads_s": threads_after_s - threads_s,
+        "cached": cached,
+        "tokens": [list(one.outputs[0].token_ids) for one in done],
+    }
 
 
 def forget(llm: Any, host: bool) -> dict[str, Any]:
@@ -74,13 +126,18 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed goes to stderr: the answers have the pipe for themselves
     llm = start(model, dtype, rest[0] if rest else None)
+    watch = Watch()
+    if rest:
+        from stowage.integrations.vllm import StowageConnector
+
+        watch.wrap(StowageConnector)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "first_token":
-            answer = generate(llm, [command["prompt"]], 1)
+            answer = generate(llm, watch, [command["prompt"]], 1)
         elif command["do"] == "batch":
-            answer = generate(llm, command["prompts"], command["tokens"])
+            answer = generate(llm, watch, command["prompts"], command["tokens"])
         else:
             answer = forget(llm, command["host"])
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,61 +1,190 @@
 """``stowage verify MODEL``: show that offloading changes no answer of this model on this machine."""
 
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stowage.cli.options import LOG, MEMORY, Json, Model, with_settings
+from stowage.cli.options import LOG, MEMORY, Json, with_settings
 from stowage.cli.output import note, print_json, print_table, quiet_libraries
+from stowage.config import unknown_name
+from stowage.errors import ConfigError
 from stowage.settings import Settings
+
+if TYPE_CHECKING:
+    from stowage.engine.evaluation import Evaluation
+    from stowage.engine.verify import Report
+
+_EVAL = "Ask the questions of a file too, with every tier off and on: accuracy and perplexity."
+_FAMILIES = "Instead of MODEL: tiny random models of these families, separated by commas, or `all`."
+_MARKS = {"ok": "ok", "too short to reuse": "-"}
+_PARITY = "Parity: offloading changed no answer."
 
 
 @with_settings("seed", *MEMORY, *LOG)
-def verify(model: Model, *, settings: Settings, json: Json = False) -> None:
+def verify(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="A directory, or a model's id on the hub.")] = "",
+    *,
+    settings: Settings,
+    families: Annotated[str, typer.Option("--families", metavar="NAMES", help=_FAMILIES)] = "",
+    evaluate: Annotated[Path | None, typer.Option("--eval", metavar="FILE", help=_EVAL)] = None,
+    shots: Annotated[int, typer.Option(metavar="N", min=0, help="With --eval: examples before each question.")] = 5,
+    questions: Annotated[int | None, typer.Option(metavar="N", min=1, help="With --eval: ask at most so many.")] = None,
+    answer_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="With --eval: longest answer.")] = 256,
+    json: Json = False,
+) -> None:
     """Check that offloading changes no answer of a model.
 
     Asks prompts of several lengths with every tier off and on, and compares tokens and log-probabilities. A prompt
     that should have come from a tier and did not fails as well. Exit status 1 without parity.
 
+    With a budget for weights, all of them are in memory while every tier is off.
+
     Without --host and --disk it uses 1 GiB of memory and a temporary directory.
     """
-    memory = settings.memory()  # before the import below, which takes seconds
+    memory = settings.memory()  # before the imports below, which take seconds
+    if bool(model) == bool(families):
+        raise ConfigError("verify checks a MODEL, or the tiny models of --families NAMES: give one of the two.")
+    if families and evaluate is not None:
+        raise ConfigError("--eval asks a trained model: give a MODEL instead of --families.")
+    from stowage.engine import evaluation
     from stowage.engine.verify import verify as compare
 
+    asked = evaluation.questions(evaluate, shots, questions) if evaluate is not None else None
     quiet_libraries()
-    progress = (lambda name: note(f"  {name}")) if sys.stderr.isatty() else (lambda name: None)
-    report = compare(model, memory, dtype=settings["dtype"], seed=settings["seed"], progress=progress)
-    if json:
-        print_json(report.as_json())
+    watched = sys.stderr.isatty()
+
+    def progress(name: str) -> None:
+        if watched:
+            note(f"  {name}")
+
+    if families:
+        reports = {}
+        for name, path in _written(families):
+            progress(name)
+            reports[name] = compare(path, memory, dtype=settings["dtype"], seed=settings["seed"])
+        parity = all(report.parity for report in reports.values())
+        if json:
+            listed = {name: report.as_json() for name, report in reports.items()}
+            print_json({"parity": parity, "families": listed})
+        else:
+            _print_families(reports)
     else:
-        print_table(
-            f"{model} in {report.dtype}, seed {report.seed}",
-            (
-                "prompt",
-                "tokens",
-                "served by",
-                "device",
-                "host",
-                "disk",
-                "same tokens",
-                "logprob diff",
-                "exact",
-                "verdict",
-            ),
-            [
-                (
-                    case.name,
-                    str(case.prompt_tokens),
-                    case.tier,
-                    *(str(case.reused_tokens.get(tier, 0)) for tier in ("device", "host", "disk")),
-                    "yes" if case.identical else "no",
-                    f"{case.max_logprob_difference:.1e}",
-                    "-" if case.exact is None else "yes" if case.exact else "no",
-                    case.verdict,
+        report = compare(model, memory, dtype=settings["dtype"], seed=settings["seed"], progress=progress)
+        found = None
+        if asked is not None:
+            with _bar(json) as counted:
+                found = evaluation.evaluate(
+                    model, memory, asked, dtype=settings["dtype"], max_new_tokens=answer_tokens, progress=counted
                 )
-                for case in report.cases
-                if not case.name.endswith("every tier off")
-            ],
-        )
-        print("Parity: offloading changed no answer." if report.parity else "NO PARITY: see the verdicts above.")
-    if not report.parity:
+        parity = report.parity and (found is None or found.parity)
+        if json:
+            print_json(report.as_json() | {"parity": parity, "eval": found.as_json() if found else None})
+        else:
+            _print_report(model, report)
+            if found is not None:
+                _print_evaluation(str(evaluate), found)
+    if not json:
+        print(_PARITY if parity else "NO PARITY: see the verdicts above.")
+    if not parity:
         raise typer.Exit(1)
+
+
+def _written(families: str) -> Iterator[tuple[str, Path]]:
+    """Name and directory of a tiny model of each family; the directory is there until the next is asked for."""
+    from stowage.testing import tiny_models
+
+    names = list(tiny_models.FAMILIES) if families == "all" else [name.strip() for name in families.split(",")]
+    for name in names:
+        if name not in tiny_models.FAMILIES:
+            raise ConfigError(unknown_name(f"The family {name!r}", name, tiny_models.FAMILIES))
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="stowage-tiny-") as directory:
+            yield name, tiny_models.write(name, Path(directory) / name)
+
+
+class _Bar:
+    """How many answers there are, on stderr, for whoever looks at it."""
+
+    def __init__(self, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._progress = Progress(console=Console(stderr=True), transient=True, disable=not shown)
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Any:
+        self._progress.start()
+        return self._count
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def _count(self, name: str, done: int, of: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=of)
+        self._progress.update(self._tasks[name], completed=done)
+
+
+def _bar(json: bool) -> _Bar:
+    return _Bar(shown=sys.stderr.isatty() and not json)
+
+
+def _print_report(model: str, report: "Report") -> None:
+    tiers = list(dict.fromkeys(tier for case in report.cases for tier in case.reused_tokens))
+    print_table(
+        f"{model} in {report.dtype}, seed {report.seed}",
+        ("prompt", "tokens", "served by", *tiers, "same tokens", "logprob diff", "exact", "verdict"),
+        [
+            (
+                case.name,
+                str(case.prompt_tokens),
+                case.tier,
+                *(str(case.reused_tokens.get(tier, 0)) for tier in tiers),
+                "yes" if case.identical else "no",
+                f"{case.max_logprob_difference:.1e}",
+                "-" if case.exact is None else "yes" if case.exact else "no",
+                case.verdict,
+            )
+            for case in report.cases
+            if not case.name.endswith("every tier off")
+        ],
+    )
+
+
+def _print_families(reports: "dict[str, Report]") -> None:
+    features = list(dict.fromkeys(name for report in reports.values() for name in report.features()))
+
+    def row(name: str, report: "Report") -> Sequence[str]:
+        found = report.features()
+        worst = max(case.max_logprob_difference for case in report.cases)
+        return (name, *(_MARKS.get(v := found.get(f, "-"), v) for f in features), f"{worst:.1e}")
+
+    print_table(
+        "Tiny random models",
+        ("family", *features, "logprob diff"),
+        [row(name, report) for name, report in reports.items()],
+    )
+
+
+def _print_evaluation(path: str, found: "Evaluation") -> None:
+    print_table(
+        f"{path}: {found.questions} questions",
+        ("run", "right", "accuracy", "perplexity", "answers changed", "unexplained", "reused", "seconds"),
+        [
+            (
+                run.name,
+                str(run.right),
+                f"{100 * run.accuracy:.1f} %",
+                f"{run.perplexity:.4f}",
+                str(run.changed),
+                str(run.unexplained),
+                f"{100 * sum(run.reused_tokens.values()) / run.prompt_tokens:.0f} %",
+                f"{run.seconds:.1f}",
+            )
+            for run in found.runs
+        ],
+    )

@@ -2,43 +2,32 @@
 
 Owns which prompts are asked and what counts as parity. It cannot pass by not reusing: a prompt that is long enough to
 be reused must come, in part, from the tier whose turn it is. Tiers are emptied between the runs (device, then host,
-then all of the process's memory, by opening the engine anew on the same directory), so each answer is known to rest
-on one tier.
+then all of the process's memory, by opening the engine anew with one of the lower tiers), so each answer is known to
+rest on one tier. With every tier off all weights are in memory, so a budget for them is compared as well.
 
 The prompts are random tokens, different for each seed, so a directory that holds earlier runs does not disturb.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import random
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stowage.config import Memory, ram_total_bytes
+from stowage.config import Memory
 from stowage.core.geometry import Kind
+from stowage.engine import trials
 from stowage.engine.engine import Engine
 from stowage.engine.layers import ModelLayout
 from stowage.engine.request import Completion
 from stowage.engine.sampler import SamplingParams
-from stowage.errors import ConfigError
 
 NEW_TOKENS = 12
-HOST_BYTES = 1 << 30
-DISK_BYTES = 2 << 30
-FLUSH_TIMEOUT_S = 120.0
 SHARED_PART = 0.6
-_PREFIX = "stowage-verify-"
 _PARAMS = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=5, ignore_eos=True)
-_TOLERANCE = {"float32": 1e-3}
-_TOLERANCE_HALF = 0.25  # in 16 bits a token's logits depend on how many tokens were computed together
 
 OK, SHORT, UNUSED, UNEXPECTED, DIFFERENT = (
     "ok",
@@ -53,13 +42,15 @@ OK, SHORT, UNUSED, UNEXPECTED, DIFFERENT = (
 class Case:
     """One run compared with the run that had every tier off.
 
-    ``tier``: the one that had to serve (``off``: none). ``identical``: the same tokens. ``max_logprob_difference``:
-    over all tokens up to and including the first that differs, natural logarithm. ``exact``: bit for bit the
-    log-probabilities of a run that computed the same tokens (for host and disk: after a hit on the device); ``None``
-    where there is no such run. All verdicts but ``ok`` and ``too short to reuse`` break parity.
+    ``tier``: the one that had to serve (``off``: none). ``feature``: what the case is an example of. ``identical``: the
+    same tokens. ``max_logprob_difference``: over all tokens up to and including the first that differs, natural
+    logarithm. ``exact``: bit for bit the log-probabilities of a run that computed the same tokens (for tiers below the
+    device: after a hit on the device; with every weight in memory for what is computed); ``None`` where there is no
+    such run. All verdicts but ``ok`` and ``too short to reuse`` break parity.
     """
 
     name: str
+    feature: str
     prompt_tokens: int
     tier: str
     reused_tokens: dict[str, int]
@@ -81,9 +72,21 @@ class Report:
     def parity(self) -> bool:
         return bool(self.cases) and all(case.verdict in (OK, SHORT) for case in self.cases)
 
+    def features(self) -> dict[str, str]:
+        """One verdict per feature: the first that breaks parity, else ``ok`` if any case is."""
+        found: dict[str, str] = {}
+        for case in self.cases:
+            rank = (OK, UNUSED, UNEXPECTED, DIFFERENT)
+            now = found.get(case.feature, SHORT)
+            if case.verdict in rank and (now not in rank or rank.index(case.verdict) > rank.index(now)):
+                now = case.verdict
+            found[case.feature] = now
+        return found
+
     def as_json(self) -> dict[str, Any]:
         return {
             "parity": self.parity,
+            "features": self.features(),
             "seed": self.seed,
             "dtype": self.dtype,
             "cases": [asdict(case) for case in self.cases],
@@ -113,9 +116,6 @@ class Scenario:
         return [self.prompt, *(prompt for key, prompt in self.middles.items() if key == place)]
 
 
-PLACES = ("device", "host", "disk", "restart")
-
-
 def verify(
     model: str | Path,
     memory: Memory,
@@ -126,20 +126,24 @@ def verify(
 ) -> Report:
     """Compare. ``progress`` is told each case's name. Raises whatever opening the engine raises."""
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-    with _temporary_directory() as directory:
-        tiered = _with_tiers(memory, directory)
-        with _opened(model, replace(memory, host=0, disk=""), dtype) as engine:
-            scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed)
+    with trials.temporary_directory() as directory:
+        tiered = trials.with_tiers(memory, directory)
+        lower = trials.lower_tiers(tiered)
+        with trials.opened(model, trials.plain(memory), dtype) as engine:
+            places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
+            scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             comparison = _Comparison(computed_in, progress)
             comparison.cold(engine, scenarios)
-        with _opened(model, tiered, dtype) as engine:
+        with trials.opened(model, tiered, dtype) as engine:
             for scenario in scenarios:
-                comparison.warm(engine, scenario)
-            _flush(engine)
-        with _opened(model, tiered, dtype) as engine:
-            for scenario in scenarios:
-                comparison.after_restart(engine, scenario)
+                comparison.warm(engine, scenario, lower[0])
+            comparison.together(engine, scenarios, lower[0])
+            trials.flush(engine)
+        for tier in lower:
+            with trials.opened(model, trials.with_only(tiered, tier), dtype) as engine:
+                for scenario in scenarios:
+                    comparison.after_restart(engine, scenario, tier)
     return Report(tuple(comparison.cases), seed, computed_in)
 
 
@@ -147,8 +151,8 @@ class _Comparison:
     """Runs prompts, and remembers the answers with every tier off."""
 
     def __init__(self, dtype: str, progress: Callable[[str], None]) -> None:
-        self._tolerance = _TOLERANCE.get(dtype, _TOLERANCE_HALF)
-        self._near_ties = dtype not in _TOLERANCE
+        self._tolerance = trials.tolerance(dtype)
+        self._near_ties = dtype != "float32"
         self._progress = progress
         self._expected: dict[tuple[int, ...], Completion] = {}
         self._from_device: dict[tuple[int, ...], Completion] = {}
@@ -160,38 +164,51 @@ class _Comparison:
             for prompt in (scenario.prompt, *scenario.middles.values()):
                 engine.drop_device_cache()
                 self._expected[prompt.tokens] = self._ask(engine, prompt)
-                self._compare(prompt, self._expected[prompt.tokens], "off", "every tier off")
+                self._compare(prompt, self._expected[prompt.tokens], "off", "computed", "every tier off")
 
-    def warm(self, engine: Engine, scenario: Scenario) -> None:
-        """First computed, then served by the device, the host and the disk in turn."""
-        self._compare(scenario.prompt, self._ask(engine, scenario.prompt), "off", "first time")
-        for tier in ("device", "host", "disk"):
+    def warm(self, engine: Engine, scenario: Scenario, lower: str) -> None:
+        """First computed, then served by the device, the host and the nearest lower tier in turn."""
+        self._compare(scenario.prompt, self._ask(engine, scenario.prompt), "off", "computed", "first time")
+        for tier in ("device", "host", lower):
             for prompt in scenario.asked_of(tier):
-                _empty_above(engine, tier)
-                self._compare(prompt, self._ask(engine, prompt), tier)
+                trials.leave_only(engine, tier)
+                feature = tier if prompt is scenario.prompt else "first part only"
+                self._compare(prompt, self._ask(engine, prompt), tier, feature)
 
-    def after_restart(self, engine: Engine, scenario: Scenario) -> None:
-        """Served by the disk, in an engine that has just been opened."""
-        for prompt in scenario.asked_of("restart"):
-            _empty_above(engine, "disk")
-            self._compare(prompt, self._ask(engine, prompt), "disk", "after a restart")
+    def together(self, engine: Engine, scenarios: Sequence[Scenario], tier: str) -> None:
+        """All at once, served by ``tier``: whoever computes beside them changes no answer."""
+        self._progress("all at once")
+        trials.leave_only(engine, tier)
+        engine.forget_pace()
+        asked = [scenario.prompt for scenario in scenarios]
+        for prompt, found in zip(asked, engine.generate([list(p.tokens) for p in asked], _PARAMS), strict=True):
+            self._compare(prompt, found, tier, "all at once", "all at once", alone=False)
+
+    def after_restart(self, engine: Engine, scenario: Scenario, tier: str) -> None:
+        """Served by ``tier``, in an engine that has just been opened with no other below the host."""
+        for prompt in scenario.asked_of(f"{tier} alone"):
+            trials.leave_only(engine, tier)
+            feature = f"{tier}, restarted" if prompt is scenario.prompt else "first part only"
+            self._compare(prompt, self._ask(engine, prompt), tier, feature, "after a restart")
 
     def _ask(self, engine: Engine, prompt: Prompt) -> Completion:
         self._progress(prompt.name)
-        _load_whatever_it_takes(engine)
+        engine.forget_pace()  # the prompt is loaded even if computing it is quicker, as it is for tiny models
         return engine.generate([list(prompt.tokens)], _PARAMS)[0]
 
-    def _compare(self, prompt: Prompt, found: Completion, tier: str, when: str = "") -> None:
+    def _compare(
+        self, prompt: Prompt, found: Completion, tier: str, feature: str, when: str = "", alone: bool = True
+    ) -> None:
         expected = self._expected[prompt.tokens]
         identical = list(found.token_ids) == list(expected.token_ids)
         reused = {"device": 0, "host": 0, "disk": 0} | {name: int(n) for name, n in found.reused_tokens.items()}
-        worst = _difference(expected, found)
-        tied = self._near_ties and _near_tie(expected, found, self._tolerance)
-        exact = self._exact(prompt, found, tier)
+        worst = trials.difference(expected, found)
+        tied = self._near_ties and trials.near_tie(expected, found, self._tolerance)
+        exact = self._exact(prompt, found, tier) if alone else None
         same = worst <= self._tolerance and (identical or tied) and exact is not False
         name = f"{prompt.name}, {when}" if when else prompt.name
         verdict = self._verdict(prompt, tier, reused, same)
-        self.cases.append(Case(name, len(prompt.tokens), tier, reused, identical, worst, exact, verdict))
+        self.cases.append(Case(name, feature, len(prompt.tokens), tier, reused, identical, worst, exact, verdict))
 
     def _exact(self, prompt: Prompt, found: Completion, tier: str) -> bool | None:
         if tier == "device":
@@ -200,82 +217,19 @@ class _Comparison:
         twin = self._expected[prompt.tokens] if tier == "off" else self._from_device.get(prompt.tokens)
         if twin is None or sum(twin.reused_tokens.values()) != sum(found.reused_tokens.values()):
             return None
-        return twin.token_ids == found.token_ids and _difference(twin, found) == 0
+        return twin.token_ids == found.token_ids and trials.difference(twin, found) == 0
 
     def _verdict(self, prompt: Prompt, tier: str, reused: Mapping[str, int], same: bool) -> str:
         if not same:
             return DIFFERENT
         if tier == "off":
             return UNEXPECTED if any(reused.values()) else OK
-        if reused[tier]:
+        if reused.get(tier):
             return OK
         return UNUSED if prompt.reusable else SHORT
 
 
-def _load_whatever_it_takes(engine: Engine) -> None:
-    """Let the next prompt be loaded even if computing it is quicker, as it is for tiny models."""
-    engine.forget_pace()
-
-
-def _empty_above(engine: Engine, tier: str) -> None:
-    """Leave what an answer needs in ``tier`` and below only."""
-    if tier == "disk":
-        _flush(engine)
-        engine.drop_host()
-    if tier != "device":
-        engine.drop_device_cache()
-
-
-def _with_tiers(memory: Memory, directory: Path) -> Memory:
-    """``memory`` with a host arena and a disk: its own where it states them."""
-    host = memory.host if memory.host_bytes else min(HOST_BYTES, ram_total_bytes() // 4)
-    return replace(memory, host=host, disk=memory.disk or f"{directory / 'disk'}:{DISK_BYTES}")
-
-
-@contextmanager
-def _temporary_directory() -> Iterator[Path]:
-    """A directory that is removed at the end, together with those that killed runs of this user left behind."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(old) as mine:
-            if mine:
-                shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _locked(Path(name)):
-        yield Path(name)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Hold the lock of a directory of this user; False where it is somebody else's, or in use. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        mine = os.fstat(descriptor).st_uid == os.geteuid()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mine = False
-        yield mine
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _opened(model: str | Path, memory: Memory, dtype: str) -> Iterator[Engine]:
-    engine = Engine(model, memory, dtype=dtype)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def _flush(engine: Engine) -> None:
-    if not engine.flush(FLUSH_TIMEOUT_S):
-        raise ConfigError(
-            f"The disk did not take what was stored within {FLUSH_TIMEOUT_S:.0f} s, so it cannot be verified. "
-            "Choose a faster or emptier directory with --disk."
-        )
-
-
-def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int) -> list[Scenario]:
+def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int, places: Sequence[str]) -> list[Scenario]:
     """Prompts of several lengths around the model's own chunk size, as far as its context allows."""
     unit = math.lcm(*(group.chunk_tokens for group in layout.groups))
     recurrent = any(group.kind is Kind.RECURRENT for group in layout.groups)
@@ -303,27 +257,7 @@ def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int) -> list[Sce
         whole = prompt("long", count)
         middles = {
             place: Prompt(f"first {shared} of the long one", whole.tokens[:shared] + tokens(count - shared), shared)
-            for place in PLACES
+            for place in places
         }
         scenarios.append(Scenario(whole, middles))
     return scenarios
-
-
-def _difference(expected: Completion, found: Completion) -> float:
-    """Largest difference of log-probabilities that both report, up to and including the first token that differs."""
-    worst = 0.0
-    for a, b in zip(expected.logprobs or [], found.logprobs or [], strict=False):
-        left, right = dict(a.top) | {a.token_id: a.logprob}, dict(b.top) | {b.token_id: b.logprob}
-        differences = [abs(left[token] - right[token]) for token in left.keys() & right.keys()]
-        worst = max([worst, *(math.inf if math.isnan(d) else d for d in differences)])
-        if a.token_id != b.token_id:
-            break
-    return worst
-
-
-def _near_tie(expected: Completion, found: Completion, tolerance: float) -> bool:
-    """Whether the first token that differs was, in the expected run, within ``tolerance`` of the chosen one."""
-    for a, b in zip(expected.logprobs or [], found.logprobs or [], strict=False):
-        if a.token_id != b.token_id:
-            return a.logprob - dict(a.top).get(b.token_id, -math.inf) <= tolerance
-    return True
