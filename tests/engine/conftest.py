@@ -109,7 +109,7 @@ def engines(checkpoints: Callable[..., Path]) -> Iterator[Callable[..., Engine]]
 def check_and_close(opened: list[Engine]) -> None:
     """The end of a test: those that are still open keep their invariants."""
     for made in opened:
-        if not made._closing:
+        if not made._loop.closing:
             made.check()
             made.close()
 

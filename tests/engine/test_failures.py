@@ -346,24 +346,24 @@ def test_a_bug_ends_every_request_and_hangs_none(engines):
     assert request.wait(30)
     with pytest.raises(StowageError, match="a bug"):
         request.result()
-    engine._thread.join(10)
+    engine._loop.thread.join(10)
     with pytest.raises(StowageError, match="stopped"):
         engine.generate([random_prompt(20)], greedy(4))
-    engine._closing = True
+    engine._loop.closing = True
 
 
 def test_an_idle_engine_finds_what_is_broken_in_it(engines, monkeypatch):
     """A lost block would one day be somebody else's answer: the engine stops instead."""
-    from stowage.engine import engine as module
+    from stowage.engine import loop as module
     from stowage.errors import StowageError
 
     monkeypatch.setattr(module, "CHECK_EVERY_S", 0.0)
     engine = engines("llama")
     engine.generate([random_prompt(20)], greedy(2))
-    assert engine._thread.is_alive()
+    assert engine._loop.thread.is_alive()
     engine.parts.pools[0]._free.pop()
     with pytest.raises(StowageError, match="stopped"):
         for _ in range(3):
             engine.generate([random_prompt(20)], greedy(2))
-            engine._thread.join(0.2)
-    engine._closing = True
+            engine._loop.thread.join(0.2)
+    engine._loop.closing = True

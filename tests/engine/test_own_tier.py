@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from docs.examples.dict_tier import DictTier
@@ -119,3 +121,30 @@ def test_what_host_has_is_used_where_the_rest_is_not_worth_loading(family, check
         assert completion.reused_tokens == {"device": 0, "host": 192, "dict": 0}
         assert engine.stats()["engine"]["loads_refused"] == 1
         engine.check()
+
+
+class PatientTier(DictTier):
+    """Says nothing of what it was given until it is let go."""
+
+    let_go = False
+
+    def poll(self):
+        return super().poll() if self.let_go else []
+
+
+def test_requests_go_on_while_somebody_waits_for_a_flush(checkpoints):
+    tier = PatientTier(64 << 20)
+    flushed = []
+    with Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=[tier]) as engine:
+        engine.generate([random_prompt(PROMPT_TOKENS)], greedy(1))
+        waiting = threading.Thread(target=lambda: flushed.append(engine.flush(60)))
+        waiting.start()
+        engine.generate([random_prompt(PROMPT_TOKENS, seed=1)], greedy(4))
+        assert waiting.is_alive() and not flushed
+        tier.let_go = True
+        waiting.join(60)
+        assert flushed == [True]
+        tier.let_go = False
+        engine.generate([random_prompt(PROMPT_TOKENS, seed=2)], greedy(1))
+        assert engine.flush(0.01) is False
+        tier.let_go = True

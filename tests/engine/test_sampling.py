@@ -134,9 +134,9 @@ def test_leaving_a_stream_cancels_it(engines):
     for _ in engine.iterate(random_prompt(30), SamplingParams(max_new_tokens=3000, ignore_eos=True)):
         break
     deadline_s = time.monotonic() + 30
-    while engine._alive and time.monotonic() < deadline_s:
+    while engine._loop.open and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert not engine._alive
+    assert not engine._loop.open
     engine.check()
 
 
@@ -175,7 +175,7 @@ def test_parameters_out_of_range(wrong):
 
 
 def test_the_queue_has_a_limit(engines, monkeypatch):
-    from stowage.engine import engine as module
+    from stowage.engine import loop as module
 
     monkeypatch.setattr(module, "REQUESTS_MAX", 3)
     engine = engines("llama")

@@ -1,8 +1,7 @@
 """The embedded engine: prompts in, completions out, on one thread of its own.
 
-Owns the loop and the lives of requests. Everything behind it (scheduler, pools, store) is touched by the loop's thread
-only, or under ``_lock`` while the loop rests. A bug ends the engine with every request told; an operating error never
-does.
+Owns what one model, its memory and its thread are made of, from opening to closing; the loop on that thread is in
+``loop``.
 
 A token's way: ``submit`` → ``Scheduler`` → ``Arrivals`` (device, host, disk) → ``Runner`` → ``Sampler`` → ``Delta``; a
 finished chunk's way: ``Residency.settle`` → ``Transfer`` → ``TieredStore`` → tiers.
@@ -15,7 +14,6 @@ import itertools
 import logging
 import queue
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
@@ -27,8 +25,9 @@ from stowage.engine import loading
 from stowage.engine.arrival import Arrivals
 from stowage.engine.assembly import assemble
 from stowage.engine.budgets import left, weights_budget
-from stowage.engine.completion import eos_ids, is_over, last_piece, namespace_of, piece, progress_of, prompt_tokens
+from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
+from stowage.engine.loop import Loop
 from stowage.engine.pace import Pace
 from stowage.engine.peak import prefill_tokens_per_s_most
 from stowage.engine.pool import bytes_needed, tokens_fitting
@@ -39,8 +38,7 @@ from stowage.engine.sampler import Sampler, SamplingParams
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.sequence import BlockTable, Sequence, SequenceKeys
 from stowage.engine.spill import Spill
-from stowage.engine.step import Work
-from stowage.errors import BudgetError, RequestError, StowageError
+from stowage.errors import BudgetError, RequestError
 from stowage.metrics import exposition
 from stowage.tiers.protocol import Tier
 
@@ -48,12 +46,7 @@ __all__ = ["Completion", "Delta", "Engine", "Progress", "Prompt", "Request"]
 
 Prompt = str | list[int] | list[dict[str, str]]
 logger = logging.getLogger("stowage.engine")
-_LOADING_WAIT_S = 0.005
-_IDLE_WAIT_S = 0.05
-CHECK_EVERY_S = 30.0
-"""An engine that has become idle verifies its invariants, at most this often."""
-REQUESTS_MAX = 1 << 16
-"""Requests that may be open at once: more are refused, because a queue without a limit only hides the trouble."""
+_FLUSH_TURN_S, _FLUSH_PAUSE_S = 0.005, 0.0005
 
 
 class Engine:
@@ -92,7 +85,6 @@ class Engine:
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
-        self._eos = eos_ids(loaded.model)
         self.sequence_tokens_max = tokens_fitting(parts.pools, self.memory.step_tokens_max, parts.layout.context_tokens)
         """Tokens that one sequence may come to, without the last one drawn: the context, or what the device holds."""
         below = parts.store is not None and bool(parts.store.tiers)
@@ -115,15 +107,16 @@ class Engine:
             self._residency, arrivals, spill, self.memory.step_tokens_max, self.memory.sequences_max
         )
         self._ids = itertools.count()
-        self._alive: dict[int, tuple[Request, Sequence]] = {}
-        self._inbox: list[tuple[Request, Sequence]] = []
-        self._lock = threading.RLock()
-        self._news = threading.Condition()
-        self._closing = False
-        self._checked_s = self._clock()
-        self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._loop, name="stowage-engine", daemon=True)
-        self._thread.start()
+        self._loop = Loop(
+            parts.runner,
+            self._scheduler,
+            self._residency,
+            self.store,
+            self._pace,
+            eos_ids(loaded.model),
+            self._clock,
+        )
+        self._lock = self._loop.lock
 
     # asking
 
@@ -200,24 +193,14 @@ class Engine:
         """
         sequence = self._new_sequence(prompt, params or SamplingParams(), salt)
         request = Request(sequence.id, on_delta, partial(progress_of, sequence, self._clock))
-        with self._news:
-            if self._broken is not None:
-                raise StowageError(f"the engine has stopped: {self._broken}") from self._broken
-            if self._closing:
-                raise StowageError("the engine is closed.")
-            if len(self._inbox) + len(self._alive) >= REQUESTS_MAX:
-                raise RequestError(f"{REQUESTS_MAX} requests are open already; wait for some to end.")
-            self._inbox.append((request, sequence))
-            self._news.notify()
+        self._loop.submit(request, sequence)
         return request
 
     def cancel(self, request: Request) -> None:
         """End ``request`` as soon as the running step is done; its completion has what was generated. No effect on an
         ended one.
         """
-        with self._news:
-            request.cancelled = True
-            self._news.notify()
+        self._loop.cancel(request)
 
     def _new_sequence(self, prompt: Prompt, params: SamplingParams, salt: str | bytes) -> Sequence:
         tokens = prompt_tokens(prompt, self.tokenizer, self.parts.layout)
@@ -256,7 +239,7 @@ class Engine:
     @property
     def alive(self) -> bool:
         """Whether it takes requests: it is neither closed nor stopped by a bug."""
-        return self._broken is None and not self._closing
+        return self._loop.alive
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did: ``engine`` counters, ``pools`` by group, ``store`` counters (``None`` without
@@ -294,29 +277,34 @@ class Engine:
             self._pace.forget()
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until everything stored has reached the lower tiers, at most ``timeout_s``; whether it has."""
-        with self._lock:
-            return self.store.flush(timeout_s) if self.store is not None else True
+        """Wait until everything stored has reached the lower tiers, at most ``timeout_s``; whether it has. Requests go
+        on meanwhile.
+        """
+        if self.store is None:
+            return True
+        until_s = self._clock() + timeout_s
+        while True:
+            left_s = until_s - self._clock()
+            with self._lock:
+                if self.store.flush(max(0.0, min(left_s, _FLUSH_TURN_S))):
+                    return True
+            if left_s <= 0:
+                return False
+            time.sleep(_FLUSH_PAUSE_S)  # for whoever else wants the lock
 
     def check(self) -> None:
         """Assert the invariants of every stateful part."""
-        with self._lock:
-            self._scheduler.check()
-            if self.store is not None:
-                self.store.check()
+        self._loop.check()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Closing again does
         nothing.
         """
-        with self._news:
-            if self._closing:
-                return
-            self._closing = True
-            self._news.notify()
+        if not self._loop.end():
+            return
         until_s = self._clock() + timeout_s
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        self._loop.thread.join(timeout_s)
+        if self._loop.thread.is_alive():
             logger.warning(
                 "a step outlasted the %.0f s given to close; its memory is given back when the process ends", timeout_s
             )
@@ -337,116 +325,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # the loop
-
-    def _loop(self) -> None:
-        try:
-            while self._rest():
-                with self._lock:
-                    self._accept()
-                    self._end_cancelled()
-                    self._step()
-        except Exception as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
-            logger.exception("the engine stopped", extra={"stowage_event": "fault"})
-            self._broken = error
-        with self._lock, self._news:
-            self._accept()
-            for request, sequence in list(self._alive.values()):
-                self._end_with_loop(request, sequence)
-
-    def _end_with_loop(self, request: Request, sequence: Sequence) -> None:
-        if self._broken is not None:
-            error = StowageError(f"the engine stopped: {self._broken!r}")
-            error.__cause__ = self._broken
-            request.deliver(Delta("", [], error=error))
-            return
-        self._finish(request, sequence, "cancelled")
-
-    def _rest(self) -> bool:
-        """Poll the store, and wait until there is something to do; False when closing."""
-        while True:
-            with self._lock:
-                spilling = self.store is not None and not self.store.flush(0.0)
-                self._check_if_idle()
-            with self._news:
-                if self._closing:
-                    return False
-                if self._inbox or self._scheduler.busy:
-                    return True
-                self._news.wait(_IDLE_WAIT_S if spilling else None)
-
-    def _check_if_idle(self) -> None:
-        now_s = self._clock()
-        if not self._scheduler.busy and now_s - self._checked_s >= CHECK_EVERY_S:
-            self._checked_s = now_s
-            self.check()
-
-    def _accept(self) -> None:
-        with self._news:
-            arrived, self._inbox = self._inbox, []
-        for request, sequence in arrived:
-            self._alive[sequence.id] = (request, sequence)
-            self._scheduler.add(sequence)
-
-    def _end_cancelled(self) -> None:
-        for request, sequence in [pair for pair in self._alive.values() if pair[0].cancelled]:
-            self._finish(request, sequence, "cancelled")
-
-    def _step(self) -> None:
-        work = self._scheduler.schedule()
-        if not work:
-            if self.store is not None and self._scheduler.loading:
-                self.store.wait(_LOADING_WAIT_S)
-            return
-        began_s = self._clock()
-        try:
-            outputs = self.parts.runner.run(work)
-        except StowageError as error:  # weights that could not be delivered: the next step may have them
-            self._fail(work, error)
-            return
-        elapsed_s = self._clock() - began_s
-        tokens = sum(w.count for w in work)
-        counters = self._residency.counters
-        counters.tokens_computed += tokens
-        counters.prompt_tokens_computed += sum(w.prompt_tokens for w in work)
-        if tokens > 2 * len(work) or len(work) == 1:  # many single tokens say nothing about a prompt of that length
-            self._pace.computed(tokens, elapsed_s)
-        for item, logits in zip(work, outputs, strict=True):
-            self._advance(item, logits)
-
-    def _fail(self, work: list[Work], error: StowageError) -> None:
-        logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})
-        for item in work:
-            request, sequence = self._alive.pop(item.sequence.id)
-            self._scheduler.finish(sequence)
-            request.deliver(Delta("", [], error=error))
-
-    def _advance(self, work: Work, logits: Any) -> None:
-        sequence = work.sequence
-        sequence.computed += work.count
-        self._residency.settle(sequence)
-        if work.every_logit:
-            sequence.score(work.start, logits)
-        if sequence.computed < len(sequence.tokens):
-            return
-        token, report = sequence.sampler.draw(logits[-1])
-        sequence.tokens.append(token)
-        if report is not None:
-            sequence.logprobs.append(report)
-        if not sequence.times.first_token_s:
-            sequence.times.first_token_s = self._clock()
-        text = "" if token in self._eos and not sequence.params.ignore_eos else sequence.text.push(token)
-        request = self._alive[sequence.id][0]
-        reason = is_over(sequence, token, self._eos)
-        if reason:
-            self._finish(request, sequence, reason, text)
-        elif request.on_delta is not None:
-            request.deliver(piece(sequence, text))
-
-    def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
-        del self._alive[sequence.id]
-        self._scheduler.finish(sequence)
-        sequence.times.finished_s = self._clock()
-        text += sequence.text.finish()
-        request.deliver(last_piece(sequence, text, reason))

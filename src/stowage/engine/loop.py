@@ -1,0 +1,214 @@
+"""The engine's thread: requests come in, steps are computed, completions go out.
+
+Owns the lives of requests. The scheduler and everything behind it is touched by this thread only, or under ``lock``
+while it rests. A bug ends the loop with every request told; an operating error never does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from stowage.engine.completion import is_over, last_piece, piece
+from stowage.engine.pace import Pace
+from stowage.engine.request import Delta, Request
+from stowage.engine.residency import Residency
+from stowage.engine.runner import Runner
+from stowage.engine.scheduler import Scheduler
+from stowage.engine.sequence import Sequence
+from stowage.engine.step import Work
+from stowage.errors import RequestError, StowageError
+from stowage.store import TieredStore
+
+logger = logging.getLogger("stowage.engine")
+REQUESTS_MAX = 1 << 16
+"""Requests that may be open at once: more are refused, because a queue without a limit only hides the trouble."""
+CHECK_EVERY_S = 30.0
+"""An engine that has become idle verifies its invariants, at most this often."""
+_LOADING_WAIT_S = 0.005
+_IDLE_WAIT_S = 0.05
+
+
+class Loop:
+    """Runs from the moment it is made. ``eos``: tokens that end a sequence. ``closing``: nothing new is taken."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        residency: Residency,
+        store: TieredStore | None,
+        pace: Pace,
+        eos: frozenset[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._residency = residency
+        self._store = store
+        self._pace = pace
+        self._eos = eos
+        self._clock = clock
+        self.lock = threading.RLock()
+        self.open: dict[int, tuple[Request, Sequence]] = {}
+        self.closing = False
+        self._inbox: list[tuple[Request, Sequence]] = []
+        self._news = threading.Condition()
+        self._checked_s = clock()
+        self._broken: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="stowage-engine", daemon=True)
+        self.thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests: it is neither closed nor stopped by a bug."""
+        return self._broken is None and not self.closing
+
+    def submit(self, request: Request, sequence: Sequence) -> None:
+        """Raises StowageError when it has ended, RequestError when too many requests are open."""
+        with self._news:
+            if self._broken is not None:
+                raise StowageError(f"the engine has stopped: {self._broken}") from self._broken
+            if self.closing:
+                raise StowageError("the engine is closed.")
+            if len(self._inbox) + len(self.open) >= REQUESTS_MAX:
+                raise RequestError(f"{REQUESTS_MAX} requests are open already; wait for some to end.")
+            self._inbox.append((request, sequence))
+            self._news.notify()
+
+    def cancel(self, request: Request) -> None:
+        """``request`` ends when the running step is done."""
+        with self._news:
+            request.cancelled = True
+            self._news.notify()
+
+    def end(self) -> bool:
+        """Take nothing new, and cancel what runs; False when that was said before."""
+        with self._news:
+            if self.closing:
+                return False
+            self.closing = True
+            self._news.notify()
+            return True
+
+    def check(self) -> None:
+        """Assert the invariants of every stateful part."""
+        with self.lock:
+            self._scheduler.check()
+            if self._store is not None:
+                self._store.check()
+
+    # inside
+
+    def _run(self) -> None:
+        try:
+            while self._rest():
+                with self.lock:
+                    self._accept()
+                    self._end_cancelled()
+                    self._step()
+        except Exception as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
+            logger.exception("the engine stopped", extra={"stowage_event": "fault"})
+            self._broken = error
+        with self.lock, self._news:
+            self._accept()
+            for request, sequence in list(self.open.values()):
+                self._end_with_loop(request, sequence)
+
+    def _end_with_loop(self, request: Request, sequence: Sequence) -> None:
+        if self._broken is not None:
+            error = StowageError(f"the engine stopped: {self._broken!r}")
+            error.__cause__ = self._broken
+            request.deliver(Delta("", [], error=error))
+            return
+        self._finish(request, sequence, "cancelled")
+
+    def _rest(self) -> bool:
+        """Poll the store, and wait until there is something to do; False when closing."""
+        while True:
+            with self.lock:
+                spilling = self._store is not None and not self._store.flush(0.0)
+                self._check_if_idle()
+            with self._news:
+                if self.closing:
+                    return False
+                if self._inbox or self._scheduler.busy:
+                    return True
+                self._news.wait(_IDLE_WAIT_S if spilling else None)
+
+    def _check_if_idle(self) -> None:
+        now_s = self._clock()
+        if not self._scheduler.busy and now_s - self._checked_s >= CHECK_EVERY_S:
+            self._checked_s = now_s
+            self.check()
+
+    def _accept(self) -> None:
+        with self._news:
+            arrived, self._inbox = self._inbox, []
+        for request, sequence in arrived:
+            self.open[sequence.id] = (request, sequence)
+            self._scheduler.add(sequence)
+
+    def _end_cancelled(self) -> None:
+        for request, sequence in [pair for pair in self.open.values() if pair[0].cancelled]:
+            self._finish(request, sequence, "cancelled")
+
+    def _step(self) -> None:
+        work = self._scheduler.schedule()
+        if not work:
+            if self._store is not None and self._scheduler.loading:
+                self._store.wait(_LOADING_WAIT_S)
+            return
+        began_s = self._clock()
+        try:
+            outputs = self._runner.run(work)
+        except StowageError as error:  # weights that could not be delivered: the next step may have them
+            self._fail(work, error)
+            return
+        elapsed_s = self._clock() - began_s
+        tokens = sum(w.count for w in work)
+        counters = self._residency.counters
+        counters.tokens_computed += tokens
+        counters.prompt_tokens_computed += sum(w.prompt_tokens for w in work)
+        if tokens > 2 * len(work) or len(work) == 1:  # many single tokens say nothing about a prompt of that length
+            self._pace.computed(tokens, elapsed_s)
+        for item, logits in zip(work, outputs, strict=True):
+            self._advance(item, logits)
+
+    def _fail(self, work: list[Work], error: StowageError) -> None:
+        logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})
+        for item in work:
+            request, sequence = self.open.pop(item.sequence.id)
+            self._scheduler.finish(sequence)
+            request.deliver(Delta("", [], error=error))
+
+    def _advance(self, work: Work, logits: Any) -> None:
+        sequence = work.sequence
+        sequence.computed += work.count
+        self._residency.settle(sequence)
+        if work.every_logit:
+            sequence.score(work.start, logits)
+        if sequence.computed < len(sequence.tokens):
+            return
+        token, report = sequence.sampler.draw(logits[-1])
+        sequence.tokens.append(token)
+        if report is not None:
+            sequence.logprobs.append(report)
+        if not sequence.times.first_token_s:
+            sequence.times.first_token_s = self._clock()
+        text = "" if token in self._eos and not sequence.params.ignore_eos else sequence.text.push(token)
+        request = self.open[sequence.id][0]
+        reason = is_over(sequence, token, self._eos)
+        if reason:
+            self._finish(request, sequence, reason, text)
+        elif request.on_delta is not None:
+            request.deliver(piece(sequence, text))
+
+    def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
+        del self.open[sequence.id]
+        self._scheduler.finish(sequence)
+        sequence.times.finished_s = self._clock()
+        text += sequence.text.finish()
+        request.deliver(last_piece(sequence, text, reason))
