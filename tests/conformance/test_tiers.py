@@ -21,6 +21,7 @@ class TestDictTier(TierConformance):
     """docs/examples/dict_tier.py, with room for everything."""
 
     keeps_bytes = 1 * MIB
+    examples = 80
 
     def make_tier(self, directory: Path) -> DictTier:
         return DictTier(1 * MIB)
@@ -42,6 +43,7 @@ class TestDiskTier(TierConformance):
 
     keeps_bytes = 8 * MIB
     persistent = True
+    examples = 80
 
     def make_tier(self, directory: Path) -> DiskTier:
         return DiskTier(directory, 64 * MIB, NAMESPACE, readers=2, refresh_s=0.01)
@@ -52,6 +54,7 @@ class TestSmallDiskTier(TierConformance):
     """Three segments, four chunks each: they are reclaimed, and hot chunks rewritten, all the time."""
 
     persistent = True
+    examples = 80
 
     def make_tier(self, directory: Path) -> DiskTier:
         return DiskTier(directory, 400 * KIB, NAMESPACE, readers=2, segment_bytes=128 * KIB, refresh_s=0.01)

@@ -59,6 +59,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.slow
 class TestMemory(TierConformance):
     keeps_bytes = 8 * MIB
+    examples = 80
 
     def make_tier(self, directory: Path) -> RemoteTier:
         return ObjectTier("memory:///", NAMESPACE)
@@ -101,6 +102,7 @@ class TestS3(TierConformance):
 @pytest.mark.slow
 class TestValkey(TierConformance):
     keeps_bytes = 8 * MIB
+    examples = 80
 
     @pytest.fixture(autouse=True)
     def address(self, redis: RedisServer) -> None:
