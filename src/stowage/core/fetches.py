@@ -37,12 +37,15 @@ class Fetches:
         fetch = Fetch(fetch_id, deadline_s, done=True)
         self._fetches[fetch.id] = fetch
         for _, keys in wanted:
-            slots = self._ledger.find(keys)
-            present = slots >= 0
-            self._ledger.pin(taken(slots))
+            slots, masks = self._ledger.find_masks(keys)
+            present = taken(slots)
+            self._ledger.pin(present)
             fetch.slots.append(slots)
-            fetch.masks.append(self._ledger.masks(slots))
-            fetch.sources.append(np.where(present, np.int8(0), np.int8(-1)))
+            fetch.masks.append(masks)
+            # -1 where there is no slot, 0 where there is one: the sign.
+            fetch.sources.append(
+                (slots >> 63).astype(np.int8) if len(present) < len(slots) else np.zeros(len(slots), np.int8)
+            )
         return fetch
 
     def wait(self, fetch: Fetch, pair: int, places: IntArray, slots: IntArray) -> None:
@@ -60,15 +63,18 @@ class Fetches:
         """Slots became ready: give them to the fetches that wait for them. `source`: 0 host, i + 1 tier i."""
         if not self._awaited:
             return
-        for slot in slots.tolist():
+        pins: list[int] = []
+        for slot, mask in zip(slots.tolist(), self._ledger.masks(slots), strict=True):
             for fetch in self._awaited.pop(slot, ()):
                 for pair, place in fetch.waiting.pop(slot):
                     fetch.slots[pair][place] = slot
-                    fetch.masks[pair][place] = self._ledger.masks(np.array([slot]))[0]
+                    fetch.masks[pair][place] = mask
                     fetch.sources[pair][place] = source
-                    self._ledger.pin(np.array([slot]))
+                    pins.append(slot)
                 if not fetch.waiting:
                     self._end(fetch)
+        if pins:
+            self._ledger.pin(np.array(pins, np.int64))
 
     def failed(self, slots: IntArray) -> None:
         """Slots will not become ready: nobody waits for them any more."""

@@ -67,6 +67,7 @@ class Flow:
         self._slab_of_group = {group: number for number, slab in enumerate(slabs) for group in slab.groups}
         self._full_masks: MaskArray = np.array([group.full_mask for group in geometry.groups], np.uint64)
         self._payload: IntArray = np.array([group.bytes_per_chunk for group in geometry.groups], np.int64)
+        # All 0, and not written by `reserve`, if there is but one group.
         self._group_of: NDArray[np.int64] = np.zeros(total, np.int64)
         self._indexes = list(indexes)
         self.breakers = [Breaker() for _ in indexes]
@@ -189,7 +190,8 @@ class Flow:
     def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
         """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
         slots = self.ledger.reserve(self._slab_of_group[group], keys, masks, after)
-        self._group_of[taken(slots)] = group
+        if len(self._payload) > 1:
+            self._group_of[taken(slots)] = group
         return slots
 
     def commit(self, slots: IntArray, now_s: float) -> None:

@@ -20,10 +20,10 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.geometry import IntArray
+from stowage.core.geometry import BoolArray, IntArray
 from stowage.core.trails import Trails
 
-__all__ = ["ABSENT", "KeyMap", "taken"]
+__all__ = ["ABSENT", "KeyMap", "holds", "taken"]
 
 ABSENT: Final = -1
 """In an array of slots: no slot."""
@@ -35,7 +35,12 @@ _NONE: IntArray = np.empty(0, np.int64)
 def taken(slots: IntArray) -> IntArray:
     """Those that are slots, not ABSENT."""
     there = slots >= 0
-    return slots if np.count_nonzero(there) == len(slots) else slots[there]
+    return slots if holds(there) else slots[there]
+
+
+def holds(which: BoolArray) -> bool:
+    """Whether all are true. For the short arrays of one prompt several times as fast as `all`."""
+    return 0 not in which.tobytes()
 
 
 def _exhaust(iterator: Iterable[object]) -> None:
@@ -58,6 +63,10 @@ class KeyMap:
         """The slot of each key, or ABSENT. The caller may change the array."""
         slots = self.look_up(keys)
         return slots if slots.flags.owndata else slots.copy()
+
+    def slot_of(self, key: bytes | None) -> int:
+        """The slot of one key, or ABSENT."""
+        return ABSENT if key is None else self._slot_of.get(key, ABSENT)
 
     def look_up(self, keys: list[bytes]) -> IntArray:
         """As `find`, but maybe a view of a trail, which nobody may change."""

@@ -26,13 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
-from stowage.core.keymap import ABSENT, KeyMap
+from stowage.core.keymap import ABSENT, KeyMap, holds
 from stowage.core.policy import LRU, MakePolicy
 
 __all__ = ["ABSENT", "Ledger", "State", "gains"]
 
 _NONE: IntArray = np.empty(0, np.int64)
-_UNKNOWN: IntArray = np.full(1, ABSENT, np.int64)
 
 
 class State(enum.IntEnum):
@@ -83,11 +82,12 @@ class Ledger:
     def __init__(self, slots_per_class: Sequence[int], policy: MakePolicy = LRU) -> None:
         total = sum(slots_per_class)
         self._map = KeyMap(total)
-        self._state: NDArray[np.uint8] = np.zeros(total, np.uint8)
-        self._pins: NDArray[np.int64] = np.zeros(total, np.int64)
+        # What is written when a chunk comes is written once here: the first use of new pages takes long.
+        self._state: NDArray[np.uint8] = np.full(total, 0, np.uint8)
+        self._pins: NDArray[np.int64] = np.full(total, 0, np.int64)
         # One mask more than slots: ABSENT, used as an index, reads the last one, which is always 0.
-        self._masks: MaskArray = np.zeros(total + 1, np.uint64)
-        self._masks_coming: MaskArray = np.zeros(total, np.uint64)
+        self._masks: MaskArray = np.full(total + 1, 0, np.uint64)
+        self._masks_coming: MaskArray = np.full(total, 0, np.uint64)
         self._key_of: NDArray[Any] = np.full(total, None, object)
         self._class_of = np.repeat(np.arange(len(slots_per_class)), slots_per_class)
         self._first_slots = np.concatenate(([0], np.cumsum(slots_per_class, dtype=np.int64)))
@@ -100,8 +100,8 @@ class Ledger:
         self._policies = [policy(total, slots) for slots in slots_per_class]
         # The slot of the chunk before a chunk in its prompt, valid while that slot's serial number is still the same.
         self._parent: IntArray = np.full(total, ABSENT, np.int64)
-        self._parent_serial: IntArray = np.zeros(total, np.int64)
-        self._serial: IntArray = np.zeros(total + 1, np.int64)
+        self._parent_serial: IntArray = np.full(total, 0, np.int64)
+        self._serial: IntArray = np.full(total + 1, 0, np.int64)
         self._stale = 0
         self.evictions = 0
         self.without_room = 0
@@ -114,9 +114,14 @@ class Ledger:
 
     def find(self, keys: list[bytes]) -> IntArray:
         """The ready slot of each key, or ABSENT."""
+        return self.find_masks(keys)[0]
+
+    def find_masks(self, keys: list[bytes]) -> tuple[IntArray, MaskArray]:
+        """The ready slot of each key, or ABSENT; and its valid blocks, 0 where there is none."""
         slots = self._map.find(keys)
-        ready = self._masks.take(slots) != 0
-        return slots if np.count_nonzero(ready) == len(keys) else np.where(ready, slots, ABSENT)
+        masks = self._masks.take(slots)
+        ready = masks != 0
+        return slots if holds(ready) else np.where(ready, slots, ABSENT), masks
 
     def find_on_the_way(self, keys: list[bytes]) -> IntArray:
         """The slot of each key that is being stored or promoted, or ABSENT."""
@@ -162,10 +167,10 @@ class Ledger:
         The chunks follow one another in a prompt, the first one the chunk of key `after`, where that is given.
         """
         all_new = self._map.has_none(keys)
-        before = self._map.find([after]) if after is not None else _UNKNOWN
+        before = self._map.slot_of(after)
         known = _NONE if all_new else self._map.find(keys)
         wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
-        if np.count_nonzero(wanted) < len(keys):
+        if not holds(wanted):
             keys, masks = list(compress(keys, wanted.tolist())), masks[wanted]
         slots = self._take_new(slab, keys, _RESERVED)
         self.without_room += len(keys) - len(slots)
@@ -173,14 +178,15 @@ class Ledger:
         keys = keys[: len(slots)]
         if not self._map.add_or_replace(keys, slots, all_new):
             slots = self._without_repeated(keys, slots)
-        if len(slots) == len(wanted):
-            self._follow(slots, np.concatenate((before, slots[:-1])))
+        elif len(slots) == len(wanted):
+            self._follow(slots, before, slots)
             return slots
         result = np.full(len(wanted), ABSENT, np.int64)
         places = np.flatnonzero(wanted)[: len(slots)]
         result[places] = slots
-        line = np.concatenate((before, result if all_new else np.where(result >= 0, result, known)))
-        self._follow(slots, line[places])
+        line = result if all_new else np.where(result >= 0, result, known)
+        there = slots >= 0
+        self._follow(slots[there], before, line, places[there])
         return result
 
     def commit(self, slots: IntArray) -> None:
@@ -207,7 +213,7 @@ class Ledger:
         slots = self._take_new(slab, keys, _FILLING)
         assert len(set(keys)) == len(keys), "a key is filled twice"
         self._map.add(keys, slots)
-        self._follow(slots, np.concatenate((_UNKNOWN, slots[:-1])))
+        self._follow(slots, ABSENT, slots)
         if len(slots) == len(keys):
             return slots
         return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
@@ -233,7 +239,7 @@ class Ledger:
         np.subtract.at(self._pins, slots, 1)
         left = self._pins.take(slots)
         idle = slots
-        if np.count_nonzero(left):
+        if left.tobytes().strip(b"\0"):
             assert left.min() >= 0, "unpin of a slot that is not pinned"
             idle = slots[left == 0]
         if self._stale:
@@ -292,12 +298,19 @@ class Ledger:
             some = some[::-1]
             parents = self._parent.take(some)
             same = self._serial.take(parents) == self._parent_serial.take(some)
-            self._policies[slab].admit(some, self.keys(some), np.where(same, parents, ABSENT))
+            self._policies[slab].admit(
+                some, self.keys(some), parents if holds(same) else np.where(same, parents, ABSENT)
+            )
 
-    def _follow(self, slots: IntArray, parents: IntArray) -> None:
-        """The chunks of the slots, where there are any, come after those of `parents`."""
-        there = slots >= 0
-        slots, parents = slots[there], parents[: len(there)][there]
+    def _follow(self, slots: IntArray, before: int, line: IntArray, places: IntArray | None = None) -> None:
+        """The chunks of the slots are those of a prompt's `line` at these places, or all; `before` comes before it."""
+        if not len(slots):
+            return
+        parents = np.empty(len(line), np.int64)
+        parents[0] = before
+        parents[1:] = line[:-1]
+        if places is not None:
+            parents = parents[places]
         self._parent[slots] = parents
         self._parent_serial[slots] = self._serial.take(parents)
 
@@ -310,6 +323,8 @@ class Ledger:
 
     def _take(self, slab: int, count: int) -> IntArray:
         """Up to `count` slots of a class out of the free ones, then out of the policy's victims."""
+        if count and not self._free_count[slab]:
+            return self._evict(slab, count)
         left = max(0, self._free_count[slab] - count)
         slots = self._free[slab][left : self._free_count[slab]][::-1].copy()
         self._free_count[slab] = left

@@ -48,8 +48,8 @@ class Trails:
         self.keys_min = KEYS_MIN
         self._trails: dict[int, _Trail] = {}
         # A slot that was cut off keeps its number and place: they lead nowhere, because the trail is shorter or gone.
-        self._number_of: IntArray = np.zeros(slots, np.int64)
-        self._place_of: IntArray = np.zeros(slots, np.int64)
+        self._number_of: IntArray = np.full(slots, 0, np.int64)
+        self._place_of: IntArray = np.full(slots, 0, np.int64)
         self._last_number = 0
 
     def add(self, keys: list[bytes], slots: IntArray) -> None:
@@ -71,7 +71,7 @@ class Trails:
         numbers = self._number_of.take(slots)
         places = self._place_of.take(slots)
         first = int(numbers[0])
-        if np.count_nonzero(numbers == first) == len(slots):
+        if 0 not in (numbers == first).tobytes():
             self._shorten(first, places)
             return
         for number in set(numbers.tolist()):

@@ -8,6 +8,7 @@ from stowage.core.policy.arc import ARC
 from stowage.core.policy.base import Policy
 from stowage.core.policy.cost import CostAware
 from stowage.core.policy.lru import LRU
+from stowage.core.policy.native import cost_aware
 from stowage.core.policy.s3fifo import S3FIFO
 
 __all__ = ["ARC", "LRU", "POLICIES", "POLICY_DEFAULT", "S3FIFO", "CostAware", "MakePolicy", "Policy"]
@@ -16,6 +17,6 @@ MakePolicy = Callable[[int, int], Policy]
 """Makes a policy over so many slots, of which it holds at most so many."""
 
 POLICIES: Final[Mapping[str, MakePolicy]] = MappingProxyType(
-    {"cost": CostAware, "lru": LRU, "s3fifo": S3FIFO, "arc": ARC}
+    {"cost": cost_aware, "lru": LRU, "s3fifo": S3FIFO, "arc": ARC}
 )
 POLICY_DEFAULT: Final = "cost"

@@ -20,16 +20,18 @@ all classes per batch of victims; learning looks at a bounded sample, once per s
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stowage.core.geometry import BoolArray, IntArray
-from stowage.core.policy.hazard import NEVER, Hazard, age_bucket, class_of
+from stowage.core.policy.hazard import NEVER, Floats, Hazard, age_bucket, best_rate, class_of
 from stowage.core.policy.history import History, Prints, fingerprints
 from stowage.core.policy.runs import HELD, OUT, Run, Runs
 
-__all__ = ["CostAware"]
+__all__ = ["PAST", "CostAware"]
 
 _REMEMBERED: Final = 16
 """Keys that are remembered after they left, per slot."""
@@ -37,6 +39,11 @@ _LEARN_MIN: Final = 512
 """Uses before anything is learned, and between two times."""
 _MEMORY: Final = 16
 """What was learned counts half after this many times the uses that fill slots and history."""
+PAST: Final = np.dtype([("last", np.int64), ("gap", np.int32), ("uses", np.int16), ("class", np.int16)])
+"""What is known of a chunk that has left: 16 bytes, because there are many of them, and each is a cache miss."""
+_PAST_GAP_MAX: Final = 1 << 30
+_PAST_USES_MAX: Final = 1 << 14
+"""More is the same class."""
 _NONE: IntArray = np.empty(0, np.int64)
 
 
@@ -46,6 +53,7 @@ class CostAware:
     __slots__ = (
         "_class",
         "_clock",
+        "_current",
         "_due",
         "_fade_at",
         "_gap",
@@ -57,10 +65,7 @@ class CostAware:
         "_learn_at",
         "_parent",
         "_parent_serial",
-        "_past_class",
-        "_past_gap",
-        "_past_last",
-        "_past_uses",
+        "_past",
         "_period",
         "_print",
         "_runs",
@@ -69,29 +74,31 @@ class CostAware:
         "hazard",
     )
 
-    def __init__(self, slots: int, capacity: int | None = None) -> None:
+    def __init__(
+        self, slots: int, capacity: int | None = None, best_rate: Callable[[Floats], Floats] = best_rate
+    ) -> None:
+        """`best_rate`: a quicker way to do what that of `hazard` does."""
         capacity = slots if capacity is None else capacity
-        self._runs = Runs(slots)
-        self._here: BoolArray = np.zeros(slots, np.bool_)
-        self._print: Prints = np.zeros(slots, np.uint64)
-        self._uses: IntArray = np.zeros(slots, np.int64)
-        self._gap: IntArray = np.zeros(slots, np.int64)
-        self._last: IntArray = np.zeros(slots, np.int64)
-        self._class: IntArray = np.zeros(slots, np.int64)
-        # A chunk's parent is a slot and the serial number of what was in it; one that was replaced is no parent.
-        self._serial: IntArray = np.zeros(slots + 1, np.int64)
-        self._parent: IntArray = np.full(slots, -1, np.int64)
-        self._parent_serial: IntArray = np.zeros(slots, np.int64)
-        self._kids: IntArray = np.zeros(slots, np.int64)
+        self._make_order(slots)
+        self._current: Run | None = None
         self._held: list[int] = []
         self._due: list[int] = []
+        # Written now: the first use of new pages would take longer than everything else that is done with a chunk.
+        self._here: BoolArray = np.full(slots, False)
+        self._print: Prints = np.full(slots, 0, np.uint64)
+        self._uses: IntArray = np.full(slots, 0, np.int64)
+        self._gap: IntArray = np.full(slots, 0, np.int64)
+        self._last: IntArray = np.full(slots, 0, np.int64)
+        self._class: IntArray = np.full(slots, 0, np.int64)
+        # A chunk's parent is a slot and the serial number of what was in it; one that was replaced is no parent.
+        self._serial: IntArray = np.full(slots + 1, 0, np.int64)
+        self._parent: IntArray = np.full(slots, -1, np.int64)
+        self._parent_serial: IntArray = np.full(slots, 0, np.int64)
+        self._kids: IntArray = np.full(slots, 0, np.int64)
         self._history = History(_REMEMBERED * capacity)
         places = self._history.places
-        self._past_uses: IntArray = np.zeros(places, np.int64)
-        self._past_gap: IntArray = np.zeros(places, np.int64)
-        self._past_last: IntArray = np.zeros(places, np.int64)
-        self._past_class: IntArray = np.zeros(places, np.int64)
-        self.hazard = Hazard(places + capacity)
+        self._past: NDArray[np.void] = np.full(2 * places, 0, np.int64).view(PAST)
+        self.hazard = Hazard(places + capacity, best_rate)
         self._clock = 0
         self._period = max(_LEARN_MIN, capacity)
         self._learn_at = _LEARN_MIN
@@ -105,12 +112,14 @@ class CostAware:
         self._clock += len(slots)
         prints = fingerprints(keys)
         places = self._history.take(prints)
+        self._uses[slots] = 0
+        self._gap[slots] = NEVER
         known = places >= 0
-        found = places[known]
-        ages = self._clock - self._past_last[places]
-        self.hazard.reused(self._past_class[found], self._past_last[found], self._clock)
-        self._uses[slots] = np.where(known, self._past_uses[places] + 1, 0)
-        self._gap[slots] = np.where(known, np.minimum(self._past_gap[places], ages), NEVER)
+        if known.any():
+            again, past = slots[known], self._past[places[known]]
+            self.hazard.reused(past["class"], past["last"], self._clock)
+            self._uses[again] = past["uses"].astype(np.int64) + 1
+            self._gap[again] = np.minimum(past["gap"], self._clock - past["last"])
         self._print[slots] = prints
         self._here[slots] = True
         self._serial[slots] += 1
@@ -142,10 +151,17 @@ class CostAware:
             self._learn()
         taken: list[IntArray] = []
         missing = count
+        self._current = None
         while missing > 0:
-            some = self._take_due(missing) if self._due else self._take_least(missing)
-            if some is None:
-                break
+            some = self._take_listed(self._due, missing, childless=True) if self._due else _NONE
+            if not len(some):
+                run = self._least_run()
+                if run is None:
+                    some = self._take_listed(self._held, missing, childless=False)
+                    if not len(some):
+                        break
+                else:
+                    some = self._take_leaves(run, missing)
             taken.append(some)
             missing -= len(some)
         if not taken:
@@ -166,20 +182,35 @@ class CostAware:
         self.hazard.wait(self._class[once], self._clock)
         self._runs.append(slots, self._class[slots], self._clock)
 
-    def _take_due(self, count: int) -> IntArray:
-        """Chunks that were held back and have no children any more."""
-        some, self._due = self._due[-count:], self._due[:-count]
-        slots: IntArray = np.unique(np.array(some, np.int64))
-        slots = np.compress((self._runs.stamp[slots] == HELD) & (self._kids[slots] == 0), slots)
+    def _take_listed(self, listed: list[int], count: int, childless: bool) -> IntArray:
+        """Up to `count` chunks that are held back, from the end of the list; of entries that are out of date none."""
+        some: dict[int, None] = {}
+        while listed and len(some) < count:
+            slot = listed.pop()
+            if self._runs.stamp[slot] == HELD and not (childless and self._kids[slot]):
+                some[slot] = None
+        slots = np.array(list(some), np.int64)
         self._leave(slots)
         return slots
 
-    def _take_least(self, count: int) -> IntArray | None:
-        """Up to `count` chunks of the run with the least index; none if its first one had to be held. None: no run."""
+    def _least_run(self) -> Run | None:
+        """The run with the least index, the oldest of them; of equal ones that of the highest class.
+
+        It stays the least until it is empty: while victims are taken nothing is appended.
+        """
+        if self._current is not None and self._runs.skip_dead(self._current):
+            return self._current
         ends = self._runs.ends()
         if not ends:
-            return self._take_held(count)
-        run = ends[0] if len(ends) == 1 else self._least(ends)
+            return None
+        classes = np.array([run.of_class for run in ends])
+        times = np.array([run.time for run in ends])
+        index = self.hazard.index[classes, age_bucket(self._clock - times)]
+        self._current = ends[int(np.lexsort((-classes, times, index))[0])]
+        return self._current
+
+    def _take_leaves(self, run: Run, count: int) -> IntArray:
+        """Up to `count` chunks from the front of the run; none if the first one had to be held back."""
         places = self._runs.live(run)[:count]
         slots = run.slots[places]
         parents = self._parents(slots)
@@ -195,33 +226,17 @@ class CostAware:
         self._leave(slots[:leaves])
         return slots[:leaves]
 
-    def _least(self, ends: list[Run]) -> Run:
-        """The run with the least index, the oldest of them."""
-        classes = np.array([run.of_class for run in ends])
-        times = np.array([run.time for run in ends])
-        index = self.hazard.index[classes, age_bucket(self._clock - times)]
-        return ends[int(np.lexsort((times, index))[0])]
-
     def _hold(self, run: Run, place: int) -> None:
         slot = int(run.slots[place])
         run.begin = place + 1
         self._runs.stamp[slot] = HELD
         self._held.append(slot)
         if len(self._held) > 2 * len(self._here) + 64:
-            self._held = np.flatnonzero(self._runs.stamp == HELD).tolist()
+            self._held = self._listed(self._held)[::-1]
 
-    def _take_held(self, count: int) -> IntArray | None:
-        """No leaf is left to take: chunks that were held back go, the last one held first."""
-        some: list[int] = []
-        while self._held and len(some) < count:
-            slot = self._held.pop()
-            if self._runs.stamp[slot] == HELD and slot not in some:
-                some.append(slot)
-        if not some:
-            return None
-        slots = np.array(some, np.int64)
-        self._leave(slots)
-        return slots
+    def _listed(self, listed: list[int]) -> list[int]:
+        """Those of a list that are held back, each once, the last one first."""
+        return [slot for slot in dict.fromkeys(reversed(listed)) if self._runs.stamp[slot] == HELD]
 
     def _parents(self, slots: IntArray) -> IntArray:
         """The slot of each chunk's parent, -1 where it is gone or not known."""
@@ -235,15 +250,19 @@ class CostAware:
     def _remember(self, slots: IntArray) -> None:
         """What is known of chunks that have left."""
         places, replaced = self._history.put(self._print[slots])
-        older = places[replaced]
-        self.hazard.forgotten(self._past_class[older], self._past_last[older], self._clock)
-        lost = slots[places < 0]
-        self.hazard.forgotten(self._class[lost], self._last[lost], self._clock)
-        slots, places = slots[places >= 0], places[places >= 0]
-        self._past_uses[places] = self._uses[slots]
-        self._past_gap[places] = self._gap[slots]
-        self._past_last[places] = self._last[slots]
-        self._past_class[places] = self._class[slots]
+        older = self._past[places[replaced]]
+        self.hazard.forgotten(older["class"], older["last"], self._clock)
+        kept = places >= 0
+        if not kept.all():
+            lost = slots[~kept]
+            self.hazard.forgotten(self._class[lost], self._last[lost], self._clock)
+            slots, places = slots[kept], places[kept]
+        past = np.empty(len(slots), PAST)
+        past["last"] = self._last[slots]
+        past["gap"] = np.minimum(self._gap[slots], _PAST_GAP_MAX)
+        past["uses"] = np.minimum(self._uses[slots], _PAST_USES_MAX)
+        past["class"] = self._class[slots]
+        self._past[places] = past
 
     def _forget(self, slots: IntArray) -> None:
         """The chunks are not there any more; their parents have lost a child."""
@@ -253,6 +272,8 @@ class CostAware:
         parents = parents[parents >= 0]
         np.subtract.at(self._kids, parents, 1)
         self._due += parents[(self._kids[parents] == 0) & (self._runs.stamp[parents] == HELD)].tolist()
+        if len(self._due) > 2 * len(self._here) + 64:
+            self._due = self._listed_due()[::-1]
 
     def _learn(self) -> None:
         self.hazard.learn(self._clock)
@@ -261,17 +282,41 @@ class CostAware:
             self.hazard.fade()
             self._fade_at = self._clock + _MEMORY * (self._history.places + self._period)
 
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        """All that is known, for one who works on it in C; what the order is besides is his own."""
+        yield from (self._here, self._print, self._uses, self._gap, self._last, self._class)
+        yield from (self._serial, self._parent, self._parent_serial, self._kids)
+        yield from (*self._history.tables, self._past, *self.hazard.tables)
+
+    def _make_order(self, slots: int) -> None:
+        self._runs = Runs(slots)
+
+    def _listed_due(self) -> list[int]:
+        return [slot for slot in self._listed(self._due) if self._kids[slot] == 0]
+
+    def order(self) -> tuple[list[tuple[int, int, list[int]]], list[int], list[int]]:
+        """What is evictable: runs as (class, time, slots); those held back, the last first; those of them that are due.
+
+        For checks and tests. Linear in the slots.
+        """
+        runs = [(run.of_class, run.time, run.slots[self._runs.live(run)].tolist()) for run in self._runs]
+        return sorted(run for run in runs if run[2]), self._listed(self._held), self._listed_due()
+
+    def _check_order(self) -> None:
+        self._runs.check()
+
     def check(self) -> None:
         """Assert the invariants. Linear in the slots and in what is remembered."""
-        self._runs.check()
+        self._check_order()
         self._history.check()
-        assert self._here[self._runs.stamp != OUT].all(), "a slot without a chunk is evictable"
+        runs, listed, due = self.order()
+        held = np.array(listed, np.int64)
+        evictable = np.concatenate([np.array(run[2], np.int64) for run in runs] + [held])
+        assert len(evictable) == len(self), "a chunk that is held is not listed"
+        assert self._here[evictable].all(), "a slot without a chunk is evictable"
         self.hazard.check(int(np.count_nonzero(self._here)) + len(self._history))
         slots = np.flatnonzero(self._here)
         parents = self._parents(slots)
         kids = np.bincount(parents[parents >= 0], minlength=len(self._kids))
         assert np.array_equal(kids[slots], self._kids[slots]), "children are not as counted"
-        held = np.flatnonzero(self._runs.stamp == HELD)
-        assert np.isin(held, self._held).all(), "a chunk that is held is not listed"
-        childless = held[self._kids[held] == 0]
-        assert np.isin(childless, self._due).all(), "a chunk without children is held, and not due"
+        assert set(held[self._kids[held] == 0].tolist()) == set(due), "a chunk without children is held, and not due"

@@ -18,6 +18,8 @@ to differ is equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import isqrt
 from typing import Final
 
 import numpy as np
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray
 
-__all__ = ["AGES", "CLASSES", "NEVER", "Hazard", "age_bucket", "class_of"]
+__all__ = ["AGES", "CLASSES", "NEVER", "Floats", "Hazard", "age_bucket", "best_rate", "class_of"]
 
 Floats = NDArray[np.float64]
 
@@ -42,19 +44,19 @@ NEVER: Final = np.int64(1) << np.int64(62)
 _EVIDENCE: Final = 300.0
 """Uses that outweigh what is assumed without them: as many as some ten prompts bring."""
 _STEPS: Final = 4.0
-_EPOCHS: Final = 256
+EPOCHS: Final = 256
 _HAZARD_MAX: Final = 0.95
-_KERNEL: Final = np.array([1.0, 2.0, 3.0, 2.0, 1.0]) / 9
 _STARTS: Final[Floats] = np.exp2(np.arange(AGES + 1) / 2) - 1
 _WIDTHS: Final[Floats] = np.diff(_STARTS)
-_LEVEL_OF: Final[IntArray] = np.repeat(np.arange(LEVELS), SPANS)
-_SPAN_OF: Final[IntArray] = np.tile(np.arange(SPANS), LEVELS)
+_SMOOTH: Final[Floats] = np.maximum(3 - np.abs(np.subtract.outer(np.arange(AGES), np.arange(AGES))), 0) / 9
+"""Times this, a row of ages is smoothed over its neighbours."""
+_FIRST_AGES: Final[IntArray] = np.array([isqrt((1 << bucket) - 1) for bucket in range(1, AGES)], np.int64)
+"""The least age of every bucket but the first, in whole numbers: a logarithm may round to a neighbour's."""
 
 
 def age_bucket(ages: IntArray) -> IntArray:
     """The bucket of each age in uses, 0 or more."""
-    buckets: IntArray = np.minimum((2 * np.log2(ages + 1.0)).astype(np.int64), AGES - 1)
-    return buckets
+    return np.searchsorted(_FIRST_AGES, ages, side="right")
 
 
 def class_of(uses: IntArray, gaps: IntArray) -> IntArray:
@@ -65,31 +67,62 @@ def class_of(uses: IntArray, gaps: IntArray) -> IntArray:
     return levels * SPANS + spans
 
 
+def best_rate(hazard: Floats) -> Floats:
+    """Per class (a row) and age: the most uses per unit of time, over all later ages at which to give up."""
+    # Transposed. In every round each age looks one bucket further ahead, as far as there are buckets.
+    ahead = np.ascontiguousarray(hazard.T)
+    spent = _WIDTHS[:, np.newaxis] * (1 - ahead / 2)
+    survival, uses, time, rates = np.ones_like(ahead), np.zeros_like(ahead), np.zeros_like(ahead), np.zeros_like(ahead)
+    for first in range(AGES):
+        ages = slice(AGES - first)
+        uses[ages] += survival[ages] * ahead[first:]
+        time[ages] += survival[ages] * spent[first:]
+        survival[ages] *= 1 - ahead[first:]
+        np.maximum(rates[ages], uses[ages] / time[ages], out=rates[ages])
+    return rates.T
+
+
 class Hazard:
     """The life tables of all classes, and the index that follows from them.
 
-    Every chunk that is known waits for its next use: since when is counted per class in epochs of time, `_EPOCHS` of
+    Every chunk that is known waits for its next use: since when is counted per class in epochs of time, `EPOCHS` of
     them in a ring that spans twice `span` uses. What waits longer is counted with the oldest epoch.
     """
 
-    __slots__ = ("_ended", "_epoch", "_used", "_waiting", "_width", "index")
+    __slots__ = ("_best_rate", "_ended", "_epoch", "_used", "_waiting", "_width", "index")
 
-    def __init__(self, span: int) -> None:
+    def __init__(self, span: int, best_rate: Callable[[Floats], Floats] = best_rate) -> None:
+        """`best_rate`: a quicker way to do what that of this module does."""
+        self._best_rate = best_rate
         self._used: Floats = np.zeros((CLASSES, AGES))
         self._ended: Floats = np.zeros((CLASSES, AGES))
-        self._waiting: Floats = np.zeros((CLASSES, _EPOCHS))
-        self._width = max(1, 2 * span // _EPOCHS)
+        self._waiting: Floats = np.zeros((CLASSES, EPOCHS))
+        self._width = max(1, 2 * span // EPOCHS)
         self._epoch = 0
         self.index: IntArray = np.zeros((CLASSES, AGES), np.int64)
+
+    @property
+    def width(self) -> int:
+        """Uses in an epoch."""
+        return self._width
+
+    @property
+    def tables(self) -> tuple[Floats, Floats, Floats, IntArray]:
+        """Used and ended by class and age, waiting by class and epoch, and the index: for one who counts in C."""
+        return self._used, self._ended, self._waiting, self.index
+
+    def counted_until(self, epoch: int) -> None:
+        """Somebody else counted into the tables, up to this epoch."""
+        self._epoch = epoch
 
     def wait(self, classes: IntArray, now: int) -> None:
         """Chunks of these classes were used now, and wait for their next use."""
         epoch = now // self._width
-        for column in (number % _EPOCHS for number in range(max(self._epoch + 1, epoch - _EPOCHS), epoch + 1)):
-            self._waiting[:, (column + 1) % _EPOCHS] += self._waiting[:, column]
+        for column in (number % EPOCHS for number in range(max(self._epoch + 1, epoch - EPOCHS), epoch + 1)):
+            self._waiting[:, (column + 1) % EPOCHS] += self._waiting[:, column]
             self._waiting[:, column] = 0
         self._epoch = epoch
-        self._waiting[:, epoch % _EPOCHS] += np.bincount(classes, minlength=CLASSES)
+        self._waiting[:, epoch % EPOCHS] += np.bincount(classes, minlength=CLASSES)
 
     def reused(self, classes: IntArray, since: IntArray, now: int) -> None:
         """Chunks that waited `since` then are used."""
@@ -99,7 +132,7 @@ class Hazard:
     def forgotten(self, classes: IntArray, since: IntArray, now: int) -> None:
         """Nobody will know when these are used again: all that is known is that they were not until now."""
         np.add.at(self._ended, (classes, age_bucket(now - since)), 1)
-        epochs = np.maximum(since // self._width, self._epoch - _EPOCHS + 1) % _EPOCHS
+        epochs = np.maximum(since // self._width, self._epoch - EPOCHS + 1) % EPOCHS
         np.subtract.at(self._waiting, (classes, epochs), 1)
 
     def fade(self) -> None:
@@ -109,14 +142,20 @@ class Hazard:
 
     def learn(self, now: int) -> None:
         """Make the index anew."""
-        epochs = np.arange(self._epoch - _EPOCHS + 1, self._epoch + 1)
+        oldest = self._epoch - EPOCHS + 1
+        epochs = np.arange(oldest, self._epoch + 1)
         buckets = age_bucket(np.maximum(now - epochs * self._width - self._width // 2, 0))
-        ended: Floats = self._ended + self._waiting[:, epochs % _EPOCHS] @ np.eye(AGES)[buckets]
+        firsts = np.flatnonzero(np.diff(buckets, prepend=-1))  # epochs of one bucket follow one another
+        waiting = np.concatenate((self._waiting[:, oldest % EPOCHS :], self._waiting[:, : oldest % EPOCHS]), axis=1)
+        ended = self._ended.copy()
+        ended[:, buckets[firsts]] += np.add.reduceat(waiting, firsts, axis=1)
         exposed = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended / 2
-        seen = ended.any(axis=1)
-        hazard = _hazards(self._used[seen], exposed[seen], _LEVEL_OF[seen], _SPAN_OF[seen])
-        self.index[seen] = _rank(hazard)
-        self.index[~seen] = _rank(hazard.mean(axis=0, keepdims=True))
+        seen = np.flatnonzero(ended.any(axis=1))
+        hazard = _hazards(self._used, exposed)[seen]
+        rates = self._best_rate(np.concatenate((hazard, hazard.mean(axis=0, keepdims=True))))
+        ranks = np.rint(_STEPS * np.log2(rates)).astype(np.int64)
+        self.index[:] = ranks[-1]
+        self.index[seen] = ranks[:-1]
 
     def check(self, waiting: int) -> None:
         """Assert that so many chunks wait, and that no use is counted that did not end a wait."""
@@ -124,52 +163,30 @@ class Hazard:
         assert (self._used >= 0).all() and (self._used <= self._ended + 1e-9).all(), "more uses than waits"
 
 
-def _hazards(used: Floats, exposed: Floats, levels: IntArray, spans: IntArray) -> Floats:
-    """The chance of a use within each bucket, per class; rows are classes."""
-    factors = np.ones(len(used))
-    base = _bases(used, exposed, spans, factors)
+def _hazards(used: Floats, exposed: Floats) -> Floats:
+    """The chance of a use within each bucket, per class.
+
+    In turn the bases that fit the factors, and the factors that fit the bases, a few times. All sums over classes are
+    products of small matrices: there are many, and each call costs more than its arithmetic.
+    """
+    events = used.reshape(LEVELS, SPANS, AGES).sum(axis=0) @ _SMOOTH
+    at_risk = exposed.reshape(LEVELS, SPANS * AGES)
+    observed = used.reshape(LEVELS, SPANS * AGES).sum(axis=1)
+    factors = np.ones(LEVELS)
+    base = _bases(events, (factors @ at_risk).reshape(SPANS, AGES) @ _SMOOTH)
     for _ in range(3):
-        observed = np.bincount(levels, used.sum(axis=1), LEVELS)
-        expected = np.bincount(levels, (exposed * base).sum(axis=1), LEVELS)
-        of_level = (observed + _EVIDENCE) / (expected + _EVIDENCE)
-        of_level *= expected.sum() / max((expected * of_level).sum(), 1e-300)
-        factors = of_level[levels]
-        base = _bases(used, exposed, spans, factors)
-    return np.minimum(base * factors[:, np.newaxis], _HAZARD_MAX)
+        expected = at_risk @ base.ravel()
+        factors = (observed + _EVIDENCE) / (expected + _EVIDENCE)
+        factors *= expected.sum() / max(expected @ factors, 1e-300)
+        base = _bases(events, (factors @ at_risk).reshape(SPANS, AGES) @ _SMOOTH)
+    hazard: Floats = np.minimum(factors[:, np.newaxis, np.newaxis] * base, _HAZARD_MAX)
+    return hazard.reshape(CLASSES, AGES)
 
 
-def _bases(used: Floats, exposed: Floats, spans: IntArray, factors: Floats) -> Floats:
-    """The base of each class's span: uses over exposure, smoothed over neighbouring ages, leaning on all spans'."""
-    events, at_risk = np.zeros((SPANS, AGES)), np.zeros((SPANS, AGES))
-    np.add.at(events, spans, used)
-    np.add.at(at_risk, spans, exposed * factors[:, np.newaxis])
-    events, at_risk = _smooth(events), _smooth(at_risk)
+def _bases(events: Floats, at_risk: Floats) -> Floats:
+    """The base of each span: uses over exposure, leaning on all spans'."""
     # Without evidence an age is as dangerous as all together: in buckets that double this falls as one over the age.
     mean = (events.sum() + 1e-3) / (at_risk.sum() + 1)
     pooled = (events.sum(axis=0) + 4 * mean) / (at_risk.sum(axis=0) + 4)
-    bases: Floats = ((events + _EVIDENCE * pooled) / (at_risk + _EVIDENCE))[spans]
+    bases: Floats = (events + _EVIDENCE * pooled) / (at_risk + _EVIDENCE)
     return bases
-
-
-def _smooth(rows: Floats) -> Floats:
-    padded = np.pad(rows, ((0, 0), (2, 2)))
-    return np.asarray(sum(weight * padded[:, shift : shift + AGES] for shift, weight in enumerate(_KERNEL)))
-
-
-def _rank(hazard: Floats) -> IntArray:
-    ranks: IntArray = np.rint(_STEPS * np.log2(_best_rate(hazard))).astype(np.int64)
-    return ranks
-
-
-def _best_rate(hazard: Floats) -> Floats:
-    """Per class and age: the most uses per unit of time, over all later ages at which to give up."""
-    rates = np.empty_like(hazard)
-    spent = _WIDTHS * (1 - hazard / 2)
-    for age in range(AGES):
-        later = hazard[:, age:]
-        survival = np.cumprod(1 - later, axis=1)
-        survival = np.concatenate((np.ones((len(hazard), 1)), survival[:, :-1]), axis=1)
-        uses = np.cumsum(survival * later, axis=1)
-        time = np.cumsum(survival * spent[:, age:], axis=1)
-        rates[:, age] = (uses / time).max(axis=1)
-    return rates

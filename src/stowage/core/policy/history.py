@@ -2,7 +2,8 @@
 
     key ── 64-bit fingerprint ── set (a row of WAYS places) ── place with that fingerprint, or none
 
-A place is its row and way, flattened. The owner keeps what it wants to know in arrays of its own, indexed by place.
+A place is its row and way, flattened. The owner keeps what it wants to know in arrays of its own, indexed by place:
+best in one array, because every place is another cache miss.
 When a row is full the entry that was put there first is forgotten. So memory never grows, every operation is a few
 array operations, and no Python object is kept per key. Two keys with one fingerprint (2^-64 each) share what is known.
 """
@@ -51,9 +52,15 @@ class History:
         rows = 1 << max(3, (max(1, entries) * 5 // (4 * WAYS)).bit_length())
         self.places = rows * WAYS
         self._row_mask = np.uint64(rows - 1)
-        self._prints: Prints = np.zeros((rows, WAYS), np.uint64)
-        self._order: IntArray = np.zeros((rows, WAYS), np.int64)
+        # Written now, not when the first chunks leave: getting new pages then would take milliseconds, now and again.
+        self._prints: Prints = np.full((rows, WAYS), 0, np.uint64)
+        self._order: IntArray = np.full((rows, WAYS), 0, np.int64)
         self._puts = 0
+
+    @property
+    def tables(self) -> tuple[Prints, IntArray]:
+        """Fingerprints and when they were put, by row and way: for one who remembers in C."""
+        return self._prints, self._order
 
     def take(self, prints: Prints) -> IntArray:
         """The place of each fingerprint, -1 where it is not known. Those that were found are forgotten now."""
@@ -69,7 +76,7 @@ class History:
         """
         places = np.full(len(prints), -1, np.int64)
         left = np.zeros(len(prints), np.bool_)
-        once = np.unique(prints, return_index=True)[1]
+        once = np.sort(np.unique(prints, return_index=True)[1])  # in the order of the batch
         known = self._find(prints[once])
         before = self._puts
         self._puts += len(once)

@@ -71,9 +71,9 @@ class Runs:
         ends: list[Run] = []
         for of_class in list(self._of_class):
             runs = self._of_class[of_class]
-            while runs and not self._skip_dead(runs[0]):
+            while runs and not self.skip_dead(runs[0]):
                 self._entries -= len(runs.popleft().slots)
-            while len(runs) > 1 and not self._skip_dead(runs[-1]):
+            while len(runs) > 1 and not self.skip_dead(runs[-1]):
                 self._entries -= len(runs.pop().slots)
             if not runs:
                 del self._of_class[of_class]
@@ -88,7 +88,7 @@ class Runs:
         rest = self.stamp[run.slots[run.begin :]]
         return np.flatnonzero(rest == np.arange(run.first + run.begin, run.first + len(run.slots))) + run.begin
 
-    def _skip_dead(self, run: Run) -> bool:
+    def skip_dead(self, run: Run) -> bool:
         """Begin with the run's first live entry. Whether it has one."""
         begin = run.begin
         if begin < len(run.slots) and self.stamp[run.slots[begin]] == run.first + begin:

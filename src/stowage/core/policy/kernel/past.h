@@ -1,0 +1,181 @@
+/* What was learned, and what is remembered of chunks that have left: hazard.py and history.py, for one chunk. */
+
+#ifndef STOWAGE_PAST_H
+#define STOWAGE_PAST_H
+
+#include "kernel.h"
+
+/* Ages and classes: hazard.py's `age_bucket` and `class_of`, in whole numbers. */
+
+static inline int highest_bit(uint64_t number) {
+#if defined(__GNUC__)
+    return 63 - __builtin_clzll(number);
+#else
+    int bit = 0;
+    while (number >>= 1)
+        bit++;
+    return bit;
+#endif
+}
+
+static inline int age_bucket(int64_t age) {
+    if (age < 0)
+        age = 0;
+    if (age >= UINT32_MAX)
+        return AGES - 1;
+    uint64_t one_more = (uint64_t)age + 1;
+    int bucket = highest_bit(one_more * one_more);
+    return bucket < AGES ? bucket : AGES - 1;
+}
+
+static inline int64_t class_of(int64_t uses, int64_t gap) {
+    if (uses <= 0)
+        return 0;
+    int64_t level = uses < 4 ? uses : highest_bit((uint64_t)uses) + 2;
+    int64_t span = gap < 0 ? 1 : 1 + highest_bit((uint64_t)gap + 1) / 2;
+    return (level < LEVELS ? level : LEVELS - 1) * SPANS + (span < SPANS ? span : SPANS - 1);
+}
+
+static inline int64_t in_classes(int64_t of_class) { return 0 <= of_class && of_class < CLASSES ? of_class : 0; }
+
+/* What was learned: hazard.py's `Hazard`. */
+
+static void count_ended(Kernel *k, int64_t of_class, int64_t since) {
+    of_class = in_classes(of_class);
+    if (since < 0)
+        since = 0;
+    int64_t epoch = since / k->width;
+    if (epoch < k->epoch - EPOCHS + 1)
+        epoch = k->epoch - EPOCHS + 1;
+    k->ended[of_class * AGES + age_bucket(k->clock - since)] += 1;
+    k->waiting[of_class * EPOCHS + (uint64_t)epoch % EPOCHS] -= 1;
+}
+
+static void count_used(Kernel *k, int64_t of_class, int64_t since) {
+    k->used[in_classes(of_class) * AGES + age_bucket(k->clock - (since < 0 ? 0 : since))] += 1;
+    count_ended(k, of_class, since);
+}
+
+/* The epoch of now begins: those that left the ring are counted with the oldest one that is still in it. */
+static void begin_epoch(Kernel *k) {
+    int64_t epoch = k->clock / k->width;
+    int64_t number = epoch - EPOCHS > k->epoch + 1 ? epoch - EPOCHS : k->epoch + 1;
+    for (; number <= epoch; number++) {
+        uint64_t column = (uint64_t)number % EPOCHS, next = (column + 1) % EPOCHS;
+        for (int64_t row = 0; row < CLASSES * EPOCHS; row += EPOCHS) {
+            k->waiting[row + next] += k->waiting[row + column];
+            k->waiting[row + column] = 0;
+        }
+    }
+    k->epoch = epoch;
+}
+
+static inline void count_waiting(Kernel *k, int64_t of_class) {
+    k->waiting[of_class * EPOCHS + (uint64_t)k->epoch % EPOCHS] += 1;
+}
+
+/* history.py's `fingerprints`, of one key: its first 32 bytes, zeros behind a shorter one. */
+static uint64_t fingerprint(const char *key, Py_ssize_t bytes) {
+    uint64_t words[KEY_BYTES / 8] = {0};
+    memcpy(words, key, bytes < KEY_BYTES ? (size_t)bytes : KEY_BYTES);
+    uint64_t mixed = words[0] * MIX[0];
+    for (int column = 1; column < 4; column++)
+        mixed = (mixed ^ (mixed >> 32)) * MIX[0] + words[column] * MIX[column];
+    mixed = (mixed ^ (mixed >> 32)) * MIX[1];
+    mixed ^= mixed >> 32;
+    return mixed > 0 ? mixed : 1;
+}
+
+/* The place of a fingerprint in its row, NONE if it is not there. */
+static inline int64_t place_of(Kernel *k, uint64_t print) {
+    int64_t first = (int64_t)(print & (uint64_t)(k->rows - 1)) * WAYS;
+    for (int64_t place = first; place < first + WAYS; place++)
+        if (k->known[place] == print)
+            return place;
+    return NONE;
+}
+
+/* The place of a row that is to be used next: an empty one, else the one that was put first. */
+static inline int64_t oldest_place(Kernel *k, uint64_t print) {
+    int64_t first = (int64_t)(print & (uint64_t)(k->rows - 1)) * WAYS, oldest = first;
+    for (int64_t place = first; place < first + WAYS; place++) {
+        if (k->known[place] == 0)
+            return place;
+        if (k->order[place] < k->order[oldest])
+            oldest = place;
+    }
+    return oldest;
+}
+
+/* history.py's `put`, and what is known of the slots' chunks. */
+static void remember(Kernel *k, const int64_t *slots, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t first = (k->print[slots[i]] & (uint64_t)(k->rows - 1)) * WAYS;
+        FETCH(&k->known[first]);
+        FETCH(&k->order[first]);
+    }
+    int64_t before = k->puts;
+    for (int64_t i = 0; i < count; i++) { /* a key that is remembered already stays where it is */
+        int64_t place = place_of(k, k->print[slots[i]]);
+        k->other[i] = NONE;
+        if (place != NONE && k->order[place] <= before) {
+            k->order[place] = ++k->puts;
+            k->other[i] = place;
+        } else if (place == NONE) {
+            FETCH(&k->past[oldest_place(k, k->print[slots[i]])]);
+        }
+    }
+    for (int64_t i = 0; i < count; i++) {
+        int64_t slot = slots[i], place = k->other[i];
+        uint64_t print = k->print[slot];
+        int was_there = place != NONE;
+        if (place == NONE && place_of(k, print) == NONE) {
+            int64_t oldest = oldest_place(k, print);
+            was_there = k->known[oldest] != 0;
+            if (!was_there || k->order[oldest] <= before) {
+                place = oldest;
+                k->remembered += !was_there;
+                k->known[place] = print;
+                k->order[place] = ++k->puts;
+            }
+        }
+        if (place == NONE) { /* repeated, or one of too many for its row */
+            count_ended(k, k->of_class[slot], k->last[slot]);
+            continue;
+        }
+        Past *past = &k->past[place];
+        if (was_there)
+            count_ended(k, past->of_class, past->last);
+        past->last = k->last[slot];
+        past->gap = (int32_t)(k->gap[slot] < PAST_GAP_MAX ? k->gap[slot] : PAST_GAP_MAX);
+        past->uses = (int16_t)(k->uses[slot] < PAST_USES_MAX ? k->uses[slot] : PAST_USES_MAX);
+        past->of_class = (int16_t)k->of_class[slot];
+    }
+}
+
+/* What an age of a class is worth: hazard.py's `best_rate`, up to rounding.
+
+   Every age begins as a stretch of its own. One that is followed by a better one is kept at least to the end of that
+   one: they become one stretch. What is left has falling rates, and nothing that follows a stretch improves it. */
+
+static double widths[AGES]; /* of the buckets of age; written when the module is made */
+
+static void best_rates(const double *hazard, double *rates) {
+    double uses[AGES], time[AGES], survival[AGES];
+    int top = AGES; /* the stretches are top .. AGES - 1 */
+    for (int age = AGES - 1; age >= 0; age--) {
+        double use = hazard[age], spent = widths[age] * (1 - hazard[age] / 2), left = 1 - hazard[age];
+        for (; top < AGES && uses[top] * spent > use * time[top]; top++) {
+            use += left * uses[top];
+            spent += left * time[top];
+            left *= survival[top];
+        }
+        top--;
+        uses[top] = use;
+        time[top] = spent;
+        survival[top] = left;
+        rates[age] = use / spent;
+    }
+}
+
+#endif
