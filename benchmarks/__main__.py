@@ -6,7 +6,17 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("control_plane", "no_hit_overhead", "prefix_reuse", "integrity", "shared_tiers", "two_machines", "weights")
+NAMES = (
+    "control_plane",
+    "no_hit_overhead",
+    "prefix_reuse",
+    "integrity",
+    "shared_tiers",
+    "two_machines",
+    "weights",
+    "weights_moe",
+    "capacity",
+)
 
 
 def main() -> int:

@@ -64,9 +64,16 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return [drawn.randrange(5, VOCAB) for _ in range(tokens)]
 
 
-def connector(host: str = "64MiB", disk: Path | None = None, disk_limit: str = "256MiB", **more: Any) -> dict[str, Any]:
+def connector(
+    host: str | None = "64MiB", disk: Path | None = None, disk_limit: str = "256MiB", **more: Any
+) -> dict[str, Any]:
     """vLLM's setting for the plugin."""
-    extra = {"host": host, **({"disk": f"{disk}:{disk_limit}"} if disk else {}), "close_timeout_s": 120, **more}
+    extra = {
+        **({"host": host} if host is not None else {}),
+        **({"disk": f"{disk}:{disk_limit}"} if disk else {}),
+        "close_timeout_s": 120,
+        **more,
+    }
     return {
         "kv_connector": "StowageConnector",
         "kv_connector_module_path": "stowage.integrations.vllm",

@@ -90,24 +90,26 @@ def test_what_was_generated_is_stored_too(name: str, start: Start) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
-@pytest.mark.parametrize("chunk_blocks", [1, 4])
-def test_chunks_of_several_blocks(name: str, chunk_blocks: int, start: Start, tmp_path: Path) -> None:
+def test_chunks_of_several_blocks(name: str, start: Start, tmp_path: Path) -> None:
     """Blocks of 32 tokens, case D: windows end inside of a chunk, and begin in the middle of one."""
     tokens = prompt(700)
-    setting = connector(disk=tmp_path / "cache", chunk_blocks=chunk_blocks)
     plain = start(name, block_size=32, prefix_cache_retention_interval=None)
     plain.generate(tokens)
-    engine = start(name, setting, block_size=32)
-    cold = engine.generate(tokens)
-    engine.forget()
-    external = engine.generate(tokens)
-    grain = 32 * chunk_blocks
-    assert external.external >= 700 // grain * grain - grain
-    assert external.tokens == cold.tokens
-    if external.external == (local := plain.generate(tokens)).local:
-        assert external.distance(local) == 0.0
-    asked = tokens[: external.external] + prompt(200, seed=1)  # the same boundary for both
-    engine.forget()
-    middle, own = engine.generate(asked), plain.generate(asked)
-    assert middle.external == own.local == external.external
-    assert middle.distance(own) == 0.0
+    local = plain.generate(tokens)
+    for chunk_blocks in (1, 4):
+        disk = tmp_path / f"cache-{chunk_blocks}"
+        engine = start(name, connector(disk=disk, chunk_blocks=chunk_blocks), block_size=32)
+        cold = engine.generate(tokens)
+        engine.forget()
+        external = engine.generate(tokens)
+        grain = 32 * chunk_blocks
+        assert external.external >= 700 // grain * grain - grain
+        assert external.tokens == cold.tokens
+        if external.external == local.local:
+            assert external.distance(local) == 0.0
+        asked = tokens[: external.external] + prompt(200, seed=chunk_blocks)  # the same boundary for both
+        engine.forget()
+        middle, own = engine.generate(asked), plain.generate(asked)
+        assert middle.external == own.local == external.external
+        assert middle.distance(own) == 0.0
+        engine.close()

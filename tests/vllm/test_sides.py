@@ -402,8 +402,22 @@ def test_steps_that_are_built_ahead_are_measured_one_by_one(made: Any, monkeypat
     now = iter([10.0, 11.0, 14.0, 20.0])  # two are built, then both end
     monkeypatch.setattr("stowage.integrations.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: next(now)))
     side._steps.clear()
-    side._steps.extend([(next(now), 100), (next(now), 200)])
+    side._steps.extend([(1, next(now), 100), (2, next(now), 200)])
     side._step_ended_s = 0.0
-    side._measure_step()
-    side._measure_step()
+    side._measure_step(1)
+    side._measure_step(2)
     assert measured == [(100, 4.0), (200, 6.0)]
+
+
+def test_a_step_that_nobody_reported_does_not_shift_the_others(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process alone tells nothing of a step that computed nothing and copied nothing."""
+    here = made([FULL])
+    side, measured = here.scheduler, []
+    monkeypatch.setattr(side._pace, "computed", lambda tokens, seconds: measured.append(tokens))
+    store_prompt(here, prompt(300))
+    side._steps.append((side._step + 1, 0.0, 0))
+    side._step += 1
+    request = Request("another", prompt(200, seed=4))
+    assert here.offer(request) == 0
+    here.compute(request, blocks_for(200, 19), 0, 200)
+    assert measured == [300, 200]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stowage.errors import ConfigError
+
 if TYPE_CHECKING:
     from stowage.integrations.vllm.connector import StowageConnector
 
@@ -27,9 +29,21 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The connector's class, which imports vLLM, when somebody asks for it."""
-    if name == "StowageConnector":
-        from stowage.integrations.vllm.connector import StowageConnector
+    """The connector's class, which imports vLLM, when somebody asks for it.
 
+    Raises ``ConfigError`` when it cannot be had from a release of vLLM that is not supported.
+    """
+    if name == "StowageConnector":
+        from stowage.integrations.vllm import adapter
+
+        unknown = adapter.unknown_release()
+        try:
+            from stowage.integrations.vllm.connector import StowageConnector
+        except ImportError as error:
+            if unknown:
+                raise ConfigError(f"{unknown} This one lacks what it needs: {error}.") from error
+            raise
+        if unknown:
+            adapter.warn(f"{unknown} It starts, but nobody has tried it.")
         return StowageConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,7 +31,9 @@ __all__ = [
     "step_table",
     "stop_at",
     "table_of",
+    "unknown_release",
     "uses_embeddings",
+    "warn",
 ]
 
 SUPPORTED = ("0.32", "0.33")
@@ -50,6 +52,15 @@ class GroupShape:
     window: int
     layers: tuple[str, ...]
     dense: bool = False
+
+
+def unknown_release() -> str:
+    """What to say of the installed vLLM when it is none of ``SUPPORTED``; empty when it is."""
+    from vllm import __version__ as version
+
+    if ".".join(version.split(".")[:2]) in SUPPORTED:
+        return ""
+    return f"vLLM {version} is installed, and StowageConnector is written for {' and '.join(SUPPORTED)}."
 
 
 def check_config(config: Any) -> None:
@@ -130,6 +141,13 @@ def say(text: str) -> None:
     from vllm.logger import init_logger
 
     init_logger("vllm.stowage").info("%s", text)
+
+
+def warn(text: str) -> None:
+    """The same as a warning, once in a process."""
+    from vllm.logger import init_logger
+
+    init_logger("vllm.stowage").warning_once(text)
 
 
 def rank_of_worker() -> tuple[int, int]:

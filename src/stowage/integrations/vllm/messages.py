@@ -56,8 +56,9 @@ class Store:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """``busy``: whether this step computes anything."""
+    """``number``: of the step, from 1. ``busy``: whether it computes anything."""
 
+    number: int = 0
     arena: ArenaPlace | None = None
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -66,8 +67,9 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """How many ranks have ended each store, and which stores failed on any of them."""
+    """After which step; how many ranks have ended each store, and which stores failed on any of them."""
 
+    step: int = 0
     ended: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     loaded_bytes: int = 0
@@ -75,6 +77,7 @@ class Report(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: Any) -> Report:
         """See KVConnectorWorkerMetadata."""
+        self.step = max(self.step, other.step)
         for number, count in other.ended.items():
             self.ended[number] = self.ended.get(number, 0) + count
         self.failed |= other.failed

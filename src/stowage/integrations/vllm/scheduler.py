@@ -31,7 +31,7 @@ from stowage.integrations.vllm.events import Announcements
 from stowage.integrations.vllm.memory import ArenaPlace, Rank
 from stowage.integrations.vllm.messages import Load, Part, Report, Step, Store
 from stowage.integrations.vllm.requests import Phase, Prefixes, Tracked
-from stowage.integrations.vllm.settings import Options
+from stowage.integrations.vllm.settings import Options, state_spacing
 from stowage.integrations.vllm.storing import Storing
 from stowage.integrations.vllm.welcome import welcome
 from stowage.log import Trouble
@@ -60,7 +60,8 @@ class SchedulerSide:
         self._announcements: Announcements | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS_AHEAD_MAX)
+        self._step = 0
+        self._steps: deque[tuple[int, float, int]] = deque(maxlen=_STEPS_AHEAD_MAX)
         self._step_ended_s = 0.0
         self._broken = False
         self._busy = True
@@ -91,7 +92,10 @@ class SchedulerSide:
         name = naming.engine_namespace(self._config, self._groups, parts)
         recurrent = [group.block_tokens for group in self._groups if group.kind is Kind.RECURRENT]
         grid = math.lcm(*recurrent) if recurrent else 1
-        self._snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+        step_tokens = self._config.scheduler_config.max_num_batched_tokens
+        dense = [shape.dense for shape in self._shapes]
+        spacing = memory.snapshot_tokens if any(dense) else state_spacing(self._options, step_tokens)
+        self._snapshot_tokens = -(-spacing // grid) * grid
         store = open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, shared=True)
         assert store is not None, "host was checked"
         self._store = store
@@ -107,9 +111,7 @@ class SchedulerSide:
         full = [group for group in self._groups if group.kind is Kind.FULL]
         if self._hash_tokens and full:
             self._announcements = Announcements(store, full[0], self._hash_tokens)
-        dense = [shape.dense for shape in self._shapes]
         self._storing = Storing(store, self._strategies, dense, self._snapshot_tokens, len(ranks), self._announcements)
-        step_tokens = self._config.scheduler_config.max_num_batched_tokens
         adapter.say(welcome(memory, store, self._groups, self._snapshot_tokens, step_tokens))
 
     def _group(self, index: int, shape: adapter.GroupShape, nbytes: int) -> Group:
@@ -238,8 +240,9 @@ class SchedulerSide:
         except Exception:  # noqa: BLE001 a bug costs hits, not the engine
             self._fault("a step's blocks could not be stored")
         loads, self._loads = self._loads, []
-        self._steps.append((time.monotonic(), scheduled.total_num_scheduled_tokens))
-        return Step(self._place if loads or stores else None, loads, stores, self._busy)
+        self._step += 1
+        self._steps.append((self._step, time.monotonic(), scheduled.total_num_scheduled_tokens))
+        return Step(self._step, self._place if loads or stores else None, loads, stores, self._busy)
 
     def _stores(self, scheduled: Any) -> list[Store]:
         stores: list[Store] = []
@@ -277,20 +280,21 @@ class SchedulerSide:
         except Exception:  # noqa: BLE001 a bug costs hits, not the engine
             self._fault("what workers reported could not be settled")
 
-    def _measure_step(self) -> None:
+    def _measure_step(self, number: int) -> None:
         """vLLM may build steps ahead: one begins when it is built, or when the one before it has ended."""
         now_s = time.monotonic()
-        began_s, tokens = self._steps.popleft() if self._steps else (now_s, 0)
-        if tokens:
-            self._pace.computed(tokens, now_s - max(began_s, self._step_ended_s))
+        while self._steps and self._steps[0][0] <= number:
+            built, began_s, tokens = self._steps.popleft()
+            if tokens and built == number:
+                self._pace.computed(tokens, now_s - max(began_s, self._step_ended_s))
         self._step_ended_s = now_s
 
     def _reported(self, output: Any) -> None:
         assert self._background is not None
         report = output.kv_connector_worker_meta
         with self._background.turn:
-            self._measure_step()
             if isinstance(report, Report):
+                self._measure_step(report.step)
                 self.counts["loaded_bytes"] += report.loaded_bytes
                 self.counts["stored_bytes"] += report.stored_bytes
                 self.counts["stores_failed"] += self._storing.settle(report)

@@ -64,6 +64,7 @@ class WorkerSide:
 
     def begin_loads(self, step: Step) -> None:
         """Start the loads of this step; they end some step later."""
+        self._report.step = step.number
         if step.arena is not None and self._copies is None:
             self._open(step.arena)
         for load in step.loads:
@@ -97,11 +98,11 @@ class WorkerSide:
             self._under_way -= len(ended)
         return ended, failed
 
-    def report(self) -> Report | None:
-        """What has ended since the last call, if anything."""
+    def report(self) -> Report:
+        """What has ended since the last call; at the least the step itself."""
         with self._turn:
-            report, self._report = self._report, Report()
-        return report if report.ended or report.loaded_bytes else None
+            report, self._report = self._report, Report(self._report.step)
+        return report
 
     def close(self) -> None:
         """End the thread and let go of the arena."""
