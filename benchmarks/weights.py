@@ -85,6 +85,22 @@ def measure(way: str, path: Path, dtype: str, new_tokens: int) -> dict[str, Any]
     return found
 
 
+def measure_commands(way: str, path: Path, dtype: str, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One process: the answers to ``commands``."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        arguments = [str(PYTHON), str(SCRIPT), way, str(path), dtype, scratch]
+        environment = os.environ | {"PYTHONPATH": "src"}
+        with subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdout.readline()
+            answers = [ask(process, command) for command in commands]
+            process.stdin.close()
+    return answers
+
+
 def ask(process: subprocess.Popen[str], command: dict[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None

@@ -3,8 +3,9 @@
     python benchmarks/peers/weights_engine.py WAY MODEL DTYPE SCRATCH
 
 Commands are JSON lines on stdin: {"batch": 1, "prompt_tokens": 128, "new_tokens": 8, "cold": true}; answers are seconds
-of the prompt and of each step, and the tokens. Ways: memory, mapped, stream, half (ours: Stowage's sources must be on
-the path), accelerate, accelerate-half, transformers (the peers').
+of the prompt and of each step, and the tokens. With "text", ids, its tokens are read instead of random ones and the
+answer's own. Ways: memory, mapped, stream, half, experts:BYTES (ours: Stowage's sources must be on the path),
+accelerate, accelerate-half, transformers (the peers').
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
-OURS = ("mapped", "stream", "half")
-DIRECT = ("stream", "half")
+OURS = ("mapped", "stream", "half", "experts")
+DIRECT = ("stream", "half", "experts")
 """They read past the page cache, and ahead."""
 
 
@@ -29,9 +30,11 @@ def load(way: str, path: str, dtype: str, scratch: str) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if way in OURS:
+    if way.partition(":")[0] in OURS:
         import stowage
 
+        if way.startswith("experts:"):
+            return stowage.offload(path, device_memory=way.partition(":")[2], dtype=dtype)
         if way == "mapped":
             return stowage.offload(path, weights="*=mapped", host="100%", dtype=dtype)
         if way == "stream":
@@ -70,7 +73,9 @@ def drop_page_cache() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3\n", encoding="ascii")
 
 
-def run(model: Any, way: str, batch: int, prompt_tokens: int, new_tokens: int, cold: bool) -> dict[str, Any]:
+def run(
+    model: Any, way: str, batch: int, prompt_tokens: int, new_tokens: int, cold: bool, text: list[int] | None = None
+) -> dict[str, Any]:
     """Greedy decoding, one forward at a time. Cold: nothing is in the page cache when a forward begins. What reads past
     the page cache reads ahead too: between its forwards nothing is dropped, so that no time is given to it.
     """
@@ -79,6 +84,9 @@ def run(model: Any, way: str, batch: int, prompt_tokens: int, new_tokens: int, c
 
     generator = torch.Generator().manual_seed(batch)
     ids = torch.randint(5, model.config.vocab_size, (batch, prompt_tokens), generator=generator)
+    given = torch.tensor(text)[None] if text is not None else None
+    ids = given[:, :prompt_tokens] if given is not None else ids
+    before: dict[str, float] = {}
     cache, seconds, tokens = DynamicCache(config=model.config), [], []
     for step in range(1 + new_tokens):
         if cold and (step == 0 or way not in DIRECT):
@@ -89,8 +97,11 @@ def run(model: Any, way: str, batch: int, prompt_tokens: int, new_tokens: int, c
             ids = out.logits[:, -1:].argmax(-1)
         seconds.append(time.perf_counter() - began_s)
         tokens.append(ids[:, 0].tolist())
+        ids = given[:, prompt_tokens + step :][:, :1] if given is not None else ids
+        before = before or (model.stowage.stats() if way in OURS else {})
     stats = model.stowage.stats() if way in OURS else {}
-    return {"prefill_s": seconds[0], "steps_s": seconds[1:], "tokens": tokens, "stats": stats}
+    decoded = {name: value - before[name] for name, value in stats.items()}
+    return {"prefill_s": seconds[0], "steps_s": seconds[1:], "tokens": tokens, "stats": stats, "decoded": decoded}
 
 
 def main() -> None:
@@ -99,7 +110,7 @@ def main() -> None:
     model = load(way, path, dtype, scratch)
     print(json.dumps({"loaded_s": time.perf_counter() - began_s}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(run(model, way, **json.loads(line))), flush=True)
+        print(json.dumps(run(model, way.partition(":")[0], **json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

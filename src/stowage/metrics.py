@@ -126,6 +126,12 @@ prefetch_bytes  weights_prefetch_bytes             weights that are copied from 
 stream_bytes    weights_stream_bytes               weights that are read from disk for every forward
 rows_bytes      weights_rows_bytes                 embeddings whose rows are read as they are asked for
 image_bytes     weights_image_bytes                disk that weights take in another form than the checkpoint's
+experts_bytes   weights_experts_bytes              experts that are read when the router chooses them
+cache_bytes     weights_cache_bytes                device memory of the cache of experts
+cache_experts   weights_cache_experts              how many experts the cache holds
+expert_hits     weights_expert_hits_total          chosen experts that were in the cache
+expert_misses   weights_expert_misses_total        chosen experts that were read
+expert_read_bytes  weights_expert_read_bytes_total bytes that were read for them
 passes          weights_passes_total               forwards of the whole model
 read_bytes      weights_read_bytes_total           bytes that were read for them
 stall_s         weights_stall_seconds_total        time that forwards waited for weights

@@ -87,7 +87,11 @@ _MEMORY_SETTINGS = (
     Setting("device_kv", "1GiB", _as_size, "SIZE", "KV pool that the model computes from"),
     Setting("device_memory", 0, _as_size, "SIZE", "weights, KV pool and a step's activations together; 0 = no limit"),
     Setting(
-        "weights", "auto", _as_text, "RULES", "where weights lie: auto, or PATTERN=resident|mapped|prefetch|stream,..."
+        "weights",
+        "auto",
+        _as_text,
+        "RULES",
+        "where weights lie: auto, or PATTERN=resident|mapped|prefetch|stream|experts,...",
     ),
     Setting("host", 0, _as_size, "SIZE", "host arena below the device pool; 0 = off"),
     Setting("disk", "", _as_text, "DIR:SIZE", "disk tier as DIR:SIZE; empty = off"),

@@ -14,11 +14,22 @@ from stowage.weights.placement import Cargo, Delivery, Placement, parse_rules, p
 MIB = 1 << 20
 
 
+def layer_of(number: int, nbytes: int, pieces: int, experts: int = 0) -> Cargo:
+    """A layer; with experts, most of it is theirs."""
+    name = f"model.layers.{number}"
+    if not experts:
+        return Cargo(name, nbytes, pieces, layer=number)
+    apart = Cargo(f"{name}.mlp.experts", nbytes // 64 * 60, 2, layer=number, experts=experts)
+    return Cargo(name, nbytes, pieces + 2, layer=number, apart=(apart,))
+
+
 @st.composite
 def models(draw: st.DrawFn) -> list[Cargo]:
     layer_bytes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    experts = draw(st.sampled_from([0, 0, 2, 8, 64]))
+    pieces = draw(st.lists(st.integers(1, 9), min_size=12, max_size=12))
     layers = [
-        Cargo(f"model.layers.{n}", layer_bytes[n % len(layer_bytes)] * MIB, draw(st.integers(1, 9)), layer=n)
+        layer_of(n, layer_bytes[n % len(layer_bytes)] * MIB, pieces[n], experts)
         for n in range(draw(st.integers(1, 12)))
     ]
     ends = [Cargo("model.embed_tokens", draw(st.integers(1, 90)) * MIB, 1, rows=True)] * draw(st.integers(0, 1))
@@ -50,7 +61,8 @@ def test_no_budget_is_exceeded_and_the_least_works(cargo: list[Cargo], small: in
     found.check()
     assert found.device_bytes <= device
     assert found.host_bytes <= host
-    assert [c.name for c in found.cargo] == [c.name for c in cargo]
+    assert [c.name for c in found.cargo if not c.experts] == [c.name for c in cargo]
+    assert whole_bytes(list(found.cargo)) == whole_bytes(cargo)
 
 
 @given(models(), st.integers(0, 600 * MIB), st.integers(0, 300 * MIB), st.integers(0, 100 * MIB))
@@ -97,6 +109,29 @@ def test_equal_layers_that_are_read_lie_evenly_between_those_that_stay() -> None
     found = place(cargo, 0, 90 * MIB + 4 * 8192, 0)
     letters = "".join("s" if d is Delivery.STREAM else "." for d in found.deliveries)
     assert letters == ".s.s.s.s.s.s"
+
+
+def test_experts_get_what_the_rest_of_their_layers_leaves() -> None:
+    cargo = [layer_of(n, 64 * MIB, 4, 16) for n in range(8)]
+    found = place(cargo, 0, 200 * MIB, 0)
+    assert {d for c, d in zip(found.cargo, found.deliveries, strict=True) if not c.experts} == {Delivery.RESIDENT}
+    assert {d for c, d in zip(found.cargo, found.deliveries, strict=True) if c.experts} == {Delivery.EXPERTS}
+    assert found.cache_bytes == 200 * MIB - 8 * 4 * MIB
+    with_host = place(cargo, 0, 200 * MIB, 130 * MIB)
+    assert list(with_host.deliveries).count(Delivery.MAPPED) == 2
+    assert place(cargo, 0, 600 * MIB, 0).nbytes(Delivery.RESIDENT) == 512 * MIB, "what fits as a whole stays"
+
+
+def test_a_rule_takes_experts_apart_where_another_decides_about_their_layer() -> None:
+    cargo = [layer_of(n, 64 * MIB, 4, 16) for n in range(4)]
+    whole = place(cargo, 0, None, 0, parse_rules("model.layers.*=stream"))
+    assert [c.name for c in whole.cargo] == [c.name for c in cargo]
+    mixed = place(cargo, 0, None, 0, parse_rules("last 1 of 4=stream, *.experts=experts, model.layers.0=stream"))
+    wanted = "stream experts resident experts resident experts stream"
+    assert " ".join(delivery.value for delivery in mixed.deliveries) == wanted
+    assert mixed.cache_bytes >= 60 * MIB
+    with pytest.raises(ConfigError, match="matches no module"):
+        place([layer_of(0, MIB, 1)], 0, None, 0, parse_rules("*=experts"))
 
 
 def test_rules_come_first_and_the_rest_is_chosen() -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -136,9 +137,9 @@ def test_a_disk_that_hangs_has_a_deadline_and_keeps_its_slot(table: File, monkey
     answers = threading.Event()
     fill = reading._fill
 
-    def hangs(read: Read) -> None:
+    def hangs(*asked: Any) -> None:
         answers.wait(60)
-        fill(read)
+        fill(*asked)
 
     monkeypatch.setattr(reading, "_fill", hangs)
     ring, readers = ring_of(table, 2, timeout_s=0.05)

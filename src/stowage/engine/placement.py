@@ -45,9 +45,11 @@ def _weights(source: WeightSource) -> list[Place]:
     held = {
         ("device", "weights, resident"): placement.small_bytes + placement.nbytes(Delivery.RESIDENT),
         ("device", f"weights, ring of {placement.ring_slots} buffers"): source.ring_bytes,
+        ("device", f"weights, cache of {source.stats()['cache_experts']} experts"): source.cache_bytes,
         ("host", "weights, mapped from the checkpoint"): placement.nbytes(Delivery.MAPPED),
         ("host", "weights, copied ahead"): placement.nbytes(Delivery.PREFETCH),
         ("disk", "weights, read for every step"): placement.pass_bytes,
+        ("disk", "experts, read as they are chosen"): placement.nbytes(Delivery.EXPERTS),
         ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),
         ("disk", "weights, in another form than the checkpoint's"): source.image_bytes,
     }

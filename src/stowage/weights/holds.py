@@ -74,6 +74,25 @@ class Home:
         """Whether a view over the mapped file is the parameter."""
         return len(self.segments) == 1 and self.segments[0].offset % self.dtype.itemsize == 0
 
+    @property
+    def in_page(self) -> int:
+        """Where in a page it should begin: as in its file, so that direct reads land there, or as its phase says."""
+        offset = self.segments[0].offset if self.mappable else self.phase
+        return offset % PAGE_BYTES if offset % ALIGNED_BYTES == self.phase else self.phase
+
+    def reads(self, begin: int, into: memoryview) -> list[Read]:
+        """What fills ``into`` with its bytes from ``begin`` on."""
+        end, at, found = begin + into.nbytes, 0, list[Read]()
+        assert 0 <= begin <= end <= self.nbytes
+        if self.host is not None:
+            return [Read(memory_of(self.host), begin, into)]
+        for segment in self.segments:
+            first, last = max(begin, at), min(end, at + segment.length)
+            if first < last:
+                found.append(Read(segment.file, segment.offset + first - at, into[first - begin : last - begin]))
+            at += segment.length
+        return found
+
     def mapped(self) -> Tensor:
         """A view over the mapped file. What is written to it stays in this process."""
         (segment,) = self.segments

@@ -28,7 +28,7 @@ from stowage.weights.image import Image
 from stowage.weights.locate import Locator
 from stowage.weights.placement import Cargo, Delivery, Placement, Rule, place
 from stowage.weights.source import Load, WeightSource, absent
-from stowage.weights.units import Unit, divide, looks_up
+from stowage.weights.units import Unit, arranged, divide, looks_up
 
 __all__ = ["Budget", "adopt", "load"]
 
@@ -145,7 +145,7 @@ class _Loading:
         units = divide(root)
         self.placement = place_units(units, root, self.budget)
         self.names = {id(part): name for name, part in root.named_modules()}
-        for unit, delivery in zip(units, self.placement.deliveries, strict=True):
+        for unit, delivery in zip(_units_of(units, self.placement), self.placement.deliveries, strict=True):
             self.deliveries.update(dict.fromkeys(unit.parameters, delivery))
         tied = getattr(root, "all_tied_weights_keys", None) or {}
         for name, source in tied.items():
@@ -220,7 +220,7 @@ def deliver(
     Raises UnsupportedModelError when a parameter that is away belongs to a module that cannot be given it.
     """
     loads = []
-    for unit in divide(model):
+    for unit in _units_of(divide(model), placement):
         unit.parameters = {name: p for name, p in unit.parameters.items() if id(p) in homes}
         if unit.parameters:
             loads.append(Load(unit, placement.of(unit.name), {n: homes[id(p)] for n, p in unit.parameters.items()}))
@@ -262,7 +262,8 @@ def adopt(model: Any, budget: Budget) -> WeightSource:
     """
     units = divide(model)
     placement = place_units(units, model, budget)
-    moved = [(name, p, d) for u, d in zip(units, placement.deliveries, strict=True) for name, p in u.parameters.items()]
+    placed = zip(_units_of(units, placement), placement.deliveries, strict=True)
+    moved = [(name, p, delivery) for unit, delivery in placed for name, p in unit.parameters.items()]
     moved = [(name, parameter, delivery) for name, parameter, delivery in moved if delivery is not Delivery.RESIDENT]
     for name, parameter, _ in moved:
         _refuse_wrapped(name, parameter.detach())
@@ -304,13 +305,15 @@ def _refuse_wrapped(name: str, values: Tensor) -> None:
         )
 
 
-def place_units(units: Sequence[Unit], model: Any, budget: Budget) -> Placement:
+def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
     """The placement of ``units`` of ``model`` (which may have no bytes yet) within ``budget``."""
     layers = [unit.name for unit in units if unit.name.rpartition(".")[2].isdigit()]
-    cargo = [
-        Cargo(u.name, u.nbytes, len(u.parameters), u.rows, layers.index(u.name) if u.name in layers else -1)
-        for u in units
-    ]
+
+    def cargo(unit: Unit, layer: int) -> Cargo:
+        apart = tuple(cargo(part, layer) for part in unit.apart)
+        return Cargo(unit.name, unit.nbytes, len(unit.parameters), unit.rows, layer, unit.experts, apart)
+
+    cargoes = [cargo(unit, layers.index(unit.name) if unit.name in layers else -1) for unit in units]
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     own = {name for unit in units for name in unit.parameters}
     small = [
@@ -318,4 +321,9 @@ def place_units(units: Sequence[Unit], model: Any, budget: Budget) -> Placement:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         if name not in own and tied.get(name, name) not in own and name not in {tied.get(n) for n in own}
     ]
-    return place(cargo, sum(small), budget.device_bytes, budget.host_bytes, budget.rules)
+    return place(cargoes, sum(small), budget.device_bytes, budget.host_bytes, budget.rules)
+
+
+def _units_of(units: list[Unit], placement: Placement) -> list[Unit]:
+    """``units`` as they were placed: experts apart from their layer or not."""
+    return arranged(units, {cargo.name for cargo in placement.cargo})

@@ -1,7 +1,8 @@
 """Which unit of weights lives where, and how it is delivered: budgets in, a plan out. Arithmetic only.
 
 Residency is proof against a cyclic scan: what fits stays, the rest is read for every forward (a cache that keeps what
-was used last would never hit). What is read is spread evenly between what stays, so that reading has time.
+was used last would never hit). What is read is spread evenly between what stays, so that reading has time. Experts, of
+which a token needs a few, are units of their own where their layer does not fit.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stowage.errors import BudgetError, ConfigError
@@ -18,7 +19,9 @@ __all__ = ["Cargo", "Delivery", "Placement", "Rule", "parse_rules", "place"]
 
 PAGE_BYTES = 4096
 RING_SLOTS, RING_SLOTS_LEAST = 3, 2
-_DELIVERED = "resident, mapped, prefetch, stream"
+_DELIVERED = "resident, mapped, prefetch, stream, experts"
+_CACHED_SHARE = 4
+"""Without a budget the cache takes one of so many experts."""
 
 
 class Delivery(StrEnum):
@@ -26,7 +29,8 @@ class Delivery(StrEnum):
 
     resident: they lie in device memory. mapped: a view over the checkpoint's file, mapped into memory; it counts as
     host memory. prefetch: copied from host memory into a ring of device buffers, ahead of time. stream: read from
-    disk into that ring. rows: an embedding, of which the rows of a forward's tokens are read from disk.
+    disk into that ring. rows: an embedding, of which the rows of a forward's tokens are read from disk. experts: each
+    expert is read when the router chooses it, into a cache in device memory.
     """
 
     RESIDENT = "resident"
@@ -34,6 +38,7 @@ class Delivery(StrEnum):
     PREFETCH = "prefetch"
     STREAM = "stream"
     ROWS = "rows"
+    EXPERTS = "experts"
 
     @property
     def rings(self) -> bool:
@@ -47,7 +52,8 @@ class Delivery(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Cargo:
     """One unit. ``nbytes`` of its parameters, ``pieces``: how many. ``rows``: an embedding. ``layer``: its number among
-    the model's repeated layers, -1 for another module.
+    the model's repeated layers, -1 for another module. ``experts``: how many are stacked in it, 0 for what is not a
+    layer's experts. ``apart``: the experts that are part of this unit, and can be units of their own.
     """
 
     name: str
@@ -55,11 +61,29 @@ class Cargo:
     pieces: int
     rows: bool = False
     layer: int = -1
+    experts: int = 0
+    apart: tuple[Cargo, ...] = ()
 
     @property
     def ring_bytes(self) -> int:
         """Of a slot that takes it, at most: each parameter may begin and end inside of a page."""
         return self.nbytes + 2 * PAGE_BYTES * self.pieces
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one of its experts."""
+        return self.nbytes // self.experts if self.experts else 0
+
+    @property
+    def edge_bytes(self) -> int:
+        """Pages that two neighbouring experts may share, at most; they stay."""
+        return self.pieces * (self.experts + 1) * PAGE_BYTES if self.experts else 0
+
+    def without(self, apart: Sequence[Cargo]) -> Cargo:
+        """What is left when those experts are units of their own."""
+        left_bytes = self.nbytes - sum(part.nbytes for part in apart)
+        left = tuple(part for part in self.apart if part not in apart)
+        return replace(self, nbytes=left_bytes, pieces=self.pieces - sum(p.pieces for p in apart), apart=left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,8 @@ class Rule:
     every: int = 0
 
     def matches(self, cargo: Cargo) -> bool:
+        if self.delivery is Delivery.EXPERTS and not cargo.experts:
+            return False
         if self.every:
             return cargo.layer >= 0 and cargo.layer % self.every >= self.every - self.last
         return fnmatch.fnmatchcase(cargo.name, self.pattern)
@@ -113,14 +139,15 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A delivery for every unit, in the model's order, and the ring. ``small_bytes`` are parameters and buffers that
-    are no unit's.
+    """A delivery for every unit, in the model's order, the ring, and the cache of experts. ``small_bytes`` are
+    parameters and buffers that are no unit's.
     """
 
     cargo: tuple[Cargo, ...]
     deliveries: tuple[Delivery, ...]
     ring_slots: int
     small_bytes: int
+    cache_bytes: int = 0
 
     def nbytes(self, *deliveries: Delivery) -> int:
         return sum(c.nbytes for c, d in zip(self.cargo, self.deliveries, strict=True) if d in deliveries)
@@ -131,8 +158,9 @@ class Placement:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory: what is resident, and the ring."""
-        return self.small_bytes + self.nbytes(Delivery.RESIDENT) + self.ring_slots * self.slot_bytes
+        """Device memory: what is resident, the ring, and the cache of experts."""
+        resident_bytes = self.small_bytes + self.nbytes(Delivery.RESIDENT)
+        return resident_bytes + self.ring_slots * self.slot_bytes + self.cache_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -140,8 +168,18 @@ class Placement:
 
     @property
     def pass_bytes(self) -> int:
-        """Read from disk for one forward (of an embedding: nothing that counts)."""
+        """Read from disk for every forward (of an embedding: nothing that counts; of experts: what is chosen)."""
         return self.nbytes(Delivery.STREAM)
+
+    @property
+    def cached(self) -> list[Cargo]:
+        """The experts that share the cache."""
+        return [c for c, d in zip(self.cargo, self.deliveries, strict=True) if d is Delivery.EXPERTS]
+
+    @property
+    def missed_bytes(self) -> int:
+        """Of experts that are not in the cache when it is full."""
+        return cache_most_bytes(self.cached) - self.cache_bytes
 
     def of(self, name: str) -> Delivery:
         return self.deliveries[[c.name for c in self.cargo].index(name)]
@@ -151,6 +189,20 @@ class Placement:
         ringed = sum(d.rings for d in self.deliveries)
         assert (self.ring_slots >= RING_SLOTS_LEAST) == (ringed > 0)
         assert all(c.rows for c, d in zip(self.cargo, self.deliveries, strict=True) if d is Delivery.ROWS)
+        assert all(c.experts for c in self.cached)
+        assert cache_least_bytes(self.cached) <= self.cache_bytes <= cache_most_bytes(self.cached)
+
+
+def cache_least_bytes(cached: Sequence[Cargo]) -> int:
+    """A prompt may choose all experts of a layer at once. One frame more is what an expert that is away reads as."""
+    most = max((c.expert_bytes for c in cached), default=0)
+    return most * (max((c.experts for c in cached), default=-1) + 1) + sum(c.edge_bytes for c in cached)
+
+
+def cache_most_bytes(cached: Sequence[Cargo]) -> int:
+    """With all experts in it."""
+    most = max((c.expert_bytes for c in cached), default=0)
+    return most * (sum(c.experts for c in cached) + bool(cached)) + sum(c.edge_bytes for c in cached)
 
 
 def place(
@@ -163,17 +215,38 @@ def place(
     """Deliveries for ``cargo`` within the budgets; ``device_bytes`` of ``None`` has no limit.
 
     Rules are obeyed; everything else stays in device memory while it fits, then goes to host memory while that fits,
-    then is streamed. Raises BudgetError when nothing fits, with the least budget that does; ConfigError for a rule
-    that matches nothing.
+    then is streamed; experts get what is left as a cache. Raises BudgetError when nothing fits, with the least budget
+    that does; ConfigError for a rule that matches nothing.
     """
-    fixed = _ruled(cargo, tuple(rules))
+    together, apart, fixed = _ruled(cargo, tuple(rules))
+    whole = _placement(together, [fixed.get(c.name, Delivery.RESIDENT) for c in together], small_bytes, RING_SLOTS)
     if device_bytes is None:
-        chosen = [fixed.get(c.name, Delivery.RESIDENT) for c in cargo]
-        return _within_host(_placement(cargo, chosen, small_bytes, RING_SLOTS), host_bytes)
-    whole = _placement(cargo, [fixed.get(c.name, Delivery.RESIDENT) for c in cargo], small_bytes, RING_SLOTS)
+        cache_bytes = cache_most_bytes(whole.cached) // _CACHED_SHARE
+        return _within_host(_cached(whole, max(0, cache_bytes - whole.cache_bytes)), host_bytes)
     if whole.device_bytes <= device_bytes:
-        return _within_host(whole, host_bytes)
-    needs = []
+        return _within_host(_cached(whole, device_bytes - whole.device_bytes), host_bytes)
+    needs: list[int] = []
+    for units in (apart, together) if len(apart) > len(together) else (together,):
+        found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs)
+        if found is not None:
+            return found
+    raise BudgetError(
+        f"the weights need at least {min(needs)} bytes of device memory, and {device_bytes} are left for them: "
+        f"{small_bytes} bytes are norms and the like, which stay, and the largest module of "
+        f"{max(c.nbytes for c in apart)} "
+        "bytes must fit, with room to read the next one meanwhile. Give device_memory a larger size."
+    )
+
+
+def _squeezed(
+    cargo: Sequence[Cargo],
+    fixed: Mapping[str, Delivery],
+    small_bytes: int,
+    device_bytes: int,
+    host_bytes: int,
+    needs: list[int],
+) -> Placement | None:
+    """``cargo`` with as little as possible read for every forward; ``None`` when it needs more: ``needs`` says what."""
     for slots in (RING_SLOTS, RING_SLOTS_LEAST):
         least = [_least(cargo, fixed, small_bytes, host_bytes, slots, limit) for limit in _slot_limits(cargo, fixed)]
         needs += [placement.device_bytes for placement in least]
@@ -183,19 +256,14 @@ def place(
             if placement.device_bytes <= device_bytes
         ]
         if filled:
-            return min(filled, key=lambda placement: placement.pass_bytes)
-    raise BudgetError(
-        f"the weights need at least {min(needs)} bytes of device memory, and {device_bytes} are left for them: "
-        f"{small_bytes} bytes are norms and the like, which stay, and the largest module of "
-        f"{max(c.nbytes for c in cargo)} "
-        "bytes must fit, with room to read the next one meanwhile. Give device_memory a larger size."
-    )
+            return min(filled, key=lambda placement: (placement.pass_bytes, placement.missed_bytes))
+    return None
 
 
 def _slot_limits(cargo: Sequence[Cargo], fixed: Mapping[str, Delivery]) -> list[int]:
     """How large a slot of the ring may be: no ring (0), or as large as one of the units."""
     ringed = [c.ring_bytes for c in cargo if c.name in fixed and fixed[c.name].rings]
-    free = {c.ring_bytes for c in cargo if c.name not in fixed and not c.rows}
+    free = {c.ring_bytes for c in cargo if c.name not in fixed and not c.rows and not c.experts}
     return sorted(size for size in {0, *free, *ringed} if size >= max(ringed, default=0))
 
 
@@ -205,45 +273,82 @@ def _least(
     """As little device memory as can be with slots of at most ``limit`` bytes: what is larger goes to host memory if it
     fits there, else it must be resident.
     """
-    chosen = [fixed.get(c.name, Delivery.ROWS if c.rows else Delivery.STREAM) for c in cargo]
+    chosen = [fixed.get(c.name, _away(c)) for c in cargo]
     left_bytes = host_bytes - sum(c.nbytes for c, d in zip(cargo, chosen, strict=True) if d.on_host)
     for at in sorted(range(len(cargo)), key=lambda at: -cargo[at].nbytes):
-        if cargo[at].name not in fixed and not cargo[at].rows and cargo[at].ring_bytes > limit:
+        if cargo[at].name not in fixed and chosen[at] is Delivery.STREAM and cargo[at].ring_bytes > limit:
             chosen[at] = Delivery.MAPPED if cargo[at].nbytes <= left_bytes else Delivery.RESIDENT
             left_bytes -= cargo[at].nbytes if chosen[at] is Delivery.MAPPED else 0
     return _within_host(_placement(cargo, chosen, small_bytes, slots), host_bytes)
 
 
+def _away(cargo: Cargo) -> Delivery:
+    """What takes the least memory."""
+    return Delivery.ROWS if cargo.rows else Delivery.EXPERTS if cargo.experts else Delivery.STREAM
+
+
 def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int, host_bytes: int) -> Placement:
-    """What is streamed or read by rows comes up while there is room: to device memory, else to host memory. The ring
-    stays as it is, so that room is counted once.
+    """What is streamed, cached or read by rows comes up while there is room: to device memory, else to host memory. The
+    ring stays as it is, so that room is counted once. Experts come last, and what is left is their cache's: of a layer
+    everything else is used for every token. Rows of embeddings cost next to nothing.
     """
     cargo, chosen = placement.cargo, list(placement.deliveries)
     device_left, host_left = device_bytes - placement.device_bytes, host_bytes - placement.host_bytes
-    for at in sorted(range(len(cargo)), key=lambda at: (cargo[at].rows, -cargo[at].nbytes)):
-        if cargo[at].name in fixed or chosen[at] not in (Delivery.STREAM, Delivery.ROWS):
+    for at in sorted(range(len(cargo)), key=lambda at: (cargo[at].experts > 0, -cargo[at].nbytes)):
+        if cargo[at].name in fixed or chosen[at] not in (Delivery.STREAM, Delivery.EXPERTS):
             continue
-        if cargo[at].nbytes <= device_left:
+        if cargo[at].nbytes <= device_left and not cargo[at].experts:
             chosen[at] = Delivery.RESIDENT
             device_left -= cargo[at].nbytes
-        elif cargo[at].nbytes <= host_left and not cargo[at].rows:
+        elif cargo[at].nbytes <= host_left:
             chosen[at] = Delivery.MAPPED
             host_left -= cargo[at].nbytes
-    return _placement(cargo, _spread(cargo, chosen, fixed), placement.small_bytes, placement.ring_slots)
+    spread = _spread(cargo, chosen, fixed)
+    filled = _placement(cargo, spread, placement.small_bytes, placement.ring_slots)
+    filled = _cached(filled, device_bytes - filled.device_bytes)
+    device_left = device_bytes - filled.device_bytes
+    for at in sorted(range(len(cargo)), key=lambda at: -cargo[at].nbytes):
+        if spread[at] is Delivery.ROWS and cargo[at].name not in fixed and cargo[at].nbytes <= device_left:
+            spread[at] = Delivery.RESIDENT
+            device_left -= cargo[at].nbytes
+    return replace(filled, deliveries=tuple(spread))
 
 
-def _ruled(cargo: Sequence[Cargo], rules: tuple[Rule, ...]) -> dict[str, Delivery]:
+def _cached(placement: Placement, more_bytes: int) -> Placement:
+    """The same with a cache of experts that is larger by at most so much."""
+    most_bytes = cache_most_bytes(placement.cached)
+    return replace(placement, cache_bytes=min(most_bytes, placement.cache_bytes + more_bytes))
+
+
+def _ruled(cargo: Sequence[Cargo], rules: tuple[Rule, ...]) -> tuple[list[Cargo], list[Cargo], dict[str, Delivery]]:
+    """What the rules say of which unit. Experts are a unit of their own where another rule decides about them than
+    about their layer, at first, and in the second list wherever no rule decides.
+    """
     fixed: dict[str, Delivery] = {}
     for rule in rules:
-        names = [c.name for c in cargo if rule.matches(c)]
+        known = [c for whole in cargo for c in (whole, *whole.apart)]
+        names = [c.name for c in known if rule.matches(c)]
         if not names:
             raise ConfigError(
                 f"The rule {rule.text!r} for weights matches no module of this model. It has: "
-                f"{', '.join(_abridged([c.name for c in cargo]))}."
+                f"{', '.join(_abridged([c.name for c in known]))}."
             )
         for name in names:
             fixed.setdefault(name, rule.delivery)
-    return fixed
+    deciding = {c.name: _deciding(c, rules) for whole in cargo for c in (whole, *whole.apart)}
+    together: list[Cargo] = []
+    apart: list[Cargo] = []
+    for whole in cargo:
+        parts = [part for part in whole.apart if deciding[part.name] is not deciding[whole.name]]
+        together += [whole.without(parts), *parts] if parts else [whole]
+        if deciding[whole.name] is None:
+            parts = list(whole.apart)
+        apart += [whole.without(parts), *parts] if parts else [whole]
+    return together, apart, fixed
+
+
+def _deciding(cargo: Cargo, rules: tuple[Rule, ...]) -> Rule | None:
+    return next((rule for rule in rules if rule.matches(cargo)), None)
 
 
 def _abridged(names: list[str]) -> list[str]:
@@ -253,10 +358,10 @@ def _abridged(names: list[str]) -> list[str]:
 def _spread(cargo: Sequence[Cargo], chosen: list[Delivery], fixed: Mapping[str, Delivery]) -> list[Delivery]:
     """The same deliveries among equal layers, evenly mixed."""
     spread = list(chosen)
-    by_size: dict[tuple[int, int], list[int]] = {}
+    by_size: dict[tuple[int, int, int], list[int]] = {}
     for at, c in enumerate(cargo):
         if c.layer >= 0 and c.name not in fixed:
-            by_size.setdefault((c.nbytes, c.pieces), []).append(at)
+            by_size.setdefault((c.nbytes, c.pieces, c.experts), []).append(at)
     for places in by_size.values():
         streamed = sum(chosen[at] is Delivery.STREAM for at in places)
         others = [chosen[at] for at in places if chosen[at] is not Delivery.STREAM]
@@ -267,8 +372,11 @@ def _spread(cargo: Sequence[Cargo], chosen: list[Delivery], fixed: Mapping[str, 
 
 
 def _placement(cargo: Sequence[Cargo], chosen: Sequence[Delivery], small_bytes: int, slots: int) -> Placement:
+    """With the smallest cache that works."""
     ringed = any(delivery.rings for delivery in chosen)
-    return Placement(tuple(cargo), tuple(chosen), slots if ringed else 0, small_bytes)
+    cached = [c for c, d in zip(cargo, chosen, strict=True) if d is Delivery.EXPERTS]
+    least_bytes = cache_least_bytes(cached)
+    return Placement(tuple(cargo), tuple(chosen), slots if ringed else 0, small_bytes, least_bytes)
 
 
 def _within_host(placement: Placement, host_bytes: int) -> Placement:

@@ -1,11 +1,13 @@
 """Bytes of files into memory, by several threads.
 
-Owns the threads and their queue. Reads go past the page cache where place, length and memory are in whole pages. Every
-read that was asked for ends: done, or failed with the reason.
+Owns the threads and their queue. Reads go past the page cache: into place where place, length and memory are in whole
+pages, through a page-aligned buffer of the thread where they are long. Every read that was asked for ends: done, or
+failed with the reason.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import threading
@@ -23,6 +25,8 @@ __all__ = ["Read", "Readers", "Ticket"]
 READ_BYTES: Final = 1 << 20
 """Per system call: from here on a disk gains nothing, and several threads still share a module evenly."""
 THREADS: Final = 4
+_BUFFERED_BYTES: Final = 64 << 10
+"""Shorter reads, as of an embedding's rows, are left to the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,11 @@ class Readers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        buffer = _Buffer()
         while (work := self._queue.get()) is not None:
             read, ticket = work
             try:
-                _fill(read)
+                _fill(read, buffer)
             except Exception as error:  # noqa: BLE001  # a thread's outermost frame: whoever waits is told
                 ticket.ended(error)
             else:
@@ -124,12 +129,35 @@ def _parts(read: Read) -> list[Read]:
     ]
 
 
-def _fill(read: Read) -> None:
+class _Buffer:
+    """For the longest read, with the pages around it. It takes memory when it is used first."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def taken(self, nbytes: int) -> memoryview:
+        assert nbytes <= READ_BYTES + 2 * PAGE_BYTES
+        self._memory = self._memory or mmap.mmap(-1, READ_BYTES + 2 * PAGE_BYTES)
+        return memoryview(self._memory)[:nbytes]
+
+
+def _copy(source: memoryview, into: memoryview) -> None:
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # others compute meanwhile
+
+
+def _fill(read: Read, buffer: _Buffer) -> None:
     if isinstance(read.source, memoryview):
-        read.into[:] = read.source[read.offset : read.offset + read.into.nbytes]
+        _copy(read.source[read.offset : read.offset + read.into.nbytes], read.into)
         return
     address = int(np.frombuffer(read.into, np.uint8).__array_interface__["data"][0])
     whole_pages = not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or address % PAGE_BYTES)
+    if read.source.direct >= 0 and not whole_pages and read.into.nbytes >= _BUFFERED_BYTES:
+        begin = read.offset // PAGE_BYTES * PAGE_BYTES
+        end = -(-(read.offset + read.into.nbytes) // PAGE_BYTES) * PAGE_BYTES
+        around = buffer.taken(end - begin)
+        _fill(Read(read.source, begin, around), buffer)
+        _copy(around[read.offset - begin :][: read.into.nbytes], read.into)
+        return
     fd = read.source.direct if whole_pages and read.source.direct >= 0 else read.source.fd
     done = 0
     while done < read.into.nbytes:

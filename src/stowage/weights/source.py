@@ -1,7 +1,7 @@
 """`WeightSource`: gives each module its parameters when its forward begins, and takes them back when it ends.
 
-Owns the hooks on a model's units and everything behind them: ring, readers, files. While a parameter is away, every
-element of it reads as NaN: what computes with it by mistake is wrong for all to see, and never a little.
+Owns the hooks on a model's units and everything behind them: ring, cache of experts, readers, files. While a parameter
+is away, every element of it reads as NaN: what computes with it by mistake is wrong for all to see, and never a little.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.checkpoint import Checkpoint, File
+from stowage.weights.experts import ExpertCache, Stacks, chosen
 from stowage.weights.holds import Home, SlotLayout, layout, memory_of
 from stowage.weights.image import Image
 from stowage.weights.placement import Delivery, Placement
@@ -79,7 +80,18 @@ class WeightSource:
                 self._readers,
                 TIMEOUT_S,
             )
-        numbers = {id(load): number for number, load in enumerate(ringed)}
+        self._experts: ExpertCache | None = None
+        cached = [load for load in loads if load.delivery is Delivery.EXPERTS]
+        if cached:
+            stacks = [
+                Stacks(c.unit.experts, [c.unit.parameters[n] for n in c.homes], list(c.homes.values())) for c in cached
+            ]
+            try:
+                self._experts = ExpertCache(stacks, placement.cache_bytes, self._readers, TIMEOUT_S)
+            except BaseException:
+                self._readers.close()
+                raise
+        numbers = {id(load): number for of_kind in (ringed, cached) for number, load in enumerate(of_kind)}
         for load in loads:
             self._hook(load, numbers.get(id(load), -1))
         if any(load.delivery is not Delivery.RESIDENT for load in loads):
@@ -92,15 +104,22 @@ class WeightSource:
         return self._ring.nbytes if self._ring is not None else 0
 
     @property
+    def cache_bytes(self) -> int:
+        """Device memory that the cache of experts takes."""
+        return self._experts.nbytes if self._experts is not None else 0
+
+    @property
     def image_bytes(self) -> int:
         """Disk that weights take in another form than the checkpoint's."""
         return self._image.nbytes if self._image is not None else 0
 
     def stats(self) -> dict[str, float]:
         """Bytes by delivery, and what was done since the start: ``passes`` of the whole model in ``forward_s``, of
-        which they waited ``stall_s`` for weights; ``read_bytes`` from disk or host memory. Cheap.
+        which they waited ``stall_s`` for weights; ``read_bytes`` from disk or host memory; how often an expert was in
+        the cache, or not. Cheap.
         """
-        ring, placement = self._ring, self.placement
+        ring, experts, placement = self._ring, self._experts, self.placement
+        reading = [part for part in (ring, experts) if part is not None]
         return {
             **{f"{delivery.value}_bytes": placement.nbytes(delivery) for delivery in Delivery},
             "small_bytes": placement.small_bytes,
@@ -108,25 +127,32 @@ class WeightSource:
             "image_bytes": self.image_bytes,
             "pass_bytes": placement.pass_bytes,
             "passes": self._passes,
-            "read_bytes": self._row_bytes + (ring.read_bytes if ring is not None else 0),
-            "stall_s": ring.stall_s if ring is not None else 0.0,
+            "read_bytes": self._row_bytes + sum(part.read_bytes for part in reading),
+            "stall_s": sum(part.stall_s for part in reading),
+            "cache_bytes": self.cache_bytes,
+            "cache_experts": experts.frames if experts is not None else 0,
+            "expert_hits": experts.hits if experts is not None else 0,
+            "expert_misses": experts.misses if experts is not None else 0,
+            "expert_read_bytes": experts.read_bytes if experts is not None else 0,
             "forward_s": self._forward_s,
         }
 
     @torch.no_grad()
     def prove(self) -> None:
-        """Compute one token: every module must have got its weights, and the order in which they ask is learned.
+        """Compute one token, and some more where experts are cached: every module must have got its weights, and the
+        order in which they ask is learned.
 
         Raises UnsupportedModelError when a weight was used that was away.
         """
-        self._order = []
-        out = self._model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=False)
-        if bool(torch.isnan(out.logits).any()):
-            raise UnsupportedModelError(
-                f"a model of type {getattr(self._model.config, 'model_type', '?')!r} uses weights outside of the "
-                "modules "
-                "that they belong to (or computes NaN by itself), so they cannot be delivered: give it more memory."
-            )
+        for tokens in (1, 5) if self._experts is not None else (1,):
+            self._order = []
+            out = self._model(input_ids=torch.arange(tokens)[None], use_cache=False)
+            if bool(torch.isnan(out.logits).any()):
+                raise UnsupportedModelError(
+                    f"a model of type {getattr(self._model.config, 'model_type', '?')!r} uses weights outside of the "
+                    "modules that they belong to (or experts that its router did not choose, or computes NaN by "
+                    "itself), so they cannot be delivered: give it more memory."
+                )
 
     def close(self) -> None:
         """Stop delivering. The model cannot be used any more, unless everything was resident. May be called twice."""
@@ -138,6 +164,8 @@ class WeightSource:
         ended = self._readers.close()
         if self._ring is not None and ended:
             self._ring.close()
+        if self._experts is not None:
+            self._experts.close(ended)
         self._checkpoint.close()
         if self._image is not None:
             self._image.close()
@@ -146,6 +174,8 @@ class WeightSource:
         """Invariants, between forwards."""
         if self._ring is not None:
             self._ring.check()
+        if self._experts is not None:
+            self._experts.check()
         for stream in self._streams:
             assert all(p.data_ptr() == a.data_ptr() for p, a in zip(stream.parameters, stream.away, strict=True))
 
@@ -174,6 +204,8 @@ class WeightSource:
 
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(after, always_call=True))
+        elif load.delivery is Delivery.EXPERTS:
+            self._hook_experts(load, number)
         elif load.delivery is Delivery.MAPPED:
             files = _files(load.homes.values())
             for name, home in load.homes.items():
@@ -184,6 +216,21 @@ class WeightSource:
                     file.check()
 
             self._handles.append(module.register_forward_pre_hook(unchanged))
+
+    def _hook_experts(self, load: Load, number: int) -> None:
+        files, cache = _files(load.homes.values()), self._experts
+        assert cache is not None
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for file in files:
+                file.check()
+            cache.take(number, chosen(args, kwargs))
+
+        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+            cache.give_back(number)
+
+        self._handles.append(load.unit.module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(load.unit.module.register_forward_hook(after, always_call=True))
 
     def _rows_hook(self, rows: _Rows) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

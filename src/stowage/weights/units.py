@@ -1,19 +1,25 @@
 """Which modules of a model get their weights together, when their forward begins: its layers, and large single modules.
 
-Owns the division: every parameter belongs to one unit, or is small and stays in memory.
+Owns the division: every parameter belongs to one unit, or is small and stays in memory. Of a layer's parameters, those
+that its experts have stacked can be a unit of their own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import inspect
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["SMALL_BYTES", "Unit", "divide", "looks_up"]
+from stowage.weights import frames
+from stowage.weights.checkpoint import PAGE_BYTES
+
+__all__ = ["SMALL_BYTES", "Unit", "arranged", "divide", "looks_up"]
 
 SMALL_BYTES = 16 << 10
 """Norms and biases: reading them by themselves costs more than keeping them."""
@@ -24,13 +30,16 @@ LEAF_BYTES = 64 << 10
 @dataclass(slots=True)
 class Unit:
     """``parameters``: those of ``module`` that are not small, by their name in the model. ``rows``: an embedding, of
-    which a forward needs the rows of its tokens and no others.
+    which a forward needs the rows of its tokens and no others. ``experts``: how many are stacked in each parameter, 0
+    for what is not a layer's experts. ``apart``: the experts of this unit, whose parameters are also its own.
     """
 
     name: str
     module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     rows: bool = False
+    experts: int = 0
+    apart: list[Unit] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +57,25 @@ def divide(model: Any) -> list[Unit]:
         if unit.rows:
             names = [name for name in unit.parameters if id(_named(model, tied.get(name, name))) not in whole]
             unit.parameters = {name: unit.parameters[name] for name in names}
+    owners = Counter(id(p) for unit in units for p in unit.parameters.values())
+    places = sum(part.experts * len(part.parameters) for unit in units for part in unit.apart)
+    possible = frames.supported() and places <= frames.places_most()
+    for unit in units:
+        unit.apart = [
+            part for part in unit.apart if possible and all(owners[id(p)] == 1 for p in part.parameters.values())
+        ]
     return [unit for unit in units if unit.parameters]
+
+
+def arranged(units: list[Unit], names: Collection[str]) -> list[Unit]:
+    """The same, with the experts that are called by one of ``names`` as units of their own, after their layer's."""
+    found = []
+    for unit in units:
+        parts = [part for part in unit.apart if part.name in names]
+        away = {name for part in parts for name in part.parameters}
+        left = {name: parameter for name, parameter in unit.parameters.items() if name not in away}
+        found += [Unit(unit.name, unit.module, left, unit.rows, unit.experts), *parts] if parts else [unit]
+    return found
 
 
 def _named(model: Any, name: str) -> Any:
@@ -77,7 +104,30 @@ def _unit(name: str, module: nn.Module) -> Unit:
     for own, parameter in module.named_parameters():
         if parameter.numel() * parameter.element_size() > SMALL_BYTES:
             unit.parameters[f"{name}.{own}"] = parameter
+    for own, part in module.named_modules():
+        experts = _experts(f"{name}.{own}", part, unit) if own else None
+        if experts is not None:
+            unit.apart.append(experts)
     return unit
+
+
+def _experts(name: str, module: nn.Module, unit: Unit) -> Unit | None:
+    """``module`` as a unit if it is experts: parameters of three dimensions, of which the first counts experts, and a
+    forward that takes hidden states, which experts are chosen, and by how much. ``WeightSource.prove`` sees whether it
+    computes with these only.
+    """
+    own = {f"{name}.{own}": p for own, p in module.named_parameters(recurse=False) if p.dim() == 3 and len(p) > 1}
+    stacked = {name: p for name, p in own.items() if name in unit.parameters and _in_pages(p)}
+    taken = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not stacked or len(taken) < 3 or len({len(p) for p in stacked.values()}) > 1:
+        return None
+    return Unit(name, module, stacked, experts=len(next(iter(stacked.values()))))
+
+
+def _in_pages(stack: nn.Parameter) -> bool:
+    """Whether each expert takes whole pages, and has some of its own wherever the first begins."""
+    expert_bytes = stack[0].numel() * stack.element_size()
+    return expert_bytes % PAGE_BYTES == 0 and expert_bytes > PAGE_BYTES
 
 
 def looks_up(module: nn.Embedding) -> bool:

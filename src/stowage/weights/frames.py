@@ -1,0 +1,115 @@
+"""Memory of a fixed size that is shown at changing addresses of tensors that are larger than it.
+
+Owns a file in memory, cut into frames, and the mapping of frames into spans of addresses: a place of a span shows a
+frame, or it is away. What is away reads as NaN, whatever the type (all bits are set), and cannot be written to. Only
+the frames take memory, so their number is a hard limit; showing one elsewhere copies nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Final
+
+import numpy as np
+
+from stowage.errors import StorageError
+from stowage.weights.checkpoint import PAGE_BYTES
+
+__all__ = ["Frames", "Span", "places_most", "supported"]
+
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_PLACES_SHARE: Final = 0.8
+"""Of the mappings that a process may have; the rest is for everything else."""
+
+
+def supported() -> bool:
+    """Whether this system has what frames are made of."""
+    return hasattr(os, "memfd_create")
+
+
+def places_most() -> int:
+    """How many places the system allows a process, about."""
+    try:
+        with open("/proc/sys/vm/max_map_count", encoding="ascii") as limit:
+            return int(int(limit.read()) * _PLACES_SHARE)
+    except (OSError, ValueError):
+        return int(65_530 * _PLACES_SHARE)
+
+
+class Span:
+    """``nbytes`` of addresses that take no memory until they show something. They live as long as ``memory`` does."""
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self.memory = mmap.mmap(-1, nbytes, flags=flags)
+        self.address = int(np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0])
+
+
+class Frames:
+    """``count`` of ``frame_bytes``, a multiple of a page."""
+
+    def __init__(self, count: int, frame_bytes: int) -> None:
+        assert frame_bytes % PAGE_BYTES == 0
+        self.count, self.frame_bytes = count, frame_bytes
+        self._mmap = _system_mmap()
+        self._frames = self._away = -1
+        try:
+            self._frames = os.memfd_create("stowage-experts", os.MFD_CLOEXEC)
+            os.ftruncate(self._frames, count * frame_bytes)
+            self._away = os.memfd_create("stowage-away", os.MFD_CLOEXEC)
+            _write_all(self._away, b"\xff" * frame_bytes)
+        except OSError as error:
+            self.close()
+            raise StorageError(f"no memory for a cache of experts: {error.strerror}.") from error
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that the frames take at the moment."""
+        return os.fstat(self._frames).st_blocks * 512
+
+    def show(self, span: Span, offset: int, length: int, frame: int, within: int) -> None:
+        """From ``offset`` on, ``span`` shows ``length`` bytes of ``frame``, from ``within`` on. Raises StorageError."""
+        assert 0 <= frame < self.count
+        assert within + length <= self.frame_bytes
+        self._map(
+            span, offset, length, mmap.PROT_READ | mmap.PROT_WRITE, self._frames, frame * self.frame_bytes + within
+        )
+
+    def hide(self, span: Span, offset: int, length: int) -> None:
+        """From ``offset`` on, ``length`` bytes of ``span`` are away. Raises StorageError."""
+        assert length <= self.frame_bytes
+        self._map(span, offset, length, mmap.PROT_READ, self._away, 0)
+
+    def close(self) -> None:
+        """What spans show stays until they end. May be called twice."""
+        for fd in (self._frames, self._away):
+            if fd >= 0:
+                os.close(fd)
+        self._frames = self._away = -1
+
+    def _map(self, span: Span, offset: int, length: int, access: int, fd: int, begin: int) -> None:
+        assert not (offset % PAGE_BYTES or length % PAGE_BYTES or begin % PAGE_BYTES)
+        assert 0 <= offset <= offset + length <= len(span.memory)
+        address = span.address + offset
+        if self._mmap(address, length, access, mmap.MAP_SHARED | _MAP_FIXED, fd, begin) != address:
+            reason = os.strerror(ctypes.get_errno())
+            raise StorageError(
+                f"an expert could not be mapped ({reason}). The limit of mappings is sysctl vm.max_map_count: raise it "
+                "or stream whole layers: --weights 'model.layers.*=stream'."
+            )
+
+
+def _system_mmap() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    function.restype = ctypes.c_void_p
+    return function
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(fd, content[done:], done)

@@ -1,0 +1,185 @@
+"""The cache of experts by itself: right bytes or NaN at every place, memory within its frames, what leaves first."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from stowage.errors import StorageError
+from stowage.weights import reading
+from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
+from stowage.weights.experts import ExpertCache, Stacks
+from stowage.weights.holds import Home
+from stowage.weights.reading import Read, Readers
+from stowage.weights.uses import Uses
+
+LAYERS, EXPERTS = 3, 5
+UP, DOWN = (EXPERTS, 2 * PAGE_BYTES // 32, 8), (EXPERTS, 8, 3 * PAGE_BYTES // 32)
+"""Of two pages and of three for each expert."""
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[File]:
+    path = tmp_path_factory.mktemp("experts") / "table"
+    values = np.random.default_rng(0).random(LAYERS * EXPERTS * 5 * PAGE_BYTES // 4 + 5000, np.float32)
+    path.write_bytes(values.tobytes())
+    file = File.open(path)
+    yield file
+    file.close()
+
+
+def cache_of(
+    table: File, frames: int, phase: int, kinds: str, timeout_s: float = 60.0
+) -> tuple[ExpertCache, Readers, list[list[nn.Parameter]], list[list[Tensor]]]:
+    """``kinds``: where a layer's parameters lie: one after the other in the file, in two pieces of it, or in memory."""
+    truth, layers, at = [], [], phase
+    raw = torch.from_numpy(np.fromfile(table.path, np.uint8))
+    for layer in range(LAYERS):
+        homes, values, kind = [], [], kinds[layer % len(kinds)]
+        for shape in (UP, DOWN):
+            nbytes = 4 * int(np.prod(shape))
+            value = raw[at : at + nbytes].clone().view(torch.float32).view(shape)
+            half = nbytes // 2 + 1024
+            pieces = (Segment(table, at, half), Segment(table, at + half, nbytes - half))
+            whole = (Segment(table, at, nbytes),)
+            host = value.clone() if kind == "h" else None
+            segments = {"f": whole, "p": pieces, "h": ()}[kind]
+            homes.append(Home(shape, torch.float32, segments, host, at % 64 if kind == "f" else phase % 64))
+            values.append(value)
+            at += nbytes
+        truth.append(values)
+        layers.append(Stacks(EXPERTS, [nn.Parameter(torch.empty(1), requires_grad=False) for _ in homes], homes))
+    readers = Readers()
+    edges = sum(PAGE_BYTES * (EXPERTS + 1) for home in homes for _ in range(LAYERS)) if phase else 0
+    frame_bytes = (5 - 2 * bool(phase)) * PAGE_BYTES
+    cache_bytes = (frames + 1) * frame_bytes + edges
+    cache = ExpertCache(layers, cache_bytes, readers, timeout_s)
+    assert cache.frames == frames
+    assert cache.nbytes <= cache_bytes
+    return cache, readers, [list(layer.parameters) for layer in layers], truth
+
+
+Forwards = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.sets(st.integers(0, EXPERTS + 1))), max_size=15)
+
+
+@settings(max_examples=25)
+@given(Forwards, st.integers(EXPERTS, LAYERS * EXPERTS), st.sampled_from([0, 8, 4040]), st.sampled_from(["f", "fph"]))
+def test_what_is_chosen_is_there_and_what_is_away_is_nan(
+    table: File, forwards: list[tuple[int, set[int]]], frames: int, phase: int, kinds: str
+) -> None:
+    cache, readers, parameters, truth = cache_of(table, frames, phase, kinds)
+    for layer, experts in forwards:
+        cache.take(layer, torch.tensor(sorted(experts), dtype=torch.int64)[None])
+        for parameter, values in zip(parameters[layer], truth[layer], strict=True):
+            for expert in experts & set(range(EXPERTS)):
+                assert torch.equal(parameter[expert], values[expert])
+        cache.give_back(layer)
+        cache.give_back(layer)
+        cache.check()
+    there = 0
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            here = [torch.equal(p[expert], v[expert]) for p, v in zip(parameters[layer], truth[layer], strict=True)]
+            away = [bool(p[expert].isnan().any()) for p in parameters[layer]]
+            assert here == [not gone for gone in away]
+            assert len(set(here)) == 1
+            there += here[0]
+    assert there <= frames
+    assert cache._frames.used_bytes <= frames * cache._frames.frame_bytes
+    assert readers.close()
+    cache.close(ended=True)
+    assert all(bool(p.isnan().any()) for layer in parameters for p in layer), "all are away"
+
+
+def test_a_disk_that_fails_leaves_nothing_half_read(tmp_path: Path, table: File) -> None:
+    file = File.open(table.path)
+    cache, readers, parameters, truth = cache_of(file, 7, 0, "f")
+    cache.take(0, torch.tensor([[0, 1]]))
+    cache.give_back(0)
+    kept = os.dup(file.fd), os.dup(file.direct)
+    null = os.open(tmp_path, os.O_RDONLY)
+    for fd in (file.fd, file.direct):
+        os.dup2(null, fd)
+    for _ in range(3):
+        with pytest.raises(StorageError, match="could not be read"):
+            cache.take(1, torch.tensor([[0, 1, 2, 3, 4]]))
+        cache.give_back(1)
+        cache.check()
+    cache.take(0, torch.tensor([[0]]))  # what is there is there
+    assert torch.equal(parameters[0][0][0], truth[0][0][0])
+    cache.give_back(0)
+    for fd, good in zip((file.fd, file.direct), kept, strict=True):
+        os.dup2(good, fd)
+    for layer in range(LAYERS):
+        cache.take(layer, torch.arange(EXPERTS)[None])
+        assert all(torch.equal(p, v) for p, v in zip(parameters[layer], truth[layer], strict=True))
+        cache.give_back(layer)
+        cache.check()
+    assert readers.close()
+    file.close()
+
+
+def test_a_disk_that_hangs_has_a_deadline(table: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that may still be written to is given to nobody."""
+    answers = threading.Event()
+    fill = reading._fill
+
+    def hangs(read: Read, buffer: reading._Buffer) -> None:
+        answers.wait(60)
+        fill(read, buffer)
+
+    cache, readers, parameters, truth = cache_of(table, 5, 0, "f", timeout_s=0.05)
+    monkeypatch.setattr(reading, "_fill", hangs)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="within"):
+            cache.take(0, torch.tensor([[0, 1, 2]]))
+        cache.give_back(0)
+        with pytest.raises(StorageError, match="within"):
+            cache.take(1, torch.arange(EXPERTS)[None])
+        cache.give_back(1)
+        cache.check()
+        assert (cache._frame[0, :3] >= 0).all(), "they are still being written to"
+    answers.set()
+    cache._timeout_s = 60.0
+    for layer in (1, 0):
+        cache.take(layer, torch.arange(EXPERTS)[None])
+        assert all(torch.equal(p, v) for p, v in zip(parameters[layer], truth[layer], strict=True))
+        cache.give_back(layer)
+    assert readers.close()
+
+
+def test_a_scan_empties_no_cache(table: File) -> None:
+    """All experts of all layers again and again, as prompts have them: what fits stays."""
+    cache, readers, _, _ = cache_of(table, 10, 0, "f")
+    for _ in range(6):
+        before = cache.hits
+        for layer in range(LAYERS):
+            cache.take(layer, torch.arange(EXPERTS)[None])
+            cache.give_back(layer)
+    assert cache.hits - before >= 10 - EXPERTS
+    assert readers.close()
+
+
+def test_favourites_stay() -> None:
+    """An expert that every second token chooses is expected before one that was chosen once, in any layer."""
+    uses = Uses(4, 8)
+    for token in range(60):
+        for layer in range(4):
+            chosen = np.zeros(8, np.int64)
+            chosen[[0 if token % 2 else 1, 2 + token % 6]] = 1
+            uses.note(layer, chosen, 1)
+    layers, experts = np.divmod(np.arange(32), 8)
+    for now in range(4):
+        distances = uses.distances(layers, experts, now).reshape(4, 8)
+        assert distances[:, :2].max() < distances[:, 2:].min()
+        nearest = (now + 1) % 4
+        assert distances[nearest, 0] == distances[:, 0].min()
