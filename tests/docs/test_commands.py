@@ -7,6 +7,7 @@ that serves goes to the background until the page serves again or ends. `NOT_RUN
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -109,6 +110,8 @@ def test_every_command_of_a_page(
     shutil.copytree(ROOT / "docs" / "examples", place / "docs" / "examples")
     shutil.copytree(ROOT / "deploy", place / "deploy")
     (place / "doc.txt").write_text("The crew of each deck counts its crates twice. " * 20)
+    asked = [{"question": f"How many are {n} and 2?", "answer": f"{n} + 2 #### {n + 2}"} for n in range(8)]
+    (place / "gsm8k.jsonl").write_text("".join(json.dumps(item) + "\n" for item in asked))
     environment = (
         os.environ
         | credentials(s3.port)
