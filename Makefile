@@ -1,5 +1,6 @@
 # One command per job. `make` alone lists them. Nothing is needed beforehand but Python >= 3.11 (with venv) and make;
-# a C compiler is used for the default eviction policy, which is slower without, and where a package has no wheel.
+# a C compiler is used for the default eviction policy, the tables of keys and the engine's kernels, which are slower
+# without, and where a package has no wheel.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -16,6 +16,8 @@ NAMES = (
     "weights",
     "weights_moe",
     "capacity",
+    "engine",
+    "scale",
 )
 
 

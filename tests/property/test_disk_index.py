@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from stowage.format.segment import Records
-from stowage.tiers.disk.index import Index
+from stowage.format import segment
+from stowage.format.envelope import pack_fields
+from stowage.format.segment import PAGE_BYTES, Entries
+from stowage.tiers.disk.index import Columns, Index
 
 KEYS = [bytes([n]) * 32 for n in range(8)]
 EVENTS = st.lists(
@@ -22,6 +25,18 @@ EVENTS = st.lists(
 )
 
 
+def entries(keys: list[bytes], numbers: NDArray[np.int64]) -> Entries:
+    """As they come out of a footer; the numbers are masks, tenths of lengths, pages and digests."""
+    headers = [
+        pack_fields(key, bytes(32), n, n * 10) + 2 * n.to_bytes(8, "little")
+        for key, n in zip(keys, numbers.tolist(), strict=True)
+    ]
+    raw = b"".join(
+        header + (n * PAGE_BYTES).to_bytes(8, "little") for header, n in zip(headers, numbers.tolist(), strict=True)
+    )
+    return np.frombuffer(raw, segment._ENTRY)
+
+
 @given(EVENTS)
 def test_the_newest_record_that_is_left_is_found(events: list[tuple[object, ...]]) -> None:
     index = Index()
@@ -30,21 +45,12 @@ def test_the_newest_record_that_is_left_is_found(events: list[tuple[object, ...]
     number = 0
     for event in events:
         match event:
-            case ("insert", int(segment), list(names)):
+            case ("insert", int(owner), list(names)):
                 count = len(names)
                 numbers = np.arange(number + 1, number + 1 + count)
-                index.insert(
-                    segment,
-                    Records(
-                        [KEYS[name] for name in names],
-                        numbers.astype(np.uint64),
-                        numbers * 10,
-                        numbers * 4096,
-                        np.stack([numbers, numbers], axis=1).astype(np.uint64),
-                    ),
-                )
+                index.insert(owner, Columns.of(entries([KEYS[name] for name in names], numbers)))
                 for name, record in zip(names, numbers.tolist(), strict=True):
-                    model[name] = (segment, record)
+                    model[name] = (owner, record)
                 number += count
             case ("drop", list(names)):
                 index.drop([KEYS[name] for name in names])

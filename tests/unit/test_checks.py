@@ -12,15 +12,17 @@ import pytest
 
 from stowage.core.ledger import Ledger, State
 from stowage.core.policy import LRU
+from stowage.core.table.slots import Slots
 from stowage.core.trails import KEYS_MIN, Trails
 from tests.flow_setup import FULL, Setup, keys, masks
 
 
 class Books(Ledger):
-    """A ledger with slots in every state, and their numbers by name."""
+    """A ledger with slots in every state, and their numbers by name. Its map is in Python, to be damaged."""
 
     def __init__(self) -> None:
         super().__init__([12, 3])
+        self._map._slots = Slots(15)
         self.ready = self._store(1, 2)
         self.pinned_ready = self._store(3)
         self.pin(self.pinned_ready)
@@ -61,19 +63,19 @@ def swap_free_slots_of_two_classes(books: Books) -> None:
 
 
 def lead_two_keys_to_one_slot(books: Books) -> None:
-    books._map._slot_of[keys(1)[0]] = books._map._slot_of[keys(2)[0]]
+    books._map._slots._slot_of[keys(1)[0]] = books._map._slots._slot_of[keys(2)[0]]
 
 
 def swap_two_keys(books: Books) -> None:
-    slots = books._map._slot_of
+    slots = books._map._slots._slot_of
     slots[keys(1)[0]], slots[keys(2)[0]] = slots[keys(2)[0]], slots[keys(1)[0]]
 
 
 def let_a_replacement_be_ready(books: Books) -> None:
     """The map leads to the replacement, and the older chunk, which is ready, is kept as one."""
     key = keys(6)[0]
-    on_its_way, ready = books._map.replacements[key], books._map._slot_of[key]
-    books._map.replacements[key], books._map._slot_of[key] = ready, on_its_way
+    on_its_way, ready = books._map.replacements[key], books._map._slots._slot_of[key]
+    books._map.replacements[key], books._map._slots._slot_of[key] = ready, on_its_way
 
 
 def first_free(books: Books) -> np.ndarray:
@@ -97,7 +99,7 @@ LEDGER_DAMAGE: list[tuple[str, Callable[[Books], object]]] = [
     ("a chunk on its way can be looked up", lambda books: set_mask(books, books.reserved, 1)),
     ("a chunk on its way can be looked up", lambda books: set_mask(books, books.filled, 1)),
     ("two keys lead to one slot", lead_two_keys_to_one_slot),
-    ("map and states disagree", lambda books: books._map._slot_of.pop(keys(1)[0])),
+    ("map and states disagree", lambda books: books._map._slots._slot_of.pop(keys(1)[0])),
     ("a replacement is not on its way", let_a_replacement_be_ready),
     ("map and keys disagree", swap_two_keys),
     (

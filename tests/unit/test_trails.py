@@ -1,12 +1,15 @@
 """Trails: a shortcut that may never lead to another key's slot."""
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from stowage.core.geometry import IntArray
 from stowage.core.ledger import Ledger
+from stowage.core.table import make_slots
 from stowage.core.trails import KEYS_MIN, Trails
 
 N = KEYS_MIN * 4
@@ -168,21 +171,33 @@ def test_a_look_up_that_finds_little_leaves_the_trails_alone() -> None:
     ledger.check()
 
 
-class Probes(dict[bytes, int]):
-    """A map that counts how often it is asked."""
+class Probes:
+    """Slots that count how many keys they are asked for."""
 
-    count = 0
+    def __init__(self, slots: int) -> None:
+        self.slots = make_slots(slots)
+        self.count = 0
 
-    def get(self, key: bytes, default: int | None = None) -> int | None:  # type: ignore[override]
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.slots, name)
+
+    def find(self, keys: list[bytes], slots: IntArray) -> None:
+        self.count += len(keys)
+        self.slots.find(keys, slots)
+
+    def slot_of(self, key: bytes) -> int:
         self.count += 1
-        return super().get(key, default)
+        return self.slots.slot_of(key)
 
 
 def probed(ledger: Ledger, keys: list[bytes]) -> int:
     """How many probes a look-up takes. It must find what a probe per key finds."""
-    table = ledger._map._slot_of
+    table = ledger._map._slots
     assert isinstance(table, Probes)
-    expected = [dict.get(table, key, -1) for key in keys]
+    expected = [table.slots.slot_of(key) for key in keys]
     table.count = 0
     assert ledger.find(keys).tolist() == expected
     probes = table.count
@@ -192,7 +207,7 @@ def probed(ledger: Ledger, keys: list[bytes]) -> int:
 
 def counting(slots: int) -> Ledger:
     ledger = Ledger([slots])
-    ledger._map._slot_of = Probes()
+    ledger._map._slots = Probes(slots)  # type: ignore[assignment]
     return ledger
 
 

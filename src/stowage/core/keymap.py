@@ -13,14 +13,13 @@ but for replacements, which are rare, none loops over keys in Python.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from itertools import compress, repeat
 from typing import Final
 
 import numpy as np
 
 from stowage.core.geometry import BoolArray, IntArray
+from stowage.core.table import make_slots
 from stowage.core.trails import Trails
 
 __all__ = ["ABSENT", "KeyMap", "holds", "taken"]
@@ -43,17 +42,13 @@ def holds(which: BoolArray) -> bool:
     return 0 not in which.tobytes()
 
 
-def _exhaust(iterator: Iterable[object]) -> None:
-    deque(iterator, maxlen=0)
-
-
 class KeyMap:
     """See the module. `replacements`, key to slot, is to be read only: most of the time it is empty."""
 
-    __slots__ = ("_slot_of", "_trails", "replacements")
+    __slots__ = ("_slots", "_trails", "replacements")
 
     def __init__(self, slots: int) -> None:
-        self._slot_of: dict[bytes, int] = {}
+        self._slots = make_slots(slots)
         self._trails = Trails(slots)
         self.replacements: dict[bytes, int] = {}
 
@@ -66,7 +61,7 @@ class KeyMap:
 
     def slot_of(self, key: bytes | None) -> int:
         """The slot of one key, or ABSENT."""
-        return ABSENT if key is None else self._slot_of.get(key, ABSENT)
+        return ABSENT if key is None else self._slots.slot_of(key)
 
     def look_up(self, keys: list[bytes]) -> IntArray:
         """As `find`, but maybe a view of a trail, which nobody may change."""
@@ -76,7 +71,7 @@ class KeyMap:
         parts: list[IntArray] = []
         begin = 0
         while len(keys) - begin >= self._trails.keys_min:
-            first = self._slot_of.get(keys[begin], ABSENT)
+            first = self._slots.slot_of(keys[begin])
             followed = self._trails.follow(first, keys, begin) if first >= 0 else _NONE
             if not len(followed):
                 break
@@ -95,10 +90,12 @@ class KeyMap:
 
     def has_none(self, keys: list[bytes]) -> bool:
         """Whether all keys are absent. While there are replacements it is not looked into: False."""
-        return not self.replacements and self._slot_of.keys().isdisjoint(keys)
+        return not self.replacements and self._slots.has_none(keys)
 
     def _probe(self, keys: list[bytes]) -> IntArray:
-        return np.fromiter(map(self._slot_of.get, keys, _NOT_THERE), np.int64, len(keys))
+        slots = np.empty(len(keys), np.int64)
+        self._slots.find(keys, slots)
+        return slots
 
     def _learn(self, keys: list[bytes], slots: IntArray) -> None:
         """Keep the beginning that was found as a trail, if it is long enough to be one and repeats no key."""
@@ -112,21 +109,22 @@ class KeyMap:
 
     def add(self, keys: list[bytes], slots: IntArray) -> None:
         """The first keys, which are absent and distinct, get these slots."""
-        self._slot_of.update(zip(keys, slots.tolist(), strict=False))
+        self._slots.set(keys if len(slots) == len(keys) else keys[: len(slots)], slots)
 
     def add_or_replace(self, keys: list[bytes], slots: IntArray, all_new: bool) -> bool:
         """Each key gets its slot, as a replacement where it has one. `all_new`: none of them has.
 
         Whether each got its own: a repeated key keeps one slot, and the others lead nowhere.
         """
-        before = len(self._slot_of) + len(self.replacements)
+        before = len(self._slots) + len(self.replacements)
+        keys = keys if len(slots) == len(keys) else keys[: len(slots)]
         ready = None if all_new else self.find(keys) >= 0
         if ready is None or not ready.any():
-            self._slot_of.update(zip(keys, slots.tolist(), strict=False))
+            self._slots.set(keys, slots)
         else:
-            self._slot_of.update(zip(compress(keys, (~ready).tolist()), slots[~ready].tolist(), strict=True))
+            self._slots.set(list(compress(keys, (~ready).tolist())), slots[~ready])
             self.replacements.update(zip(compress(keys, ready.tolist()), slots[ready].tolist(), strict=True))
-        if len(self._slot_of) + len(self.replacements) - before < len(slots):
+        if len(self._slots) + len(self.replacements) - before < len(slots):
             return False
         if all_new:
             self._trails.add(keys, slots)
@@ -137,13 +135,14 @@ class KeyMap:
 
         There may be fewer: a key may have lost its older slot meanwhile.
         """
-        older = []
+        newer: dict[bytes, int] = {}
         for key, slot in zip(keys, slots.tolist(), strict=True):
             if self.replacements.get(key) == slot:
                 del self.replacements[key]
-                older.append(self._slot_of.get(key, ABSENT))
-                self._slot_of[key] = slot
-        replaced = np.array([slot for slot in older if slot >= 0], np.int64)
+                newer[key] = slot
+        changed = list(newer)
+        replaced = taken(self._probe(changed))
+        self._slots.set(changed, np.fromiter(newer.values(), np.int64, len(newer)))
         self._trails.cut(replaced)
         return replaced
 
@@ -160,14 +159,15 @@ class KeyMap:
     def forget(self, keys: list[bytes], slots: IntArray) -> None:
         """The keys, whose slots these are, become absent."""
         self._trails.cut(slots)
-        _exhaust(map(self._slot_of.pop, keys))
+        self._slots.drop(keys)
 
     def items(self) -> list[tuple[bytes, int]]:
         """Every key with its slot; replacements too."""
-        return [*self._slot_of.items(), *self.replacements.items()]
+        return [*self._slots.items(), *self.replacements.items()]
 
     def check(self) -> None:
         """Assert every invariant. Linear in the keys."""
+        self._slots.check()
         slots = [slot for _, slot in self.items()]
         assert len(set(slots)) == len(slots), "two keys lead to one slot"
         self._trails.check(self._probe)

@@ -13,6 +13,8 @@ the READY slots that nobody pins.
 Every method takes a batch and costs a few dictionary passes in C and a few array operations; none loops over keys in
 Python. Keys of one batch are in prompt order: when room is short the first keys get it, and of chunks used together the
 first is counted as used last, so that the head of a prefix outlives its tail.
+
+Long for a file, and one thing: states, pins, masks and parents of a slot change together, and `check` holds them all.
 """
 
 from __future__ import annotations

@@ -12,21 +12,18 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Final
 
 from stowage.errors import FormatError
 from stowage.format import segment
 from stowage.format.protection import Guard, Protection
-from stowage.format.segment import SegmentHeader, SegmentName
+from stowage.format.segment import PAGE_BYTES, SegmentHeader, SegmentName
 from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
-from stowage.tiers.disk.index import Index
+from stowage.tiers.disk.files import pages
+from stowage.tiers.disk.index import ROWS_AT_ONCE, Columns, Index
 from stowage.tiers.disk.survey import State, Survey, is_sealed, survey, survey_batches
 
 __all__ = ["Catalog", "Segment"]
-
-
-ROWS_AT_ONCE: Final = 1024
 
 
 @dataclass(slots=True)
@@ -44,6 +41,29 @@ class Segment:
     complete: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What lies in a segment; of each of its batches what can be read, and the number of other chunks.
+
+    The batches themselves are not in `found` any more.
+    """
+
+    found: Survey
+    columns: list[tuple[Columns, int]]
+
+
+class _Memory(threading.local):
+    """For one footer after the other, in each thread: pages that were never used before are slow."""
+
+    def __init__(self) -> None:
+        self._pages = pages(PAGE_BYTES)
+
+    def __call__(self, length: int) -> memoryview:
+        if length > self._pages.nbytes:
+            self._pages = pages(length)
+        return self._pages[:length]
+
+
 class Catalog:
     """Known segments by name and by number."""
 
@@ -51,6 +71,7 @@ class Catalog:
         self, directory: Directory, index: Index, namespace: bytes, protection: Protection, counters: Counters
     ) -> None:
         self._directory = directory
+        self._ahead = directory.system.ahead
         self._index = index
         self._namespace = namespace
         self._protection = protection
@@ -93,14 +114,21 @@ class Catalog:
             return known
 
     def index_batch(self, known: Segment, entries: segment.Entries) -> None:
-        """Chunks of our namespace that were found in a segment, or written to it."""
-        for start in range(0, len(entries), ROWS_AT_ONCE):  # look-ups wait for one insertion at most
-            some = entries[start : start + ROWS_AT_ONCE]
-            some = some[some["mask"] != 0]  # a scrub empties the entries of what it removes
-            records = segment.select(some, self._namespace, self._protection.method)
-            if len(records) < len(some):  # nobody writes such envelopes into a segment of this namespace and method
-                self._counters.add("corrupt", len(some) - len(records), segment=str(known.name))
-            self._index.insert(known.number, records)
+        """Chunks of our namespace that were written to a segment."""
+        self._index_columns(known, *self._columns(entries))
+
+    def _columns(self, entries: segment.Entries) -> tuple[Columns, int]:
+        """Those chunks that can be read, and the number of others. Any thread."""
+        voided = entries["mask"] == 0  # a scrub empties the entries of what it removes
+        if voided.any():
+            entries = entries[~voided]
+        ours = segment.fitting(entries, self._namespace, self._protection.method)
+        return Columns.of(ours), len(entries) - len(ours)
+
+    def _index_columns(self, known: Segment, columns: Columns, others: int, rows_at_once: int = ROWS_AT_ONCE) -> None:
+        if others:  # nobody writes such envelopes into a segment of this namespace and method
+            self._counters.add("corrupt", others, segment=str(known.name))
+        self._index.insert(known.number, columns, rows_at_once)
 
     def forget(self, name: SegmentName) -> None:
         """The segment is gone: so are its chunks."""
@@ -110,8 +138,11 @@ class Catalog:
                 del self._by_number[known.number]
                 self._counters.add("evicted", self._index.drop_segment(known.number))
 
-    def refresh(self) -> None:
-        """Finds new segments and new batches of live ones, drops what has vanished. Raises OSError."""
+    def refresh(self, rows_at_once: int = ROWS_AT_ONCE) -> None:
+        """Finds new segments and new batches of live ones, drops what has vanished. Raises OSError.
+
+        `rows_at_once`: see `Index.insert`. Many for an index that nobody looks into yet.
+        """
         entries = self._directory.entries()
         names = {entry.name for entry in entries if entry.name}
         self.bytes_used = sum(entry.bytes for entry in entries)
@@ -119,30 +150,39 @@ class Catalog:
         for gone in [name for name in self._by_name if name not in names]:
             self.forget(gone)
         self._damaged &= names
-        for entry in entries:
-            name = entry.name
-            if name is None:
-                continue
-            known = self._by_name.get(name)
-            if known is not None and known.complete:
-                continue
-            try:
-                self._follow(name, known)
-            except FileNotFoundError:
+        due = [(name, self._by_name.get(name)) for name in (entry.name for entry in entries) if name is not None]
+        due = [(name, known) for name, known in due if known is None or not known.complete]
+        look = partial(self._look, _Memory())
+        for (name, known), seen in zip(due, self._ahead(look, due), strict=True):
+            if isinstance(seen, FileNotFoundError):
                 self.forget(name)
-            except (OSError, FormatError):
+            elif isinstance(seen, Exception):
                 self._counters.add("read_errors", segment=str(name))
-
-    def _follow(self, name: SegmentName, known: Segment | None) -> None:
-        """Indexes a new segment, or what was added to a live one."""
-        with self._directory.open_segment(name) as file:
-            if known is None:
-                found = survey(file, name, self._directory.limit_bytes, partial(self._is_ours, name))
             else:
-                state = (
-                    State.SEALED if is_sealed(file, name) else State.OPEN
-                )  # asked before scanning: nothing is missed
-                found = survey_batches(file, name, Survey(state, end=known.end))
+                self._take(name, known, seen, rows_at_once)
+
+    def _look(
+        self, memory: _Memory, segment_known: tuple[SegmentName, Segment | None]
+    ) -> _Seen | OSError | FormatError:
+        """What is in a new segment, or was added to a live one. Any thread; changes nothing."""
+        name, known = segment_known
+        try:
+            with self._directory.open_segment(name) as file:
+                if known is None:
+                    found = survey(file, name, self._directory.limit_bytes, partial(self._is_ours, name), memory)
+                else:
+                    # Asked before scanning: nothing is missed.
+                    state = State.SEALED if is_sealed(file, name) else State.OPEN
+                    found = survey_batches(file, name, Survey(state, end=known.end))
+            columns = [self._columns(entries) for entries in found.batches]
+            found.batches.clear()
+            return _Seen(found, columns)
+        except (OSError, FormatError) as error:
+            return error
+
+    def _take(self, name: SegmentName, known: Segment | None, seen: _Seen, rows_at_once: int) -> None:
+        """Indexes it."""
+        found = seen.found
         if found.state is State.EMPTY:
             return  # in the making
         if found.state is State.UNUSABLE:
@@ -158,8 +198,8 @@ class Catalog:
                 self._counters.add("unreadable_segments", segment=str(name))
             known = self.add(name, guard=guard, complete=False, end=found.end)
         if known.guard is not None:
-            for entries in found.batches:
-                self.index_batch(known, entries)
+            for columns, others in seen.columns:
+                self._index_columns(known, columns, others, rows_at_once)
         known.end = found.end
         known.complete = found.state is State.SEALED
 

@@ -1,24 +1,31 @@
 """Where each chunk lies: key -> segment, offset, length, mask, checksum. In memory, batched, for any number of threads.
 
-A dict gives a key its row, columns hold the rest, so that a look-up of many keys is one pass in C and one numpy gather.
-The newest record of a key is the one in the dict; rows of older ones stay with their segment until it is dropped.
+Chunks are rows of `core.table`, owned by their segments; the newest record of a key is the one that is found. Nobody
+waits for long, however many chunks there are: the table has no pauses, and what concerns a whole segment is done in
+parts, between which others have their turn. A segment that is being dropped is found in part meanwhile.
 
-Invariants (`check`): a key's row holds that key and belongs to a segment; a row is free, or in exactly one segment.
+Invariants (`check`): those of the table; every segment with chunks has its extents, and no other has them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.format.segment import PAGE_BYTES, Records
+from stowage.core.table import EXTENT, make_rows
+from stowage.format.segment import PAGE_BYTES, Entries
 
-__all__ = ["Found", "Index"]
+__all__ = ["LENGTH_MAX", "ROWS_AT_ONCE", "Columns", "Found", "Index"]
+
+LENGTH_MAX: Final = (1 << 32) - 1
+"""Of a payload. Places are kept as 32 bits, of bytes and of pages."""
+ROWS_AT_ONCE: Final = 256
+_EXTENTS_AT_ONCE: Final = 512 // EXTENT
+_FIELDS: Final = np.dtype([("digest", "<u8", 2), ("mask", "<u8"), ("page", "<u4"), ("length", "<u4")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,146 +43,127 @@ class Found:
         return Found(self.segments[rows], self.offsets[rows], self.lengths[rows], self.masks[rows], self.digests[rows])
 
 
+def _found(segments: NDArray[np.int64], fields: NDArray[np.void]) -> Found:
+    offsets = fields["page"].astype(np.int64) * PAGE_BYTES
+    return Found(segments, offsets, fields["length"].astype(np.int64), fields["mask"].copy(), fields["digest"].copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Chunks of a segment as the index keeps them."""
+
+    keys: NDArray[np.void]
+    fields: NDArray[np.void]
+
+    @classmethod
+    def of(cls, entries: Entries) -> Columns:
+        """What lies too far back in a file, or is too long, is left out."""
+        fits = (entries["length"] <= LENGTH_MAX) & (entries["offset"] <= LENGTH_MAX * PAGE_BYTES)
+        if not fits.all():
+            entries = entries[fits]
+        fields = np.empty(len(entries), _FIELDS)
+        fields["digest"], fields["mask"], fields["length"] = entries["digest"], entries["mask"], entries["length"]
+        fields["page"] = entries["offset"] // np.uint64(PAGE_BYTES)
+        return cls(np.ascontiguousarray(entries["key"]), fields)
+
+
 class Index:
-    """Row 0 is the absent chunk: segment -1, mask 0. Memory: about 250 bytes per chunk."""
+    """Memory: 70 to 90 bytes per chunk, 250 where the table is not in C. What is dropped is kept for chunks to come."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._row_of: dict[bytes, int] = {}
-        self._key_of: list[bytes] = [b""]
-        self._free: list[int] = []
-        self._rows_of: dict[int, list[NDArray[np.int64]]] = {}
-        self._allocate(1024)
-        self._segment[0] = -1
-
-    def _allocate(self, rows: int) -> None:
-        self._segment = np.zeros(rows, np.int64)
-        self._offset = np.zeros(rows, np.int64)
-        self._length = np.zeros(rows, np.int64)
-        self._mask = np.zeros(rows, np.uint64)
-        self._digest = np.zeros((rows, 2), np.uint64)
-        self._hit = np.zeros(rows, np.bool_)
-
-    def _grow(self, rows: int) -> None:
-        """Room for that many rows more."""
-        used, need = len(self._key_of), len(self._key_of) + rows
-        if need <= len(self._mask):
-            return
-        old = (self._segment, self._offset, self._length, self._mask, self._digest, self._hit)
-        self._allocate(max(need, 2 * len(self._mask)))
-        new = (self._segment, self._offset, self._length, self._mask, self._digest, self._hit)
-        for column, before in zip(new, old, strict=True):
-            column[:used] = before[:used]
-
-    def _rows(self, keys: Sequence[bytes]) -> NDArray[np.int64]:
-        return np.fromiter(map(self._row_of.get, keys, repeat(0)), np.int64, len(keys))
+        self._rows = make_rows(_FIELDS.itemsize)
+        self._extents_of: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._rows)
 
-    def masks(self, keys: Sequence[bytes]) -> NDArray[np.uint64]:
+    def _find(self, keys: list[bytes]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        segments, fields = np.empty(len(keys), np.int64), np.empty(len(keys), _FIELDS)
+        with self._lock:
+            self._rows.find(keys, segments, fields)
+        return segments, fields
+
+    def masks(self, keys: list[bytes]) -> NDArray[np.uint64]:
         """The valid-block mask of each key, 0 where absent."""
-        with self._lock:
-            return self._mask[self._rows(keys)]
+        masks: NDArray[np.uint64] = self._find(keys)[1]["mask"].copy()
+        return masks
 
-    def find(self, keys: Sequence[bytes]) -> Found:
+    def find(self, keys: list[bytes]) -> Found:
         """Where each key's newest record lies."""
-        with self._lock:
-            return self._found(self._rows(keys))
+        return _found(*self._find(keys))
 
-    def _found(self, rows: NDArray[np.int64]) -> Found:
-        return Found(self._segment[rows], self._offset[rows], self._length[rows], self._mask[rows], self._digest[rows])
+    def insert(self, segment: int, columns: Columns, at_once: int = ROWS_AT_ONCE) -> None:
+        """Adds chunks of a segment, in the order of writing. They replace older ones of the same keys.
 
-    def insert(self, segment: int, records: Records) -> None:
-        """Adds records of a segment, in the order of writing. They replace older ones of the same keys."""
-        count = len(records)
-        if not count:
-            return
-        with self._lock:
-            cut = max(0, len(self._free) - count)
-            reused = self._free[cut:]
-            del self._free[cut:]
-            fresh = count - len(reused)
-            self._grow(fresh)
-            first = len(self._key_of)
-            self._key_of.extend(records.keys[len(reused) :])
-            for row, key in zip(reused, records.keys, strict=False):
-                self._key_of[row] = key
-            numbers = reused + list(range(first, first + fresh))
-            rows = np.array(numbers, np.int64)
-            self._segment[rows] = segment
-            self._offset[rows] = records.offsets
-            self._length[rows] = records.lengths
-            self._mask[rows] = records.masks
-            self._digest[rows] = records.digests
-            self._hit[rows] = False
-            self._row_of.update(zip(records.keys, numbers, strict=True))
-            self._rows_of.setdefault(segment, []).append(rows)
+        `at_once`: after so many others have their turn.
+        """
+        for begin in range(0, len(columns.keys), at_once):
+            some = slice(begin, begin + at_once)
+            with self._lock:
+                extents = self._extents_of.setdefault(segment, [])
+                self._rows.insert(segment, extents, columns.keys[some], columns.fields[some])
 
-    def mark_hits(self, keys: Sequence[bytes]) -> None:
+    def mark_hits(self, keys: list[bytes]) -> None:
         """These chunks were read and verified: they are worth keeping when their segment goes."""
         with self._lock:
-            rows = self._rows(keys)
-            self._hit[rows[rows > 0]] = True
+            self._rows.mark(keys)
 
     def hits(self, segment: int) -> tuple[list[bytes], Found]:
         """The chunks of a segment that were hit since they were written, in the order of writing."""
-        with self._lock:
-            parts = self._rows_of.get(segment, [])
-            rows = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-            newest = [row for row in rows[self._hit[rows]].tolist() if self._row_of.get(self._key_of[row]) == row]
-            return [self._key_of[row] for row in newest], self._found(np.array(newest, np.int64))
+        keys: list[bytes] = []
+        fields = bytearray()
+        begin = 0
+        while True:
+            with self._lock:
+                some = self._extents_of.get(segment, [])[begin : begin + _EXTENTS_AT_ONCE]
+                more_keys, more_fields = self._rows.marked(segment, some)
+            if not some:
+                break
+            keys += more_keys
+            fields += more_fields
+            begin += len(some)
+        return keys, _found(np.full(len(keys), segment, np.int64), np.frombuffer(fields, _FIELDS))
 
     def segments(self) -> set[int]:
         """The segments that have rows."""
         with self._lock:
-            return set(self._rows_of)
+            return set(self._extents_of)
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def drop(self, keys: list[bytes]) -> None:
         """Forgets the keys. Their rows stay with their segments."""
         with self._lock:
-            for key in keys:
-                self._row_of.pop(key, None)
+            self._rows.drop(keys)
 
     def drop_record(self, key: bytes, segment: int, offset: int) -> None:
         """Forgets the key unless a newer record than the one at `offset` has come in the meantime."""
+        found, fields = np.empty(1, np.int64), np.empty(1, _FIELDS)
         with self._lock:
-            row = self._row_of.get(key, 0)
-            if row and self._segment[row] == segment and self._offset[row] == offset:
-                del self._row_of[key]
+            self._rows.find([key], found, fields)
+            if found[0] == segment and int(fields["page"][0]) * PAGE_BYTES == offset:
+                self._rows.drop([key])
 
     def drop_segment(self, segment: int) -> int:
         """Forgets all records of a segment that is gone. How many chunks are absent now that were not before."""
         lost = 0
-        with self._lock:
-            for rows in self._rows_of.pop(segment, []):
-                numbers = rows.tolist()
-                for row in numbers:
-                    key = self._key_of[row]
-                    if self._row_of.get(key) == row:
-                        del self._row_of[key]
-                        lost += 1
-                    self._key_of[row] = b""
-                self._segment[rows] = -1
-                self._mask[rows] = 0
-                self._hit[rows] = False
-                self._free.extend(numbers)
-        return lost
+        while True:
+            with self._lock:
+                extents = self._extents_of.get(segment, [])
+                some = extents[-_EXTENTS_AT_ONCE:]
+                lost += self._rows.release(segment, some)
+                del extents[len(extents) - len(some) :]
+                if not extents:
+                    self._extents_of.pop(segment, None)
+                    return lost
 
     def check(self) -> None:
         """Asserts the invariants."""
         with self._lock:
-            owners = np.zeros(len(self._key_of), np.int64)
-            for segment, parts in self._rows_of.items():
-                for rows in parts:
-                    np.add.at(owners, rows, 1)
-                    assert (self._segment[rows] == segment).all(), "a row in another segment's list"
-            owners[np.array(self._free, np.int64)] += 1
-            assert (owners[1:] == 1).all(), "a row that is lost, or owned twice"
-            assert self._segment[0] == -1 and not self._mask[0], "the absent row was written to"
-            live = np.fromiter(self._row_of.values(), np.int64, len(self._row_of))
-            assert all(self._key_of[row] == key for key, row in self._row_of.items()), "a row of another key"
-            assert (self._segment[live] >= 0).all() and (self._mask[live] != 0).all(), "a key without a chunk"
-            assert (self._offset[live] % PAGE_BYTES == 0).all() and (self._length[live] > 0).all(), (
-                "an impossible place"
-            )
+            self._rows.check()
+            count = 0
+            for segment, extents in self._extents_of.items():
+                assert extents and len(set(extents)) == len(extents), "a segment without chunks, or an extent twice"
+                keys, fields = self._rows.marked(segment, extents)  # raises for another segment's extents
+                assert len(fields) == len(keys) * _FIELDS.itemsize
+                count += len(extents)
+            assert count == self._rows.extents_used(), "an extent that no segment has"

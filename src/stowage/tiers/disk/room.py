@@ -146,13 +146,16 @@ class Room:
 
     def _repair(self, entries: list[Entry], sealed: Set[SegmentName]) -> None:
         """Seals torn segments without a live writer, and removes what is empty."""
-        for entry in entries:
-            if entry.name is None or entry.name in sealed:
-                continue
-            try:
-                self._repair_one(entry.name)
-            except (OSError, FormatError):
-                self._counters.add("read_errors", segment=str(entry.name))
+        unsure = [entry.name for entry in entries if entry.name is not None and entry.name not in sealed]
+        for _ in self._directory.system.ahead(self._repair_if_possible, unsure):
+            pass
+
+    def _repair_if_possible(self, name: SegmentName) -> None:
+        """Any thread, each segment by one."""
+        try:
+            self._repair_one(name)
+        except (OSError, FormatError):
+            self._counters.add("read_errors", segment=str(name))
 
     def _repair_one(self, name: SegmentName) -> None:
         with self._directory.open_segment(name, writable=True) as file:

@@ -17,7 +17,7 @@ from stowage.format import segment
 from stowage.format.segment import PAGE_BYTES, SegmentName
 from stowage.tiers.disk.catalog import Segment
 from stowage.tiers.disk.files import DISK_FULL, pages
-from stowage.tiers.disk.index import Found
+from stowage.tiers.disk.index import LENGTH_MAX, Found
 from stowage.tiers.disk.reader import RUN_BYTES_MAX, Reader, Result, plan_runs
 from stowage.tiers.disk.room import Room, metadata_bytes
 from stowage.tiers.disk.shared import Shared
@@ -224,7 +224,8 @@ class Storer:
         for at, (key, mask, buffer) in enumerate(
             zip(transfer.keys, transfer.masks.tolist(), transfer.buffers, strict=True)
         ):
-            if mask and buffer.nbytes and segment_bytes_for(buffer.nbytes) <= self._room_bytes:
+            fits = buffer.nbytes <= LENGTH_MAX and segment_bytes_for(buffer.nbytes) <= self._room_bytes
+            if mask and buffer.nbytes and fits:
                 waiting.append((at, (key, mask, buffer)))
             else:
                 self._counters.add("refused")

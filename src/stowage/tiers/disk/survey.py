@@ -50,9 +50,14 @@ class Survey:
 
 
 def survey(
-    file: SegmentFile, name: SegmentName, file_bytes_max: int, only: Callable[[SegmentHeader], bool] | None = None
+    file: SegmentFile,
+    name: SegmentName,
+    file_bytes_max: int,
+    only: Callable[[SegmentHeader], bool] | None = None,
+    memory: Callable[[int], memoryview] = pages,
 ) -> Survey:
-    """Reads a segment's index. `only`: leave out the chunks of a segment that it is false for. Raises OSError."""
+    """Reads a segment's index. `only`: leave out the chunks of a segment that it is false for. `memory`: for a footer,
+    which the batch then lies in. Raises OSError."""
     page = pages(PAGE_BYTES)
     if file.bytes < PAGE_BYTES or file.read([page], 0) < PAGE_BYTES:
         return Survey(State.EMPTY if file.bytes == 0 else State.UNUSABLE)
@@ -66,7 +71,7 @@ def survey(
         return Survey(State.UNUSABLE)
     if only is not None and not only(header):
         return Survey(State.SEALED, header)
-    found = _by_footer(file, name, header)
+    found = _by_footer(file, name, header, memory)
     return found if found.state is State.SEALED else survey_batches(file, name, found)
 
 
@@ -118,7 +123,9 @@ class _ReadAhead:
             self._bytes = self._file.read([self._window[:PAGE_BYTES]], offset)  # only this page matters now
 
 
-def _by_footer(file: SegmentFile, name: SegmentName, header: SegmentHeader) -> Survey:
+def _by_footer(
+    file: SegmentFile, name: SegmentName, header: SegmentHeader, memory: Callable[[int], memoryview]
+) -> Survey:
     """The survey by footer; OPEN and empty where there is no valid one."""
     found = Survey(State.OPEN, header)
     page = pages(PAGE_BYTES)
@@ -128,7 +135,7 @@ def _by_footer(file: SegmentFile, name: SegmentName, header: SegmentHeader) -> S
         trailer = segment.parse_trailer(page, name.id, file.bytes)
     except FormatError:
         return found
-    footer = pages(segment.round_up(trailer.footer_bytes))
+    footer = memory(segment.round_up(trailer.footer_bytes))
     if file.read([footer], trailer.footer_offset) < trailer.footer_bytes:
         return found  # reclaimed just now
     try:

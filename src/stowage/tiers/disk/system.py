@@ -10,17 +10,53 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol, TypeVar
 
 from stowage.tiers.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
 
-__all__ = ["Crew", "System", "ThreadCrew", "Turn"]
+__all__ = ["Ahead", "Crew", "System", "ThreadCrew", "Turn", "one_by_one", "some_at_once"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Turn = Callable[[], "float | None"]
 """Does one piece of work. Returns how many seconds the worker may sleep before the next turn unless it is woken: 0 when
 there may be more to do, infinity when only a wake-up brings work. None: the worker has ended."""
+
+
+AHEAD_THREADS: Final = 4
+AHEAD_MIN: Final = 16
+"""Fewer items are not worth threads."""
+
+
+class Ahead(Protocol):
+    """Does something for each of many items; yields what came out, in order."""
+
+    def __call__(self, work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]: ...
+
+
+def one_by_one(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
+    """Nothing at once."""
+    return map(work, items)
+
+
+def some_at_once(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
+    """In a few threads, a few items ahead of what was asked for: while one waits for the disk, others compute."""
+    if len(items) < AHEAD_MIN:
+        yield from map(work, items)
+        return
+    under_way: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(AHEAD_THREADS, "stowage-disk-open") as pool:
+        for item in items:
+            under_way.append(pool.submit(work, item))
+            if len(under_way) > AHEAD_THREADS:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
 
 
 class Crew(Protocol):
@@ -89,3 +125,4 @@ class System:
     sleep: Callable[[float], None] = time.sleep
     random_bytes: Callable[[int], bytes] = os.urandom
     crew: Callable[[str, Sequence[Turn]], Crew] = ThreadCrew
+    ahead: Ahead = some_at_once

@@ -39,6 +39,7 @@ SEGMENTS: Final = 8
 OWN_BYTES: Final = 16 << 10
 """Set aside for the directory's own blocks."""
 RECOVER_TIMEOUT_S: Final = 10.0
+OPENING_ROWS: Final = 1 << 16
 
 
 def least_limit_bytes(chunk_bytes: int) -> int:
@@ -53,7 +54,7 @@ class DiskTier:
     payload to be stored: the limit must hold it. `segment_bytes` is what one segment takes on disk (default: an eighth
     of the limit, up to 256 MiB). `protection`: what chunks are sealed with, a checksum by default; segments under
     another one are left alone until their turn to go. Memory: up to 4 MiB of staging for the writer and per reader,
-    250 bytes per chunk.
+    and what `Index` says per chunk.
 
     Raises DirectoryError for a directory that cannot be trusted or used, BudgetError for a limit that is too small.
     """
@@ -92,7 +93,7 @@ class DiskTier:
         room = Room(self._directory, namespace, self._protection, self._counters)
         try:
             room.recover(RECOVER_TIMEOUT_S)
-            self._catalog.refresh()
+            self._catalog.refresh(OPENING_ROWS)
         except OSError as error:
             self._directory.close()
             raise DirectoryError(

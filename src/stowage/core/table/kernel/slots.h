@@ -1,0 +1,54 @@
+/* Keys to slots that the caller chooses, of a number that is known from the beginning. */
+
+#ifndef STOWAGE_SLOTS_H
+#define STOWAGE_SLOTS_H
+
+#include "table.h"
+
+typedef struct {
+    PyObject_HEAD
+    Table table;
+    char *keys; /* the only block of records; pages that were never written take no memory */
+    uint8_t *taken; /* per slot: a key leads to it */
+    int64_t slots;
+} Slots;
+
+/* The key gets the slot instead of the one that it had. 0; -1: the slot is another key's; FAILED: no memory. */
+static int set_slot(Slots *s, uint32_t print, const char *key, int64_t slot) {
+    char *record = record_of(&s->table, slot);
+    if (s->taken[slot])
+        return equal_keys(record, key) ? 0 : -1;
+    memcpy(record, key, KEY_BYTES);
+    int64_t before = put(&s->table, print, slot);
+    if (before == FAILED)
+        return FAILED;
+    if (before != NO_ROW)
+        s->taken[before] = 0;
+    s->taken[slot] = 1;
+    return 0;
+}
+
+/* The key becomes absent. Whether it was there. */
+static int drop_slot(Slots *s, uint32_t print, const char *key) {
+    uint64_t *entry = find_entry(&s->table, print, key);
+    if (entry == NULL)
+        return 0;
+    s->taken[row_in(*entry)] = 0;
+    take_entry(&s->table, print, entry);
+    return 1;
+}
+
+static const char *wrong_with_slots(const Slots *s) {
+    int64_t taken = 0;
+    for (int64_t slot = 0; slot < s->slots; slot++) {
+        if (!s->taken[slot])
+            continue;
+        const char *key = record_of(&s->table, slot);
+        if (find_row(&s->table, print_of(key), key) != slot)
+            return "a slot that no key leads to";
+        taken++;
+    }
+    return taken == s->table.count ? wrong_with(&s->table) : "a key that leads to no slot";
+}
+
+#endif
