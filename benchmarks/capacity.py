@@ -8,7 +8,8 @@ Computed from published configs, for prompts of one length that have nothing in 
 - *parted*: the same when each is asked again with another ending, and the place where it parts is anywhere, all places
   equally likely. Windows and states that were not kept in the middle of a prompt make this less.
 
-Ours is laid out by the code that the plugin uses. vLLM's follows its release 0.32 (``kv_offload`` and the offloading
+Ours is laid out by the code that the plugin uses, with its setting ``resume_points`` at the default and at others.
+vLLM's follows its release 0.32 (``kv_offload`` and the offloading
 connector): a host chunk is one block of one cache group, and has the size of the widest group's block. What is stored
 depends on ``--prefix-cache-retention-interval``: 0, its default, keeps windows and states for a prompt's end only; a
 number keeps them every so many tokens too; none keeps everything. ``--measure`` checks both layouts on tiny models of
@@ -29,17 +30,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks._peer import PYTHON
 from benchmarks._report import RESULTS, write_result
 from stowage.core.geometry import ALIGNMENT_BYTES, Geometry, Group, Kind, round_up, split_arena
-from stowage.integrations.vllm.settings import read, state_spacing
+from stowage.core.groups import strategy
+from stowage.core.points import tail_of
+from stowage.integrations.vllm.settings import Options, read, resume_points, state_spacing
 
 GIB = 1 << 30
-LENGTHS = (4096, 32768)
+LENGTHS = (4096, 8192, 32768)
 STEP_TOKENS = 2048
 """``--max-num-batched-tokens`` of vLLM's API server where it has no better idea."""
 INTERVAL = 2048
 MEASURED_HOST, MEASURED_PROMPTS, MEASURED_LENGTH = 48 << 20, 40, 2000
-PYTHON = Path(".venv-bench/bin/python")
 SCRIPT = Path(__file__).parent / "peers" / "vllm_capacity.py"
 
 
@@ -125,25 +130,42 @@ def states(model: Model, length: int, step_tokens: int) -> list[int]:
     return sorted({*range(step, length, step), (length - 1) // block * block})
 
 
-def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOKENS, **extra: Any) -> Held:
-    """With the plugin's settings, default but for ``extra``."""
-    options = read({"host": host, **extra})
+def _groups(model: Model, options: Options) -> list[Group]:
     block = model.block_tokens
     groups = []
     for index, (kind, layers) in enumerate(model.groups()):
         nbytes = layers * (model.state_bytes if kind is Kind.RECURRENT else block * model.token_bytes)
         blocks = 1 if kind is Kind.RECURRENT else options.blocks_per_chunk(block)
         groups.append(Group(index, kind, block, blocks, nbytes, model.window if kind is Kind.SLIDING else 0))
-    geometry = Geometry(tuple(groups))
+    return groups
+
+
+def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOKENS, **extra: Any) -> Held:
+    """With the plugin's settings, default but for ``extra``."""
+    options = read({"host": host, **extra})
+    groups, block = _groups(model, options), model.block_tokens
+    points = resume_points(options, groups)
+    tail = tail_of(length, max(group.chunk_tokens for group in groups), block)
+    masks, needed = [], {}
+    for group in groups:
+        kept = np.ones(length // group.chunk_tokens, np.bool_)
+        if group.kind is Kind.RECURRENT:
+            kept[:] = False
+            ends = states(model, length, step_tokens)
+            for before, end in itertools.pairwise([0, *ends]):
+                kept[end // block - 1] = end >= tail or points.crossed(before, end)
+        else:
+            kept = points.kept(strategy(group), range(len(kept)), tail)
+        needed[group.index] = int(kept.sum())
+        masks.append(np.where(kept, np.uint64(group.full_mask), np.uint64(0)))
     spacing = round_up(state_spacing(options, step_tokens), block) if model.recurrent else 1
-    kept = states(model, length, step_tokens)
-    needed = {
-        group.index: len(kept) if group.kind is Kind.RECURRENT else length // group.chunk_tokens for group in groups
-    }
-    slabs = split_arena(geometry, host, spacing)
+    common = model.recurrent > 0 or not points.everywhere
+    slabs = split_arena(Geometry(tuple(groups)), host, spacing, common=common)
     prompts = min(slab.slots / sum(needed[index] for index in slab.groups) for slab in slabs if slab.groups)
-    chunk = groups[0].chunk_tokens
-    again, parted = reused(length, kept if model.recurrent else range(0, length, chunk))
+    served = [strategy(group).resume_points(mask, length, block) for group, mask in zip(groups, masks, strict=True)]
+    boundaries = np.flatnonzero(np.logical_and.reduce(served)) * block
+    again, _ = reused(length, boundaries.tolist())
+    _, parted = reused(length, boundaries[boundaries % groups[0].chunk_tokens == 0].tolist())  # a chunk is found whole
     return Held(prompts, prompts * again, prompts * parted)
 
 
@@ -182,6 +204,9 @@ def compare(model: Model, length: int) -> dict[str, Held]:
     """All ways of keeping prompts of that length."""
     return {
         "Stowage": ours(model, length),
+        f"Stowage, every {INTERVAL}": ours(model, length, resume_points=INTERVAL),
+        "Stowage, all": ours(model, length, resume_points="all"),
+        "Stowage, ends": ours(model, length, resume_points="ends"),
         "vLLM, default": vllms(model, length, 0),
         f"vLLM, every {INTERVAL}": vllms(model, length, INTERVAL),
         "vLLM, everything": vllms(model, length, None),

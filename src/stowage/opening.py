@@ -42,9 +42,10 @@ def open_store(
     others: Sequence[Tier] = (),
     *,
     shared: bool = False,
+    common_slots: bool = False,
 ) -> TieredStore | None:
     """Host arena and the tiers of `memory`, with `others` below them; None without host memory. `name`: the namespace.
-    `shared`: other processes may map the arena.
+    `shared`: other processes may map the arena. `common_slots`: see `split_arena`.
     """
     if not memory.host_bytes:
         return None
@@ -58,6 +59,7 @@ def open_store(
             memory.host_bytes,
             below,
             snapshot_tokens=snapshot_tokens,
+            common_slots=common_slots,
             clock=clock,
             shared=shared,
             policy=memory.policy,

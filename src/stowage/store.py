@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from stowage.core.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.core.flow import Flow
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
 from stowage.core.policy import POLICIES, POLICY_DEFAULT
+from stowage.core.search import Certain
 from stowage.errors import ConfigError, StorageError
 from stowage.log import Trouble
 from stowage.tiers.host import HostArena
@@ -49,7 +51,8 @@ class TieredStore:
     `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
     all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
     `wake` is what `wait` sleeps on and tiers set (a simulator passes its own). `shared`: other processes may map the
-    arena. `policy`: which chunks leave when host memory is full, one of `core.policy.POLICIES`.
+    arena. `common_slots`: see `split_arena`. `policy`: which chunks leave when host memory is full, one of
+    `core.policy.POLICIES`.
     Raises ConfigError (BudgetError) for sizes that cannot work.
     """
 
@@ -60,6 +63,7 @@ class TieredStore:
         tiers: Sequence[Tier] = (),
         *,
         snapshot_tokens: int = 512,
+        common_slots: bool = False,
         clock: Callable[[], float] = time.monotonic,
         spill_bytes_max: int | None = None,
         wake: Signal | None = None,
@@ -76,7 +80,7 @@ class TieredStore:
         if spill_bytes_max is not None and spill_bytes_max < 0:
             raise ConfigError(f"spill_bytes_max is {spill_bytes_max}; it cannot be negative")
         self.geometry = geometry
-        self.slabs = split_arena(geometry, host_bytes, snapshot_tokens)
+        self.slabs = split_arena(geometry, host_bytes, snapshot_tokens, common=common_slots)
         self.arena = HostArena(self.slabs, shared=shared)
         self.tiers = tuple(tiers)
         if spill_bytes_max is None:
@@ -121,13 +125,20 @@ class TieredStore:
         """Whether there are tiers that must be asked what others put there."""
         return any(isinstance(tier, Probing) for tier in self.tiers)
 
-    def probe(self, wanted: Sequence[tuple[int, list[bytes]]]) -> list[Probe]:
+    def probe(
+        self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = MappingProxyType({})
+    ) -> list[Probe]:
         """Ask those tiers how far they have a prompt: (group, keys) pairs, keys from the prompt's first on.
 
         Never blocks; `wait` ends when one has answered. What is found below host already is not asked about.
+        `certain`: for groups of which not every chunk is stored, those that are.
         """
         now_s = self._clock()
-        inquiries = [inquiry for group, keys in wanted if (inquiry := self._inquiry(group, keys, now_s)) is not None]
+        inquiries = [
+            inquiry
+            for group, keys in wanted
+            if (inquiry := self._inquiry(group, keys, now_s, certain.get(group))) is not None
+        ]
         breakers = self._flow.breakers
         return [
             tier.probe(inquiries)
@@ -135,11 +146,13 @@ class TieredStore:
             if inquiries and isinstance(tier, Probing) and breakers[number].allows(now_s)
         ]
 
-    def _inquiry(self, group: int, keys: list[bytes], now_s: float) -> Inquiry | None:
+    def _inquiry(self, group: int, keys: list[bytes], now_s: float, certain: Certain | None) -> Inquiry | None:
         absent = np.flatnonzero(self._flow.sources(group, keys, now_s) < 0)
         if not len(absent):
             return None
         geometry = self.geometry.groups[group]
+        if certain is not None:
+            return Inquiry(keys, geometry.full_mask, certain=certain)
         if geometry.kind is Kind.RECURRENT:  # snapshots are sparse: what is found says little about those before it
             stride = max(1, self._snapshot_tokens // geometry.chunk_tokens)
             return Inquiry(keys, geometry.full_mask, 0, stride)

@@ -12,6 +12,7 @@ import pytest
 
 from docs.examples.dict_tier import DictTier
 from stowage.core.geometry import Geometry, Group, Kind
+from stowage.core.search import Certain
 from stowage.format.protection import Method, Protection, SecretKey
 from stowage.store import TieredStore
 from stowage.tiers.objects import BOUNDS, ObjectTier
@@ -254,6 +255,22 @@ def test_snapshots_are_asked_about_at_their_distance() -> None:
     store.commit(store.reserve(1, keys[7:8], np.ones(1, np.uint64)))
     store.probe([(0, keys), (1, keys)])
     assert [(len(one.keys), one.mask, one.first, one.stride) for one in tier.asked] == [(27, 15, 3, 1), (30, 1, 0, 8)]
+    store.close()
+
+
+def test_of_groups_that_are_not_stored_whole_the_certain_chunks_are_asked_about() -> None:
+    """All keys of the prompt, whatever host has: a window that host has says nothing about those before it."""
+    tier = Listening()
+    store = TieredStore(
+        Geometry((Group(0, Kind.FULL, 16, 4, 1024), Group(1, Kind.SLIDING, 16, 4, 1024, 100))), 1 << 20, [tier]
+    )
+    keys, windows = ([key_of(number) for number in range(first, first + 30)] for first in (0, 100))
+    store.commit(store.reserve(1, windows[:2], np.full(2, 15, np.uint64)))
+    store.probe([(0, keys), (1, windows)], {1: Certain((0, 1, 6, 7), 3)})
+    assert [(len(one.keys), one.first, one.certain) for one in tier.asked] == [
+        (30, 0, None),
+        (30, 0, Certain((0, 1, 6, 7), 3)),
+    ]
     store.close()
 
 

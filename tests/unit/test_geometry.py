@@ -133,6 +133,17 @@ def test_case_f9_a_hybrid_is_not_billed_for_its_largest_page() -> None:
     assert tokens > 10 * one_page_for_all
 
 
+def test_sizes_that_differ_by_little_may_share_slots() -> None:
+    """Down to four fifths of the largest; what is smaller has slots of its own, and so has its neighbourhood."""
+    sizes = [100, 80, 79, 64, 63]
+    groups = tuple(Group(index, Kind.FULL, 16, 1, size * 4096) for index, size in enumerate(sizes))
+    host = 4096 * 4000
+    slabs = split_arena(Geometry(groups), host, common=True)
+    assert [(slab.slot_bytes // 4096, slab.groups) for slab in slabs] == [(100, (0, 1)), (79, (2, 3)), (63, (4,))]
+    assert host - 63 * 4096 < sum(slab.slots * slab.slot_bytes for slab in slabs) <= host
+    assert len(split_arena(Geometry(groups), host)) == 5
+
+
 def test_snapshots_are_never_closer_than_their_blocks() -> None:
     geometry = Geometry((group(0, Kind.RECURRENT, block_tokens=528, blocks_per_chunk=1, bytes_per_block=4096),))
     assert split_arena(geometry, MIB, snapshot_tokens=16)[0].slots == 256

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.core.search import Search
+from stowage.core.search import Certain, Search
 
 
 def run(search: Search, there: set[int]) -> tuple[list[int], int]:
@@ -99,6 +99,37 @@ def test_snapshots_are_asked_about_behind_the_last_one_only() -> None:
     """Of 480 places 59 are the last of eight, of which 40 are there; then the seven behind the 40th."""
     asked, _ = run(Search([None] * 479, stride=8), set(range(7, 320, 8)))
     assert [place for place in asked if (place + 1) % 8] == list(range(320, 327))
+
+
+@given(
+    data=st.data(),
+    count=st.integers(1, 120),
+    window=st.integers(1, 9),
+    places=st.sets(st.integers(1, 120), max_size=6),
+    widths=st.tuples(st.integers(1, 9), st.integers(1, 60)),
+)
+def test_of_windows_the_last_is_found_whole(
+    data: st.DataObject, count: int, window: int, places: set[int], widths: tuple[int, int]
+) -> None:
+    """Windows before certain places, as far as the prompt is alike, and one before the place where it ended or parted:
+    of these the last must be known in full, wherever it lies.
+    """
+    parted = data.draw(st.integers(1, count))
+    certain = {at for place in places for at in range(max(0, place - window), min(place, count))}
+    last = set(range(max(0, parted - window), parted))
+    there = {at for at in certain if at < parted} | last
+    search = Search([None] * count, certain=Certain(tuple(sorted(certain)), window), widths=widths)
+    asked, _ = run(search, there)
+    found = {place for place in asked if place in there} | set(search.taken())
+    assert found <= there, "nothing is taken to be there that is not"
+    assert last <= found
+
+
+def test_without_certain_places_all_are_asked_about_the_last_first() -> None:
+    search = Search([None] * 20, certain=Certain(), widths=(8, 48))
+    assert search.ask() == list(range(12, 20))
+    search.answer(range(12, 20), [False] * 8)
+    assert search.ask() == list(range(12))
 
 
 @pytest.mark.parametrize(

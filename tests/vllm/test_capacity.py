@@ -16,7 +16,8 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindo
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MambaSpec, SlidingWindowSpec
 
 from benchmarks.capacity import MODELS, Model, tail_blocks
-from stowage.core.geometry import Kind
+from stowage.core.geometry import Group, Kind
+from stowage.core.points import Points
 from stowage.integrations.vllm import settings
 
 KINDS = {FullAttentionSpec: Kind.FULL, SlidingWindowSpec: Kind.SLIDING, MambaSpec: Kind.RECURRENT}
@@ -89,3 +90,19 @@ def test_states_are_expected_as_far_apart_as_steps_end() -> None:
 
     assert [spacing(tokens) for tokens in (64, 512, 1024, 2048, 8192)] == [512, 512, 1024, 2048, 2048]
     assert spacing(8192, snapshot_tokens=512) == 512 and spacing(512, snapshot_tokens=4096) == 4096
+
+
+def test_which_models_keep_everything() -> None:
+    """Those where points would be of no use, or cannot work; the others begin with a chunk that all groups have."""
+    full, window = Group(0, Kind.FULL, 16, 8, 1024), Group(1, Kind.SLIDING, 32, 12, 1024, 500)
+    state = Group(2, Kind.RECURRENT, 512, 1, 1024)
+
+    def points(*groups: Group, **extra: Any) -> Points:
+        return settings.resume_points(settings.read({"host": "1GiB", **extra}), groups)
+
+    assert all(points(*some).everywhere for some in ([full], [window], [state], [full, window, state]))
+    assert points(full, window) == Points(384, 2) and points(full, state) == Points(512, 2)
+    assert points(full, window, resume_points=1000) == Points(1152) and points(
+        full, window, resume_points="ends"
+    ) == Points(0)
+    assert points(full, window, resume_points="all").everywhere

@@ -5,7 +5,7 @@ between them. Real store, real workers, each with a mapping of its own; vLLM's o
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +17,13 @@ pytest.importorskip("vllm")
 
 from stowage.core.geometry import Kind
 from stowage.errors import BudgetError, ConfigError
-from stowage.integrations.vllm import naming, settings
+from stowage.integrations.vllm import naming, scheduler, settings
 from stowage.integrations.vllm.adapter import GroupShape
 from stowage.integrations.vllm.messages import Part, Report
 from stowage.integrations.vllm.scheduler import SchedulerSide
 from stowage.integrations.vllm.worker import WorkerSide, machine
+from stowage.tiers.remote.backend import Bounds
+from stowage.tiers.remote.tier import RemoteTier
 
 BLOCK, BLOCKS = 16, 32
 RANKS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -219,6 +221,94 @@ def test_a_prefix_that_ends_in_the_middle(made: Any) -> None:
                 assert torch.equal(now[name][table[block]], expected), (name, block)
 
 
+@pytest.mark.parametrize(
+    ("points", "first", "again"),
+    [
+        ("growing", 256, 288),  # 32 tokens apart, from 128 on 64, from 256 on 128
+        (128, 256, 288),
+        (100, 256, 288),  # rounded up to whole chunks of 32 tokens
+        (96, 288, 288),
+        ("all", 288, 288),
+        ("ends", 0, 288),
+    ],
+)
+def test_where_a_prompt_that_parts_resumes(made: Any, points: str | int, first: int, again: int) -> None:
+    """300 tokens are shared, nine chunks. The first prompt that parts there keeps the window for the next."""
+    here = made([FULL, WINDOW], chunk_blocks=2, resume_points=points)
+    store_prompt(here, prompt(400))
+    before = snapshot(here)
+    other = Request("second", prompt(400)[:300] + prompt(100, seed=9))
+    assert here.offer(other) == first
+    here.scheduler.allocated(other, [blocks_for(400)] * 2, first)
+    here.step({})
+    here.compute(other, blocks_for(400), first, 400)
+    here.wipe()
+    third = Request("third", prompt(400)[:300] + prompt(50, seed=10))
+    count, table, _ = load_into(here, third, first=1)
+    assert count == again
+    for now, old in zip(here.caches, before, strict=True):
+        for name in now:
+            needed = range(again // BLOCK) if name in FULL.layers else range((again - 39) // BLOCK, again // BLOCK)
+            assert all(torch.equal(now[name][table[block]], old[name][1 + block]) for block in needed), name
+    assert here.offer(Request("fourth", prompt(400))) == 384, "the end of a prompt is always kept"
+    assert here.offer(Request("fifth", [*prompt(360), 1])) == 352, "and a chunk before it"
+    here.scheduler.check()
+
+
+def test_a_model_of_windows_alone_keeps_them_all(made: Any) -> None:
+    """Nothing else could tell where prompts part."""
+    here = made([WINDOW], chunk_blocks=2)
+    store_prompt(here, prompt(400))
+    assert here.offer(Request("second", [*prompt(300), 1])) == 288
+
+
+class Shelf:
+    """A shared store's contents, which several servers reach."""
+
+    bounds = Bounds(batch_keys=8, batch_bytes=1 << 20, reads_max=4, writes_max=4, probes_max=4, search_widths=(4, 8))
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    async def head(self, names: Sequence[str], length: int) -> Sequence[bytes | None]:
+        return [value[:length] if (value := self.values.get(name)) is not None else None for name in names]
+
+    async def get(self, names: Sequence[str], lengths: Sequence[int]) -> Sequence[bytes | None]:
+        return [self.values.get(name) for name in names]
+
+    async def put(self, names: Sequence[str], values: Sequence[bytearray]) -> Sequence[None]:
+        self.values.update(zip(names, map(bytes, values), strict=True))
+        return [None] * len(names)
+
+    async def close(self) -> None: ...
+
+    def stats(self) -> dict[str, int | float | str]:
+        return {}
+
+
+def test_windows_of_another_server_are_found_though_some_are_not_there(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a shared store, which is asked about few chunks: the points' windows, and that of the prompt's end."""
+    shelf, opened = Shelf(), scheduler.open_store
+
+    def open_store(*arguments: Any, **more: Any) -> Any:
+        return opened(
+            *arguments,
+            **more,
+            others=[RemoteTier("shelf", shelf, bytes(32), bytes.hex, absent_s=1.0, request_timeout_s=60.0)],
+        )
+
+    monkeypatch.setattr(scheduler, "open_store", open_store)
+    one = made([FULL, WINDOW], chunk_blocks=2)
+    store_prompt(one, prompt(490))
+    one.close()
+    for shared, expected in ((490, 480), (470, 448), (300, 256), (100, 96)):
+        here = made([FULL, WINDOW], chunk_blocks=2, probe_timeout_s=60.0, load_timeout_s=60.0)
+        here.scheduler._pace.worth_loading = lambda *_: True
+        assert here.offer(Request("first", [*prompt(490)[:shared], 1])) == expected
+
+
 @pytest.mark.parametrize("broken", range(4))
 def test_a_chunk_is_found_only_when_every_rank_has_its_part(made: Any, broken: int) -> None:
     here = made([FULL])
@@ -298,6 +388,9 @@ def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.Monk
         made([FULL], host="4KiB")
     with pytest.raises(ConfigError, match="host memory"):
         settings.read({})
+    for wrong in ("half", 0, -1, True, 1.5):
+        with pytest.raises(ConfigError, match=r"resume_points is .*growing, all, ends, or a distance in tokens"):
+            settings.read({"host": "1GiB", "resume_points": wrong})
     with pytest.raises(ConfigError, match="Did you mean 'disk'"):
         settings.read({"host": "1GiB", "disc": "/tmp/x:1GiB"})
     with pytest.raises(ConfigError, match="chunk_blocks"):

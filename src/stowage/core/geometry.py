@@ -30,6 +30,7 @@ NULL_BLOCK: Final = -1
 ALIGNMENT_BYTES: Final = 4096
 BLOCKS_PER_CHUNK_MAX: Final = 64
 GROUPS_MAX: Final = 1 << 16
+_COMMON_PERCENT: Final = 80
 
 # Device blocks, slots and chunk indices are int64; valid-block masks are uint64, bit j = block j of the chunk.
 IntArray = npt.NDArray[np.int64]
@@ -176,19 +177,26 @@ def chunk_capacity(host_bytes: int | None, bytes_per_chunk: int) -> int:
     return host // bytes_per_chunk
 
 
-def split_arena(geometry: Geometry, host_bytes: int | None, snapshot_tokens: int = 512) -> tuple[SlabClass, ...]:
+def split_arena(
+    geometry: Geometry, host_bytes: int | None, snapshot_tokens: int = 512, *, common: bool = False
+) -> tuple[SlabClass, ...]:
     """Divide `host_bytes` so that every group can hold the same number of tokens (case F9).
 
     One slab class per distinct slot size, in the order of the groups. A recurrent group has one snapshot per
     `snapshot_tokens` tokens. What rounding leaves over becomes further slots. Groups of zero bytes get zero slots.
+    `common`: nobody knows how many chunks of one group are kept for one of another, so sizes that differ by little
+    share slots of the largest of them, and eviction decides which group has how many.
     Raises ConfigError for a missing, zero or negative host size, BudgetError when some group would have no slot.
     """
     host = _checked_host_bytes(host_bytes)
     if snapshot_tokens < 1:
         raise ConfigError(f"snapshot_tokens is {snapshot_tokens}; it must be at least 1")
+    sizes = {group.index: round_up(group.bytes_per_chunk, ALIGNMENT_BYTES) for group in geometry.groups}
+    rounded = _common_sizes(set(sizes.values())) if common else {}
     classes: dict[int, list[Group]] = {}
     for group in geometry.groups:
-        classes.setdefault(round_up(group.bytes_per_chunk, ALIGNMENT_BYTES), []).append(group)
+        size = sizes[group.index]
+        classes.setdefault(rounded.get(size, size), []).append(group)
 
     def slots_for(tokens: int) -> dict[int, int]:
         return {
@@ -210,6 +218,17 @@ def split_arena(geometry: Geometry, host_bytes: int | None, snapshot_tokens: int
         result.append(slab)
         offset_bytes, first_slot = slab.end_bytes, first_slot + slab.slots
     return tuple(result)
+
+
+def _common_sizes(sizes: set[int]) -> dict[int, int]:
+    """For each size the one whose slots it shares: the largest that it fills to `_COMMON_PERCENT` at least."""
+    found: dict[int, int] = {}
+    largest = 0
+    for size in sorted(sizes, reverse=True):
+        if size * 100 < largest * _COMMON_PERCENT or not largest:
+            largest = size
+        found[size] = largest
+    return found
 
 
 def _tokens_per_slot(group: Group, snapshot_tokens: int) -> int:

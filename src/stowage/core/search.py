@@ -6,8 +6,9 @@
     taken     +  +  +  +  +                           all before the last one are taken to be there too
 
 Whoever stored a chunk had stored those before it, and stores forget the old first; where that is not so, a load finds
-out. Of recurrent state only every `stride`-th snapshot is kept for certain, besides those at the ends of prompts: the
-search runs over every `stride`-th, and asks about all that lie between the last that is there and the next.
+out. Of recurrent state only every `stride`-th snapshot is kept for certain, besides those at the ends of prompts, and
+of windows those of certain places: the search runs over these, and asks about all that lie between the last that is
+there and the next.
 
 State machine: `ask` says which places to ask about, `answer` takes what came. No I/O, no clock.
 """
@@ -15,34 +16,52 @@ State machine: `ask` says which places to ask about, `answer` takes what came. N
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from stowage.core.geometry import BoolArray, IntArray
 
-__all__ = ["Search"]
+__all__ = ["Certain", "Search"]
 
 _UNKNOWN: Final = -1
 _ABSENT: Final = 0
 _PRESENT: Final = 1
 
 
+class Certain(NamedTuple):
+    """The places, ascending, that are stored before any later one; with none all are asked about, the last first.
+    `behind`: so many up to the last of them that is there are asked about too, because a window may reach back there.
+    """
+
+    places: tuple[int, ...] = ()
+    behind: int = 0
+
+
 class Search:
     """Over the places 0 to len(known) - 1. `known`: True, False, or None where nothing is known yet.
 
     `first`: how many keys of the prompt come before place 0. `widths`: how many places to ask about in the first round,
-    and in each later one; a cold prompt costs the first number.
+    and in each later one; a cold prompt costs the first number. `certain`: these places instead of every stride-th.
     """
 
-    __slots__ = ("_anchors", "_answers", "_asked", "_widths")
+    __slots__ = ("_anchors", "_answers", "_asked", "_behind", "_widths")
 
     def __init__(
-        self, known: Sequence[bool | None], *, first: int = 0, stride: int = 1, widths: tuple[int, int] = (8, 48)
+        self,
+        known: Sequence[bool | None],
+        *,
+        first: int = 0,
+        stride: int = 1,
+        widths: tuple[int, int] = (8, 48),
+        certain: Certain | None = None,
     ) -> None:
         assert first >= 0 and stride > 0 and min(widths) > 0
         self._answers = np.array([_UNKNOWN if one is None else int(one) for one in known], np.int8)
         self._anchors: IntArray = np.arange((stride - 1 - first) % stride, len(known), stride)
+        self._behind = certain.behind if certain is not None else 0
+        if certain is not None:
+            self._anchors = np.array(certain.places, np.int64)
         self._widths = widths
         self._asked = 0
 
@@ -54,7 +73,7 @@ class Search:
         places = self._unknown(self._anchors[begin:end])
         if len(places):
             return _spread(places, width)
-        after = int(self._anchors[begin - 1]) + 1 if begin else 0
+        after = max(0, int(self._anchors[begin - 1]) + 1 - self._behind) if begin else 0
         before = int(self._anchors[end]) if end < len(self._anchors) else len(self._answers)
         newest: list[int] = self._unknown(np.arange(after, before))[-width:].tolist()
         return newest

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +21,19 @@ from stowage.engine.pace import Pace, bytes_of_tiers
 from stowage.engine.sequence import SequenceKeys
 from stowage.store import Fetch, TieredStore
 
-__all__ = ["HOST", "Choice", "Want"]
+__all__ = ["HOST", "Choice", "Reach", "Want"]
 
 HOST = 0
+
+
+class Reach(NamedTuple):
+    """Boundaries: the longest that host memory serves alone, the longest that all tiers serve, and how far the prompt
+    is known, though windows or states that were not kept may forbid to resume there.
+    """
+
+    near: int
+    far: int
+    shared: int
 
 
 @dataclass(slots=True)
@@ -44,11 +56,12 @@ class Choice:
         self._store = store
         self._strategies = strategies
         self._pace = pace
+        kinds = [strategy.group.kind for strategy in strategies]
+        paged = [kind is not Kind.RECURRENT for kind in kinds]
+        self._whole = [kind is Kind.FULL for kind in kinds] if Kind.FULL in kinds else paged
 
-    def boundaries(
-        self, rows: Sequence[SequenceKeys], usable: int, refused: set[bytes], held: int = 0
-    ) -> tuple[int, int]:
-        """The longest boundary up to ``usable`` tokens that host memory serves alone, and that all tiers serve."""
+    def boundaries(self, rows: Sequence[SequenceKeys], usable: int, refused: set[bytes], held: int = 0) -> Reach:
+        """Those up to ``usable`` tokens."""
         near: list[MaskArray] = []
         far: list[MaskArray] = []
         for keys in rows:
@@ -62,17 +75,13 @@ class Choice:
                 far.append(_with_held(strategy, masks, held))
         strategies = [*self._strategies] * len(rows)
         step = self._store.geometry.boundary_tokens
-        return longest_boundary(strategies, near, usable + 1, step), longest_boundary(strategies, far, usable + 1, step)
-
-    def junction(self, keys: SequenceKeys, usable: int) -> int:
-        """How far the attention layers of another prompt reach into this one, where recurrent layers kept no state. 0
-        for a model without those.
-        """
-        paged = [strategy for strategy in self._strategies if strategy.group.kind is not Kind.RECURRENT]
-        if len(paged) == len(self._strategies) or not paged:
-            return 0
-        masks = [self._store.lookup(strategy.group.index, keys.of(strategy.group.index)) for strategy in paged]
-        return longest_boundary(paged, masks, usable + 1, self._store.geometry.boundary_tokens)
+        nearest = longest_boundary(strategies, near, usable + 1, step)
+        farthest = longest_boundary(strategies, far, usable + 1, step)
+        if all(self._whole) or not any(self._whole):
+            return Reach(nearest, farthest, farthest)
+        chosen = [*compress(zip(strategies, far, strict=True), self._whole * len(rows))]
+        shared = longest_boundary([one for one, _ in chosen], [masks for _, masks in chosen], usable + 1, step)
+        return Reach(nearest, farthest, shared)
 
     def worth_loading(self, rows: Sequence[SequenceKeys], near: int, far: int, held: int = 0) -> bool:
         """Whether the chunks of the farther boundary are predicted to come before they would be computed."""

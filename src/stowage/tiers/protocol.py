@@ -22,6 +22,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.search import Certain
+
 __all__ = ["Described", "Inquiry", "Outcome", "Probe", "Probing", "Tier", "Transfer", "Waitable"]
 
 
@@ -109,13 +111,15 @@ class Inquiry:
     """Keys of one group in prompt order, about which a tier is asked.
 
     Whoever stored a chunk had stored the `stride`-th before it, and so on: so few questions tell how far a tier has the
-    chain. `first`: how many keys of the prompt come before these. `mask`: the valid blocks of a whole chunk.
+    chain. `first`: how many keys of the prompt come before these. `mask`: the valid blocks of a whole chunk. `certain`:
+    which of the keys were stored before any later one, where these are not every `stride`-th.
     """
 
     keys: list[bytes]
     mask: int
     first: int = 0
     stride: int = 1
+    certain: Certain | None = None
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ class Reader:
         budget = Budget(time.monotonic(), timeout_s)
         refused: set[bytes] = set()
         while True:
-            near, far = self._choice.boundaries(keys, _usable(rows), refused)
+            near, far, _ = self._choice.boundaries(keys, _usable(rows), refused)
             boundary = self._choose(rows, keys, near, far, budget)
             if not boundary:
                 return fresh(config)

@@ -49,7 +49,8 @@ class Announcements:
 
     def planned(self, number: int, request: Any, chunks: IntArray, keys: Sequence[bytes]) -> None:
         """The store ``number`` will write these chunks of a request."""
-        self._planned[number] = [self._chunk(request, chunk, keys[chunk]) for chunk in chunks.tolist()]
+        new = [self._chunk(request, chunk, keys[chunk]) for chunk in chunks.tolist()]
+        self._planned.setdefault(number, []).extend(new)
 
     def _chunk(self, request: Any, chunk: int, key: bytes) -> _Chunk:
         size, each = self.group.chunk_tokens, self.group.block_tokens

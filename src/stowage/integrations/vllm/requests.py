@@ -10,8 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from stowage.core.geometry import Group, IntArray
+import numpy as np
+
+from stowage.core.geometry import Group, IntArray, Kind
+from stowage.core.groups import GroupStrategy
 from stowage.core.plan import CopyPlan
+from stowage.core.points import Points
+from stowage.core.search import Certain
 from stowage.engine.pace import Pace
 from stowage.engine.questions import wait_limit_s
 from stowage.engine.sequence import SequenceKeys
@@ -38,7 +43,7 @@ class Phase(enum.Enum):
 class Tracked:
     """One request. ``stored``: by group, the first chunk that was not offered to the store yet. ``refused``: its loads
     failed on a worker once: it is computed, and never offered again. ``tainted``: its blocks were computed before the
-    weights changed, and are not stored. ``junction``: where another prompt parts from it, as far as attention goes.
+    weights changed, and are not stored. ``junction``: where it parts from what is stored, as full attention sees it.
     """
 
     def __init__(self, request: Any, namespace: bytes, groups: Sequence[Group]) -> None:
@@ -81,12 +86,19 @@ class Prefixes:
     """Finds and fetches prefixes. ``timeout_s``: the longest wait for shared stores to say what they have."""
 
     def __init__(
-        self, store: TieredStore, choice: Choice, pace: Pace, groups: Sequence[Group], timeout_s: float
+        self,
+        store: TieredStore,
+        choice: Choice,
+        pace: Pace,
+        strategies: Sequence[GroupStrategy],
+        points: Points,
+        timeout_s: float,
     ) -> None:
         self._store = store
         self._choice = choice
         self._pace = pace
-        self._groups = groups
+        self._strategies = strategies
+        self._points = points
         self._timeout_s = timeout_s
         self.given_up = 0
         self._under_way: list[Tracked] = []
@@ -97,11 +109,28 @@ class Prefixes:
             return
         usable = tracked.request.num_tokens - 1
         tracked.extend_keys(usable)
-        wanted = [(g.index, tracked.keys.of(g.index)[: usable // g.chunk_tokens]) for g in self._groups]
+        groups = [strategy.group for strategy in self._strategies]
+        wanted = [(g.index, tracked.keys.of(g.index)[: usable // g.chunk_tokens]) for g in groups]
         limit_s = wait_limit_s(self._pace, usable, self._timeout_s)
-        tracked.probes = [probe for probe in self._store.probe(wanted) if probe.expected_s <= limit_s]
+        probes = self._store.probe(wanted, self._certain(usable))
+        tracked.probes = [probe for probe in probes if probe.expected_s <= limit_s]
         tracked.until_s = time.monotonic() + limit_s
         tracked.phase = Phase.ASKING
+
+    def _certain(self, usable: int) -> dict[int, Certain]:
+        """By group, of those that are not stored whole: the chunks that are stored of every prompt. A state is stored
+        where a step has ended, which is not known of another server.
+        """
+        found: dict[int, Certain] = {}
+        for strategy in self._strategies:
+            group = strategy.group
+            if group.kind is Kind.RECURRENT:
+                found[group.index] = Certain()
+            elif group.kind is not Kind.FULL and not self._points.everywhere:
+                chunks = range(usable // group.chunk_tokens)
+                places = np.flatnonzero(self._points.kept(strategy, chunks)).tolist()
+                found[group.index] = Certain(tuple(places), -(-group.window // group.chunk_tokens) + 1)
+        return found
 
     def offer(self, tracked: Tracked, held: int) -> int | None:
         """The boundary up to which host memory now holds, pinned, what the device lacks beyond ``held`` tokens; 0 when
@@ -135,7 +164,7 @@ class Prefixes:
         usable = tracked.request.num_tokens - 1
         tracked.extend_keys(usable + 1)  # a chunk that ends the prompt serves its other blocks
         rows = [tracked.keys]
-        near, far = self._choice.boundaries(rows, usable, tracked.lost, held)
+        near, far, tracked.junction = self._choice.boundaries(rows, usable, tracked.lost, held)
         now_s = time.monotonic()
         late = tracked.until_s is not None and now_s >= tracked.until_s
         first = tracked.until_s is None
@@ -143,7 +172,6 @@ class Prefixes:
             self.given_up += 1
             far = near
         tracked.held = held
-        tracked.junction = self._choice.junction(tracked.keys, usable)
         if far <= held:
             tracked.phase = Phase.SETTLED
             return False

@@ -7,8 +7,9 @@ after all ends as a recompute, and that request is never offered anything again.
 A bug here must not end vLLM's engine: what raises is logged with its traceback and counted (``faults``), and from then
 on nothing is offered or stored; requests that were promised something are computed.
 
-What is stored: after each step, the chunks that it completed, of every group; so windows and recurrent states are there
-in the middle of a prompt too, not only at its end. Generated tokens count as soon as they are known.
+What is stored: after each step, the chunks that it completed: of full attention all, of windows and recurrent states
+those that a resume at one of `core.points` needs, so some in the middle of a prompt too, not only at its end. Generated
+tokens count as soon as they are known.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from stowage.integrations.vllm.events import Announcements
 from stowage.integrations.vllm.memory import ArenaPlace, Rank
 from stowage.integrations.vllm.messages import Load, Part, Report, Step, Store
 from stowage.integrations.vllm.requests import Phase, Prefixes, Tracked
-from stowage.integrations.vllm.settings import Options, state_spacing
+from stowage.integrations.vllm.settings import Options, resume_points, state_spacing
 from stowage.integrations.vllm.storing import Storing
 from stowage.integrations.vllm.welcome import welcome
 from stowage.log import Trouble
@@ -93,17 +94,22 @@ class SchedulerSide:
         recurrent = [group.block_tokens for group in self._groups if group.kind is Kind.RECURRENT]
         grid = math.lcm(*recurrent) if recurrent else 1
         step_tokens = self._config.scheduler_config.max_num_batched_tokens
-        dense = [shape.dense for shape in self._shapes]
-        spacing = memory.snapshot_tokens if any(dense) else state_spacing(self._options, step_tokens)
+        dense = any(shape.dense for shape in self._shapes)
+        spacing = memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens)
         self._snapshot_tokens = -(-spacing // grid) * grid
-        store = open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, shared=True)
+        self._has_states = bool(recurrent)
+        points = resume_points(self._options, self._groups)
+        sparse = self._has_states or not points.everywhere
+        store = open_store(
+            geometry, memory, name, self._snapshot_tokens, time.monotonic, shared=True, common_slots=sparse
+        )
         assert store is not None, "host was checked"
         self._store = store
         self._namespaces = naming.Namespaces(name)
         self._strategies = [strategy(group) for group in self._groups]
         self._pace = Pace(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         choice = Choice(store, self._strategies, self._pace)
-        self._prefixes = Prefixes(store, choice, self._pace, self._groups, memory.probe_timeout_s)
+        self._prefixes = Prefixes(store, choice, self._pace, self._strategies, points, memory.probe_timeout_s)
         self._place = ArenaPlace(
             store.arena.path, store.arena.bytes, store.slabs, tuple(sizes), _offsets(parts, ranks, len(sizes))
         )
@@ -111,7 +117,8 @@ class SchedulerSide:
         full = [group for group in self._groups if group.kind is Kind.FULL]
         if self._hash_tokens and full:
             self._announcements = Announcements(store, full[0], self._hash_tokens)
-        self._storing = Storing(store, self._strategies, dense, self._snapshot_tokens, len(ranks), self._announcements)
+        spacings = [self._snapshot_tokens if shape.dense else 0 for shape in self._shapes]
+        self._storing = Storing(store, self._strategies, points, spacings, len(ranks), self._announcements)
         adapter.say(welcome(memory, store, self._groups, self._snapshot_tokens, step_tokens))
 
     def _group(self, index: int, shape: adapter.GroupShape, nbytes: int) -> Group:
@@ -178,7 +185,7 @@ class SchedulerSide:
             tracked.tainted = False
             self._poll()
             boundary = self._prefixes.offer(tracked, held)
-            if boundary is not None and tracked.junction > boundary:
+            if boundary is not None and self._has_states and tracked.junction > boundary:
                 adapter.stop_at(request, tracked.junction)
             self._background.notice()
         if boundary is None:

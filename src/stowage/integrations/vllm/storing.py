@@ -6,15 +6,16 @@ built, written by every rank when the step is computed, and found from when the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stowage.core.geometry import NULL_BLOCK, Group, IntArray, Kind
+from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
-from stowage.core.plan import store_plan
+from stowage.core.plan import CopyPlan, store_plan
+from stowage.core.points import Points, tail_of
 from stowage.integrations.vllm import adapter
 from stowage.integrations.vllm.events import Announcements
 from stowage.integrations.vllm.messages import Report, Store
@@ -34,23 +35,24 @@ class _Writing:
 
 
 class Storing:
-    """Into ``store``, by ``ranks`` workers. ``dense``: by group, whether a recurrent one keeps the state after every
-    block, of which one per ``snapshot_tokens`` is stored.
+    """Into ``store``, by ``ranks`` workers. ``points``: where prompts that part can resume. ``spacings``: by group, of
+    recurrent ones that keep the state after every block, how far apart those are of which some are stored; or 0.
     """
 
     def __init__(
         self,
         store: TieredStore,
         strategies: Sequence[GroupStrategy],
-        dense: Sequence[bool],
-        snapshot_tokens: int,
+        points: Points,
+        spacings: Sequence[int],
         ranks: int,
         announcements: Announcements | None,
     ) -> None:
         self._store = store
         self._strategies = strategies
-        self._dense = dense
-        self._snapshot_tokens = snapshot_tokens
+        self._points = points
+        self._chunk_tokens = max(strategy.group.chunk_tokens for strategy in strategies)
+        self._spacings = spacings
         self._ranks = ranks
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
@@ -70,29 +72,53 @@ class Storing:
         if tables is None:
             return None
         tracked.extend_keys(progress)
-        plans, slots = [], []
+        prompt_tokens = len(tracked.request.prompt_token_ids)
+        tail = tail_of(prompt_tokens, self._chunk_tokens, self._store.geometry.boundary_tokens)
+        found: list[tuple[CopyPlan, IntArray]] = []
         for group in [group for group in groups if due[group.index]]:
-            table = tables[group.index]
+            table, known = tables[group.index], range(tracked.stored[group.index], progress // group.chunk_tokens)
             if group.kind is Kind.RECURRENT:
                 table = self._states(group, table, begin, end, progress, states)
-            chunks, masks = self._strategies[group.index].storable(progress, tracked.stored[group.index], table)
-            tracked.stored[group.index] = progress // group.chunk_tokens
-            if not len(chunks):
-                continue
-            names, first = tracked.keys.of(group.index), int(chunks[0])
-            after = names[first - 1] if first else None
-            reserved = self._store.reserve(group.index, [names[chunk] for chunk in chunks.tolist()], masks, after)
-            plan = store_plan(group, chunks, masks, reserved, table)
-            if plan.copies:
-                plans.append(plan)
-                slots.append(reserved[reserved >= 0])
-                if self._announcements is not None and self._announcements.group is group:
-                    self._announcements.planned(self._numbers + 1, tracked.request, chunks[reserved >= 0], names)
-        if not plans:
+                kept = self._kept_states(group, tracked.junction, table, begin, tail)[known.start :]
+            else:
+                strategy = self._strategies[group.index]
+                kept = self._points.kept(strategy, known, tail, tracked.junction)
+            chunks, masks = self._strategies[group.index].storable(progress, known.start, table)
+            tracked.stored[group.index] = known.stop
+            wanted = kept[chunks - known.start]
+            found += self._reserve(tracked, group, chunks[wanted], masks[wanted], table)
+        if not found:
             return None
         self._numbers += 1
-        self._writing[self._numbers] = _Writing(np.concatenate(slots), self._ranks)
-        return Store(self._numbers, plans)
+        self._writing[self._numbers] = _Writing(np.concatenate([slots for _, slots in found]), self._ranks)
+        return Store(self._numbers, [plan for plan, _ in found])
+
+    def _reserve(
+        self, tracked: Tracked, group: Group, chunks: IntArray, masks: MaskArray, table: IntArray
+    ) -> Iterator[tuple[CopyPlan, IntArray]]:
+        """Copies, and the slots that they fill. Chunks that do not follow one another do not depend on each other."""
+        names = tracked.keys.of(group.index)
+        gaps = np.flatnonzero(np.diff(chunks) > 1) + 1
+        for some, valid in zip(np.split(chunks, gaps), np.split(masks, gaps), strict=True):
+            if not len(some):
+                continue
+            first = int(some[0])
+            after = names[first - 1] if first else None
+            reserved = self._store.reserve(group.index, [names[chunk] for chunk in some.tolist()], valid, after)
+            plan = store_plan(group, some, valid, reserved, table)
+            if plan.copies:
+                if self._announcements is not None and self._announcements.group is group:
+                    self._announcements.planned(self._numbers + 1, tracked.request, some[reserved >= 0], names)
+                yield plan, reserved[reserved >= 0]
+
+    def _kept_states(self, group: Group, junction: int, table: IntArray, before: int, tail: int) -> BoolArray:
+        """Of the states that are there: the first at or behind each point, and those where later prompts resume."""
+        kept = np.zeros(len(table), dtype=np.bool_)
+        for state in np.flatnonzero(table != NULL_BLOCK).tolist():
+            here = (state + 1) * group.block_tokens
+            kept[state] = here >= tail or here == junction or self._points.crossed(before, here)
+            before = here
+        return kept
 
     def _states(self, group: Group, table: IntArray, begin: int, end: int, progress: int, states: States) -> IntArray:
         """The blocks that hold, after this step, the state of exactly the tokens before their end.
@@ -102,10 +128,11 @@ class Storing:
         """
         size = group.block_tokens
         known = np.full(progress // size, NULL_BLOCK, dtype=np.int64)
-        if self._dense[group.index]:
+        spacing = self._spacings[group.index]
+        if spacing:
             known[: len(table)] = table[: len(known)]
             ends = (np.arange(len(known)) + 1) * size
-            sparse = (ends % self._snapshot_tokens != 0) & (ends != len(known) * size)
+            sparse = (ends % spacing != 0) & (ends != len(known) * size)
             known[(ends <= begin) | sparse] = NULL_BLOCK
             return known
         if progress == end and end % size == 0 and end // size <= len(table):

@@ -14,17 +14,20 @@ __all__ = ["welcome"]
 
 def welcome(memory: Memory, store: TieredStore, groups: Sequence[Group], snapshot_tokens: int, step_tokens: int) -> str:
     """One line. ``step_tokens``: vLLM computes so many tokens of a prompt at a time."""
-    of_slab = {group: slab for slab in store.slabs for group in slab.groups}
     tokens = min(
-        of_slab[g.index].slots // len(of_slab[g.index].groups) * _tokens_per_chunk(g, snapshot_tokens) for g in groups
+        int(slab.slots / sum(1 / _tokens_per_chunk(groups[index], snapshot_tokens) for index in slab.groups))
+        for slab in store.slabs
+        if slab.slots
     )
     lower = [text for text in (memory.disk, shown(memory.valkey), shown(memory.object)) if text]
     chunks = ", ".join(f"{g.kind} {g.chunk_tokens} tokens, {format_size(g.bytes_per_chunk)}" for g in groups)
     text = f"Stowage: host {format_size(store.arena.bytes)} (about {tokens} tokens), below it "
     text += f"{', '.join(lower) or 'nothing'}. Chunks: {chunks}."
     if any(group.kind is Kind.RECURRENT for group in groups):
-        text += f" States of recurrent layers are kept where steps end: every {step_tokens} tokens of a long prompt, "
-        text += "where prompts part that begin alike, and at the end; a smaller --max-num-batched-tokens keeps more."
+        text += f" States of recurrent layers are kept where steps end: at most every {step_tokens} tokens of a long "
+        text += (
+            "prompt, where prompts part that begin alike, and at the end; a smaller --max-num-batched-tokens has more."
+        )
     return text
 
 

@@ -242,7 +242,8 @@ class Carrier:
     async def _probe(self, inquiry: Inquiry) -> None:
         keys, presence = inquiry.keys, self._presence
         widths = self._backend.bounds.search_widths
-        search = Search(presence.known(keys), first=inquiry.first, stride=inquiry.stride, widths=widths)
+        known = presence.known(keys)
+        search = Search(known, first=inquiry.first, stride=inquiry.stride, widths=widths, certain=inquiry.certain)
         number = presence.begin()
         try:
             while places := search.ask():

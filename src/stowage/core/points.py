@@ -1,0 +1,98 @@
+"""Where a prompt that parts from a stored one can resume: the boundaries that windows and states are kept for.
+
+Full attention needs all chunks before a boundary, so with all of them any boundary can be resumed. A window is read
+only where a prompt resumes, and a state only exactly there: kept for all boundaries they take most of a hybrid's room.
+So they are kept for points, which lie further apart the further they are from the start (`least` 128, `share` 2):
+
+    tokens     0   128  256  384  512       768       1024                1536                2048 ...
+    points         |    |    |    |         |         |                   |                   |
+    distance   128                256                 512                                     1024
+
+and for the places of one prompt where a later one is likely to resume: from its end on, and where it was seen to part
+from another. A prompt that parts from a stored one between two points loses what lies behind the point before: less
+than 1 / (share + 1) of what it shares, or than `least`. What a resume at that place needs it keeps, for the next one.
+
+Points are absolute places that depend on nothing but the position, so those of prompts that begin alike are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stowage.core.geometry import BoolArray, IntArray, Kind
+from stowage.core.groups.base import GroupStrategy
+
+__all__ = ["NOWHERE", "Points", "tail_of"]
+
+NOWHERE: Final = 1 << 62
+"""The point after the last one."""
+
+
+def tail_of(length: int, chunk_tokens: int, boundary_tokens: int) -> int:
+    """Where the end of a prompt begins, from which on everything is kept: a chunk, the longest, before its last token.
+
+    A template may have ended the prompt with a few tokens that do not come again, and a chunk is found whole or not at
+    all: so the next turn of a conversation resumes there, or behind it where the answer is part of that turn.
+    """
+    return max(0, length - 1 - chunk_tokens) // boundary_tokens * boundary_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """`least`: the shortest distance in tokens, a multiple of the chunks of all groups; 1: every boundary is a point;
+    0: none is. `share`: the distance at p is the largest `least * 2**n` that is at most p / share; 0: always `least`.
+    """
+
+    least: int
+    share: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.least >= 0 and self.share >= 0, (self.least, self.share)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every boundary is a point."""
+        return self.least == 1
+
+    def distances(self, positions: IntArray) -> IntArray:
+        """How far apart points are at these positions."""
+        if not self.share:
+            return np.full_like(positions, self.least)
+        _, exponents = np.frexp(np.maximum(positions // (self.share * self.least), 1))
+        return self.least << (exponents.astype(np.int64) - 1)
+
+    def following(self, positions: IntArray) -> IntArray:
+        """The first point at or after each position, or NOWHERE."""
+        if not self.least:
+            return np.full_like(positions, NOWHERE)
+        distances = self.distances(positions)
+        return -(-positions // distances) * distances
+
+    def crossed(self, begin: int, end: int) -> bool:
+        """Whether there is a point after `begin`, and not after `end`."""
+        return int(self.following(np.array([begin + 1], dtype=np.int64))[0]) <= end
+
+    def kept(self, strategy: GroupStrategy, chunks: range, tail: int = NOWHERE, junction: int = 0) -> BoolArray:
+        """Which of these chunks a resume at some point needs, or at `junction`, or at a boundary from `tail` on.
+
+        `tail` and `junction` are multiples of block_tokens. Of a recurrent group: the states that stand exactly there.
+        """
+        numbers = np.arange(chunks.start, chunks.stop, dtype=np.int64)
+        if self.everywhere or strategy.group.kind is Kind.FULL or not len(numbers):
+            return np.ones(len(numbers), dtype=np.bool_)
+        size = strategy.group.chunk_tokens
+        assert self.least % size == 0, (self.least, size)
+        # Of the points after a chunk's first token the nearest reads farthest back, and reads to its own position.
+        points, of_chunk = np.unique(self.following(numbers * size + 1), return_inverse=True)
+        reads = [strategy.needed(point) if point != NOWHERE else range(0) for point in points.tolist()]
+        starts = np.array([chunks.start for chunks in reads], dtype=np.int64)[of_chunk]
+        stops = np.array([chunks.stop for chunks in reads], dtype=np.int64)[of_chunk]
+        parted = strategy.needed(junction)
+        kept: BoolArray = (starts <= numbers) & (numbers < stops)
+        kept |= (parted.start <= numbers) & (numbers < parted.stop)
+        if tail != NOWHERE:
+            kept |= numbers >= strategy.needed(tail).start
+        return kept
