@@ -17,19 +17,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import models
+from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
 
-PEERS_PYTHON = Path(".venv-bench/bin/python")
 SCRIPT = Path(__file__).parent / "peers" / "turns.py"
 WAYS = ("stowage", "stowage-device", "transformers", "vllm", "vllm-no-reuse", "vllm-stowage")
 MESSAGE_TOKENS, ANSWER_TOKENS = 64, 16
@@ -37,36 +35,14 @@ DOCUMENT_TOKENS, QUESTION_TOKENS, DOCUMENTS, DOCUMENT_ROUNDS = 1024, 32, 15, 3
 HOST_BYTES = 1 << 30
 
 
-class Peer:
-    """One way, in its process."""
+def start(way: str, model: Path, dtype: str, device_bytes: int) -> Peer:
+    python = PYTHON if way.startswith("vllm") else sys.executable
+    host = 0 if way in ("vllm", "vllm-no-reuse", "stowage-device") else HOST_BYTES
+    return Peer([python, SCRIPT, way, model, dtype, str(device_bytes), str(host)])
 
-    def __init__(self, way: str, model: Path, dtype: str, device_bytes: int) -> None:
-        python = str(PEERS_PYTHON) if way.startswith("vllm") else sys.executable
-        host = 0 if way in ("vllm", "vllm-no-reuse", "stowage-device") else HOST_BYTES
-        arguments = [python, str(SCRIPT), way, str(model), dtype, str(device_bytes), str(host)]
-        environment = os.environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", "src")}
-        self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._read()
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("A peer has ended; its words are above.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, prompts: list[list[int]]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps({"prompts": prompts, "tokens": ANSWER_TOKENS}), file=self._process.stdin, flush=True)
-        return self._read()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+def ask(peer: Peer, prompts: list[list[int]]) -> dict[str, Any]:
+    return peer.ask(prompts=prompts, tokens=ANSWER_TOKENS)
 
 
 def conversations(peer: Peer, clients: int, rounds: int, chance: random.Random) -> list[dict[str, Any]]:
@@ -75,7 +51,7 @@ def conversations(peer: Peer, clients: int, rounds: int, chance: random.Random) 
     for _ in range(rounds):
         for history in histories:
             history += tokens(chance, MESSAGE_TOKENS)
-        answer = peer.ask(histories)
+        answer = ask(peer, histories)
         found.append(row(histories, answer))
         for history, drawn in zip(histories, answer["tokens"], strict=True):
             history += drawn
@@ -87,7 +63,7 @@ def documents(peer: Peer, chance: random.Random) -> list[dict[str, Any]]:
     found = []
     for _ in range(DOCUMENT_ROUNDS):
         prompts = [text + tokens(chance, QUESTION_TOKENS) for text in chance.sample(texts, len(texts))]
-        found.append(row(prompts, peer.ask(prompts)))
+        found.append(row(prompts, ask(peer, prompts)))
     return found
 
 
@@ -109,8 +85,8 @@ def measure(way: str, model: Path, dtype: str, clients: int, rounds: int) -> dic
     history_tokens = rounds * (MESSAGE_TOKENS + ANSWER_TOKENS)
     stored_tokens = max(clients * history_tokens, DOCUMENTS * DOCUMENT_TOKENS)
     device_bytes = max(stored_tokens // 3, models.SMALL_CONTEXT_TOKENS) * models.small_bytes_per_token(dtype)
-    peer = Peer(way, model, dtype, device_bytes)
-    peer.ask([tokens(random.Random(99), 64)])  # warm
+    peer = start(way, model, dtype, device_bytes)
+    ask(peer, [tokens(random.Random(99), 64)])  # warm
     chance = random.Random(0)
     found = {"conversations": conversations(peer, clients, rounds, chance), "documents": documents(peer, chance)}
     peer.end()
@@ -160,7 +136,7 @@ def main() -> None:
     ways = options.ways.split(",")
     if unknown := set(ways) - set(WAYS):
         parser.error(f"no such way: {', '.join(sorted(unknown))}; choose from: {', '.join(WAYS)}")
-    if not PEERS_PYTHON.exists():
+    if not PYTHON.exists():
         raise SystemExit("vLLM is not here. Make the peers' environment first: make bench-env")
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:

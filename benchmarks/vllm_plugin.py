@@ -15,58 +15,29 @@ writing), which is the most that a machine without an idle core can lose.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import models
+from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
 
-PYTHON = Path(".venv-bench/bin/python")
 SCRIPT = Path(__file__).parent / "peers" / "vllm_engine.py"
 BATCH, BATCH_PROMPT, BATCH_NEW, PAIRS = 8, 256, 32, 2
 
 
-class Engine:
-    """One process."""
-
-    def __init__(self, model: Path, dtype: str, directory: Path | None) -> None:
-        arguments = [str(PYTHON), str(SCRIPT), str(model), dtype, *([str(directory)] if directory else [])]
-        environment = os.environ | {"PYTHONPATH": "src"}
-        self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("An engine has ended; its words are above.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-        return self._read()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+def start(model: Path, dtype: str, directory: Path | None) -> Peer:
+    return Peer([PYTHON, SCRIPT, model, dtype, *([directory] if directory else [])])
 
 
-def first_tokens(ours: Engine, plain: Engine, prompt: list[int]) -> dict[str, float]:
+def first_tokens(ours: Peer, plain: Peer, prompt: list[int]) -> dict[str, float]:
     """Seconds to the first token, by where the prefix came from."""
     found: dict[str, float] = {}
     answers = []
 
-    def take(name: str, engine: Engine, hit: bool) -> None:
+    def take(name: str, engine: Peer, hit: bool) -> None:
         answer = engine.ask(do="first_token", prompt=prompt)
         assert (answer["cached"][0] > 0.7 * len(prompt)) == hit, f"{name}: {answer['cached']} tokens were cached"
         found[name] = answer["seconds"]
@@ -84,7 +55,7 @@ def first_tokens(ours: Engine, plain: Engine, prompt: list[int]) -> dict[str, fl
 
 
 def measure(model: Path, dtype: str, directory: Path, prompt_tokens: int, rounds: int) -> dict[str, list[float]]:
-    ours, plain = Engine(model, dtype, directory), Engine(model, dtype, None)
+    ours, plain = start(model, dtype, directory), start(model, dtype, None)
     chance = random.Random(0)
 
     def prompt(count: int) -> list[int]:

@@ -1,9 +1,12 @@
-"""One engine in a process of its own, for `benchmarks.multi_turn`: answers all prompts of a round, given together.
+"""One engine in a process of its own: answers all prompts of a round, given together. For `benchmarks.multi_turn` and
+`benchmarks.engine`.
 
     python benchmarks/peers/turns.py WAY MODEL DTYPE DEVICE_KV_BYTES HOST_BYTES
 
-WAY: `stowage`, `stowage-device` (no tier below the device), `transformers` (one prompt after the other, no reuse),
-`vllm`, `vllm-no-reuse` (prefix caching off), `vllm-stowage` (with the plugin). Commands are JSON lines on stdin,
+WAY: `stowage`, `stowage-device` (no tier below the device), `deterministic`, `torch` (Stowage without its kernels),
+`transformers` (one prompt after the other, no reuse), `generate` (Transformers' `generate()` of all prompts as one
+batch; they are of one length), `continuous` (its continuous batching), `vllm`, `vllm-no-reuse` (prefix caching off),
+`vllm-stowage` (with the plugin). Commands are JSON lines on stdin,
 {"prompts": [[...], ...], "tokens": 16}; an answer has for each prompt the seconds from the round's begin to its first
 token, how many of its tokens were reused, and its greedy tokens. All of Stowage's ways and Transformers run in
 Stowage's own environment, those of vLLM in the peers', with Stowage's sources on its path.
@@ -23,11 +26,11 @@ SEQUENCES_MAX, CONTEXT_TOKENS = 20, 1536
 Round = Callable[[list[list[int]], int], dict[str, Any]]
 
 
-def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int) -> Round:
+def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int, **more: Any) -> Round:
     from stowage import Engine, Memory, SamplingParams
 
     memory = Memory(device_kv=device_bytes, host=host_bytes, sequences_max=SEQUENCES_MAX)
-    engine = Engine(model, memory, dtype=dtype)
+    engine = Engine(model, memory, dtype=dtype, **more)
 
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
@@ -41,11 +44,16 @@ def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int) -> Round
     return answer
 
 
+def without_kernels(model: str, dtype: str, device_bytes: int, host_bytes: int) -> Round:
+    os.environ["STOWAGE_PURE_PYTHON"] = "1"
+    return stowage(model, dtype, device_bytes, host_bytes)
+
+
 def transformers(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -> Round:
     import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import DynamicCache
 
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    loaded = _loaded(model, dtype)
 
     @torch.inference_mode()
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -67,30 +75,63 @@ def transformers(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -
     return answer
 
 
-def vllm(model: str, dtype: str, device_bytes: int, host_bytes: int, reuse: bool = True) -> Round:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    from vllm import LLM, SamplingParams
+def _loaded(model: str, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
 
-    extra: dict[str, Any] = {}
-    if host_bytes:
-        extra["kv_transfer_config"] = {
-            "kv_connector": "StowageConnector",
-            "kv_connector_module_path": "stowage.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"host": host_bytes},
-        }
-    engine = LLM(
-        model=model,
-        dtype=dtype,
-        enforce_eager=True,
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+
+def generate(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -> Round:
+    import torch
+
+    loaded = _loaded(model, dtype)
+
+    @torch.inference_mode()
+    def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        ids = torch.tensor(prompts)
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": tokens}
+        out = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return {"tokens": out[:, ids.shape[1] :].tolist()}
+
+    return answer
+
+
+def continuous(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -> Round:
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    loaded = _loaded(model, dtype)
+
+    def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=tokens)
+        done = loaded.generate_batch(
+            inputs=prompts,
+            generation_config=config,
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=512, max_batch_tokens=CONTEXT_TOKENS),
+            progress_bar=False,
+        )
+        return {"tokens": [one.generated_tokens for one in done.values()]}
+
+    return answer
+
+
+def vllm(model: str, dtype: str, device_bytes: int, host_bytes: int, reuse: bool = True) -> Round:
+    from vllm_engine import start  # beside this file
+
+    llm = start(
+        model,
+        dtype,
+        {"host": host_bytes} if host_bytes else None,
         enable_prefix_caching=reuse,
-        skip_tokenizer_init=True,
         max_model_len=CONTEXT_TOKENS,
         max_num_seqs=SEQUENCES_MAX,
         max_num_batched_tokens=CONTEXT_TOKENS,
         kv_cache_memory_bytes=device_bytes,
-        **extra,
-    ).llm_engine
+    )
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
     asked = 0
 
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -125,6 +166,10 @@ def main() -> None:
     ways: dict[str, Callable[[], Round]] = {
         "stowage": lambda: stowage(model, dtype, *sizes),
         "stowage-device": lambda: stowage(model, dtype, sizes[0], 0),
+        "deterministic": lambda: stowage(model, dtype, sizes[0], 0, deterministic=True),
+        "torch": lambda: without_kernels(model, dtype, sizes[0], 0),
+        "generate": lambda: generate(model, dtype, *sizes),
+        "continuous": lambda: continuous(model, dtype, *sizes),
         "transformers": lambda: transformers(model, dtype, *sizes),
         "vllm": lambda: vllm(model, dtype, sizes[0], 0),
         "vllm-no-reuse": lambda: vllm(model, dtype, sizes[0], 0, reuse=False),

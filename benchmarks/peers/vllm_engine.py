@@ -25,30 +25,19 @@ HOST = "2GiB"
 DISK = "4GiB"
 
 
-def start(model: str, dtype: str, directory: str | None) -> Any:
+def start(model: str, dtype: str, plugin: dict[str, Any] | None, **more: Any) -> Any:
+    """An engine in this process; ``plugin``: the settings of StowageConnector, which it has then."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM
 
-    extra: dict[str, Any] = {}
-    if directory is not None:
-        extra["kv_transfer_config"] = {
+    if plugin is not None:
+        more["kv_transfer_config"] = {
             "kv_connector": "StowageConnector",
             "kv_connector_module_path": "stowage.integrations.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"host": HOST, "disk": f"{directory}:{DISK}"},
+            "kv_connector_extra_config": plugin,
         }
-    return LLM(
-        model=model,
-        dtype=dtype,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        skip_tokenizer_init=True,
-        max_model_len=4096,
-        max_num_seqs=8,
-        max_num_batched_tokens=4096,
-        kv_cache_memory_bytes=1 << 30,
-        **extra,
-    )
+    return LLM(model=model, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, **more)
 
 
 class Watch:
@@ -125,7 +114,16 @@ def main() -> None:
     model, dtype, *rest = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed goes to stderr: the answers have the pipe for themselves
-    llm = start(model, dtype, rest[0] if rest else None)
+    llm = start(
+        model,
+        dtype,
+        {"host": HOST, "disk": f"{rest[0]}:{DISK}"} if rest else None,
+        enable_prefix_caching=True,
+        max_model_len=4096,
+        max_num_seqs=8,
+        max_num_batched_tokens=4096,
+        kv_cache_memory_bytes=1 << 30,
+    )
     watch = Watch()
     if rest:
         from stowage.integrations.vllm import StowageConnector

@@ -4,8 +4,8 @@
 
 Commands are JSON lines on stdin: {"batch": 1, "prompt_tokens": 128, "new_tokens": 8, "cold": true}; answers are seconds
 of the prompt and of each step, and the tokens. With "text", ids, its tokens are read instead of random ones and the
-answer's own. Ways: memory, mapped, stream, half, experts:BYTES (ours: Stowage's sources must be on the path),
-accelerate, accelerate-half, transformers (the peers').
+answer's own. Ways: memory, mapped, stream, half, experts:BYTES (ours: Stowage's sources must be on the path; int8- and
+int4- before the first three: the model is a packed one), accelerate, accelerate-half, transformers (the peers').
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ def load(way: str, path: str, dtype: str, scratch: str) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if way.endswith("-memory"):
+        from stowage.engine import loading
+
+        return _in_memory(loading.load(path, dtype).model)
     if way.partition(":")[0] in OURS:
         import stowage
 
@@ -44,10 +48,7 @@ def load(way: str, path: str, dtype: str, scratch: str) -> Any:
         return stowage.offload(path, weights="last 1 of 2=stream", dtype=dtype)
     kind = getattr(torch, dtype)
     if way == "memory":
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
-        for parameter in model.parameters():  # from the mapped file into memory
-            parameter.data = parameter.data.clone()
-        return model
+        return _in_memory(AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval())
     if way == "transformers":
         places = {
             "model.embed_tokens": "cpu",
@@ -66,6 +67,13 @@ def load(way: str, path: str, dtype: str, scratch: str) -> Any:
     halves = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(layers)}
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", **halves}
     return dispatch_model(model, places, main_device="cpu", offload_dir=scratch)
+
+
+def _in_memory(model: Any) -> Any:
+    """From the mapped file into memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def drop_page_cache() -> None:
@@ -107,6 +115,9 @@ def run(
 def main() -> None:
     way, path, dtype, scratch = sys.argv[1:5]
     began_s = time.perf_counter()
+    packed, _, plain = way.partition("-")
+    if packed in ("int8", "int4"):  # computed with under the same name, but for what is in memory
+        way = plain if plain != "memory" else way
     model = load(way, path, dtype, scratch)
     print(json.dumps({"loaded_s": time.perf_counter() - began_s}), flush=True)
     for line in sys.stdin:

@@ -49,6 +49,15 @@ def _as_float(value: object) -> float:
     raise ConfigError(f"it is {value!r}, not a number.")
 
 
+def _as_switch(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(value, str) and value.strip().lower() in known:
+        return known[value.strip().lower()]
+    raise ConfigError(f"it is {value!r}; write true or false.")
+
+
 def _as_seed(value: object) -> int | None:
     return None if value is None or value == "" else _as_int(value)
 
@@ -72,7 +81,9 @@ def _as_kinds(value: object) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: its name in ``stowage.toml`` (``--name`` and ``STOWAGE_NAME`` elsewhere) and how it is read."""
+    """One setting: its name in ``stowage.toml`` (``--name`` and ``STOWAGE_NAME`` elsewhere) and how it is read. A
+    switch, whose default is true or false, has no ``metavar``.
+    """
 
     name: str
     default: Any
@@ -156,6 +167,13 @@ SETTINGS: dict[str, Setting] = {
     for setting in (
         *_MEMORY_SETTINGS,
         Setting("dtype", "auto", _as_text, "TYPE", "type to compute in: auto, float32, bfloat16, float16"),
+        Setting(
+            "deterministic",
+            False,
+            _as_switch,
+            "",
+            "the same answer to the bit, however a prompt's state arrived and whatever is computed beside it",
+        ),
         *_SAMPLING_SETTINGS,
         *_SERVER_SETTINGS,
         Setting("log_format", "text", _as_text, "STYLE", "lines on stderr about trouble: text or json"),

@@ -18,8 +18,10 @@ from stowage.engine.engine import Engine
 from stowage.engine.sampler import SamplingParams
 from stowage.testing import tiny_models
 
-LOGPROB_BOUND = 2e-4
-"""float32 sums in another order: the largest difference of a log-probability that is not an error."""
+LOGPROB_BOUND = 4e-4
+"""float32 sums in another order: the largest difference of a log-probability that is not an error. Of tiny models the
+one of Qwen3-Next amplifies rounding most: against float64 plain Transformers is off by up to 1.5e-4, we by 1.3e-4.
+"""
 
 
 @dataclass(frozen=True)

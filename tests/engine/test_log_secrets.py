@@ -10,7 +10,9 @@ import pytest
 
 from stowage import keys, opening
 from stowage.config import Memory
+from stowage.engine.completion import namespace_of
 from stowage.engine.engine import Engine
+from stowage.engine.sequence import SequenceKeys
 from stowage.log import JsonFormatter, TextFormatter
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import DiskTier
@@ -81,7 +83,10 @@ def test_no_prompt_token_key_or_salt_is_logged(protection, checkpoints, tmp_path
             engine.flush()
 
         ask()
-        known = list(engine.store.tiers[0]._index._row_of)
+        chain = SequenceKeys(namespace_of(engine.parts.namespace, TENANT_SALT), engine.parts.layout.groups)
+        chain.extend(tokens, len(tokens))
+        known = chain.of(0)
+        assert engine.store.tiers[0].lookup(known).all()
         assert len(known) > 3
         faults.rot(12345)
         ask()

@@ -41,7 +41,7 @@ def test_precedence_flag_environment_file_default(tmp_path: Path) -> None:
 def test_every_kind_of_value_reads_the_same_from_file_and_environment(tmp_path: Path) -> None:
     file = written(
         tmp_path,
-        'host = 4096\nload_timeout_s = 2\ntemperature = 0.5\nseed = 7\nstop = ["\\n"]\n'
+        'host = 4096\nload_timeout_s = 2\ntemperature = 0.5\nseed = 7\ndeterministic = true\nstop = ["\\n"]\n'
         "[group_block_tokens]\nsliding = 32\nrecurrent = 512\n",
     )
     environ = {
@@ -49,13 +49,15 @@ def test_every_kind_of_value_reads_the_same_from_file_and_environment(tmp_path: 
         "STOWAGE_LOAD_TIMEOUT_S": "2",
         "STOWAGE_TEMPERATURE": "0.5",
         "STOWAGE_SEED": "7",
+        "STOWAGE_DETERMINISTIC": "Yes",
         "STOWAGE_STOP": "\n",
         "STOWAGE_GROUP_BLOCK_TOKENS": "sliding=32, recurrent=512",
     }
     from_file, from_environment = load_settings({}, {}, file), load_settings({}, environ)
     assert {name: from_file[name] for name in SETTINGS} == {name: from_environment[name] for name in SETTINGS}
     assert from_file.memory() == from_environment.memory()
-    assert from_file.sampling()["stop"] == ("\n",)
+    assert from_file.sampling()["stop"] == ("\n",) and from_file["deterministic"] is True
+    assert load_settings({"deterministic": False}, environ)["deterministic"] is False
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,8 @@ def test_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
         "block_tokens = 1.5",
         'temperature = "hot"',
         "stop = [1]",
+        "deterministic = 1",
+        'deterministic = "perhaps"',
         "group_block_tokens = 3",
         'group_block_tokens = "sliding"',
     ],

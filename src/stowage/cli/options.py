@@ -36,6 +36,7 @@ MEMORY = (
     "sequences_max",
     "load_timeout_s",
     "dtype",
+    "deterministic",
 )
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")
 LOG = ("log_format", "log_level")
@@ -107,11 +108,14 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def _flag(setting: Setting) -> inspect.Parameter:
-    kind = list[str] | None if setting.name == "stop" else str | None
-    default = "" if setting.default in (None, "", (), {}) else f" [default: {setting.default}]"
+    kind: Any = list[str] | None if setting.name == "stop" else str | None
+    default = "" if setting.default in (None, "", (), {}, False) else f" [default: {setting.default}]"
+    name = setting.name.replace("_", "-")
+    if isinstance(setting.default, bool):
+        kind, name = bool | None, f"{name}/--no-{name}"
     option = typer.Option(
-        "--" + setting.name.replace("_", "-"),
-        metavar=setting.metavar,
+        f"--{name}",
+        metavar=setting.metavar or None,
         help=setting.about[0].upper() + setting.about[1:] + "." + default,
         rich_help_panel=next((panel for panel, names in _PANELS.items() if setting.name in names), "Memory"),
         show_default=False,

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,6 +46,32 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for row in rows:
         table.add_row(*map(escape, row))
     Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED).print(table)
+
+
+@contextmanager
+def progress_bars(wanted: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr for each thing that is told (what, how much is done, of how much), for people who watch."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def told(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=None)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield told
 
 
 def summary_line(completion: "Completion") -> str:

@@ -61,7 +61,7 @@ def opened(model: str, settings: Settings) -> Iterator["Engine"]:
     from stowage.engine.engine import Engine
 
     quiet_libraries()
-    engine = Engine(model, memory, dtype=settings["dtype"])
+    engine = Engine(model, memory, dtype=settings["dtype"], deterministic=settings["deterministic"])
     try:
         yield engine
     finally:

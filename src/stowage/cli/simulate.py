@@ -1,17 +1,16 @@
 """``stowage simulate TRACE``: what a trace of prompts would find in given tiers. ``planner.simulate`` does the work."""
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stowage.cli.options import Debug, Json
-from stowage.cli.output import format_seconds, note, print_json, print_table
+from stowage.cli.output import format_seconds, note, print_json, print_table, progress_bars
 from stowage.config import format_size, parse_size
 from stowage.errors import ConfigError
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from stowage.planner.simulate import Figures
     from stowage.planner.tariff import Prices
 
-Progress = Callable[[int, int], None]
 _SWEPT = ("host", "disk", "nodes", "policy", "routing")
 
 
@@ -108,18 +106,18 @@ def simulate(
         raise ConfigError("--limit and --jobs must be 0 or more, --speed-up above 0.")
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"There is no directory {picture.absolute().parent} to draw a picture in.")
-    with _bar("read") as progress:
-        prompts = read_trace(trace, block_tokens, limit, progress)
+    with progress_bars() as progress:
+        prompts = read_trace(trace, block_tokens, limit, partial(progress, "read"))
     if speed_up != 1:
         prompts = prompts.faster(speed_up)
-    with _bar("simulate") as progress:
+    with progress_bars() as progress:
         found = simulate_all(
             prompts,
             [scenario for _, scenario in points],
             prices=prices,
             endurance=endurance,
             jobs=jobs or os.cpu_count() or 1,
-            progress=progress,
+            progress=partial(progress, "simulate"),
         )
     labels = [label for label, _ in points]
     if picture is not None:
@@ -165,26 +163,6 @@ def _with(scenario: "Scenario", name: str, value: str) -> "Scenario":
     if name == "nodes":
         return replace(scenario, nodes=int(value))
     return replace(scenario, policy=value) if name == "policy" else replace(scenario, routing=value)
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Progress]:
-    """A progress bar on stderr, for people who watch."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _draw(path: Path, trace: Path, labels: list[str], found: list["Figures"]) -> None:

@@ -4,12 +4,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stowage.cli.options import LOG, MEMORY, Json, with_settings
-from stowage.cli.output import note, print_json, print_table, quiet_libraries
+from stowage.cli.output import note, print_json, print_table, progress_bars, quiet_libraries
 from stowage.config import unknown_name
 from stowage.errors import ConfigError
 from stowage.settings import Settings
@@ -22,6 +22,7 @@ _EVAL = "Ask the questions of a file too, with every tier off and on: accuracy a
 _FAMILIES = "Instead of MODEL: tiny random models of these families, separated by commas, or `all`."
 _MARKS = {"ok": "ok", "too short to reuse": "-"}
 _PARITY = "Parity: offloading changed no answer."
+_EXACT = "Parity: offloading changed no bit of an answer."
 
 
 @with_settings("seed", *MEMORY, *LOG)
@@ -56,6 +57,7 @@ def verify(
     asked = evaluation.questions(evaluate, shots, questions) if evaluate is not None else None
     quiet_libraries()
     watched = sys.stderr.isatty()
+    computed = {name: settings[name] for name in ("dtype", "deterministic")}
 
     def progress(name: str) -> None:
         if watched:
@@ -65,7 +67,7 @@ def verify(
         reports = {}
         for name, path in _written(families):
             progress(name)
-            reports[name] = compare(path, memory, dtype=settings["dtype"], seed=settings["seed"])
+            reports[name] = compare(path, memory, **computed, seed=settings["seed"])
         parity = all(report.parity for report in reports.values())
         if json:
             listed = {name: report.as_json() for name, report in reports.items()}
@@ -73,12 +75,12 @@ def verify(
         else:
             _print_families(reports)
     else:
-        report = compare(model, memory, dtype=settings["dtype"], seed=settings["seed"], progress=progress)
+        report = compare(model, memory, **computed, seed=settings["seed"], progress=progress)
         found = None
         if asked is not None:
-            with _bar(json) as counted:
+            with progress_bars(not json) as counted:
                 found = evaluation.evaluate(
-                    model, memory, asked, dtype=settings["dtype"], max_new_tokens=answer_tokens, progress=counted
+                    model, memory, asked, **computed, max_new_tokens=answer_tokens, progress=counted
                 )
         parity = report.parity and (found is None or found.parity)
         if json:
@@ -88,7 +90,8 @@ def verify(
             if found is not None:
                 _print_evaluation(str(evaluate), found)
     if not json:
-        print(_PARITY if parity else "NO PARITY: see the verdicts above.")
+        same = _EXACT if settings["deterministic"] else _PARITY
+        print(same if parity else "NO PARITY: see the verdicts above.")
     if not parity:
         raise typer.Exit(1)
 
@@ -104,33 +107,6 @@ def _written(families: str) -> Iterator[tuple[str, Path]]:
     for name in names:
         with tempfile.TemporaryDirectory(prefix="stowage-tiny-") as directory:
             yield name, tiny_models.write(name, Path(directory) / name)
-
-
-class _Bar:
-    """How many answers there are, on stderr, for whoever looks at it."""
-
-    def __init__(self, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._progress = Progress(console=Console(stderr=True), transient=True, disable=not shown)
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> Any:
-        self._progress.start()
-        return self._count
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def _count(self, name: str, done: int, of: int) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=of)
-        self._progress.update(self._tasks[name], completed=done)
-
-
-def _bar(json: bool) -> _Bar:
-    return _Bar(shown=sys.stderr.isatty() and not json)
 
 
 def _print_report(model: str, report: "Report") -> None:

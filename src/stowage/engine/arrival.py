@@ -116,7 +116,7 @@ class Arrivals:
             sequence.phase = Phase.LOADING
             self._pending[sequence.id] = Arrival(sequence, 0, [], None, began_s, self.forwards)
             return True
-        near, boundary, needs = self._choose(sequence)
+        near, boundary, needs, below = self._choose(sequence)
         for need in needs:
             need.pool.retain(need.retained)
         if not self._room(sequence, needs, alone):
@@ -129,11 +129,10 @@ class Arrivals:
         for place, need in enumerate(lacking):
             need.place = place
         wanted = [(need.pool.group.index, self._keys(sequence, need)) for need in lacking]
-        arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards)
+        arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards, below)
         if wanted:
             assert self._residency.store is not None
             limit_s = self._pace.load_limit_s(boundary - near) - sequence.waited_s
-            arrival.below = self._bytes_of_tier(sequence, needs)
             arrival.fetch = self._residency.store.fetch(wanted, arrival.began_s + limit_s)
             if not arrival.fetch.done:
                 sequence.phase = Phase.LOADING
@@ -165,16 +164,16 @@ class Arrivals:
 
     # choosing the boundary
 
-    def _choose(self, sequence: Sequence) -> tuple[int, int, list[Need]]:
+    def _choose(self, sequence: Sequence) -> tuple[int, int, list[Need], dict[int, int]]:
         """The boundary that the device serves alone, the one to resume at (that one, unless the tiers reach further and
-        are worth it), and what each group needs for it.
+        are worth it), what each group needs for it, and the bytes of that from each tier below the host.
         """
         residency, length = self._residency, sequence.reusable_tokens
         keys = [sequence.keys.of(pool.group.index) for pool in residency.pools]
         device = [pool.lookup(k) for pool, k in zip(residency.pools, keys, strict=True)]
         near = longest_boundary(residency.strategies, device, length, self._boundary_tokens)
         if residency.store is None:
-            return near, near, self._needs(sequence, near)
+            return near, near, self._needs(sequence, near), {}
         below = [residency.store.lookup(i, k) for i, k in enumerate(keys)]
         if sequence.refused:
             for masks, group in zip(below, keys, strict=True):
@@ -183,15 +182,16 @@ class Arrivals:
         far = longest_boundary(residency.strategies, both, length, self._boundary_tokens)
         if far > near:
             needs = self._needs(sequence, far)
-            if self._pace.worth_loading(far - near, self._bytes_of_tier(sequence, needs)):
-                return near, far, needs
+            bytes_below = self._bytes_of_tier(sequence, needs)
+            if self._pace.worth_loading(far - near, bytes_below):
+                return near, far, needs, bytes_below
             residency.counters.loads_refused += 1
             for index, (masks, group) in enumerate(zip(below, keys, strict=True)):
                 masks[residency.store.sources(index, group) != 0] = 0  # what is in host already costs no load
             both = [d | b for d, b in zip(device, below, strict=True)]
             at_hand = longest_boundary(residency.strategies, both, length, self._boundary_tokens)
-            return near, at_hand, self._needs(sequence, at_hand)
-        return near, near, self._needs(sequence, near)
+            return near, at_hand, self._needs(sequence, at_hand), {}
+        return near, near, self._needs(sequence, near), {}
 
     def _needs(self, sequence: Sequence, boundary: int) -> list[Need]:
         needs = []

@@ -17,9 +17,11 @@ from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import GroupStrategy, strategy
 from stowage.core.key import Field, namespace
 from stowage.engine import attention
+from stowage.engine.exactness import Pieces, check_steps, exact_grid, exact_name
 from stowage.engine.layers import ModelLayout, probe
 from stowage.engine.loading import Loaded
 from stowage.engine.pool import BlockPool, split_pool
+from stowage.engine.rowtrial import try_rows
 from stowage.engine.runner import Runner
 from stowage.format import envelope, segment
 from stowage.opening import check_tiers, open_store
@@ -50,10 +52,17 @@ class Parts:
     store: TieredStore | None
     transfer: Transfer | None
     snapshot_tokens: int
+    pieces: Pieces
 
 
 def assemble(
-    loaded: Loaded, memory: Memory, salt: str, clock: Callable[[], float], tiers: Sequence[Tier] = ()
+    loaded: Loaded,
+    memory: Memory,
+    salt: str,
+    clock: Callable[[], float],
+    tiers: Sequence[Tier] = (),
+    *,
+    deterministic: bool = False,
 ) -> Parts:
     """Probe the model, divide the budgets, open the tiers; ``tiers`` are the caller's own, below those of ``memory``.
 
@@ -61,10 +70,13 @@ def assemble(
     ``ConfigError`` for an unusable key file or tiers that cannot be told apart.
     """
     check_tiers(tiers, memory)
-    layout = probe(loaded.model, block_tokens_of(memory), memory.chunk_blocks)
+    grid = exact_grid(loaded.model) if deterministic else 1
+    layout = probe(loaded.model, block_tokens_of(memory, grid), memory.chunk_blocks)
+    pieces = Pieces(grid if layout.recurrent is not None and layout.continues else 1)
+    check_steps(pieces, memory, layout.context_tokens)
     attention.install(loaded.model)
     try:
-        return _assemble(loaded, memory, layout, salt, clock, tiers)
+        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic)
     except BaseException:
         attention.uninstall(loaded.model)
         raise
@@ -77,15 +89,21 @@ def _assemble(
     salt: str,
     clock: Callable[[], float],
     tiers: Sequence[Tier],
+    pieces: Pieces,
+    deterministic: bool,
 ) -> Parts:
     geometry = Geometry(layout.groups)
-    name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", attention.NAME))
+    computed = f"{attention.NAME}/{exact_name(pieces)}" if deterministic else attention.NAME
+    name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     counts = split_pool(layout.blocks, memory.device_kv_bytes, layout.context_tokens, memory.step_tokens_max)
     pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
     assert sum(pool.nbytes for pool in pools) <= memory.device_kv_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
-    grid = block_tokens_of(memory)[Kind.RECURRENT]
+    grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+    runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic)
+    if deterministic:
+        try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before there is a store that must be closed
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     return Parts(
         layout=layout,
@@ -93,21 +111,24 @@ def _assemble(
         namespace=name,
         pools=pools,
         strategies=strategies,
-        runner=Runner(loaded.model, layout, pools, strategies),
+        runner=runner,
         store=store,
         transfer=CpuTransfer(store.arena.numpy(), store.slabs) if store is not None else None,
         snapshot_tokens=snapshot_tokens,
+        pieces=pieces,
     )
 
 
-def block_tokens_of(memory: Memory) -> Mapping[Kind, int]:
+def block_tokens_of(memory: Memory, grid: int = 1) -> Mapping[Kind, int]:
     """Tokens per block of each kind; the snapshot grid is a multiple of the others' chunks, because a boundary must
-    suit all groups: a snapshot inside of a chunk that is not complete is of no use below the device.
+    suit all groups: a snapshot inside of a chunk that is not complete is of no use below the device. It is a multiple
+    of ``grid`` too.
     """
     tokens = {kind: memory.group_block_tokens.get(kind.value, memory.block_tokens) for kind in Kind}
     paged = math.lcm(*(tokens[kind] for kind in Kind if kind is not Kind.RECURRENT)) * memory.chunk_blocks
     if Kind.RECURRENT.value not in memory.group_block_tokens:
         tokens[Kind.RECURRENT] = paged * -(-SNAPSHOT_GRID_TOKENS_LEAST // paged)
+    tokens[Kind.RECURRENT] = math.lcm(tokens[Kind.RECURRENT], grid)
     return tokens
 
 

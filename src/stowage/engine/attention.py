@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stowage.engine import probing
+from stowage.engine import native, probing
 from stowage.engine.scores import Scores, attend
 from stowage.engine.step import DecodeStep, PrefillStep, current
 from stowage.errors import StowageError
@@ -79,6 +79,10 @@ def paged_attention(
     scores = Scores(width**-0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux"))
     latent = group.pool.layout.layers[0].latent
     out = flat.new_empty((batch * length, heads, value.shape[-1]))
+    if group.runs is not None:
+        paged = _paged_latent if latent else _paged
+        tokens = group.runs.tokens
+        out[:tokens] = paged(module, flat[:tokens], views, group.runs, scores)
     if group.decode is not None:
         decode = _decode_latent if latent else _decode
         out[: step.decodes] = decode(module, flat[: step.decodes], views, group.decode, scores)
@@ -86,6 +90,20 @@ def paged_attention(
         prefill = _prefill_latent if latent else _prefill
         out[run.begin : run.end] = prefill(module, flat[run.begin : run.end], views, run, scores)
     return out.view(batch, length, heads, value.shape[-1]), None
+
+
+def _paged(module: Any, query: Tensor, views: Views, runs: native.Runs, scores: Scores) -> Tensor:
+    keys, values = views
+    return native.attend(query, keys, values, runs, scores.scale, softcap=scores.softcap or 0.0, sinks=scores.sinks)
+
+
+def _paged_latent(module: Any, query: Tensor, views: Views, runs: native.Runs, scores: Scores) -> Tensor:
+    rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
+    weight = module.kv_b_proj.weight.view(query.shape[1], nope + width, rank)
+    absorbed = native.per_head(query[..., :nope], weight[:, :nope].transpose(1, 2))
+    wide = torch.cat((absorbed, query[..., nope:]), dim=-1)
+    mixed = native.attend(wide, views[0], views[0][..., :rank], runs, scores.scale)
+    return native.per_head(mixed, weight[:, nope:])
 
 
 def _gather(view: Tensor, blocks: Tensor, keys: int) -> Tensor:

@@ -14,6 +14,7 @@ import itertools
 import logging
 import queue
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
@@ -56,6 +57,8 @@ class Engine:
         model: checkpoint directory, hub id, or a Transformers causal model in memory (then give its ``tokenizer`` for
         text prompts). memory: the budgets; see ``Memory``.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        deterministic: an answer is the same to the bit however its prompt's state arrived, whatever is computed beside
+        it (``docs/deterministic.md``).
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
@@ -69,6 +72,7 @@ class Engine:
         *,
         dtype: str = "auto",
         tokenizer: Any = None,
+        deterministic: bool = False,
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
@@ -79,7 +83,7 @@ class Engine:
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights)
-            parts = assemble(loaded, self.memory, salt, self._clock, tuple(tiers))
+            parts = assemble(loaded, self.memory, salt, self._clock, tuple(tiers), deterministic=deterministic)
         except BaseException:
             self._close_weights()
             raise
@@ -104,7 +108,7 @@ class Engine:
         )
         spill = Spill(self._residency, parts.namespace, secrets.token_bytes(16), self._clock)
         self._scheduler = Scheduler(
-            self._residency, arrivals, spill, self.memory.step_tokens_max, self.memory.sequences_max
+            self._residency, arrivals, spill, self.memory.step_tokens_max, self.memory.sequences_max, parts.pieces
         )
         self._ids = itertools.count()
         self._loop = Loop(
@@ -214,6 +218,7 @@ class Engine:
             sampler=Sampler(params),
             text=Detokenizer(self.tokenizer, tokens, params.stop),
             prompt_tokens=len(tokens),
+            own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),
             new_tokens_max=min(params.max_new_tokens, room),
         )
         if params.stop and self.tokenizer is None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from stowage.engine import native
+
 _ROWS, _WIDTH = 64, 512
 _TRIES, _TRIES_S_MAX = 4, 0.01
 
@@ -42,11 +44,12 @@ def operations_per_token(model: Any) -> int:
 @torch.inference_mode()
 def matmul_operations_per_s(dtype: torch.dtype, device: torch.device) -> float:
     """Speed of a matrix product that fits in caches; the best of some tries, since others may be at work."""
+    product = native.linear if native.wanted(device, dtype) and native.quicker(dtype) else torch.matmul
     rows = torch.ones(_ROWS, _WIDTH, dtype=dtype, device=device)
     weights = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
     tries_s: list[float] = []
     while len(tries_s) < _TRIES and sum(tries_s) < _TRIES_S_MAX:
         began_s = time.perf_counter()
-        float((rows @ weights)[0, 0])  # waits for a device that computes in the background
+        float(product(rows, weights)[0, 0])  # waits for a device that computes in the background
         tries_s.append(time.perf_counter() - began_s)
     return 2 * _ROWS * _WIDTH * _WIDTH / max(min(tries_s), 1e-9)

@@ -81,21 +81,21 @@ class Residency:
 
     def settle(self, sequence: Sequence) -> None:
         """Keep what became complete, and free what no later query sees. Call after ``sequence.computed`` has grown."""
-        sequence.keys.extend(sequence.tokens, sequence.computed)
+        sequence.keys.extend(sequence.tokens, sequence.shared_tokens)
         for pool, strategy in zip(self.pools, self.strategies, strict=True):
             group = pool.group
             if group.kind is Kind.RECURRENT:
                 self._snapshot(sequence, pool)
                 continue
-            if sequence.computed // group.chunk_tokens > sequence.stored[group.index]:
+            if sequence.shared_tokens // group.chunk_tokens > sequence.stored[group.index]:
                 self._keep(sequence, pool, strategy)
             self._free_unseen(sequence, pool, strategy)
 
     def _keep(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
         group = pool.group
         table = sequence.table(group.index)
-        chunks, masks = strategy.storable(sequence.computed, sequence.stored[group.index], table)
-        sequence.stored[group.index] = sequence.computed // group.chunk_tokens
+        chunks, masks = strategy.storable(sequence.shared_tokens, sequence.stored[group.index], table)
+        sequence.stored[group.index] = sequence.shared_tokens // group.chunk_tokens
         every_key = sequence.keys.of(group.index)
         keys = [every_key[chunk] for chunk in chunks.tolist()]
         for key, chunk in zip(keys, chunks.tolist(), strict=True):
@@ -152,7 +152,8 @@ class Residency:
         """
         group = pool.group
         chunk, rest = divmod(sequence.computed, group.block_tokens)
-        if rest or not chunk or not self._wants_snapshot(sequence, group.block_tokens):
+        own = sequence.computed > sequence.shared_tokens
+        if own or rest or not chunk or not self._wants_snapshot(sequence, group.block_tokens):
             return
         key = sequence.keys.of(group.index)[chunk - 1]
         live = int(sequence.table(group.index)[0])

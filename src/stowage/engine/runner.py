@@ -8,6 +8,7 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +16,29 @@ import torch
 from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
-from stowage.engine import attention
+from stowage.engine import attention, native
 from stowage.engine.layers import ModelLayout
 from stowage.engine.paged_cache import PagedCache
 from stowage.engine.pool import BlockPool
 from stowage.engine.probing import takes_rows
-from stowage.engine.step import Step, Work, build, current, order
+from stowage.engine.rows import OwnRows
+from stowage.engine.step import Step, Work, build, current, is_long, order
 
 
 class Runner:
-    """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it."""
+    """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it.
+
+    ``exact``: every row of a forward gives the same bits whatever else is computed with it (``trial`` makes sure).
+    """
 
     def __init__(
-        self, model: Any, layout: ModelLayout, pools: Sequence[BlockPool], strategies: Sequence[GroupStrategy]
+        self,
+        model: Any,
+        layout: ModelLayout,
+        pools: Sequence[BlockPool],
+        strategies: Sequence[GroupStrategy],
+        *,
+        exact: bool = False,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -37,6 +48,10 @@ class Runner:
         self._recurrent = pools[recurrent.group.index] if recurrent else None
         self._cache = PagedCache(layout.layers, self._recurrent)
         self._takes_rows = takes_rows(model)
+        self._exact = exact
+        self._kernels = native.wanted(model.device, model.dtype)
+        linear = self._kernels and (exact or native.quicker(model.dtype))
+        self._mode = OwnRows(linear=linear, exact=exact) if linear else nullcontext()
 
     def close(self) -> None:
         """Give the model its own attention back."""
@@ -62,7 +77,9 @@ class Runner:
         return ([singles] if singles else []) + [[w] for w in work if w.count > 1 or w.start == 0]
 
     def _at_once(self, work: list[Work]) -> bool:
-        return self._layout.continues or work[0].start == 0 or work[0].count == 1
+        if work[0].count == 1 or self._layout.continues:
+            return True
+        return work[0].start == 0 and not self._exact  # begun at once and gone on one by one: two ways to compute
 
     def _singly(self, work: Work) -> Tensor:
         """A run of one sequence whose model goes on from a state only token by token."""
@@ -71,7 +88,7 @@ class Runner:
         return torch.cat(logits) if work.every_logit else logits[-1]
 
     def _forward(self, work: list[Work]) -> Tensor:
-        step = build(work, self._pools, self._strategies, self._model.dtype)
+        step = build(work, self._pools, self._strategies, self._model.dtype, native=self._reads_natively)
         batched = not self._layout.ragged and len(work) > 1
         shape = (len(work), 1) if batched else (1, step.ids.shape[0])
         if self._recurrent is not None:
@@ -79,11 +96,16 @@ class Runner:
             self._cache.bind_states(blocks, fresh=work[0].start == 0)
         token = current.set(step)
         try:
-            logits = self._call(step, shape, batched)
+            with self._mode:
+                logits = self._call(step, shape, batched)
         finally:
             current.reset(token)
             self._cache.unbind_states()
         return logits
+
+    def _reads_natively(self, pool: BlockPool, work: Work) -> bool:
+        """Whether the kernels compute this attention: where torch is quicker (it expands latents) they need not."""
+        return self._kernels and (self._exact or not (pool.layout.layers[0].latent or is_long(work)))
 
     def _call(self, step: Step, shape: tuple[int, int], batched: bool) -> Tensor:
         rows = 1 if batched else step.logit_rows

@@ -12,6 +12,7 @@ from collections import deque
 
 from stowage.core.geometry import Kind
 from stowage.engine.arrival import Arrivals
+from stowage.engine.exactness import Pieces
 from stowage.engine.residency import Residency
 from stowage.engine.sequence import Phase, Sequence, recurrent_cuts
 from stowage.engine.spill import Spill
@@ -25,7 +26,13 @@ class Scheduler:
     """Queues of sequences and the choice of each step's work."""
 
     def __init__(
-        self, residency: Residency, arrivals: Arrivals, spill: Spill, step_tokens_max: int, sequences_max: int
+        self,
+        residency: Residency,
+        arrivals: Arrivals,
+        spill: Spill,
+        step_tokens_max: int,
+        sequences_max: int,
+        pieces: Pieces = Pieces(),  # noqa: B008 - it never changes
     ) -> None:
         self._residency = residency
         self._arrivals = arrivals
@@ -34,7 +41,8 @@ class Scheduler:
         self._sequences_max = sequences_max
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._logit_rows_max = max(1, LOGITS_BYTES_MAX // (4 * residency.layout.vocab))
+        self._pieces = pieces
+        self._logit_rows_max = max(pieces.grid, LOGITS_BYTES_MAX // (4 * residency.layout.vocab))
         self._logit_rows = 0
         """What is left of it in the step that is being put together."""
 
@@ -113,16 +121,15 @@ class Scheduler:
         count = min(budget, len(sequence.tokens) - sequence.computed, self._cut(sequence) - sequence.computed)
         if sequence.scoring:
             count = min(count, self._logit_rows)
-            if not count:
-                return 0
+        count = self._pieces.cut(sequence, count)
+        if not count:
+            return 0
         while not self._residency.extend(sequence, sequence.computed + count):
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
-            elif count > 1:
-                count = max(
-                    1, count // 2
-                )  # on in smaller pieces: one that came back and got nothing would come back again
+            elif smaller := self._pieces.cut(sequence, count // 2):
+                count = smaller  # on in smaller pieces: one that came back and got nothing would come back again
             elif len(self.running) > 1:
                 self._preempt(sequence)
                 return 0

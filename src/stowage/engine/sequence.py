@@ -136,6 +136,8 @@ class Sequence:
     reused: dict[str, int] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    own_from: int = sys.maxsize
+    """From this position on its state is its own: others are not to reuse it, nor it theirs (``exactness``)."""
     unscored: int = sys.maxsize
     """The first prompt token whose log-probability is wanted and not known yet; beyond the prompt: none is."""
     times: Times = field(default_factory=Times)
@@ -166,7 +168,12 @@ class Sequence:
     @property
     def reusable_tokens(self) -> int:
         """Of how many tokens all but the last may come from a cache: what is to be scored must be computed."""
-        return self.unscored if self.scoring else len(self.tokens)
+        return self.unscored if self.scoring else min(len(self.tokens), self.own_from + 1)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of how many computed tokens the state may be reused by others."""
+        return min(self.computed, self.own_from)
 
     def score(self, start: int, logits: Tensor) -> None:
         """Note the log-probabilities of the prompt tokens that follow the positions of ``logits`` ``[count, vocab]``,

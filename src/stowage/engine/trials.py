@@ -34,9 +34,9 @@ _OFF: dict[str, dict[str, Any]] = {
 }
 
 
-def tolerance(dtype: str) -> float:
+def tolerance(dtype: str, deterministic: bool = False) -> float:
     """By how much log-probabilities may differ between two runs in ``dtype``."""
-    return _TOLERANCE.get(dtype, _TOLERANCE_HALF)
+    return 0.0 if deterministic else _TOLERANCE.get(dtype, _TOLERANCE_HALF)
 
 
 def plain(memory: Memory) -> Memory:
@@ -89,8 +89,8 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def opened(model: str | Path, memory: Memory, dtype: str) -> Iterator[Engine]:
-    engine = Engine(model, memory, dtype=dtype)
+def opened(model: str | Path, memory: Memory, dtype: str, deterministic: bool = False) -> Iterator[Engine]:
+    engine = Engine(model, memory, dtype=dtype, deterministic=deterministic)
     try:
         yield engine
     finally:

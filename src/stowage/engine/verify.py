@@ -121,27 +121,30 @@ def verify(
     memory: Memory,
     *,
     dtype: str = "auto",
+    deterministic: bool = False,
     seed: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compare. ``progress`` is told each case's name. Raises whatever opening the engine raises."""
+    """Compare; ``deterministic``: such engines, and nothing may differ by a bit. ``progress`` is told each case's name.
+    Raises whatever opening the engine raises.
+    """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     with trials.temporary_directory() as directory:
         tiered = trials.with_tiers(memory, directory)
         lower = trials.lower_tiers(tiered)
-        with trials.opened(model, trials.plain(memory), dtype) as engine:
+        with trials.opened(model, trials.plain(memory), dtype, deterministic) as engine:
             places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
             scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
             computed_in = str(engine.model.dtype).removeprefix("torch.")
-            comparison = _Comparison(computed_in, progress)
+            comparison = _Comparison(computed_in, progress, deterministic)
             comparison.cold(engine, scenarios)
-        with trials.opened(model, tiered, dtype) as engine:
+        with trials.opened(model, tiered, dtype, deterministic) as engine:
             for scenario in scenarios:
                 comparison.warm(engine, scenario, lower[0])
             comparison.together(engine, scenarios, lower[0])
             trials.flush(engine)
         for tier in lower:
-            with trials.opened(model, trials.with_only(tiered, tier), dtype) as engine:
+            with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic) as engine:
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
     return Report(tuple(comparison.cases), seed, computed_in)
@@ -150,9 +153,9 @@ def verify(
 class _Comparison:
     """Runs prompts, and remembers the answers with every tier off."""
 
-    def __init__(self, dtype: str, progress: Callable[[str], None]) -> None:
-        self._tolerance = trials.tolerance(dtype)
-        self._near_ties = dtype != "float32"
+    def __init__(self, dtype: str, progress: Callable[[str], None], deterministic: bool) -> None:
+        self._tolerance = trials.tolerance(dtype, deterministic)
+        self._near_ties = dtype != "float32" and not deterministic
         self._progress = progress
         self._expected: dict[tuple[int, ...], Completion] = {}
         self._from_device: dict[tuple[int, ...], Completion] = {}

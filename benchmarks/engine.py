@@ -1,0 +1,116 @@
+"""How fast the embedded engine computes: prefill, and decoding alone and eight at a time.
+
+    python -m benchmarks.engine [--models llama,windowed,recurrent] [--ways stowage,...] [--rounds 3] [--dtype float32]
+
+Ours with its kernels, deterministic, and without kernels; plain Transformers (`generate()`, eight prompts as one
+batch), its continuous batching, and vLLM's CPU build (needs `make bench-env`). 0.5 B random parameters, greedy.
+Prefill: 1,024 tokens to the first one drawn. Decoding: 128 tokens in, 64 out, without the first one. Nothing is ever
+asked twice, so nothing is reused. Each way runs in a process of its own, one at a time, in turn over the rounds.
+
+The limit of decoding is printed with it: all weights are read once for each step, at the speed of a sum over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import models
+from benchmarks._peer import PYTHON, Peer
+from benchmarks._report import median_spread, write_result
+
+SCRIPT = Path(__file__).parent / "peers" / "turns.py"
+WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm")
+BUILD = {
+    "llama": models.half_billion,
+    "windowed": models.half_billion_windowed,
+    "recurrent": models.half_billion_recurrent,
+}
+PREFILL_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 1024, 128, 64
+DEVICE_BYTES = 1 << 30
+
+
+def measure(way: str, model: Path, dtype: str, seed: int) -> dict[str, float]:
+    """Tokens per second."""
+    python = PYTHON if way == "vllm" else sys.executable
+    peer = Peer([python, SCRIPT, "vllm-no-reuse" if way == "vllm" else way, model, dtype, str(DEVICE_BYTES), "0"])
+    asked = seed * 1000
+
+    def seconds(count: int, length: int, tokens: int) -> float:
+        nonlocal asked
+        prompts = [models.random_tokens(length, asked + at) for at in range(count)]
+        asked += count
+        began_s = time.perf_counter()
+        answer = peer.ask(prompts=prompts, tokens=tokens)
+        elapsed_s = time.perf_counter() - began_s
+        if [len(drawn) for drawn in answer["tokens"]] != [tokens] * count:
+            raise SystemExit(f"{way} did not give {count} answers of {tokens} tokens; its words are above.")
+        return elapsed_s
+
+    seconds(1, 64, 4)  # warm
+    found = {"prefill": PREFILL_TOKENS / seconds(1, PREFILL_TOKENS, 1)}
+    for batch in (1, 8):
+        first_s = seconds(batch, PROMPT_TOKENS, 1)
+        found[f"decode {batch}"] = batch * (NEW_TOKENS - 1) / (seconds(batch, PROMPT_TOKENS, NEW_TOKENS) - first_s)
+    peer.end()
+    return found
+
+
+def read_bytes_per_s() -> float:
+    """How fast all cores read memory: the best of some sums over a quarter of a GiB."""
+    import torch
+
+    numbers = torch.ones(1 << 26)
+    best_s = float("inf")
+    for _ in range(10):
+        began_s = time.perf_counter()
+        numbers.sum()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return numbers.nbytes / best_s
+
+
+def report(runs: dict[str, list[dict[str, float]]], limit: float) -> dict[str, Any]:
+    """Tokens per second of each way; ``limit``: steps per second."""
+    result: dict[str, Any] = {
+        way: {name: median_spread([run[name] for run in found]) for name in found[0]} for way, found in runs.items()
+    }
+    print(f"  tokens/s; reading the weights allows {limit:.1f} steps/s")
+    for way, found in result.items():
+        shown = "   ".join(f"{name} {spread}" for name, spread in found.items())
+        print(f"  {way:<14} {shown}", flush=True)
+    return result | {"weights_allow_steps_per_s": limit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(BUILD))
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default=models.native_dtype(), choices=["bfloat16", "float32"])
+    parser.add_argument("--name", default="engine", help="of the result's file")
+    options = parser.parse_args()
+    ways = options.ways.split(",")
+    if "vllm" in ways and not PYTHON.exists():
+        raise SystemExit("vLLM is not here. Make the peers' environment first: make bench-env")
+    results: dict[str, Any] = {"dtype": options.dtype, "rounds": options.rounds}
+    for name in options.models.split(","):
+        with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
+            built = BUILD[name](options.dtype)
+            read = sum(p.nbytes for p in built.parameters()) - built.get_input_embeddings().weight.nbytes
+            built.save_pretrained(directory)
+            del built
+            runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+            for number in range(options.rounds):
+                for way in ways[:: 1 if number % 2 == 0 else -1]:
+                    runs[way].append(measure(way, Path(directory), options.dtype, number + 1))
+            print(f"{name}, {options.dtype}", flush=True)
+            results[name] = report(runs, read_bytes_per_s() / read)
+    write_result(options.name, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+/* The module `_kernel`: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
+
+#include "kernel.h"
+
+#define LANES 4
+#define NAME(x) base_##x
+#include "vectors.h"
+#include "linear.h"
+#include "attention.h"
+#undef LANES
+#undef NAME
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CHOICE 1
+#include <immintrin.h>
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define LANES 8
+#define NAME(x) avx2_##x
+#include "vectors.h"
+#include "linear.h"
+#include "attention.h"
+#undef LANES
+#undef NAME
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,fma")
+#define LANES 16
+#define NAME(x) avx512_##x
+#include "vectors.h"
+#include "linear.h"
+#include "attention.h"
+#undef LANES
+#undef NAME
+#pragma GCC pop_options
+#endif
+
+typedef struct {
+    const char *name;
+    int lanes;
+    void (*linear)(const Linear *, int64_t, int64_t);
+    void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
+} Instructions;
+
+static const Instructions BASE = {"base", 4, base_linear, base_rows};
+#ifdef CHOICE
+static const Instructions AVX2 = {"avx2", 8, avx2_linear, avx2_rows};
+static const Instructions AVX512 = {"avx512", 16, avx512_linear, avx512_rows};
+#endif
+static const Instructions *used = &BASE;
+static Parallel parallel = NULL;
+
+static int choose(const char *name)
+{
+    const Instructions *found = NULL;
+#ifdef CHOICE
+    __builtin_cpu_init();
+    int can_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int can_avx512 = can_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    if (can_avx512 && (name == NULL || strcmp(name, "avx512") == 0))
+        found = &AVX512;
+    else if (can_avx2 && (name == NULL || strcmp(name, "avx2") == 0))
+        found = &AVX2;
+#endif
+    if (found == NULL && (name == NULL || strcmp(name, "base") == 0))
+        found = &BASE;
+    if (found == NULL)
+        return -1;
+    used = found;
+    return 0;
+}
+
+static void spread(Share share, void *job, long threads)
+{
+    if (parallel != NULL && threads > 1)
+        parallel(share, job, (unsigned)threads, 0);
+    else
+        share(job);
+}
+
+/* Shares of a linear layer: runs of outputs, taken by whoever is free. */
+
+typedef struct {
+    Linear job;
+    int64_t each;
+    atomic_long next;
+} LinearShares;
+
+static void share_linear(void *argument)
+{
+    LinearShares *shares = argument;
+    const Linear *job = &shares->job;
+    for (;;) {
+        int64_t begin = atomic_fetch_add(&shares->next, 1) * shares->each;
+        if (begin >= job->outputs)
+            return;
+        int64_t end = begin + shares->each < job->outputs ? begin + shares->each : job->outputs;
+        used->linear(job, begin, end);
+    }
+}
+
+static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    (void)self;
+    long long value[11];
+    if (count != 11) {
+        PyErr_SetString(PyExc_TypeError, "linear takes x, w, scales, y, rows, inputs, outputs, x_row, w_row, form, threads");
+        return NULL;
+    }
+    for (int i = 0; i < 11; i++) {
+        value[i] = PyLong_AsLongLong(args[i]);
+        if (value[i] == -1 && PyErr_Occurred())
+            return NULL;
+    }
+    LinearShares shares = {.job = {.x = (const float *)(intptr_t)value[0],
+                                   .w = (const void *)(intptr_t)value[1],
+                                   .scales = (const float *)(intptr_t)value[2],
+                                   .y = (float *)(intptr_t)value[3],
+                                   .rows = value[4],
+                                   .inputs = value[5],
+                                   .outputs = value[6],
+                                   .x_row = value[7],
+                                   .w_row = value[8],
+                                   .form = (int)value[9]}};
+    atomic_init(&shares.next, 0);
+    long threads = (long)value[10];
+    int64_t work = shares.job.rows * shares.job.inputs * shares.job.outputs;
+    if (work < 65536)
+        threads = 1;
+    int64_t pieces = threads > 1 ? 8 * threads : 1;
+    shares.each = (shares.job.outputs / pieces / 12 + 1) * 12;
+    Py_BEGIN_ALLOW_THREADS
+    spread(share_linear, &shares, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* Shares of attention: at most ROWS rows of one run and one head of keys. */
+
+typedef struct {
+    const Attention *job;
+    const int64_t *firsts; /* how many shares are before each run */
+    int64_t shares;
+    int wide;
+    atomic_long next;
+    atomic_int failed;
+} AttentionShares;
+
+static void share_attention(void *argument)
+{
+    AttentionShares *shares = argument;
+    const Attention *job = shares->job;
+    int64_t floats = ROWS * (job->width + job->value_width + 2) + KEYS * (2 + (shares->wide ? job->width + job->value_width : 0));
+    float *room = aligned_alloc(64, ((size_t)floats * 4 + 127) / 64 * 64);
+    if (room == NULL) {
+        atomic_store(&shares->failed, 1);
+        return;
+    }
+    Scratch s;
+    s.q = room;
+    s.out = s.q + ROWS * job->width;
+    s.peak = s.out + ROWS * job->value_width;
+    s.sum = s.peak + ROWS;
+    s.weights[0] = s.sum + ROWS;
+    s.weights[1] = s.weights[0] + KEYS;
+    s.keys = s.weights[1] + KEYS;
+    s.values = s.keys + KEYS * job->width;
+    int64_t run = 0;
+    for (;;) {
+        int64_t at = atomic_fetch_add(&shares->next, 1);
+        if (at >= shares->shares)
+            break;
+        while (shares->firsts[run + 1] <= at)
+            run++;
+        int64_t rows = job->runs[run].count * job->fold, parts = (rows + ROWS - 1) / ROWS;
+        int64_t head = (at - shares->firsts[run]) / parts, begin = (at - shares->firsts[run]) % parts * ROWS;
+        used->rows(job, &job->runs[run], head, begin, begin + ROWS < rows ? begin + ROWS : rows, &s);
+    }
+    free(room);
+}
+
+static int read_place(PyObject *tuple, Place *place)
+{
+    long long at, block, token, head;
+    if (!PyArg_ParseTuple(tuple, "LLLL", &at, &block, &token, &head))
+        return -1;
+    *place = (Place){(const void *)(intptr_t)at, block, token, head};
+    return 0;
+}
+
+static PyObject *attention(PyObject *self, PyObject *args)
+{
+    (void)self;
+    long long q, out, table, runs, sinks, count, heads, fold, width, value_width, block_tokens, window;
+    int kind, half, threads;
+    float scale, softcap;
+    PyObject *k, *v;
+    Attention job;
+    if (!PyArg_ParseTuple(args, "LLO!O!LLLLLLLLLLiffii", &q, &out, &PyTuple_Type, &k, &PyTuple_Type, &v, &table, &runs,
+                          &sinks, &count, &heads, &fold, &width, &value_width, &block_tokens, &window, &kind, &scale,
+                          &softcap, &half, &threads)
+        || read_place(k, &job.k) < 0 || read_place(v, &job.v) < 0)
+        return NULL;
+    job.q = (const void *)(intptr_t)q;
+    job.out = (float *)(intptr_t)out;
+    job.table = (const int64_t *)(intptr_t)table;
+    job.runs = (const Run *)(intptr_t)runs;
+    job.sinks = (const float *)(intptr_t)sinks;
+    job.count = count, job.heads = heads, job.fold = fold, job.width = width, job.value_width = value_width;
+    job.block_tokens = block_tokens, job.window = window, job.kind = kind;
+    job.scale = scale, job.softcap = softcap, job.half = half;
+    int64_t *firsts = PyMem_Malloc((size_t)(count + 1) * sizeof *firsts);
+    if (firsts == NULL)
+        return PyErr_NoMemory();
+    firsts[0] = 0;
+    for (int64_t i = 0; i < count; i++)
+        firsts[i + 1] = firsts[i] + heads * ((job.runs[i].count * fold + ROWS - 1) / ROWS);
+    AttentionShares shares = {.job = &job, .firsts = firsts, .shares = firsts[count], .wide = half};
+    atomic_init(&shares.next, 0);
+    atomic_init(&shares.failed, 0);
+    Py_BEGIN_ALLOW_THREADS
+    spread(share_attention, &shares, threads);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(firsts);
+    if (atomic_load(&shares.failed) && atomic_load(&shares.next) < shares.shares)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *use_threads(PyObject *self, PyObject *address)
+{
+    (void)self;
+    void *found = PyLong_AsVoidPtr(address);
+    if (found == NULL && PyErr_Occurred())
+        return NULL;
+    parallel = (Parallel)(intptr_t)found;
+    Py_RETURN_NONE;
+}
+
+static PyObject *use_instructions(PyObject *self, PyObject *name)
+{
+    (void)self;
+    const char *wanted = name == Py_None ? NULL : PyUnicode_AsUTF8(name);
+    if (wanted == NULL && PyErr_Occurred())
+        return NULL;
+    if (choose(wanted) < 0) {
+        PyErr_SetString(PyExc_ValueError, "this processor does not have these instructions");
+        return NULL;
+    }
+    return PyUnicode_FromString(used->name);
+}
+
+static PyMethodDef methods[] = {
+    {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL, "y = x w^T; addresses and sizes."},
+    {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
+    {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
+    {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_kernel", .m_size = -1, .m_methods = methods};
+
+PyMODINIT_FUNC PyInit__kernel(void)
+{
+    choose(NULL);
+    return PyModule_Create(&definition);
+}

@@ -1,0 +1,186 @@
+"""Linear layers and paged attention in C: every row is summed in an order of its own.
+
+    linear   y = x w^T         float32 and bfloat16 weights, sums in float32
+    attend   softmax attention over a pool's blocks, in place: full, sliding, chunked; soft-capping, sinks, latents
+
+A row gives the same bits in a batch of any size, in any piece of a prompt, as prompt or as generated token; that is
+what ``--deterministic`` stands on. They are also quicker than what they replace where rows are few (``docs/engine.md``
+has the numbers), so a CPU uses them by default. They are built with the package where there is a C compiler; where they
+were not built, or ``STOWAGE_PURE_PYTHON`` is set, torch does the work.
+
+Threads are those of torch's own OpenMP runtime: a second pool of threads would fight it for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stowage.core.geometry import Kind
+
+try:
+    from stowage.engine import _kernel
+except ImportError:  # pragma: no cover - where nothing could be compiled
+    _kernel = None  # type: ignore[assignment]
+
+_KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
+DTYPES = (torch.float32, torch.bfloat16)
+_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+def _threads_of_torch() -> int:
+    """The address of what starts OpenMP's threads in this process; 0 where it is not found."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    except AttributeError:  # pragma: no cover - another runtime: one thread then
+        return 0
+
+
+if _kernel is not None:
+    _kernel.use_threads(_threads_of_torch())
+
+
+def is_built() -> bool:
+    """Whether there are kernels at all."""
+    return _kernel is not None
+
+
+def wanted(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether they are to compute a model of this kind."""
+    pure = os.environ.get("STOWAGE_PURE_PYTHON", "") not in ("", "0")
+    return is_built() and not pure and device.type == "cpu" and dtype in DTYPES
+
+
+def quicker(dtype: torch.dtype) -> bool:
+    """Whether their linear layers are: processors that multiply bfloat16 have better ones in torch."""
+    if dtype is torch.float32:
+        return True
+    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def instructions() -> str:
+    """What the processor computes with: other instructions round otherwise."""
+    name: str = _kernel.use_instructions(None)
+    return name
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``linear`` can do it."""
+    return (
+        weight.dim() == 2
+        and weight.dtype in DTYPES
+        and x.dtype is weight.dtype
+        and weight.stride(1) == 1
+        and weight.device.type == "cpu"
+        and x.shape[-1] == weight.shape[1] > 0
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` ``[..., inputs]`` times ``weight`` ``[outputs, inputs]``, plus ``bias``; see ``takes``."""
+    return _linear(x, weight, None, bias)
+
+
+def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` ``[..., inputs]``, float32 or bfloat16, times ``codes`` ``[outputs, inputs]``, int8, of which each output
+    has its own of ``scales`` ``[outputs]``, float32; plus ``bias``.
+    """
+    return _linear(x, codes, scales, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    outputs, inputs = weight.shape
+    rows = x.reshape(-1, inputs)
+    wide = rows.float()
+    if wide.stride(1) != 1:
+        wide = wide.contiguous()
+    out = torch.empty((rows.shape[0], outputs), dtype=torch.float32)
+    if out.numel():
+        _kernel.linear(
+            wide.data_ptr(),
+            weight.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            inputs,
+            outputs,
+            wide.stride(0),
+            weight.stride(0),
+            _FORMS[weight.dtype],
+            torch.get_num_threads(),
+        )
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype).view(*x.shape[:-1], outputs)
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` ``[rows, heads, inputs]`` times each head's own ``weight`` ``[heads, outputs, inputs]``."""
+    parts = [linear(x[:, head], each.contiguous()) for head, each in enumerate(weight)]
+    return torch.stack(parts, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Whose keys the tokens of a step read. ``table`` is the block tables of all runs, one after the other; ``runs`` is
+    ``[runs, 5]``: first token of the step, tokens, position of the first, where its table begins, and the position of
+    that table's first key. ``tokens``: all of them, the first of the step.
+    """
+
+    table: Tensor
+    runs: Tensor
+    kind: Kind
+    window: int
+    block_tokens: int
+    tokens: int
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    steps: Runs,
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]`` over ``keys`` and ``values``
+    ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already.
+    """
+    tokens, heads, width = query.shape
+    kv_heads, value_width = keys.shape[2], values.shape[3]
+    query = query.contiguous()
+    out = torch.empty((tokens, heads, value_width), dtype=torch.float32)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    _kernel.attention(
+        query.data_ptr(),
+        out.data_ptr(),
+        _place(keys),
+        _place(values),
+        steps.table.data_ptr(),
+        steps.runs.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        steps.runs.shape[0],
+        kv_heads,
+        heads // kv_heads,
+        width,
+        value_width,
+        steps.block_tokens,
+        steps.window,
+        _KINDS[steps.kind],
+        scale,
+        softcap,
+        query.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out.to(query.dtype)
+
+
+def _place(view: Tensor) -> tuple[int, int, int, int]:
+    assert view.stride(3) == 1, "a head's numbers lie side by side"
+    return view.data_ptr(), view.stride(0), view.stride(1), view.stride(2)

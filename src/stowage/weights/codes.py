@@ -1,0 +1,287 @@
+"""Matrices in fewer bits: what the bytes are, how a matrix becomes them, and how it is multiplied with.
+
+int8: a scale for each output channel (float32), then one signed byte for each weight; a weight is code * scale.
+int4: for each ``group`` of inputs of an output channel a scale, and for each a least value (float16 both, all scales
+first), then half a byte for each weight; a weight is code * scale + least. Byte ``j`` of a channel has input ``j`` in
+its low half, and input ``j + inputs / 2`` in its high half.
+
+The codes begin at a multiple of 64 bytes; a matrix ends at one, and at a page from 64 KiB on. Scales come first because
+weights that are away are bytes of ones: as a scale these are NaN, so whatever is computed with them is NaN too.
+
+A weight is never unpacked as a whole: some output channels at a time, into memory that the processor's cache holds and
+that is used again. So it takes no memory that counts, and reading bytes instead of floats pays for the unpacking.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stowage.errors import CheckpointError
+from stowage.weights.checkpoint import PAGE_BYTES
+
+__all__ = ["FORMS", "GROUPS", "Form", "PackedMatrix", "form_of", "workspace_bytes"]
+
+FORMS: Final = ("int8", "int4")
+GROUPS: Final = (32, 64, 128)
+_ALIGNED_BYTES: Final = 64
+_WHOLE_PAGES_FROM: Final = 64 << 10
+_TILE_ELEMENTS: Final = 1 << 19
+"""Unpacked at once: 2 MiB in float32. Less costs calls, more falls out of the cache (measured: 128 to 1,024 rows of
+2,048 are alike, 8,192 take twice as long)."""
+_SHRUNK: Final = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Shares of a group's range that are tried for int4: the codes with the least squared error are kept."""
+_ROWS_NATIVE_MOST: Final = 16
+"""Up to so many tokens torch's own kernel for int8 is the quicker one in bfloat16 (12 ms against 62 for one token)."""
+
+
+def form_of(name: str) -> str:
+    """How the tensor called ``name`` is packed: one of ``FORMS``, or empty. Packed tensors end in their form."""
+    return next((form for form in FORMS if name.endswith((f".{form}", f"_{form}"))), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a matrix of ``outputs`` x ``inputs`` is packed. ``group``: inputs that share a scale; 0 for int8."""
+
+    name: str
+    outputs: int
+    inputs: int
+    group: int = 0
+
+    @staticmethod
+    def fits(name: str, inputs: int, group: int) -> bool:
+        """Whether a matrix with so many ``inputs`` can be packed like that."""
+        return name == "int8" or inputs % group == 0
+
+    @property
+    def scales_bytes(self) -> int:
+        return 4 * self.outputs if self.name == "int8" else 4 * self.outputs * (self.inputs // self.group)
+
+    @property
+    def codes_at(self) -> int:
+        return -(-self.scales_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one output channel's codes."""
+        return self.inputs if self.name == "int8" else self.inputs // 2
+
+    @property
+    def nbytes(self) -> int:
+        used = self.codes_at + self.outputs * self.row_bytes
+        unit = PAGE_BYTES if used >= _WHOLE_PAGES_FROM else _ALIGNED_BYTES
+        return -(-used // unit) * unit
+
+    @property
+    def rows(self) -> int:
+        """Output channels that are unpacked at once."""
+        return min(self.outputs, max(1, _TILE_ELEMENTS // self.inputs))
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """The bytes of ``weight`` (outputs, inputs): uint8, (nbytes,). Raises CheckpointError for NaN and infinity."""
+        assert weight.shape == (self.outputs, self.inputs)
+        packed = torch.zeros(self.nbytes, dtype=torch.uint8)
+        for begin, end in self._tiles():
+            values = weight[begin:end].float().contiguous()
+            codes = self._int8(values, packed, begin) if self.name == "int8" else self._int4(values, packed, begin)
+            packed[self.codes_at + begin * self.row_bytes :][: codes.numel()] = codes.view(-1)
+        return packed
+
+    def _tiles(self) -> Iterator[tuple[int, int]]:
+        for begin in range(0, self.outputs, self.rows):
+            yield begin, min(begin + self.rows, self.outputs)
+
+    def _int8(self, values: Tensor, packed: Tensor, begin: int) -> Tensor:
+        scales = values.abs().amax(dim=1) / 127
+        _refuse_infinite(scales)
+        packed[4 * begin : 4 * (begin + len(values))] = scales.view(torch.uint8)
+        codes = torch.round(values / torch.where(scales > 0, scales, 1)[:, None])
+        return codes.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
+
+    def _int4(self, weight: Tensor, packed: Tensor, begin: int) -> Tensor:
+        grouped = weight.view(len(weight), -1, self.group)
+        low, high = grouped.amin(dim=2), grouped.amax(dim=2)
+        best_error = torch.full_like(low, float("inf"))
+        best = [low.half(), low.half(), torch.zeros_like(grouped, dtype=torch.uint8)]
+        for share in _SHRUNK:
+            least = (low * share).half()
+            scale = ((high * share - least.float()) / 15).clamp_(min=0).half()
+            _refuse_infinite(least)
+            _refuse_infinite(scale)
+            step = torch.where(scale > 0, scale, 1).float()
+            codes = torch.round((grouped - least.float()[..., None]) / step[..., None]).clamp_(0, 15)
+            values = codes * scale.float()[..., None] + least.float()[..., None]
+            error = (values - grouped).square().sum(dim=2)
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            for part, found in enumerate((scale, least, codes.to(torch.uint8))):
+                best[part] = torch.where(better.view(*better.shape, *[1] * (found.dim() - 2)), found, best[part])
+        for part, kept in enumerate(best[:2]):
+            at = part * (self.scales_bytes // 2) + begin * kept.shape[1] * 2
+            raw = kept.contiguous().view(torch.uint8).view(-1)
+            packed[at : at + raw.numel()] = raw
+        flat = best[2].view(len(weight), self.inputs)
+        half = self.inputs // 2
+        return flat[:, :half] | (flat[:, half:] << 4)
+
+
+def _refuse_infinite(scales: Tensor) -> None:
+    if not bool(torch.isfinite(scales).all()):
+        raise CheckpointError(
+            "a weight of this checkpoint is NaN, infinite, or too large for 4-bit scales, so it cannot be packed: "
+            "download the checkpoint again, or try --weights int8."
+        )
+
+
+def _tile_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What weights are unpacked to for inputs of ``dtype``: 16 bits only where the processor multiplies those itself
+    (else 128 tokens took 4 times as long as in float32); sums of codes are too large for float16.
+    """
+    quick = dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if quick else torch.float32
+
+
+class _Workspace(threading.local):
+    """Memory that weights are unpacked into, one for each thread and type; as large as the largest tile so far."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.dtype, str], Tensor] = {}
+
+    def taken(self, dtype: torch.dtype, elements: int, use: str = "weights") -> Tensor:
+        held = self._held.get((dtype, use))
+        if held is None or held.numel() < elements:
+            with torch.inference_mode(False):  # else it could not be used outside of that mode
+                held = self._held[dtype, use] = torch.empty(elements, dtype=dtype)
+        return held[:elements]
+
+
+_workspace = _Workspace()
+
+
+def workspace_bytes(forms: Sequence[Form], item_bytes: int) -> int:
+    """What unpacking takes besides, in the thread that computes."""
+    most = max((form.rows * form.inputs for form in forms), default=0)
+    return most * (item_bytes + 1)
+
+
+class PackedMatrix:
+    """``packed`` bytes as a matrix of ``form``, in the place of a weight that is multiplied with. Whoever wants its
+    values gets them in ``values_dtype``. ``transposed``: what computes with it takes it for (inputs, outputs).
+    """
+
+    __slots__ = ("form", "packed", "transposed", "values_dtype")
+    dtype: Final = torch.uint8
+
+    def __init__(self, form: Form, packed: Tensor, values_dtype: torch.dtype, transposed: bool = False) -> None:
+        self.form, self.packed, self.values_dtype, self.transposed = form, packed, values_dtype, transposed
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = (self.form.outputs, self.form.inputs)
+        return torch.Size(sizes[::-1] if self.transposed else sizes)
+
+    def dim(self) -> int:
+        return 2
+
+    @torch.no_grad()
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """``x`` (..., inputs) with the transpose of the matrix, plus ``bias``: (..., outputs).
+
+        Tiles are multiplied by ``linear``; without one by torch's, so that a mode of torch that has its own is obeyed.
+        """
+        form = self.form
+        rows = x.reshape(-1, form.inputs)
+        if linear is None and self._native(rows):
+            parts = self.int8_parts()
+            assert parts is not None
+            out = torch._weight_int8pack_mm(rows.contiguous(), parts[0], parts[1].to(x.dtype))
+        else:
+            rows, product = rows.to(_tile_dtype(x.dtype)), linear or torch.nn.functional.linear
+            out = rows.new_empty(len(rows), form.outputs)
+            for begin, end in form._tiles():
+                tile, factors = self._codes(begin, end, rows.dtype)
+                out[:, begin:end] = product(rows, tile)
+                if factors is not None:
+                    out[:, begin:end] *= factors
+            out = out.to(x.dtype)
+        if bias is not None:
+            out += bias
+        return out.view(*x.shape[:-1], form.outputs)
+
+    @torch.no_grad()
+    def unpacked(self) -> Tensor:
+        """The weights as one tensor, new memory: for whoever does more with them than multiply."""
+        form = self.form
+        whole = torch.empty(form.outputs, form.inputs, dtype=self.values_dtype)
+        for begin, end in form._tiles():
+            tile, factors = self._codes(begin, end, torch.float32)
+            whole[begin:end] = tile if factors is None else tile * factors[:, None]
+        return whole.t() if self.transposed else whole
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What torch does with a matrix of ours: multiplications are ours, anything else gets the values."""
+        kwargs = kwargs or {}
+        if len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], cls):
+            if function is torch.nn.functional.linear and not args[1].transposed:
+                return args[1].multiply(args[0], args[2] if len(args) > 2 else kwargs.get("bias"))
+            if function in _PRODUCTS and args[1].transposed:
+                return args[1].multiply(args[0])
+        given = [a.unpacked() if isinstance(a, cls) else a for a in args]
+        return function(*given, **{k: v.unpacked() if isinstance(v, cls) else v for k, v in kwargs.items()})
+
+    def int8_parts(self) -> tuple[Tensor, Tensor] | None:
+        """Codes (outputs, inputs) and scales (outputs,) where they lie, for whoever multiplies with them as they are;
+        ``None`` in 4 bits, and while the bytes are away.
+        """
+        form = self.form
+        if form.name != "int8" or self.packed.stride(0) != 1:
+            return None
+        codes = self.packed[form.codes_at :][: form.outputs * form.inputs].view(torch.int8)
+        return codes.view(form.outputs, form.inputs), self.packed[: form.scales_bytes].view(torch.float32)
+
+    def _native(self, rows: Tensor) -> bool:
+        """Whether torch's own kernel is used: it is quick in bfloat16, slow in float32, and wants bytes in place."""
+        few = rows.dtype is torch.bfloat16 and self.form.name == "int8" and len(rows) <= _ROWS_NATIVE_MOST
+        there = self.packed.stride(0) == 1 and self.form.inputs % 32 == 0
+        return few and there and not torch._C._len_torch_function_stack()  # a mode may want each row by itself
+
+    def _codes(self, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Output channels from ``begin`` to ``end`` in memory that the next call uses again, and what their products
+        are still to be multiplied with.
+        """
+        form, count = self.form, end - begin
+        raw = self.packed[form.codes_at + begin * form.row_bytes :][: count * form.row_bytes]
+        tile = _workspace.taken(dtype, count * form.inputs).view(count, form.inputs)
+        if form.name == "int8":
+            tile.copy_(raw.view(torch.int8).reshape(count, form.inputs))
+            return tile, self.packed[4 * begin : 4 * end].contiguous().view(torch.float32).to(dtype)
+        self._unpack_halves(raw.reshape(count, form.row_bytes), tile)
+        groups = form.inputs // form.group
+        grouped = tile.view(count, groups, form.group)
+        for part, apply in enumerate((grouped.mul_, grouped.add_)):
+            at = part * (form.scales_bytes // 2) + 2 * begin * groups
+            values = self.packed[at : at + 2 * count * groups].contiguous().view(torch.float16)
+            apply(values.to(dtype).view(count, groups, 1))
+        return tile, None
+
+    def _unpack_halves(self, raw: Tensor, tile: Tensor) -> None:
+        half = self.form.row_bytes
+        bits = _workspace.taken(torch.uint8, raw.numel(), "halves").view(raw.shape)
+        torch.bitwise_and(raw, 15, out=bits)
+        tile[:, :half].copy_(bits)
+        torch.bitwise_right_shift(raw, 4, out=bits)
+        tile[:, half:].copy_(bits)
+
+
+_PRODUCTS: Final = (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm)

@@ -1,0 +1,230 @@
+"""``--deterministic``: the same bits alone and in a batch, in any pieces, from every tier, before and after preemption,
+in any order of arrival.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from stowage.config import Memory
+from stowage.engine import native
+from stowage.engine.engine import Engine
+from stowage.engine.exactness import Pieces
+from stowage.engine.pool import bytes_needed
+from stowage.engine.rows import OwnRows
+from stowage.engine.sequence import Sequence
+from stowage.errors import BudgetError, ConfigError, UnsupportedModelError
+from tests.engine.conftest import check_and_close, greedy, random_prompt
+
+KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
+"""Full attention, windows, chunks, latents, recurrent state."""
+PROMPT = random_prompt(333, seed=1)
+OTHERS = [random_prompt(50 + 61 * i, seed=10 + i) for i in range(4)]
+NEW_TOKENS = 500
+
+
+def bits(completion):
+    """All that a client sees of an answer."""
+    return completion.token_ids, completion.logprobs
+
+
+@pytest.fixture
+def opened(checkpoints):
+    engines = []
+
+    def engine(family, context_tokens=4096, **memory):
+        made = Engine(
+            checkpoints(family, context_tokens), Memory(**({"device_kv": "16MiB"} | memory)), deterministic=True
+        )
+        engines.append(made)
+        return made
+
+    yield engine
+    check_and_close(engines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_500_tokens(family, opened, tmp_path):
+    """One answer of 500 tokens: alone; beside others, in other pieces, on a device that holds one and a half such
+    sequences, so that some are preempted; then from disk after a restart, from host, and from the device.
+    """
+    alone = opened(family)
+    (expected,) = map(bits, alone.generate([PROMPT], greedy(NEW_TOKENS)))
+    need = bytes_needed(alone.parts.layout.blocks, len(PROMPT) + NEW_TOKENS, 200)
+    stored = {"host": "64MiB", "disk": f"{tmp_path / 'cache'}:256MiB"}
+    crowded = opened(family, device_kv=int(need * 1.7), step_tokens_max=200, **stored)
+    asked = [(OTHERS[3], NEW_TOKENS), (OTHERS[1], 100), (PROMPT, NEW_TOKENS)]
+    handles = [crowded.submit(prompt, greedy(count)) for prompt, count in asked]
+    assert all(handle.wait(300) for handle in handles)
+    assert bits(handles[2].result()) == expected
+    if family in ("llama", "deepseek_v3"):  # the others keep little of what is far behind, and find room
+        assert crowded.stats()["engine"]["preemptions"] > 0
+    assert crowded.flush()
+    crowded.close()
+    engine = opened(family, **stored)
+    for tier in ("disk", "host", "device"):
+        (again,) = engine.generate([PROMPT], greedy(60))
+        assert again.reused_tokens[tier] == sum(again.reused_tokens.values()) >= 256
+        assert bits(again) == (expected[0][:60], expected[1][:60])
+        if tier == "disk":
+            engine.drop_device_cache()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_the_next_turn(family, opened):
+    """What was generated is part of the next prompt. It is reused where one computation made it, and computed again
+    where a scan would have."""
+    engine = opened(family)
+    (first,) = engine.generate([PROMPT], greedy(60))
+    question = PROMPT + first.token_ids + random_prompt(20, seed=99)
+    (warm,) = engine.generate([question], greedy(20))
+    assert warm.reused_tokens["device"] == (384 if family == "llama" else 320)
+    (cold,) = opened(family).generate([question], greedy(20))
+    assert bits(warm) == bits(cold)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_preempted_and_computed_again(family, opened):
+    """No host memory: what was preempted is computed again, its generated tokens one by one where they must be."""
+    roomy = opened(family, 160)
+    prompts = [random_prompt(60 + i, seed=i) for i in range(3)]
+    expected = [bits(roomy.generate([prompt], greedy(90))[0]) for prompt in prompts]
+    need = bytes_needed(roomy.parts.layout.blocks, 160, 128)
+    crowded = opened(family, 160, device_kv=int(need * 1.7), step_tokens_max=128)
+    assert [bits(c) for c in crowded.generate(prompts, greedy(90))] == expected
+    assert crowded.stats()["engine"]["preemptions_recomputed"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3_next", "float32")])
+def test_any_schedule(family, dtype, checkpoints):
+    """Random prompts with common beginnings, arriving in random order, in steps and on devices of random sizes, with
+    caches dropped in between: every answer is what a fresh engine gives when it is asked that alone.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(family, 1024), dtype=getattr(torch, dtype)).eval()
+    trunk = random_prompt(200, seed=7)
+    known: dict[int, object] = {}
+
+    def engine(**memory):
+        return Engine(model, Memory(host="8MiB", **memory), deterministic=True)
+
+    with engine(device_kv="16MiB") as fresh:
+        need = bytes_needed(fresh.parts.layout.blocks, 368, 300)
+
+        @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(
+            asked=st.lists(st.integers(0, 11), min_size=1, max_size=5),
+            step=st.integers(80, 300),
+            room=st.floats(1.1, 4.0),
+            drop=st.booleans(),
+        )
+        def check(asked, step, room, drop):
+            prompts = {n: trunk[: 17 * n] + random_prompt(1 + 13 * n, seed=n) for n in asked}
+            for number, prompt in prompts.items():
+                if number not in known:
+                    fresh.drop_device_cache()
+                    fresh.drop_host()
+                    (known[number],) = map(bits, fresh.generate([prompt], greedy(24)))
+            with engine(device_kv=int(need * room), step_tokens_max=step) as other:
+                for _ in range(2):
+                    completions = other.generate([prompts[n] for n in asked], greedy(24))
+                    assert [bits(c) == known[n] for c, n in zip(completions, asked, strict=True)] == [True] * len(asked)
+                    if drop:
+                        other.drop_device_cache()
+                other.check()
+
+        check()
+
+
+def test_a_prompt_scored_beside_others(opened):
+    """Log-probabilities of a prompt, too."""
+    engine = opened("qwen3_next", step_tokens_max=128)
+    scored = replace(greedy(4), prompt_logprobs=1)
+    (alone,) = engine.generate([PROMPT], scored)
+    engine.drop_device_cache()
+    handles = [engine.submit(prompt, greedy(30)) for prompt in OTHERS] + [engine.submit(PROMPT, scored)]
+    for handle in handles:
+        assert handle.wait(120)
+    assert handles[-1].result().prompt_logprobs == alone.prompt_logprobs
+
+
+def test_caches_of_others_are_not_reused(checkpoints, tmp_path):
+    """What was computed without it may have other bits."""
+    memory = Memory(device_kv="8MiB", host="16MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    with Engine(checkpoints("llama"), memory) as engine:
+        engine.generate([PROMPT], greedy(2))
+        assert engine.flush()
+    with Engine(checkpoints("llama"), memory, deterministic=True) as engine:
+        (completion,) = engine.generate([PROMPT], greedy(2))
+    assert sum(completion.reused_tokens.values()) == 0
+
+
+def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_path):
+    """The trial at the start finds a kernel whose rows depend on how many there are."""
+    honest = native.linear
+
+    def other_with_few_rows(x, weight, bias=None):
+        out = honest(x, weight, bias)
+        return out * (1 + 1e-6) if out.numel() // out.shape[-1] < 3 else out
+
+    monkeypatch.setattr(native, "linear", other_with_few_rows)
+    memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    with pytest.raises(UnsupportedModelError, match="cannot be deterministic: token"):
+        Engine(checkpoints("llama"), memory, deterministic=True)
+    assert not (tmp_path / "cache").exists(), "no store is left open"
+
+
+def test_bad_input(checkpoints, monkeypatch):
+    with pytest.raises(ConfigError, match="--dtype float32"):
+        Engine(checkpoints("llama"), Memory(device_kv="8MiB"), dtype="float16", deterministic=True)
+    with pytest.raises(BudgetError, match="--step-tokens-max 80"):
+        Engine(checkpoints("qwen3_next"), Memory(device_kv="8MiB", step_tokens_max=64), deterministic=True)
+    with pytest.raises(BudgetError, match="raise --device-kv"):
+        Engine(checkpoints("llama"), Memory(device_kv="34KiB", step_tokens_max=16), deterministic=True)
+    monkeypatch.setitem(os.environ, "STOWAGE_PURE_PYTHON", "1")
+    with pytest.raises(ConfigError, match="unset it"):
+        Engine(checkpoints("llama"), Memory(device_kv="8MiB"), deterministic=True)
+
+
+def _sequence(prompt, computed):
+    sequence = object.__new__(Sequence)
+    sequence.prompt_tokens, sequence.computed = prompt, computed
+    return sequence
+
+
+@given(st.integers(1, 400), st.sampled_from([16, 64]), st.lists(st.integers(1, 200), min_size=40, max_size=40))
+def test_pieces_of_a_prompt(prompt, grid, budgets):
+    """However small the steps, the same places are scanned; a prompt's last token may be alone."""
+    pieces = Pieces(grid)
+    sequence = _sequence(prompt, 0)
+    for budget in budgets:
+        count = pieces.cut(sequence, budget)
+        assert 0 <= count <= budget
+        assert count or budget < grid, "a piece of a whole grid always fits"
+        end = sequence.computed + count
+        if count:
+            alone = sequence.computed >= prompt or (prompt % grid == 1 and sequence.computed == prompt - 1)
+            assert (count == 1) == alone or (count == prompt == 1)
+            assert alone or end % grid == 0 or end == prompt
+        sequence.computed = end
+    assert Pieces().cut(sequence, 7) == 7
+
+
+@pytest.mark.parametrize("count", [1, 7, 255, 256, 257, 40_000, 70_001])
+def test_functions_of_single_numbers(count):
+    """Each number gives what it gives in any other place."""
+    x = torch.linspace(-3, 3, 70_001)[:count]
+    whole = torch.linspace(-3, 3, 70_001)
+    with OwnRows(linear=True, exact=True):
+        for function in (torch.nn.functional.silu, torch.exp, torch.tanh, torch.cos, torch.nn.functional.softplus):
+            assert torch.equal(function(x), function(whole)[:count])
+            assert torch.equal(function(x[::3]), function(whole)[:count:3])
+        assert torch.equal(x.clone().exp_(), x.exp())

@@ -1,0 +1,220 @@
+"""The kernels: right, and a row's bits depend on nothing but the row."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stowage.core.geometry import Kind
+from stowage.engine import native
+from stowage.engine.layers import visible
+
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+DTYPES = [torch.float32, torch.bfloat16]
+INSTRUCTIONS = ["base", "avx2", "avx512"]
+
+
+@pytest.fixture(params=INSTRUCTIONS)
+def instructions(request):
+    """Every instruction set that this processor has."""
+    try:
+        native._kernel.use_instructions(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    native._kernel.use_instructions(None)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (64, 96), (1030, 33), (2048, 100)])
+def test_linear_is_right(inputs, outputs, dtype, instructions):
+    x, weight, bias = numbers(70, inputs, dtype=dtype), numbers(outputs, inputs, seed=1, dtype=dtype), numbers(outputs)
+    exact = x.double() @ weight.double().T + bias.to(dtype).double()
+    found = native.linear(x, weight, bias.to(dtype))
+    assert found.dtype is dtype
+    bound = 3e-6 if dtype is torch.float32 else 2**-8
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((found.double() - exact).abs() <= bound * size).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 150),
+    inputs=st.integers(1, 80) | st.sampled_from([1023, 1024, 1025, 2100]),
+    outputs=st.integers(1, 40),
+    half=st.booleans(),
+    threads=st.integers(1, 3),
+    data=st.data(),
+)
+def test_a_row_of_a_linear_layer_is_its_own(rows, inputs, outputs, half, threads, data):
+    dtype = torch.bfloat16 if half else torch.float32
+    x, weight = numbers(rows, inputs, dtype=dtype), numbers(outputs, inputs, seed=1, dtype=dtype)
+    whole = native.linear(x, weight)
+    begin = data.draw(st.integers(0, rows - 1))
+    end = data.draw(st.integers(begin + 1, rows))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(native.linear(x[begin:end], weight), whole[begin:end])
+        first = data.draw(st.integers(0, outputs - 1))
+        assert torch.equal(native.linear(x, weight[first:]), whole[:, first:]), "an output depends on its neighbours"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_that_do_not_lie_side_by_side():
+    x, weight = numbers(9, 2, 40), numbers(30, 50, seed=1)[:, 5:45]
+    assert not weight.is_contiguous() and native.takes(x, weight)
+    found = native.linear(x[:, 1], weight)
+    assert torch.equal(found, native.linear(x[:, 1].contiguous(), weight.contiguous()))
+    assert native.linear(x[:0, 1], weight).shape == (0, 30)
+
+
+class Case:
+    """Keys and values of one sequence, scattered over a pool; and attention over them as its definition has it."""
+
+    def __init__(self, length: int, kind: Kind, window: int, block_tokens: int, *, heads=(4, 2), width=20, value=12,
+                 dtype=torch.float32, softcap=0.0, sinks=False) -> None:  # fmt: skip
+        self.length, self.kind, self.window, self.block_tokens = length, kind, window, block_tokens
+        self.heads, self.kv_heads = heads
+        self.softcap = softcap
+        self.sinks = numbers(self.heads, seed=5) if sinks else None
+        blocks = -(-length // block_tokens)
+        self.table = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(3))[:blocks]
+        self.keys = numbers(blocks + 2, block_tokens, self.kv_heads, width, seed=1, dtype=dtype)
+        self.values = numbers(blocks + 2, block_tokens, self.kv_heads, value, seed=2, dtype=dtype)
+        self.query = numbers(length, self.heads, width, seed=4, dtype=dtype)
+
+    def first_block(self, start: int) -> int:
+        if self.kind is Kind.SLIDING:
+            return max(0, start + 1 - self.window) // self.block_tokens
+        return start // self.window * self.window // self.block_tokens if self.kind is Kind.CHUNKED else 0
+
+    def attend(self, *pieces: tuple[int, int]) -> Tensor:
+        """Of the tokens ``[begin, end)`` of each piece, all in one step."""
+        tables, runs, queries, at, tokens = [], [], [], 0, 0
+        for begin, end in pieces:
+            first = self.first_block(begin)
+            tables.append(self.table[first : (end - 1) // self.block_tokens + 1])
+            runs.append([tokens, end - begin, begin, at, first * self.block_tokens])
+            queries.append(self.query[begin:end])
+            at, tokens = at + len(tables[-1]), tokens + end - begin
+        steps = native.Runs(torch.cat(tables), torch.tensor(runs), self.kind, self.window, self.block_tokens, tokens)
+        return native.attend(
+            torch.cat(queries), self.keys, self.values, steps, 0.3, softcap=self.softcap, sinks=self.sinks
+        )
+
+    def definition(self) -> Tensor:
+        fold = self.heads // self.kv_heads
+        keys, values = (t[self.table].flatten(0, 1)[: self.length].double() for t in (self.keys, self.values))
+        keys, values = keys.repeat_interleave(fold, 1), values.repeat_interleave(fold, 1)
+        scores = torch.einsum("qhd,khd->hqk", self.query.double(), keys) * 0.3
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        places = np.arange(self.length)
+        seen = torch.from_numpy(visible(self.kind, self.window, places[:, None], places[None]))
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, self.length, 1)), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : self.length], values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "window", "more"),
+    [
+        (Kind.FULL, 0, {}),
+        (Kind.FULL, 0, {"softcap": 15.0}),
+        (Kind.FULL, 0, {"heads": (6, 1), "width": 72, "value": 64}),
+        (Kind.SLIDING, 50, {"sinks": True}),
+        (Kind.SLIDING, 128, {"heads": (2, 2)}),
+        (Kind.CHUNKED, 64, {"softcap": 15.0, "sinks": True}),
+    ],
+)
+def test_attention_is_right(kind, window, more, dtype, instructions):
+    case = Case(210, kind, window, 16, dtype=dtype, **more)
+    bound = 2e-6 if dtype is torch.float32 else 2e-2
+    assert (case.attend((0, 210)).double() - case.definition()).abs().max() < bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from([(Kind.FULL, 0), (Kind.SLIDING, 40), (Kind.SLIDING, 64), (Kind.CHUNKED, 48)]),
+    block_tokens=st.sampled_from([16, 32, 48]),
+    half=st.booleans(),
+    cuts=st.lists(st.integers(1, 149), min_size=1, max_size=5, unique=True),
+)
+def test_a_row_of_attention_is_its_own(kind, block_tokens, half, cuts):
+    """Cut anywhere, the pieces in any number of steps: the same bits."""
+    case = Case(150, *kind, block_tokens, dtype=torch.bfloat16 if half else torch.float32)
+    whole = case.attend((0, 150))
+    places = [0, *sorted(cuts), 150]
+    pieces = list(itertools.pairwise(places))
+    assert torch.equal(case.attend(*pieces), whole)
+    for begin, end in pieces:
+        assert torch.equal(case.attend((begin, end)), whole[begin:end])
+    begin = pieces[-1][0]
+    assert torch.equal(case.attend((begin, begin + 1), pieces[0])[0], whole[begin])
+
+
+def test_latents_are_keys_and_values_at_once():
+    case = Case(100, Kind.FULL, 0, 16, heads=(8, 1), width=24)
+    case.values = case.keys[..., :16]
+    assert (case.attend((0, 100)).double() - case.definition()).abs().max() < 2e-6
+
+
+def test_what_no_query_sees_is_not_read():
+    """Not a number in a block of the pool that is beyond a window or after the last token changes nothing."""
+    case = Case(100, Kind.SLIDING, 20, 16)
+    expected = case.attend((60, 90))
+    case.keys[case.table[:2]] = torch.nan
+    case.values[case.table[:2]] = torch.nan
+    case.keys[case.table[5], 90 - 80 :] = torch.nan
+    case.values[case.table[5], 90 - 80 :] = torch.nan
+    assert torch.equal(case.attend((60, 90)), expected)
+
+
+def test_unknown_instructions_are_refused():
+    with pytest.raises(ValueError, match="does not have"):
+        native._kernel.use_instructions("sse9")
+    assert native.instructions() in INSTRUCTIONS
+
+
+def test_switched_off(monkeypatch):
+    assert native.wanted(torch.device("cpu"), torch.float32)
+    assert not native.wanted(torch.device("cpu"), torch.float16)
+    assert not native.wanted(torch.device("meta"), torch.float32)
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
+    assert not native.wanted(torch.device("cpu"), torch.float32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 80),
+    inputs=st.integers(1, 70) | st.just(1050),
+    outputs=st.integers(1, 30),
+    half=st.booleans(),
+    data=st.data(),
+)
+def test_codes_of_one_byte(rows, inputs, outputs, half, data):
+    """The same to the bit as what they stand for, scaled afterwards; a row is its own."""
+    x = numbers(rows, inputs, dtype=torch.bfloat16 if half else torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+    scales = torch.rand(outputs, generator=generator)
+    found = native.linear_int8(x, codes, scales)
+    expected = native.linear(x.float(), codes.float()) * scales
+    assert torch.equal(found, expected.to(x.dtype))
+    begin = data.draw(st.integers(0, rows - 1))
+    assert torch.equal(native.linear_int8(x[begin:], codes, scales), found[begin:])
+    assert torch.equal(native.linear_int8(x, codes, scales, scales), (expected + scales).to(x.dtype))

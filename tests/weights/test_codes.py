@@ -1,0 +1,122 @@
+"""Matrices in fewer bits: the bytes are what the format says, and products are those of the weights that they mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stowage.errors import CheckpointError
+from stowage.weights import codes
+from stowage.weights.codes import Form, PackedMatrix
+from stowage.weights.source import absent
+
+SHAPES = [(48, 64, 32), (33, 128, 64), (300, 4096, 128), (17, 96, 32)]
+
+
+def meant(form: Form, packed: Tensor) -> NDArray[np.float32]:
+    """The weights, read from the bytes as the module's docstring says."""
+    raw = packed.numpy()
+    n, k, g = form.outputs, form.inputs, form.group
+    if form.name == "int8":
+        scales = raw[: 4 * n].view(np.float32)
+        whole = raw[-(-4 * n // 64) * 64 :][: n * k].view(np.int8).reshape(n, k)
+        return whole.astype(np.float32) * scales[:, None]
+    half = 2 * n * (k // g)
+    scales, least = (raw[at : at + half].view(np.float16).astype(np.float32).reshape(n, k // g) for at in (0, half))
+    halves = raw[-(-2 * half // 64) * 64 :][: n * k // 2].reshape(n, k // 2)
+    whole = np.concatenate([halves & 15, halves >> 4], axis=1).astype(np.float32)
+    return whole * np.repeat(scales, g, axis=1) + np.repeat(least, g, axis=1)
+
+
+def weights(n: int, k: int, seed: int = 0) -> Tensor:
+    found = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.02
+    found[1] = 0  # a channel without a scale
+    return found
+
+
+@pytest.mark.parametrize("name", codes.FORMS)
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_products_are_those_of_the_weights_that_the_bytes_mean(name: str, n: int, k: int, group: int) -> None:
+    weight = weights(n, k)
+    form = Form(name, n, k, group if name == "int4" else 0)
+    packed = form.pack(weight)
+    expected = torch.from_numpy(meant(form, packed))
+    assert (expected - weight).norm() < weight.norm() * (0.012 if name == "int8" else 0.12)
+    if name == "int8":
+        assert bool(((expected - weight).abs().amax(1) <= weight.abs().amax(1) / 127 * 0.51).all())
+    assert packed.numel() == form.nbytes
+    assert form.nbytes % (4096 if form.nbytes >= 64 << 10 else 64) == 0
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 0.02), (torch.float16, 0.003)):
+        matrix = PackedMatrix(form, packed, dtype)
+        assert torch.allclose(matrix.unpacked().float(), expected, rtol=0.005 if dtype is torch.bfloat16 else 1e-3)
+        for rows in (1, 5, 40):
+            x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            bias = torch.arange(n).to(dtype)
+            exact = x.double() @ expected.double().t()
+            error = (matrix.multiply(x).double() - exact).abs().max() / exact.abs().max()
+            assert error < tolerance, (dtype, rows)
+            assert torch.allclose(matrix.multiply(x, bias), matrix.multiply(x) + bias)
+
+
+def test_better_codes_than_the_range_alone_are_found() -> None:
+    """One weight far from the others of its group costs them less than their own precision."""
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    form = Form("int4", 64, 64, 64)
+    error = (torch.from_numpy(meant(form, form.pack(weight))) - weight).square().mean()
+    low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    step = (high - low) / 15
+    plain = (torch.round((weight - low) / step) * step + low - weight).square().mean()
+    assert error < plain * 0.99
+
+
+@pytest.mark.parametrize("name", codes.FORMS)
+def test_what_is_away_gives_nan(name: str) -> None:
+    form = Form(name, 40, 64, 32 if name == "int4" else 0)
+    away = absent((form.nbytes,), torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 30):
+            product = PackedMatrix(form, away, dtype).multiply(torch.randn(rows, 64).to(dtype))
+            assert bool(torch.isnan(product).all())
+
+
+def test_a_matrix_takes_a_weights_place() -> None:
+    """In torch's own calls, whatever they are; never with another weight's values."""
+    form = Form("int8", 48, 64)
+    packed, x = form.pack(weights(48, 64)), torch.randn(3, 64)
+    plain, turned = PackedMatrix(form, packed, torch.float32), PackedMatrix(form, packed, torch.float32, True)
+    product = plain.multiply(x)
+    assert torch.equal(torch.nn.functional.linear(x, plain), product)
+    assert torch.equal(torch.nn.functional.linear(x, plain, torch.ones(48)), product + 1)
+    assert torch.equal(x @ turned, product)
+    assert torch.equal(torch.matmul(x, turned), product)
+    assert torch.allclose(torch.mm(x, torch.transpose(plain, 0, 1)), product, atol=1e-6)
+    assert plain.shape == (48, 64)
+    assert turned.shape == (64, 48)
+
+
+def test_memory_for_unpacking_is_what_is_counted_and_outlives_inference_mode() -> None:
+    form = Form("int4", 2000, 2048, 64)
+    matrix = PackedMatrix(form, form.pack(weights(2000, 2048)), torch.float32)
+    codes._workspace._held.clear()
+    with torch.inference_mode():
+        first = matrix.multiply(torch.ones(1, 2048))
+    assert torch.equal(matrix.multiply(torch.ones(1, 2048)), first)
+    held = sum(t.nbytes for t in codes._workspace._held.values())
+    assert 0 < held <= codes.workspace_bytes([form], 4)
+    assert codes.workspace_bytes([], 4) == 0
+
+
+@pytest.mark.parametrize("name", codes.FORMS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
+def test_weights_that_have_no_scale_are_refused(name: str, bad: float) -> None:
+    weight = weights(32, 64)
+    weight[3, 5] = bad
+    form = Form(name, 32, 64, 32 if name == "int4" else 0)
+    if name == "int8" and bad == 1e38:
+        assert float(PackedMatrix(form, form.pack(weight), torch.float32).unpacked()[3, 5]) == pytest.approx(1e38)
+        return
+    with pytest.raises(CheckpointError, match="cannot be packed"):
+        form.pack(weight)
