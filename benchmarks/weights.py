@@ -7,7 +7,8 @@ Needs the peers' environment (`make bench-env`) and a user who may drop the page
 in turn: batch 1 and 8, 128 tokens in. Ways: `memory` (plain Transformers); `mapped`, `stream`, `half` (ours: over the
 page cache, all from disk, half of the layers from disk); `accelerate` (`disk_offload`), `accelerate-half`
 (`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk). Greedy tokens of all must be the
-same.
+same, but for those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4 (`stowage
+pack`), another model, which is compared with the cold rate of `stream`.
 
 The limit of a cold step is the larger of its bytes over the rate of direct reads of the checkpoint itself, read before,
 measured in the same round, and the time of the same step in memory. The rate of a file that nobody has read is printed
@@ -17,20 +18,21 @@ beside it: the disk of a virtual machine may answer from its host's memory.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import limits, models
+from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
+from stowage.engine.packing import pack
 
-PYTHON = Path(".venv-bench/bin/python")
 SCRIPT = Path(__file__).parent / "peers" / "weights_engine.py"
-WAYS = ("memory", "mapped", "stream", "half", "accelerate", "accelerate-half", "transformers")
-ALWAYS_WARM = ("memory",)
+PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))
+WAYS = ("memory", "mapped", "stream", "half", "accelerate", "accelerate-half", "transformers", *PACKED)
+ALWAYS_WARM = ("memory", "int8-memory", "int4-memory")
 BATCHES = (1, 8)
 PROMPT_TOKENS = 128
 READS = {"disk": "of the checkpoint, read before", "disk_first": "of a new file"}
@@ -63,53 +65,29 @@ def checkpoint(directory: Path, dtype: str, layers: int) -> dict[str, int]:
 
 def measure(way: str, path: Path, dtype: str, new_tokens: int) -> dict[str, Any]:
     """One process: seconds per step, by batch and warmth."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        arguments = [str(PYTHON), str(SCRIPT), way, str(path), dtype, scratch]
-        environment = os.environ | {"PYTHONPATH": "src"}
-        with subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            found["loaded_s"] = json.loads(process.stdout.readline())["loaded_s"]
-            for batch in BATCHES:
-                for warmth in ("warm", "cold"):
-                    if warmth == "cold" and way in ALWAYS_WARM:
-                        continue
-                    command = {"batch": batch, "prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
-                    if warmth == "warm":  # once to fill the page cache, where it is used at all
-                        ask(process, command | {"new_tokens": 1, "cold": False})
-                    found[f"{warmth}, batch {batch}"] = ask(process, command | {"cold": warmth == "cold"})
-            process.stdin.close()
+    with running(way, path, dtype) as peer:
+        found: dict[str, Any] = {"loaded_s": peer.ready["loaded_s"]}
+        for batch in BATCHES:
+            for warmth in ("warm", "cold"):
+                if warmth == "cold" and way in ALWAYS_WARM:
+                    continue
+                command = {"batch": batch, "prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
+                if warmth == "warm":  # once to fill the page cache, where it is used at all
+                    peer.ask(**command | {"new_tokens": 1, "cold": False})
+                found[f"{warmth}, batch {batch}"] = peer.ask(**command, cold=warmth == "cold")
     return found
 
 
-def measure_commands(way: str, path: Path, dtype: str, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One process: the answers to ``commands``."""
+@contextmanager
+def running(way: str, path: Path, dtype: str) -> Iterator[Peer]:
+    """One process with the checkpoint at ``path``, and a directory for what it writes beside it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        arguments = [str(PYTHON), str(SCRIPT), way, str(path), dtype, scratch]
-        environment = os.environ | {"PYTHONPATH": "src"}
-        with subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdout.readline()
-            answers = [ask(process, command) for command in commands]
-            process.stdin.close()
-    return answers
-
-
-def ask(process: subprocess.Popen[str], command: dict[str, Any]) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    print(json.dumps(command), file=process.stdin, flush=True)
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit("A process has ended; its words are above.")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+        model = path.with_name(way.partition("-")[0]) if way in PACKED else path
+        peer = Peer([PYTHON, SCRIPT, way, model, dtype, scratch])
+        try:
+            yield peer
+        finally:
+            peer.end()
 
 
 def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> dict[str, Any]:
@@ -134,8 +112,12 @@ def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> 
             if plain_s:
                 entry["of_memory"] = median_spread([m / s for m, (s, _) in zip(plain_s, compared, strict=True)])
                 text += f"  {entry['of_memory'].median:6.1%} of memory"
+            whole = [(s, r["stream"][case]["steps_s"]) for s, r in zip(step_s, taken, strict=True) if "stream" in r]
+            if way in PACKED and whole and case.startswith("cold"):
+                entry["of_stream"] = median_spread([_mean(unpacked) / s for s, unpacked in whole])
+                text += f"  {entry['of_stream'].median:.2f} x stream"
             step_bytes = int(taken[0][way][case]["stats"].get("pass_bytes", away.get(way, 0)))
-            if plain_s and step_bytes and (case.startswith("cold") or way in ("stream", "half")):
+            if plain_s and step_bytes and (case.startswith("cold") or way.endswith(("stream", "half"))):
                 limit_s = [max(step_bytes / r["disk"], m) for m, (_, r) in zip(plain_s, compared, strict=True)]
                 entry["of_limit"] = median_spread([a / s for a, (s, _) in zip(limit_s, compared, strict=True)])
                 text += f"  {entry['of_limit'].median:6.1%} of the limit ({step_bytes / 1e9:.2f} GB a step)"
@@ -162,6 +144,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
         path = Path(name) / "model"
         sizes = checkpoint(path, asked.dtype, layers)
+        for form in sorted({way.partition("-")[0] for way in ways if way in PACKED}):
+            pack(str(path), path.with_name(form), form)
         rounds: list[dict[str, Any]] = []
         for number in range(asked.rounds):
             shard = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
@@ -176,8 +160,9 @@ def main() -> None:
                 steps = [_mean(v["steps_s"]) for k, v in found[way].items() if "batch" in k]
                 print(f"  {way:<16} loaded in {found[way]['loaded_s']:5.1f} s, steps of", *(f"{s:.2f}" for s in steps))
             for batch in BATCHES:
-                said = {str(v["tokens"]) for w in ways for k, v in found[w].items() if k.endswith(f"batch {batch}")}
-                assert len(said) == 1, "an answer changed"
+                same = [way for way in ways if way not in PACKED]
+                said = {str(v["tokens"]) for w in same for k, v in found[w].items() if k.endswith(f"batch {batch}")}
+                assert len(said) <= 1, "an answer changed"
             rounds.append(found)
     kept = report(rounds, sizes, layers)
     reads = {f"direct_{what}_bytes_per_s": median_spread([r[what] for r in rounds]) for what in READS}

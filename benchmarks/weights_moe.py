@@ -62,7 +62,8 @@ def main() -> None:
             print(f"round {number + 1} of {asked.rounds}: direct reads {found['disk'] / 1e9:.2f} GB/s")
             for way in WAYS:
                 option = f"{way}:{int(asked.share * whole_bytes)}" if way == "experts" else way
-                found[way] = weights.measure_commands(option, path, "float32", [command])[0]
+                with weights.running(option, path, "float32") as peer:
+                    found[way] = peer.ask(**command)
                 print(f"  {way:<12}", *(f"{s:.2f}" for s in found[way]["steps_s"]))
             assert len({str(found[way]["tokens"]) for way in WAYS}) == 1, "an answer changed"
             rounds.append(found)

@@ -17,6 +17,7 @@ COMMANDS = [
     "stats",
     "scrub",
     "doctor",
+    "pack",
     "plan",
     "probe",
     "simulate",

@@ -9,6 +9,7 @@ import stowage.cli.chat
 import stowage.cli.config_show
 import stowage.cli.doctor
 import stowage.cli.key
+import stowage.cli.pack
 import stowage.cli.plan
 import stowage.cli.probe
 import stowage.cli.run
@@ -62,6 +63,7 @@ app.command("doctor")(stowage.cli.doctor.doctor)
 app.command("simulate")(stowage.cli.simulate.simulate)
 app.command("plan")(stowage.cli.plan.plan)
 app.command("probe")(stowage.cli.probe.probe)
+app.command("pack")(stowage.cli.pack.pack)
 app.command("tiny")(stowage.cli.tiny.tiny)
 keys.command("new")(stowage.cli.key.new)
 keys.command("rotate")(stowage.cli.key.rotate)

@@ -92,6 +92,7 @@ def evaluate(
     asked: Sequence[Question],
     *,
     dtype: str = "auto",
+    deterministic: bool = False,
     max_new_tokens: int = NEW_TOKENS,
     progress: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
 ) -> Evaluation:
@@ -99,37 +100,33 @@ def evaluate(
     many. Raises ModelError for a model without a tokenizer, RequestError for a question that does not fit, and whatever
     opening the engine raises.
     """
-    runs: list[tuple[str, _Answers]] = []
+    runs: list[tuple[str, str, _Answers]] = []
 
-    def take(name: str, engine: Engine) -> None:
+    def take(name: str, engine: Engine, tier: str = "") -> None:
+        """One run, in which ``tier`` has to serve something."""
         engine.forget_pace()
-        runs.append((name, _ask(engine, asked, max_new_tokens, lambda done, of: progress(name, done, of))))
+        runs.append((name, tier, _ask(engine, asked, max_new_tokens, lambda done, of: progress(name, done, of))))
 
     with trials.temporary_directory() as directory:
         tiered = trials.with_tiers(memory, directory)
-        with trials.opened(model, trials.plain(memory), dtype) as engine:
+        with trials.opened(model, trials.plain(memory), dtype, deterministic) as engine:
             if engine.tokenizer is None:
                 raise ModelError(f"{model} has no tokenizer, and questions are text: add its tokenizer's files.")
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             take("every tier off", engine)
-        with trials.opened(model, tiered, dtype) as engine:
+        with trials.opened(model, tiered, dtype, deterministic) as engine:
             take("computed and stored", engine)
             trials.leave_only(engine, "host")
-            take("from host", engine)
+            take("from host", engine, "host")
             trials.flush(engine)
         for tier in trials.lower_tiers(tiered):
-            with trials.opened(model, trials.with_only(tiered, tier), dtype) as engine:
-                take(f"from {tier}, after a restart", engine)
-    compared = tuple(_compare(name, asked, found, runs[0][1], computed_in) for name, found in runs)
-    served = all(_served(run) for run in compared[2:])
-    allowed = trials.tolerance(computed_in)
+            with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic) as engine:
+                take(f"from {tier}, after a restart", engine, tier)
+    allowed = trials.tolerance(computed_in, deterministic)
+    compared = tuple(_compare(name, asked, found, runs[0][2], allowed) for name, _, found in runs)
+    served = all(run.reused_tokens.get(tier) for run, (_, tier, _) in zip(compared, runs, strict=True) if tier)
     alike = all(abs(math.log(run.perplexity / compared[0].perplexity)) <= allowed for run in compared)
     return Evaluation(len(asked), computed_in, compared, served and alike and not any(r.unexplained for r in compared))
-
-
-def _served(run: Run) -> bool:
-    """Whether the tier that the run is named after served anything."""
-    return any(count for tier, count in run.reused_tokens.items() if tier in run.name)
 
 
 def _ask(
@@ -169,8 +166,7 @@ def _reference(tokenizer: Any, question: Question) -> list[int]:
     return tokens
 
 
-def _compare(name: str, asked: Sequence[Question], found: _Answers, off: _Answers, dtype: str) -> Run:
-    limit = trials.tolerance(dtype)
+def _compare(name: str, asked: Sequence[Question], found: _Answers, off: _Answers, limit: float) -> Run:
     pairs = list(zip(off.written, found.written, strict=True))
     explained = [trials.difference(a, b) <= limit and trials.near_tie(a, b, limit) for a, b in pairs]
     scores = [p.logprob for one in found.scored for p in one.prompt_logprobs or [] if p is not None]

@@ -78,9 +78,10 @@ def load(
         return Loaded(model.eval(), tokenizer, name, type(model).__name__, source)
     directory = find(str(model))
     files = check_files(directory)
-    config = _config(directory)
+    config = config_of(directory)
     layers.refuse_unsupported(config)
-    build = partial(_load_model, directory, config, dtype, options or {})
+    files = _packed_files(directory, config, files)
+    build = partial(load_model, directory, config, dtype, options or {})
     if budget is None:
         built, source = build(), None
     else:
@@ -174,6 +175,24 @@ def check_files(directory: Path) -> list[Path]:
     return files
 
 
+def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]:
+    """Those of ``files`` that hold the weights: packed ones if the config says so. Raises CheckpointError."""
+    from stowage.weights import packed
+
+    path = directory / packed.FILE
+    if packed.marked(config):
+        if path not in files:
+            raise CheckpointError(f"{path} is missing, and config.json says that the weights are packed: copy it too.")
+        packed.register()
+        return [path]
+    if path in files:
+        raise CheckpointError(
+            f"{path} holds packed weights, and config.json does not say so: it is another checkpoint's. Copy the "
+            "config.json that stowage pack wrote."
+        )
+    return files
+
+
 def _check_file(path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
@@ -186,7 +205,8 @@ def _check_file(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
 
 
-def _config(directory: Path) -> Any:
+def config_of(directory: Path) -> Any:
+    """What config.json says. Raises CheckpointError."""
     from transformers import AutoConfig
 
     try:
@@ -218,11 +238,16 @@ def _config_of_architecture(directory: Path) -> Any:
         return None
 
 
-def _load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, Any]) -> Any:
+def load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, Any]) -> Any:
+    """The model that Transformers builds, whole. Raises CheckpointError."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    from stowage.weights import packed
+
+    if packed.marked(config):
+        options = {**options, "variant": packed.VARIANT}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -236,7 +261,10 @@ def _load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, 
         )
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
-    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+    complaints = ["missing_keys", "mismatched_keys", "error_msgs"]
+    if packed.marked(config):
+        complaints.append("unexpected_keys")  # it was written for this very model
+    for what in complaints:
         if report.get(what):
             first = sorted(map(str, report[what]))[0]
             raise CheckpointError(
@@ -246,10 +274,15 @@ def _load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, 
     return model.eval()
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether the checkpoint there reads text."""
+    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
 def _load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not has_tokenizer(directory):
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -16,6 +16,8 @@ from stowage.errors import CheckpointError, ConfigError, ModelError, Unsupported
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3fn": 1}
 """Bytes of one element, by name of the type."""
+PACKED = "stowage_pack"
+"""How a checkpoint that `stowage pack` wrote is quantised: its tensors are in memory as they are in its file."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd",),
     "num_hidden_layers": ("n_layer",),

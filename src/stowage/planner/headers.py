@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import CheckpointError
-from stowage.planner.config import ITEM_BYTES, Fields
+from stowage.planner.config import ITEM_BYTES, PACKED, Fields
 from stowage.planner.parts import ATTENTION, MLP, RECURRENT, ROUTER, SHARED
 from stowage.planner.shapes import NORMS, Cache, Keeps, Layer, Model
 
@@ -32,16 +32,19 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.(?:(\d+)\.)?")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One entry of a header. ``nbytes``: in the file."""
+    """One entry of a header. ``nbytes``: in the file. ``packed``: how many weights `stowage pack` put into it; 0 for a
+    tensor of any other kind.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    packed: int = 0
 
     @property
     def elements(self) -> int:
-        return prod(self.shape)
+        return self.packed or prod(self.shape)
 
     @property
     def floating(self) -> bool:
@@ -69,12 +72,13 @@ def read_header(path: Path) -> list[Tensor]:
             if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
                 raise ValueError(f"its header is said to take {length} bytes")
             entries = json.loads(file.read(length))
-        return [_tensor(name, entry, size - 8 - length) for name, entry in entries.items() if name != "__metadata__"]
+        packed = json.loads((entries.pop("__metadata__", None) or {}).get(PACKED, "{}"))
+        return [_tensor(name, entry, size - 8 - length, packed.get(name, 0)) for name, entry in entries.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole safetensors file ({error}); download it again.") from error
 
 
-def _tensor(name: str, entry: Mapping[str, Any], data_bytes: int) -> Tensor:
+def _tensor(name: str, entry: Mapping[str, Any], data_bytes: int, packed: Any) -> Tensor:
     begin, end = entry["data_offsets"]
     shape = tuple(int(n) for n in entry["shape"])
     dtype = str(entry["dtype"])
@@ -83,7 +87,9 @@ def _tensor(name: str, entry: Mapping[str, Any], data_bytes: int) -> Tensor:
     known = (_FLOATS | _OTHERS).get(dtype)
     if known is not None and dtype != "F4" and prod(shape) * known != end - begin:
         raise ValueError(f"{name} has another size than its shape")
-    return Tensor(name, dtype, shape, end - begin)
+    if not isinstance(packed, int) or not 0 <= packed <= 2 * (end - begin):
+        raise ValueError(f"{name} cannot hold {packed!r} weights")
+    return Tensor(name, dtype, shape, end - begin, packed)
 
 
 def read_tensors(directory: Path) -> list[Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stowage.errors import UnsupportedModelError
 from stowage.planner import headers, parts
-from stowage.planner.config import ITEM_BYTES, Fields, read_config, run_dtype
+from stowage.planner.config import ITEM_BYTES, PACKED, Fields, read_config, run_dtype
 from stowage.planner.families import FAMILIES, Experts, Family
 from stowage.planner.parts import ATTENTION, MLP, RECURRENT, ROUTER, SHARED, Heads
 from stowage.planner.shapes import NORMS, Cache, Keeps, Layer, Model
@@ -30,15 +30,13 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
     chosen = run_dtype(fields.dtype, dtype)
     directory = Path(path).expanduser()
     tensors = headers.read_tensors(directory) if directory.is_dir() else []
+    kind, stored = fields.quantization, "" if dtype == "auto" else chosen
     if tensors and fields.family not in FAMILIES:
-        return headers.measured(
-            _run_in(headers.plain(fields, tensors), chosen), tensors, "" if dtype == "auto" else chosen
-        )
+        return headers.measured(_run_in(headers.plain(fields, tensors), chosen), tensors, stored)
     model = _run_in(shape(fields), chosen)
-    packed = fields.quantization
-    if packed:
-        return replace(model, notes=(f"the checkpoint is packed ({packed}); it is planned as unpacked to {chosen}.",))
-    return headers.measured(model, tensors, "" if dtype == "auto" else chosen) if tensors else model
+    if kind and kind != PACKED:
+        return replace(model, notes=(f"the checkpoint is packed ({kind}); it is planned as unpacked to {chosen}.",))
+    return headers.measured(model, tensors, stored) if tensors else model
 
 
 def _run_in(model: Model, dtype: str) -> Model:

@@ -10,7 +10,6 @@ neighbours share, which stay.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.frames import Frames, Span
 from stowage.weights.holds import Home
-from stowage.weights.reading import Read, Readers, Ticket
+from stowage.weights.reading import Read, Readers, Stall, Ticket
 from stowage.weights.uses import Uses
 
 __all__ = ["ExpertCache", "Stacks", "chosen"]
@@ -108,7 +107,7 @@ class ExpertCache:
             for layer in layers
         ]
         self._experts = [layer.experts for layer in layers]
-        self._readers, self._timeout_s = readers, timeout_s
+        self._readers, self._stall = readers, Stall(timeout_s)
         frame_bytes = max(sum(stack.whole_bytes for stack in stacks) for stacks in self._layers)
         self._edge_bytes = sum(stack.edge_bytes for stacks in self._layers for stack in stacks)
         count = min((cache_bytes - self._edge_bytes) // frame_bytes - 1, sum(self._experts))
@@ -122,7 +121,6 @@ class ExpertCache:
         self._holder: tuple[int, int] | None = None
         self._uses = Uses(len(layers), max(self._experts))
         self.hits = self.misses = self.read_bytes = 0
-        self.stall_s = 0.0
         for layer, stacks in enumerate(self._layers):
             for expert in range(self._experts[layer]):
                 self._hide(layer, expert)
@@ -132,6 +130,11 @@ class ExpertCache:
     def nbytes(self) -> int:
         """Memory that it takes at most."""
         return (self._frames.count + 1) * self._frames.frame_bytes + self._edge_bytes
+
+    @property
+    def stall_s(self) -> float:
+        """Time that was waited for experts."""
+        return self._stall.seconds
 
     @property
     def frames(self) -> int:
@@ -265,10 +268,5 @@ class ExpertCache:
         return self._readers.start(reads)
 
     def _finish(self, ticket: Ticket) -> None:
-        if not ticket.done:
-            began_s = time.perf_counter()
-            try:
-                ticket.wait(self._timeout_s)
-            finally:
-                self.stall_s += time.perf_counter() - began_s
+        self._stall.wait(ticket)
         ticket.raise_error()

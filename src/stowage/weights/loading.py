@@ -1,43 +1,30 @@
 """Loads a model under a budget: Transformers builds it and converts its weights, one parameter at a time, and each
-goes to its hold as soon as it has its final form.
-
-Uses two seams of torch, the global hooks that see modules and parameters being registered, so that whatever
-Transformers renames, casts, stacks or fuses is done before a parameter is seen here. The memory for all of it is the
-budget and the largest parameter.
+goes to its hold as soon as it has its final form. The memory for all of it is the budget and the largest parameter.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as seams
 
 from stowage.errors import UnsupportedModelError
+from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
+from stowage.weights.codes import form_of, workspace_bytes
 from stowage.weights.holds import Home, as_bytes, copy_of, phase_of
 from stowage.weights.image import Image
 from stowage.weights.locate import Locator
+from stowage.weights.packed import packed_forms
 from stowage.weights.placement import Cargo, Delivery, Placement, Rule, place
 from stowage.weights.source import Load, WeightSource, absent
 from stowage.weights.units import Unit, arranged, divide, looks_up
 
 __all__ = ["Budget", "adopt", "load"]
-
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Transformers' own switch: one parameter after the other, instead of all at once in the background."""
-_MADV_DONTNEED = 4
-_FORGET_EVERY_BYTES = 16 << 20
-_one_at_a_time = threading.Lock()
-"""The seams are global: one model at a time is loaded under a budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,93 +48,29 @@ def load(files: Sequence[Path], build: Callable[[], Any], budget: Budget) -> tup
     checkpoint = Checkpoint(files)
     loading = _Loading(checkpoint, budget)
     try:
-        with _one_at_a_time, _sequential(), loading.watching():
-            model = build()
+        model = loading.build(build)
         return model, loading.finish(model)
     except BaseException:
         loading.abandon()
         raise
 
 
-@contextlib.contextmanager
-def _sequential() -> Iterator[None]:
-    before = os.environ.get(_SEQUENTIAL)
-    os.environ[_SEQUENTIAL] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_SEQUENTIAL]
-        else:
-            os.environ[_SEQUENTIAL] = before
+class _Loading(Building):
+    def __init__(self, checkpoint: Checkpoint, budget: Budget) -> None:
+        super().__init__(checkpoint)
+        self.budget = budget
+        self.image: Image | None = None
+        self.placement: Placement | None = None
+        self.deliveries: dict[str, Delivery] = {}
+        self.homes: dict[int, Home] = {}
+        self.locator = Locator(checkpoint)
 
-
-@dataclass(slots=True)
-class _Loading:
-    checkpoint: Checkpoint
-    budget: Budget
-    image: Image | None = None
-    placement: Placement | None = None
-    thread: int = field(default_factory=threading.get_ident)
-    parents: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
-    deliveries: dict[str, Delivery] = field(default_factory=dict)
-    homes: dict[int, tuple[nn.Parameter, Home]] = field(default_factory=dict)
-    locator: Locator | None = None
-    unforgotten_bytes: int = 0
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        self.locator = Locator(self.checkpoint)
-        adopted: Any = (
-            self._adopted
-        )  # torch's annotations say that these return nothing; its documentation knows better
-        registered: Any = self._registered
-        buffered: Any = self._buffered
-        handles = [
-            seams.register_module_module_registration_hook(adopted),
-            seams.register_module_parameter_registration_hook(registered),
-            seams.register_module_buffer_registration_hook(buffered),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _adopted(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and threading.get_ident() == self.thread:
-            self.parents[id(child)] = (parent, name)
-
-    def _buffered(self, _module: nn.Module, _name: str, buffer: Tensor | None) -> Tensor | None:
-        """A buffer that was loaded must not stay a view of the mapped file, whose pages are given back meanwhile."""
-        if buffer is None or buffer.device.type == "meta" or threading.get_ident() != self.thread:
-            return None
-        return buffer.detach().clone()
-
-    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or threading.get_ident() != self.thread or parameter.device.type == "meta":
-            return None
-        if id(parameter) in self.homes:  # tied to another module: it was placed already
-            return None
-        if self.placement is None:
-            self._place(module)
-        path = f"{self.names[id(module)]}.{name}".lstrip(".") if id(module) in self.names else name
-        placed = self._placed(path, parameter)
-        self._forget_pages(parameter.numel() * parameter.element_size())
-        return placed
-
-    def _place(self, module: nn.Module) -> None:
-        """With the first parameter the model's parts are known, by name, shape and type, and none of their bytes."""
-        root = module
-        while id(root) in self.parents:
-            root = self.parents[id(root)][0]
+    def begin(self, root: nn.Module) -> None:
         units = divide(root)
         self.placement = place_units(units, root, self.budget)
-        self.names = {id(part): name for name, part in root.named_modules()}
         for unit, delivery in zip(_units_of(units, self.placement), self.placement.deliveries, strict=True):
             self.deliveries.update(dict.fromkeys(unit.parameters, delivery))
-        tied = getattr(root, "all_tied_weights_keys", None) or {}
+        tied: dict[str, str] = getattr(root, "all_tied_weights_keys", None) or {}
         for name, source in tied.items():
             decisive = self.deliveries.get(name), self.deliveries.get(source)
             known = [delivery for delivery in decisive if delivery is not None]
@@ -155,23 +78,20 @@ class _Loading:
             if ranked:
                 self.deliveries[name] = self.deliveries[source] = ranked[0]
 
-    def _placed(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
-        """What the module gets: the values, in memory of their own, or a stand-in."""
+    def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
+        """The values, in memory of their own, or a stand-in."""
         delivery = self.deliveries.get(path, Delivery.RESIDENT)
         values = parameter.detach()
         _refuse_wrapped(path, values)
         if delivery is Delivery.RESIDENT:
-            stand_in = nn.Parameter(copy_of(values), requires_grad=False)
-        else:
-            values = values.contiguous()
-            home = self._home(path, values, delivery)
-            stand_in = nn.Parameter(absent(home.shape, home.dtype), requires_grad=False)
-            self.homes[id(stand_in)] = (stand_in, home)
-        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # Transformers would fill it with random numbers
+            return nn.Parameter(copy_of(values), requires_grad=False)
+        values = values.contiguous()
+        home = self._home(path, values, delivery)
+        stand_in = nn.Parameter(absent(home.shape, home.dtype), requires_grad=False)
+        self.homes[id(stand_in)] = home
         return stand_in
 
     def _home(self, path: str, values: Tensor, delivery: Delivery) -> Home:
-        assert self.locator is not None
         shape, dtype, phase = tuple(values.shape), values.dtype, phase_of(values)
         if delivery is Delivery.PREFETCH:
             return Home(shape, dtype, host=copy_of(values), phase=phase)
@@ -183,28 +103,10 @@ class _Loading:
             return Home(shape, dtype, (self.image.add(as_bytes(values)),))
         return home
 
-    def _forget_pages(self, nbytes: int) -> None:
-        """Give back what loading parameters took besides: pages of the files that Transformers has mapped, and
-        memory of its conversions. Neither is in a budget.
-
-        Nothing that is kept lies in those pages, and nothing writes to them, so they can be had again.
-        """
-        self.unforgotten_bytes += nbytes
-        if self.unforgotten_bytes < _FORGET_EVERY_BYTES:
-            return
-        self.unforgotten_bytes = 0
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for begin, end, _, _ in self.checkpoint.mappings():
-            libc.madvise(begin, end - begin, _MADV_DONTNEED)  # a failure costs memory that is not ours
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)  # what was stacked and cast on the way was freed, and glibc keeps it otherwise
-
     def finish(self, model: Any) -> WeightSource:
         """Hook the model's units as loading left them: parameters that became one are one."""
         assert self.placement is not None, "a model with parameters was loaded"
-        homes = {key: home for key, (_, home) in self.homes.items()}
-        return deliver(model, self.placement, homes, self.checkpoint, self.image)
+        return deliver(model, self.placement, self.homes, self.checkpoint, self.image)
 
     def abandon(self) -> None:
         self.checkpoint.close()
@@ -303,6 +205,11 @@ def _refuse_wrapped(name: str, values: Tensor) -> None:
             f"{name} is a {type(values).__name__}, no plain tensor: quantised weights cannot be placed under a budget "
             "yet. Load the model without a budget."
         )
+    if values.dtype is torch.uint8 and not form_of(name):
+        raise UnsupportedModelError(
+            f"{name} is bytes in a form that Stowage does not know, so nothing would tell that they are away. Load the "
+            "model without a budget, or pack its original: stowage pack MODEL DIR"
+        )
 
 
 def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
@@ -321,7 +228,8 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         if name not in own and tied.get(name, name) not in own and name not in {tied.get(n) for n in own}
     ]
-    return place(cargoes, sum(small), budget.device_bytes, budget.host_bytes, budget.rules)
+    unpacking_bytes = workspace_bytes(packed_forms(model), 4)
+    return place(cargoes, sum(small) + unpacking_bytes, budget.device_bytes, budget.host_bytes, budget.rules)
 
 
 def _units_of(units: list[Unit], placement: Placement) -> list[Unit]:

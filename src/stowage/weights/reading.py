@@ -11,6 +11,7 @@ import mmap
 import os
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +21,7 @@ import numpy as np
 from stowage.errors import StorageError
 from stowage.weights.checkpoint import PAGE_BYTES, File
 
-__all__ = ["Read", "Readers", "Ticket"]
+__all__ = ["Read", "Readers", "Stall", "Ticket"]
 
 READ_BYTES: Final = 1 << 20
 """Per system call: from here on a disk gains nothing, and several threads still share a module evenly."""
@@ -76,6 +77,24 @@ class Ticket:
             raise StorageError(
                 f"weights could not be read: {self.error}. The request failed; the next one tries again."
             ) from self.error
+
+
+@dataclass(slots=True)
+class Stall:
+    """How long somebody has waited for reads, in all, who waits for none longer than ``timeout_s``."""
+
+    timeout_s: float
+    seconds: float = 0.0
+
+    def wait(self, ticket: Ticket) -> None:
+        """As ``Ticket.wait``."""
+        if ticket.done:
+            return
+        began_s = time.perf_counter()
+        try:
+            ticket.wait(self.timeout_s)
+        finally:
+            self.seconds += time.perf_counter() - began_s
 
 
 class Readers:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stowage.errors import ModelError
-from stowage.weights.reading import Read, Readers, Ticket
+from stowage.weights.reading import Read, Readers, Stall, Ticket
 
 __all__ = ["Ring", "Slot"]
 
@@ -59,18 +58,22 @@ class Ring:
         self._slots = slots
         self._reads = reads
         self._readers = readers
-        self._timeout_s = timeout_s
         self._order = list(range(units))
         self._next = 0
         self._filling: deque[_Filling] = deque()
         self._lent: dict[int, tuple[Slot, int]] = {}
-        self.stall_s = 0.0
+        self._stall = Stall(timeout_s)
         self.read_bytes = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         return len(self._memory)
+
+    @property
+    def stall_s(self) -> float:
+        """Time that was waited for slots to be filled."""
+        return self._stall.seconds
 
     def follow(self, order: Sequence[int]) -> None:
         """Units will be asked for in this order, again and again; some may come more than once."""
@@ -107,7 +110,7 @@ class Ring:
             )
         self._seek(unit)
         filling = self._filling[0]
-        self._await(filling)
+        self._stall.wait(filling.ticket)
         self._filling.popleft()
         if filling.ticket.error is not None:
             self._free.append(filling.slot)
@@ -139,7 +142,7 @@ class Ring:
         """Make ``unit`` the first that is being filled."""
         self.start()
         while self._filling and self._order[self._filling[0].place] != unit:
-            self._await(self._filling[0])
+            self._stall.wait(self._filling[0].ticket)
             self._free.append(self._filling.popleft().slot)
         if not self._filling:
             ahead = (self._next + step for step in range(len(self._order)))
@@ -148,14 +151,5 @@ class Ring:
 
     def _drop(self) -> None:
         while self._filling:
-            self._await(self._filling[0])
+            self._stall.wait(self._filling[0].ticket)
             self._free.append(self._filling.popleft().slot)
-
-    def _await(self, filling: _Filling) -> None:
-        """Until nobody writes to the slot, whatever became of it. Raises StorageError when that takes too long."""
-        if not filling.ticket.done:
-            began_s = time.perf_counter()
-            try:
-                filling.ticket.wait(self._timeout_s)
-            finally:
-                self.stall_s += time.perf_counter() - began_s

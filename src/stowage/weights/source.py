@@ -32,7 +32,11 @@ TIMEOUT_S = 120.0
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor that takes no memory, for a parameter that is away. Raises UnsupportedModelError for whole numbers."""
+    """A tensor that takes no memory, for a parameter that is away: NaN, or bytes of ones, which as scales of packed
+    weights are NaN. Raises UnsupportedModelError for other whole numbers.
+    """
+    if dtype is torch.uint8:
+        return torch.full((1,), 0xFF, dtype=dtype).expand(tuple(shape))
     if not dtype.is_floating_point:
         raise UnsupportedModelError(
             f"a weight of type {dtype} has no value that says it is away, so it cannot be offloaded: keep its module "

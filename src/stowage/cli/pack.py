@@ -1,0 +1,75 @@
+"""``stowage pack MODEL DIR``: write a checkpoint again with its weights in fewer bits, and say what that costs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stowage.cli.options import Json, Model, with_settings
+from stowage.cli.output import note, print_json, print_table, progress_bars, quiet_libraries
+from stowage.config import format_size
+from stowage.errors import ConfigError
+from stowage.settings import Settings
+
+if TYPE_CHECKING:
+    from stowage.engine.packing import Packed, Perplexity
+
+_FORM = "int8, or int4 in groups with a scale each."
+_EVAL = "Plain text that perplexity is measured on. [default: 61 kB of prose that comes with Stowage]"
+
+
+@with_settings("device_memory", "host")
+def pack(
+    model: Model,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it: a new directory.")],
+    *,
+    settings: Settings,
+    weights: Annotated[str, typer.Option("--weights", metavar="FORM", help=_FORM)] = "int8",
+    group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale; 32, 64 or 128.")] = 64,
+    text: Annotated[Path | None, typer.Option("--eval", metavar="FILE", help=_EVAL)] = None,
+    eval_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that are scored; 0: none.")] = 4096,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint with its weights in int8 or 4 bits.
+
+    The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
+    answers differ: perplexity is measured with both, under --device-memory and --host where the model needs them.
+    """
+    memory = settings.memory()
+    from stowage.demo import corpus
+    from stowage.engine import packing
+
+    scored, name = (
+        (packing.read_text(text), str(text)) if text is not None else (corpus.heldout_text(), "held-out text")
+    )
+    quiet_libraries()
+    if eval_tokens and not packing.reads_text(model):
+        if text is not None:
+            raise ConfigError(f"{model} has no tokenizer, so {text} cannot be scored: leave --eval out.")
+        note(f"{model} has no tokenizer, so its perplexity is not measured.")
+        eval_tokens = 0
+    found = None
+    with progress_bars(not json) as progress:
+        written = packing.pack(model, directory, weights, group, progress)
+        if eval_tokens:
+            found = packing.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
+    if json:
+        print_json(written.as_json() | {"perplexity": found.as_json() if found else None})
+    else:
+        _print(written, found)
+
+
+def _print(written: "Packed", found: "Perplexity | None") -> None:
+    forms = ", ".join(f"{count} tensors in {form}" for form, count in sorted(written.tensors.items()))
+    share = written.bytes_after / written.bytes_before
+    rows = [
+        ("weights", format_size(written.bytes_before), format_size(written.bytes_after), f"{share:.1%}"),
+    ]
+    if found is not None:
+        rows.append(
+            ("perplexity", f"{found.before:.4f}", f"{found.after:.4f}", f"{found.after / found.before - 1:+.2%}")
+        )
+    print_table(f"{written.directory}: {forms}; {written.kept} kept", ("", "as it was", "packed", ""), rows)
+    if found is not None:
+        note(f"Perplexity per token, of {found.tokens} tokens of {found.text}.")
+    note(f"Try: stowage run {written.directory} --prompt hello")

@@ -1,0 +1,73 @@
+"""``stowage pack`` on a real, tiny model: what it writes is run like any other, and what it costs is printed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stowage.demo import corpus
+from tests.cli.conftest import Stowage
+
+KEYS = {
+    "directory",
+    "weights",
+    "group",
+    "bytes_before",
+    "bytes_after",
+    "tensors",
+    "packed_weights",
+    "kept",
+    "perplexity",
+}
+
+
+@pytest.mark.slow
+def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_path: Path) -> None:
+    """The demo's model knows English, so that errors in its weights can be seen: more in 4 bits, few in both."""
+    told = {}
+    for form in ("int8", "int4"):
+        asked = ["--weights", form, "--eval-tokens", "600", "--json"]
+        done = call("pack", corpus.model_path(), tmp_path / form, *asked)
+        assert done.exit_code == 0, done.output
+        told[form] = json.loads(done.stdout)
+        assert told[form].keys() == KEYS
+        assert told[form]["perplexity"]["tokens"] == 598
+    int8, int4 = told["int8"]["perplexity"], told["int4"]["perplexity"]
+    assert int8["before"] == int4["before"]
+    assert 0 < abs(int8["after"] / int8["before"] - 1) < 0.003 < int4["after"] / int4["before"] - 1 < 0.03
+    assert told["int4"]["bytes_after"] < told["int8"]["bytes_after"] < told["int8"]["bytes_before"]
+    answered = call("run", tmp_path / "int8", "--prompt", "hello", "--max-new-tokens", "4", "--device-kv", "2MiB")
+    assert answered.exit_code == 0
+    assert answered.stdout.strip()
+
+
+def test_text_of_ones_own_and_none(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("The hold is full, and what is needed first lies on top. " * 9)
+    done = call(
+        "pack", tiny_llama, tmp_path / "a", "--eval", tmp_path / "text", "--eval-tokens", "64", "--device-kv", "2MiB"
+    )
+    assert done.exit_code == 2, "no setting of its own"
+    done = call("pack", tiny_llama, tmp_path / "a", "--eval", tmp_path / "text", "--eval-tokens", "64")
+    assert done.exit_code == 0, done.output
+    assert "perplexity" in done.stdout
+    assert "63 tokens of" in done.stderr
+    again = call("pack", tiny_llama, tmp_path / "a")
+    assert again.exit_code == 2
+    assert "nothing is overwritten" in again.stderr
+    unread = call("pack", tiny_llama, tmp_path / "b", "--eval", tmp_path / "absent")
+    assert unread.exit_code == 2
+    assert "plain text" in unread.stderr
+    assert not (tmp_path / "b").exists()
+    mute = shutil.copytree(tiny_llama, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    refused = call("pack", mute, tmp_path / "d", "--eval", tmp_path / "text")
+    assert refused.exit_code == 2
+    assert "no tokenizer" in refused.stderr
+    assert not (tmp_path / "d").exists(), "said before anything is written"
+    done = call("pack", mute, tmp_path / "d")
+    assert done.exit_code == 0
+    assert "not measured" in done.stderr
+    assert (
+        json.loads(call("pack", tiny_llama, tmp_path / "c", "--eval-tokens", "0", "--json").stdout)["perplexity"]
+        is None
+    )

@@ -1,0 +1,321 @@
+"""Packed checkpoints: loaded as any other, the same answers wherever their bytes lie, and never taken for another."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import stowage
+from stowage import CheckpointError, ConfigError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage.engine import loading, packing
+from stowage.errors import DirectoryError
+from stowage.planner import config as planner_config
+from stowage.planner.model import read_model
+from stowage.testing import tiny_models
+from stowage.weights import codes, packed
+from stowage.weights.packed import PackedLinear, PackedStack
+from tests.weights.conftest import bytes_of, logits, prompt
+
+CASES = [("llama", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "int8"), ("nemotron_h", "int4")]
+RULES = ("*=stream", "last 1 of 2=prefetch,*[a-z].0=stream,*=mapped")
+GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="session")
+def packs(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a tiny model, packed."""
+    root, made = tmp_path_factory.mktemp("packed"), dict[tuple[str, str], Path]()
+
+    def pack(family: str, form: str = "int8") -> Path:
+        if (family, form) not in made:
+            made[family, form] = root / f"{family}-{form}"
+            packing.pack(str(checkpoints(family)), made[family, form], form, 32)
+        return made[family, form]
+
+    return pack
+
+
+def unpacked_into(plain: Any, model: Any) -> Any:
+    """``plain`` with the values that the packed weights of ``model`` stand for."""
+    of_packed = dict(model.named_modules())
+    for name, module in plain.named_modules():
+        other = of_packed[name]
+        if isinstance(other, PackedLinear):
+            module.weight.data = other.weight
+        for own in dict(module.named_parameters(recurse=False)):
+            if isinstance(stack := getattr(other, own), PackedStack):
+                getattr(module, own).data = torch.stack([stack[e].unpacked() for e in range(len(stack.packed))])
+    return plain
+
+
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_every_delivery_answers_as_with_all_in_memory_which_answers_as_the_values_do(
+    family: str, form: str, packs: Callable[..., Path], checkpoints: Callable[..., Path]
+) -> None:
+    asked = [prompt(), prompt(1, 1), prompt(36, 3).view(3, 12)]
+    whole = loading.load(packs(family, form))
+    expected = [logits(whole.model, ids) for ids in asked]
+    values = unpacked_into(loading.load(checkpoints(family)).model, whole.model)
+    changed = logits(loading.load(checkpoints(family)).model, asked[0])
+    for ids, found in zip(asked, expected, strict=True):
+        assert torch.allclose(found, logits(values, ids), atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(expected[0], changed, atol=2e-3), "another model, after all"
+    for rules in RULES:
+        model = stowage.offload(packs(family, form), weights=rules, host="1GiB")
+        assert model.stowage.identity == whole.identity
+        for ids, found in zip(asked, expected, strict=True):
+            assert torch.equal(logits(model, ids), found), rules
+            model.stowage.check()
+        model.stowage.close()
+
+
+def test_in_16_bits_all_deliveries_are_alike_too(tmp_path: Path) -> None:
+    """Few tokens go another way through torch than many."""
+    source = tiny_models.write("llama", tmp_path / "model", dtype="bfloat16")
+    packing.pack(str(source), tmp_path / "packed", "int8")
+    whole = loading.load(tmp_path / "packed").model
+    assert whole.dtype is torch.bfloat16
+    plain = loading.load(source).model
+    for rules in RULES:
+        model = stowage.offload(tmp_path / "packed", weights=rules, host="1GiB")
+        for ids in (prompt(1), prompt(40)):
+            assert torch.equal(logits(model, ids), logits(whole, ids))
+        model.stowage.close()
+    assert (logits(whole, prompt(40)) - logits(plain, prompt(40))).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_packed_experts_are_cached_one_by_one(form: str, tmp_path: Path) -> None:
+    size = tiny_models.TinySize(hidden=128, layers=3)
+    source = tiny_models.write("mixtral", tmp_path / "model", size)
+    packing.pack(str(source), tmp_path / "packed", form)
+    whole = loading.load(tmp_path / "packed").model
+    model = stowage.offload(tmp_path / "packed", weights="*=experts")
+    assert model.stowage.placement.cached
+    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
+        assert torch.equal(logits(model, ids), logits(whole, ids))
+        model.stowage.check()
+    stats = model.stowage.stats()
+    assert stats["expert_misses"] > stats["cache_experts"], "some were evicted"
+    model.stowage.close()
+
+
+def test_an_engine_serves_a_packed_model_from_disk_and_its_prefixes_from_tiers(
+    packs: Callable[..., Path], tmp_path: Path
+) -> None:
+    tokens = prompt(150)[0].tolist()
+    memory = {"device_kv": "8MiB", "host": "16MiB"}
+    said, names = [], set()
+    for weights in ("auto", "*=stream"):
+        with Engine(packs("llama"), Memory(**memory, weights=weights)) as engine:
+            for _ in range(2):
+                (answer,) = engine.generate([tokens], GREEDY)
+                said.append((answer.token_ids, [one.logprob for one in answer.logprobs or []]))
+            assert sum(answer.reused_tokens.values()) > 0
+            names.add(engine.parts.namespace)
+    assert said[0] == said[2]
+    assert said[1] == said[3]
+    assert len(names) == 1
+
+
+def test_deterministic_answers_do_not_depend_on_the_batch(packs: Callable[..., Path]) -> None:
+    """Experts' own loop included: its products are asked of the same kernels, tile by tile."""
+    prompts = [prompt(length, length)[0].tolist() for length in (70, 33, 9)]
+    with Engine(packs("qwen3_moe", "int4"), Memory(device_kv="8MiB", weights="*=stream"), deterministic=True) as engine:
+        together, alone = engine.generate(list(prompts), GREEDY), [engine.generate([p], GREEDY)[0] for p in prompts]
+    for one, other in zip(together, alone, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [t.logprob for t in one.logprobs or []] == [t.logprob for t in other.logprobs or []]
+
+
+def test_a_packed_model_has_a_name_of_its_own(packs: Callable[..., Path], checkpoints: Callable[..., Path]) -> None:
+    """Prefixes of the model that it was made from must not be taken for its own."""
+    names = {loading.load(path).identity for path in (checkpoints("llama"), packs("llama"), packs("llama", "int4"))}
+    assert len(names) == 3
+
+
+def test_plain_transformers_refuses_it(packs: Callable[..., Path]) -> None:
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(packs("llama"))
+
+
+def test_budgets_count_packed_bytes(packs: Callable[..., Path], checkpoints: Callable[..., Path]) -> None:
+    found = {}
+    for name, path in (("plain", checkpoints("llama")), ("packed", packs("llama"))):
+        with pytest.raises(stowage.BudgetError, match="at least") as raised:
+            stowage.offload(path, device_memory=1000)
+        found[name] = least = int(str(raised.value).split("at least ")[1].split()[0])
+        model = stowage.offload(path, device_memory=least)
+        assert model.stowage.placement.device_bytes <= least
+        model.stowage.close()
+        with pytest.raises(stowage.BudgetError):
+            stowage.offload(path, device_memory=least - 1)
+    whole = loading.load(packs("llama")).model
+    assert bytes_of(whole) < bytes_of(loading.load(checkpoints("llama")).model) * 0.5
+    assert found["packed"] < found["plain"]
+    model = stowage.offload(packs("llama"), device_memory="100MiB")
+    unpacking_bytes = codes.workspace_bytes(packed.packed_forms(model), 4)
+    assert unpacking_bytes > 0
+    assert model.stowage.placement.device_bytes >= bytes_of(model) + unpacking_bytes
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
+    family: str, form: str, packs: Callable[..., Path], checkpoints: Callable[..., Path]
+) -> None:
+    assert planner_config.PACKED == packed.METHOD
+    plan, original = read_model(packs(family, form)), read_model(checkpoints(family))
+    assert plan.total_bytes == bytes_of(loading.load(packs(family, form)).model)
+    assert plan.parameters_by_kind() == original.parameters_by_kind()
+    assert plan.decode_operations(100) == original.decode_operations(100)
+
+
+def test_what_is_tied_is_in_memory_once(tmp_path: Path) -> None:
+    """Loading under a budget copied an output layer that is the embedding, beyond the budget."""
+    model = tiny_models.build("llama")
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "tied")
+    packing.pack(str(tmp_path / "tied"), tmp_path / "packed", "int4")
+    for path in (tmp_path / "tied", tmp_path / "packed"):
+        loaded = stowage.offload(path, device_memory="100MiB")
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert bytes_of(loaded) <= loaded.stowage.placement.device_bytes
+
+
+# What is refused, and what a killed process leaves
+
+
+def test_what_cannot_be_packed_is_refused_with_the_way_out(
+    checkpoints: Callable[..., Path], packs: Callable[..., Path], tmp_path: Path
+) -> None:
+    llama, out = checkpoints("llama"), tmp_path / "out"
+
+    def changed(name: str, **fields: Any) -> str:
+        shutil.copytree(llama, tmp_path / name)
+        config = json.loads((llama / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | fields))
+        return str(tmp_path / name)
+
+    tied = tiny_models.build("gpt2")
+    tied.config.tie_word_embeddings = True
+    tied.lm_head.weight = tied.transformer.wte.weight
+    tied.save_pretrained(tmp_path / "gpt2")
+    pickled = changed("pickled")
+    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
+    quantised = changed("quantised", quantization_config={"quant_method": "fp8"})
+    cases: list[tuple[str, str, int, type[Exception], str]] = [
+        (str(packs("llama")), "int8", 64, UnsupportedModelError, "packed already"),
+        (quantised, "int8", 64, UnsupportedModelError, r"quantised already \(fp8\)"),
+        (str(tmp_path / "gpt2"), "int8", 64, UnsupportedModelError, "no linear layers"),
+        (pickled, "int8", 64, CheckpointError, "pickle"),
+        (str(llama), "int3", 64, ConfigError, "int8, int4"),
+        (str(llama), "int4", 100, ConfigError, "32, 64, 128"),
+    ]
+    for model, form, group, error, match in cases:
+        with pytest.raises(error, match=match):
+            packing.pack(model, out, form, group)
+        assert not out.exists()
+        assert not out.with_name("out.part").exists()
+    out.mkdir()
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        packing.pack(str(llama), out, "int8")
+
+
+def test_a_packed_directory_that_is_not_whole_is_refused(packs: Callable[..., Path], tmp_path: Path) -> None:
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(packs("llama"), tmp_path / name))
+
+    newer = copied("newer")
+    config = json.loads((newer / "config.json").read_text())
+    config["quantization_config"]["version"] = 2
+    (newer / "config.json").write_text(json.dumps(config))
+    unmarked = copied("unmarked")
+    del config["quantization_config"]
+    (unmarked / "config.json").write_text(json.dumps(config))
+    without, other, groups = copied("without"), copied("other"), tmp_path / "groups"
+    shutil.copytree(packs("llama", "int4"), groups)
+    regrouped = json.loads((groups / "config.json").read_text())
+    regrouped["quantization_config"]["group"] = 64
+    (groups / "config.json").write_text(json.dumps(regrouped))
+    (without / packed.FILE).rename(without / "model.safetensors")
+    shutil.copyfile(packs("qwen3_moe", "int4") / packed.FILE, other / packed.FILE)
+    cut = copied("cut")
+    os.truncate(cut / packed.FILE, (cut / packed.FILE).stat().st_size - 64)
+    for path, match in (
+        (newer, "reads version 1"),
+        (unmarked, "config.json does not say so"),
+        (without, "is missing"),
+        (other, "no such matrix"),
+        (groups, "different checkpoints"),
+        (cut, "damaged"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            loading.load(path)
+
+
+def test_biases_stay(tmp_path: Path) -> None:
+    """Families rarely have them, and those of tiny models are 0."""
+    model = tiny_models.build("qwen2")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "model")
+    packing.pack(str(tmp_path / "model"), tmp_path / "packed", "int8")
+    whole = loading.load(tmp_path / "packed").model
+    values = unpacked_into(loading.load(tmp_path / "model").model, whole)
+    assert any(name.endswith("q_proj.bias") for name, _ in whole.named_parameters())
+    assert torch.allclose(logits(whole, prompt()), logits(values, prompt()), atol=2e-4, rtol=1e-4)
+
+
+def test_bytes_of_another_kind_are_not_offloaded(tmp_path: Path) -> None:
+    """Nothing would tell that they are away."""
+    model = tiny_models.build("llama")
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = torch.nn.Parameter(torch.zeros(linear.weight.shape, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="does not know"):
+        stowage.offload(model, weights="*=stream", disk=f"{tmp_path}:16MiB")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stowage.engine import packing
+source, directory = sys.argv[1:]
+def progress(what, done, _all):
+    if done == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+packing.pack(source, Path(directory), "int8", progress=progress)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing_that_looks_whole(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    out, part = tmp_path / "out", tmp_path / "out.part"
+    arguments = [sys.executable, "-c", KILLED, str(checkpoints("llama")), str(out)]
+    done = subprocess.run(arguments, env=os.environ | {"PYTHONPATH": "src"}, timeout=300, check=False)
+    assert done.returncode == -9
+    assert not out.exists()
+    assert part.exists()
+    with pytest.raises(CheckpointError):
+        loading.load(part)
+    lock = os.open(part / ".packing", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(DirectoryError, match="another process"):
+        packing.pack(str(checkpoints("llama")), out, "int8")
+    os.close(lock)
+    packing.pack(str(checkpoints("llama")), out, "int8")
+    assert not part.exists()
+    assert torch.isfinite(logits(loading.load(out).model, prompt())).all()
