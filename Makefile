@@ -28,10 +28,10 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser commands vllm clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser commands vllm vllm-env clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(ENV_STAMP) ## create or update .venv from the pinned requirements
 
@@ -109,6 +109,8 @@ browser: $(BROWSER_STAMP) ## test the dashboard in headless Chromium; needs chro
 $(BROWSER_STAMP): $(ENV_STAMP) tests/browser/package.json tests/browser/package-lock.json
 	@cd tests/browser && npm ci --silent
 	@touch $@
+
+vllm-env: $(VLLM_STAMP) ## create .venv-vllm, where the plugin is tested
 
 vllm: $(VLLM_STAMP) ## test the plugin on a real vLLM, in an environment of its own
 	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm tests/vllm

@@ -53,15 +53,15 @@ def opened(checkpoints):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_500_tokens(family, opened, tmp_path):
-    """One answer of 500 tokens: alone; beside others, in other pieces, on a device that holds one and a half such
-    sequences, so that some are preempted; then from disk after a restart, from host, and from the device.
+    """One answer of 500 tokens: alone; beside others, in other pieces, on a device with room for one such
+    sequence, so that some are preempted; then from disk after a restart, from host, and from the device.
     """
     alone = opened(family)
     (expected,) = map(bits, alone.generate([PROMPT], greedy(NEW_TOKENS)))
     need = bytes_needed(alone.parts.layout.blocks, len(PROMPT) + NEW_TOKENS, 200)
     stored = {"host": "64MiB", "disk": f"{tmp_path / 'cache'}:256MiB"}
-    crowded = opened(family, device_kv=int(need * 1.7), step_tokens_max=200, **stored)
-    asked = [(OTHERS[3], NEW_TOKENS), (OTHERS[1], 100), (PROMPT, NEW_TOKENS)]
+    crowded = opened(family, device_kv=int(need * 1.15), step_tokens_max=200, **stored)
+    asked = [(OTHERS[3], 250), (OTHERS[1], 100), (PROMPT, NEW_TOKENS)]
     handles = [crowded.submit(prompt, greedy(count)) for prompt, count in asked]
     assert all(handle.wait(300) for handle in handles)
     assert bits(handles[2].result()) == expected
@@ -119,7 +119,7 @@ def test_any_schedule(family, dtype, checkpoints):
     with engine(device_kv="16MiB") as fresh:
         need = bytes_needed(fresh.parts.layout.blocks, 368, 300)
 
-        @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
         @given(
             asked=st.lists(st.integers(0, 11), min_size=1, max_size=5),
             step=st.integers(80, 300),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from stowage.testing import tiny_models
 from tests.library.conftest import SIZE, WAIT_S, answer, restored, tokens
+from tests.nursery import wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -48,7 +49,14 @@ def test_two_processes(prefix_caches, tmp_path):
     assert done.returncode == 0, done.stderr
     found = [[int(number) for number in line.split()] for line in done.stdout.strip().splitlines()[-2:]]
     assert found == [[256, *out[0, 300:].tolist()] for out in answers]
-    before = restored(ours)
-    cache = ours.restore(tokens(300, seed=1), timeout_s=WAIT_S)
-    assert restored(ours) - before == 256
+    caches = []
+
+    def found_here() -> bool:
+        """What others wrote is seen after a second."""
+        before = restored(ours)
+        caches.append(ours.restore(tokens(300, seed=1), timeout_s=WAIT_S))
+        return restored(ours) - before == 256
+
+    wait_until(found_here, "found")
+    cache = caches[-1]
     assert torch.equal(answer(model, tokens(300, seed=1), cache)[0], answers[1])
