@@ -91,7 +91,8 @@ def test_live_in_a_terminal(start) -> None:
         wait_until(lambda: seen(b"choices open"), "another one")
         server.stop()
         wait_until(lambda: seen(b"CONNECTION LOST"), "it says that the server has gone")
-        assert b"none yet" in screen, "what was known is still there"
+        screen.clear()
+        wait_until(lambda: seen(b"none yet"), "what was known is still there")
         again = start("--listen", f"127.0.0.1:{server.port}")
         assert again.url == server.url
         wait_until(lambda: seen(b"no host memory"), "it shows the new server")
