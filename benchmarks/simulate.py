@@ -1,12 +1,13 @@
 """``stowage simulate`` on a million prompts, and against the real engine on a scaled-down replay.
 
-    python -m benchmarks.simulate TRACE [--requests 1000000] [--prompts 300] [--skip-million] [--skip-engine]
+    python -m benchmarks.simulate TRACE [--requests 1000000] [--ways ...] [--prompts 300] [--skip-engine]
 
 The million are the trace again and again, each time with other conversations behind the same first block, as `stowage
 simulate` reads them from a file; the time is that of the whole command. The replay gives each block of the trace 16
 tokens instead of 512 and has a tiny model answer, one prompt after the other, with nothing kept on the device: tokens
-reused must be the same, prompt by prompt and tier by tier. How long the tiny model takes for a prompt is measured with
-prompts that are not of the trace, and told to the simulation; the medians of the time to first token are compared.
+reused must be the same, prompt by prompt and tier by tier. How fast this machine computes a prompt, and what a hit in
+host memory and one on disk take besides, is measured with prompts that are not of the trace, between those that are, so
+that busy neighbours hit both, and told to the simulation; the medians of the time to first token are compared.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks._report import RESULTS, write_result
+from stowage.config import Memory
+from stowage.engine.engine import Engine
+from stowage.engine.sampler import SamplingParams
+from stowage.planner.replay import parts_of, replay
+from stowage.planner.scenario import Link, Scenario
+from stowage.planner.trace import read_trace
+from stowage.testing import tiny_models
 
 BLOCK_TOKENS = 16
 SHRINK = 512 // BLOCK_TOKENS
@@ -34,10 +44,12 @@ WAYS: dict[str, tuple[str, ...]] = {
     "host, lru": ("--host", "256GiB", "--policy", "lru"),
     "host and disk, lru": ("--host", "256GiB", "--disk", "2TiB", "--policy", "lru"),
     "host, cost": ("--host", "256GiB", "--policy", "cost"),
+    "host and objects, cost": ("--host", "256GiB", "--object", "--policy", "cost"),
 }
 NODES = 4
+ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 LENGTHS = (16, 64, 128, 192, 256, 320, 384, 512)
-"""Of prompts that show how fast the engine computes: asked in between, so that a busy neighbour hits both."""
+"""Of prompts that show how fast the engine computes. Each is asked again with another ending, for what hits take."""
 
 
 def repeated(source: Path, target: Path, requests: int) -> None:
@@ -69,11 +81,14 @@ def many(source: Path, requests: int, names: list[str]) -> dict[str, Any]:
             found[name] = {
                 "seconds": seconds,
                 "cpu_s": cpu_s,
+                "requests_per_s": requests / seconds,
+                "cpu_us_per_request": cpu_s / requests * 1e6,
                 "hit_rate": result["hit_rate"],
                 "ttft_s": result["ttft_s"],
             }
             print(
-                f"{requests:,} prompts, {NODES} nodes, {name}: {seconds:.0f} s, {cpu_s:.0f} s of CPU",
+                f"{requests:,} prompts, {NODES} nodes, {name}: {seconds:.0f} s, {requests / seconds:,.0f} prompts/s, "
+                f"{cpu_s:.0f} s of CPU",
                 file=sys.stderr,
                 flush=True,
             )
@@ -111,55 +126,113 @@ def tokens_of(line: dict[str, Any]) -> list[int]:
 
 def engine_replay(lines: list[dict[str, Any]], host_bytes: int, disk_bytes: int, directory: Path) -> dict[str, Any]:
     """What the real engine reused, by tier and prompt; its times to first token; its speed on prompts of its own."""
-    from stowage.config import Memory
-    from stowage.engine.engine import Engine
-    from stowage.engine.sampler import SamplingParams
-    from stowage.testing import tiny_models
-
     model = directory / "model"
     if not model.exists():
         tiny_models.write("llama", model, tiny_models.TinySize(hidden=256, layers=4, context_tokens=4096))
-    one = SamplingParams(max_new_tokens=1, ignore_eos=True)
     disk = f"{directory / f'cache-{disk_bytes}'}:{disk_bytes}" if disk_bytes else ""
     memory = Memory(
         device_kv="64MiB", host=host_bytes, disk=disk, block_tokens=BLOCK_TOKENS, chunk_blocks=1, policy="lru"
     )
-    result: dict[str, Any] = {"host": [], "disk": [], "ttft_s": [], "speed": []}
-    chance = random.Random(1)
-    beside = Memory(device_kv="64MiB", host=host_bytes, block_tokens=BLOCK_TOKENS, chunk_blocks=1)
+    result: dict[str, Any] = {"host": [], "disk": [], "ttft_s": []}
+    beside = replace(memory, host=64 << 20, disk=f"{directory / f'beside-{disk_bytes}'}:{256 << 20}")
     with Engine(model, memory) as engine, Engine(model, beside) as other:
         result["chunk_bytes"] = engine.parts.layout.groups[0].bytes_per_chunk
-        for length in (*LENGTHS, *LENGTHS):
-            other.generate([chance.choices(range(5, 500), k=length)], one)
+        probe = Probe(other)
+        for length in LENGTHS:  # the first of each are slower
+            probe.ask(length)
+        probe.seconds.clear()
         for number, line in enumerate(lines):
             engine.forget_pace()
-            (completion,) = engine.generate([tokens_of(line)], one)
+            (completion,) = engine.generate([tokens_of(line)], ONE_TOKEN)
             for name in ("host", "disk"):
                 result[name].append(completion.reused_tokens.get(name, 0))
             result["ttft_s"].append(completion.ttft_s)
             assert engine.flush()
             engine.drop_device_cache()
-            length = LENGTHS[number % len(LENGTHS)]
-            (completion,) = other.generate([chance.choices(range(5, 500), k=length)], one)
-            result["speed"].append((length, completion.ttft_s))
-            other.drop_device_cache()
+            probe.ask(LENGTHS[number % len(LENGTHS)])
+        result["costs"] = probe.costs(result["chunk_bytes"])
     return result
 
 
-def speed_of(measured: list[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of a prompt besides its tokens, and tokens per second: a line through the medians of each length."""
-    lengths = sorted({length for length, _ in measured})
-    medians = [statistics.median(seconds for length, seconds in measured if length == at) for at in lengths]
-    slope, fixed = np.polyfit(lengths, medians, 1)
-    return max(float(fixed), 0.0), 1 / float(slope)
+class Probe:
+    """How fast an engine computes and what its hits take, by prompts of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._chance = random.Random(1)
+        self.seconds: dict[str, dict[int, list[float]]] = {}
+        """To the first token, by where a prompt's beginning lay, and by tokens: all of them if it lay nowhere."""
+
+    def ask(self, length: int) -> None:
+        """A new prompt, and the same again with another last block, from host memory and from disk."""
+        prompt = self._tokens(length)
+        self._time("nowhere", length, prompt, 0)
+        self._time("host", length, prompt + self._tokens(BLOCK_TOKENS), length)
+        self._engine.drop_host()
+        self._time("disk", length, prompt + self._tokens(BLOCK_TOKENS), length)
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._chance.choices(range(5, 500), k=count)
+
+    def _time(self, place: str, length: int, prompt: list[int], reused: int) -> None:
+        engine = self._engine
+        engine.forget_pace()  # loads, however quick computing would be
+        (completion,) = engine.generate([prompt], ONE_TOKEN)
+        assert completion.reused_tokens.get(place, 0) == reused, completion.reused_tokens
+        self.seconds.setdefault(place, {}).setdefault(length, []).append(completion.ttft_s)
+        assert engine.flush()
+        engine.drop_device_cache()
+
+    def costs(self, chunk_bytes: int) -> Costs:
+        """Lines through the medians of each length; of hits, without what the last block takes to compute. What a disk
+        takes besides is the difference between two prompts that were asked one after the other.
+        """
+        nowhere = {length: statistics.median(all_s) for length, all_s in self.seconds["nowhere"].items()}
+        host = {length: statistics.median(all_s) for length, all_s in self.seconds["host"].items()}
+        below = {
+            length: statistics.median(np.subtract(all_s, self.seconds["host"][length]).tolist())
+            for length, all_s in self.seconds["disk"].items()
+        }
+        prefill_fixed_s, token_s = _line(nowhere)
+        load_fixed_s, copied_s = _line({length: took_s - nowhere[BLOCK_TOKENS] for length, took_s in host.items()})
+        latency_s, read_s = _line(below)
+        bytes_per_token = chunk_bytes / BLOCK_TOKENS
+        # The simulation adds to what is computed that its keys and values are copied; the first line has that in it.
+        return Costs(
+            prefill_fixed_s,
+            1 / max(token_s - copied_s, 1e-9),
+            load_fixed_s,
+            bytes_per_token / copied_s,
+            latency_s,
+            bytes_per_token / read_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a scenario has to be told of a machine."""
+
+    prefill_s_fixed: float
+    prefill_tokens_per_s: float
+    load_s_fixed: float
+    copy_bytes_per_s: float
+    disk_latency_s: float
+    disk_bytes_per_s: float
+
+
+def _line(seconds: dict[int, float]) -> tuple[float, float]:
+    """What is not for tokens, and what a token takes, neither below 0: the median of the slopes between any two points
+    (Theil 1950, Sen 1968), so that some lengths that a neighbour slowed down do not tilt it.
+    """
+    slopes = [
+        (late_s - soon_s) / (long - short) for (short, soon_s), (long, late_s) in combinations(seconds.items(), 2)
+    ]
+    slope = max(statistics.median(slopes), 1e-9)
+    return max(statistics.median(took_s - slope * length for length, took_s in seconds.items()), 0.0), slope
 
 
 def compare(source: Path, prompts: int, disk_bytes: int) -> dict[str, Any]:
     """The same prompts through the engine and through the simulation."""
-    from stowage.planner.replay import parts_of, replay
-    from stowage.planner.scenario import Scenario
-    from stowage.planner.trace import read_trace
-
     lines = scaled(source, prompts)
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
@@ -168,15 +241,18 @@ def compare(source: Path, prompts: int, disk_bytes: int) -> dict[str, Any]:
         path = directory / "trace.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         trace = read_trace(path, BLOCK_TOKENS)
-    fixed_s, tokens_per_s = speed_of(real["speed"])
+    costs: Costs = real["costs"]
     of = Scenario(
         host_bytes=host_bytes,
         kv_bytes_per_token=real["chunk_bytes"] // BLOCK_TOKENS,
         block_tokens=BLOCK_TOKENS,
         disk_bytes=disk_bytes,
         policy="lru",
-        prefill_tokens_per_s=tokens_per_s,
-        prefill_s_fixed=fixed_s,
+        prefill_s_fixed=costs.prefill_s_fixed,
+        prefill_tokens_per_s=costs.prefill_tokens_per_s,
+        load_s_fixed=costs.load_s_fixed,
+        copy_bytes_per_s=costs.copy_bytes_per_s,
+        disk=Link(costs.disk_bytes_per_s, costs.disk_bytes_per_s, costs.disk_latency_s),
     )
     (report,) = [report for part in parts_of(trace, of) for report in replay(trace, of, part)]
     simulated = {name: report.reused[tier].tolist() for tier, name in enumerate(of.tier_names)}
@@ -188,8 +264,7 @@ def compare(source: Path, prompts: int, disk_bytes: int) -> dict[str, Any]:
         "reused_tokens_engine": {name: sum(real[name]) for name in simulated},
         "reused_tokens_simulated": {name: sum(simulated[name]) for name in simulated},
         "prompts_that_differ": differ,
-        "prefill_s_fixed": fixed_s,
-        "prefill_tokens_per_s": tokens_per_s,
+        **asdict(costs),
         "ttft_p50_s_engine": theirs,
         "ttft_p50_s_simulated": ours,
         "ttft_p50_error": ours / theirs - 1,

@@ -184,6 +184,18 @@ def test_more_memory_finds_more_and_a_shared_store_what_others_computed() -> Non
     assert alone.hit_rate["all"] < sticky.hit_rate["all"]
 
 
+def test_what_a_hit_takes_besides_its_bytes_is_waited_for_by_hits_alone() -> None:
+    trace = made(100, 9, gap_ms=10_000_000)
+    quick = scenario(200, prefill_tokens_per_s=10_000.0)
+    (before,), (after,) = reports(trace, quick), reports(trace, replace(quick, load_s_fixed=0.5))
+    assert [column.tolist() for column in after.reused] == [column.tolist() for column in before.reused]
+    hits = before.reused[0] > 0
+    assert 0 < np.count_nonzero(hits) < len(trace)
+    longer_s = after.ttft_s - before.ttft_s
+    assert longer_s[hits] == pytest.approx(0.5) and not longer_s[~hits].any()
+    assert after.busy_s - before.busy_s == pytest.approx(0.5 * np.count_nonzero(hits))
+
+
 def test_a_slow_tier_is_left_alone() -> None:
     """The deadline rule: with a disk that is slower than computing nothing gets slower, but for the first tries."""
     trace = made(200, 7, gap_ms=10_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from stowage.tiers.disk.catalog import Catalog
+from stowage.tiers.disk.files import RealFileSystem
 from stowage.tiers.disk.system import AHEAD_MIN, Ahead, System, one_by_one, some_at_once
 from tests.disk_client import Client, keys_of, segments
 
@@ -65,6 +67,70 @@ def test_damaged_and_torn_segments_cost_their_own_chunks(stored: Path, tmp_path:
         assert found.tolist() == expected.tolist()
         assert client.stats()["removed_leftovers"] == 2 and client.stats()["damaged_segments"] == 1
         client.check()
+
+
+@pytest.mark.parametrize("ahead", [one_by_one, some_at_once])
+def test_a_segment_that_was_repaired_at_opening_is_still_older_than_those_behind_it(
+    stored: Path, tmp_path: Path, ahead: Ahead
+) -> None:
+    shutil.copytree(stored, tmp_path / "c")
+    torn = sorted(segments(tmp_path / "c"))[4]
+    with torn.open("r+b") as file:  # as a killed writer leaves it: as long as it was made, and without a trailer
+        length = torn.stat().st_size
+        file.truncate(length - 4096)
+        file.truncate(length)
+    with Client(tmp_path / "c", system=System(ahead=ahead)) as client:
+        masks = client.tier.lookup(keys_of(*range(1, COUNT + 1), "again"))
+        assert masks.tolist() == [*range(1, COUNT + 1), COUNT]
+        assert client.stats()["repaired_segments"] == 1
+        assert client.load(keys_of(5, "again"), [5000, 6000]).ok.all()
+        client.check()
+
+
+class CountingReads(RealFileSystem):
+    """How often each file was opened and read."""
+
+    def __init__(self) -> None:
+        self.opened: Counter[str] = Counter()
+        self.read: Counter[str] = Counter()
+        self._name_of: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        fd = super().open(name, flags, dir_fd)
+        with self._lock:
+            self._name_of[fd] = name
+            self.opened[name] += 1
+        return fd
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        with self._lock:
+            self.read[self._name_of[fd]] += 1
+        return super().preadv(fd, buffers, offset)
+
+
+def test_what_is_whole_is_opened_once_and_its_header_trailer_and_footer_are_read_once(
+    stored: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stored, tmp_path / "c")
+    names = [path.name for path in segments(tmp_path / "c")]
+    counting = CountingReads()
+    with Client(tmp_path / "c", system=System(files=counting), refresh_s=3600) as client:
+        assert {counting.opened[name] for name in names} == {1}
+        assert {counting.read[name] for name in names} == {3}
+        assert client.stats()["chunks"] == COUNT + 1
+
+
+def test_a_torn_segment_of_another_namespace_is_repaired_at_opening(stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored, tmp_path / "c")
+    torn = sorted(segments(tmp_path / "c"))[4]
+    whole = torn.read_bytes()
+    with torn.open("r+b") as file:
+        file.truncate(len(whole) - 4096)
+        file.truncate(len(whole))
+    with Client(tmp_path / "c", namespace=bytes(32)) as client:
+        assert client.stats()["chunks"] == 0 and client.stats()["repaired_segments"] == 1
+    assert torn.read_bytes() == whole
 
 
 def test_what_is_done_ahead_comes_in_order_and_fails_where_it_fails() -> None:

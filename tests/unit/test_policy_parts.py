@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from stowage.core.ledger import Ledger
 from stowage.core.policy import ARC, LRU, S3FIFO, CostAware
 from stowage.core.policy.hazard import CLASSES, NEVER, SPANS, Hazard, class_of
 from stowage.core.policy.history import History, fingerprints
+from stowage.core.policy.native import cost_aware
 from stowage.core.policy.runs import HELD, OUT, Runs
 from tests.policy_models import array, key
 
@@ -78,6 +79,61 @@ def test_a_class_that_comes_back_sooner_is_worth_more() -> None:
     assert quick > slow > stranger
     ages = hazard.index[SPANS + 3]
     assert ages[6] >= ages[0] and ages[12] < ages[6], "past the age at which it comes back, it does not"
+
+
+def life_of_many_classes(hazard: Hazard, now: int) -> None:
+    hazard.wait(array([0, *range(SPANS + 2, SPANS + 60)]), now)
+    for gap in range(2, 60):
+        if now > gap:
+            hazard.reused(array([SPANS + gap]), array([now - gap]), now)
+
+
+def test_learning_in_steps_is_learning_at_once_and_changes_the_index_as_a_whole() -> None:
+    at_once, in_steps = (taught(life_of_many_classes, 300) for _ in range(2))
+    before = in_steps.index.copy()
+    for hazard in (at_once, in_steps):
+        for now in range(300, 600):
+            life_of_many_classes(hazard, now)
+    steps = 0
+    for _ in in_steps.learning(600):
+        steps += 1
+        assert np.array_equal(in_steps.index, before), "half of an index"
+        life_of_many_classes(in_steps, 600 + steps)  # too late for this time
+        in_steps.fade()
+    at_once.learn(600)
+    assert steps > 2 and np.array_equal(in_steps.index, at_once.index) and not np.array_equal(in_steps.index, before)
+
+
+@pytest.mark.parametrize("make", [CostAware, cost_aware])
+def test_a_batch_of_victims_waits_for_one_step_of_what_is_learned(
+    make: Callable[[int], CostAware], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    learning = Hazard.learning
+
+    def counted(hazard: Hazard, now: int) -> Iterator[None]:
+        for _ in learning(hazard, now):
+            steps.append("step")
+            yield
+        steps.append("done")
+
+    monkeypatch.setattr(Hazard, "learning", counted)
+    monkeypatch.setattr("stowage.core.policy.hazard._ROWS_AT_ONCE", 1)
+    policy = make(64)
+    busy = 0
+    for number in range(60):
+        slots = np.arange(number % 2 * 32, number % 2 * 32 + 32)
+        policy.admit(slots, [key(32 * number + at) for at in range(32)], np.full(32, -1))
+        policy.insert(slots)
+        before = len(steps)
+        policy.victims(32)
+        assert len(steps) <= before + 1
+        busy += len(steps) > before
+        policy.check()
+        if "done" in steps:
+            break
+    assert steps.count("step") > 2 and steps[-1] == "done" and policy.hazard.index.any()
+    assert busy == len(steps) == number - 6, "what was begun was left alone for a while"
 
 
 def test_before_anything_was_learned_all_are_equal_and_what_was_not_seen_is_average() -> None:

@@ -51,6 +51,7 @@ def simulate(
     model: Annotated[str, typer.Option(metavar="MODEL", help="A config.json, or its directory, to take that of.")] = "",
     prefill_tokens_per_s: Annotated[float, typer.Option(metavar="RATE", help="Computed by a node.")] = 20_000.0,
     prefill_fixed_ms: Annotated[float, typer.Option(metavar="MS", help="What a forward takes besides.")] = 0.0,
+    load_fixed_ms: Annotated[float, typer.Option(metavar="MS", help="What a hit takes besides its bytes.")] = 0.0,
     step_tokens: Annotated[
         int, typer.Option(metavar="N", help="Longest forward; it is stored after each. 0: a prompt at once.")
     ] = 0,
@@ -94,6 +95,7 @@ def simulate(
         policy=policy or POLICY_DEFAULT,
         prefill_tokens_per_s=prefill_tokens_per_s,
         prefill_s_fixed=prefill_fixed_ms / 1000,
+        load_s_fixed=load_fixed_ms / 1000,
         step_tokens=step_tokens,
         copy_bytes_per_s=parse_size(copy_rate),
         disk=Link(parse_size(disk_read), parse_size(disk_write), disk_latency_ms / 1000),

@@ -102,9 +102,9 @@ class Flow:
         A tier whose breaker is open has nothing, nor has any tier a key whose last read is overdue.
         """
         masks = masks.copy()
-        sources = np.where(masks != 0, np.int8(0), np.int8(-1))
+        sources = np.negative((masks == 0).view(np.int8))
         for tier, index in enumerate(self._indexes):
-            absent = np.flatnonzero(sources < 0)
+            absent = (sources < 0).nonzero()[0]
             if not len(absent) or not self.breakers[tier].allows(now_s):
                 continue
             below = index(keys if len(absent) == len(keys) else [keys[place] for place in absent.tolist()])
@@ -127,7 +127,7 @@ class Flow:
         self.counters.fetches += 1
         if now_s < deadline_s:
             for pair, (group, keys) in enumerate(wanted):
-                missing = np.flatnonzero(fetch.slots[pair] < 0)
+                missing = (fetch.slots[pair] < 0).nonzero()[0]
                 if len(missing):
                     self._promote(fetch, pair, group, [keys[place] for place in missing.tolist()], missing, now_s)
         if not fetch.done:
@@ -259,7 +259,7 @@ class Flow:
             if count < len(slots):
                 queue.push_back(slots[count:], self.ledger.keys(slots[count:]))
                 break
-        slots = np.concatenate(parts)
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if not len(slots):
             return False
         self.ledger.pin(slots)

@@ -99,7 +99,7 @@ class KeyMap:
 
     def _learn(self, keys: list[bytes], slots: IntArray) -> None:
         """Keep the beginning that was found as a trail, if it is long enough to be one and repeats no key."""
-        absent = np.flatnonzero(slots < 0)
+        absent = (slots < 0).nonzero()[0]
         count = int(absent[0]) if len(absent) else len(keys)
         if count >= self._trails.keys_min and len(set(keys[:count])) == count:
             self._trails.cut(slots[:count])

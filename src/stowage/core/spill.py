@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-import numpy as np
-
 from stowage.core.geometry import IntArray
 
 __all__ = ["TRANSFERS_MAX", "SpillQueue"]
@@ -74,7 +72,7 @@ class SpillQueue:
         The first chunk of the only transfer always may.
         """
         allowed = min(self._bytes_max - self.bytes_under_way, transfer_bytes_max) - gathered_bytes
-        count = int(np.searchsorted(np.cumsum(sizes), allowed, side="right"))
+        count = int(sizes.cumsum().searchsorted(allowed, side="right"))
         return max(count, min(1, len(sizes))) if self.transfers == 0 and gathered_bytes == 0 else count
 
     def begin(self, payload_bytes: int) -> None:

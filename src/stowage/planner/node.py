@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.events import Discard, Fetch, SourceArray, StartLoad, StartStore
+from stowage.core.events import Discard, Fetch, StartLoad, StartStore
 from stowage.core.flow import Flow
 from stowage.core.geometry import IntArray
 from stowage.core.policy import POLICIES
@@ -38,6 +38,9 @@ _CHUNK_BYTES_MAX: Final = 1 << 20
 """Chunks are told to the flow as no longer than this, so that a transfer takes up to 32 of them: blocks of a trace are
 longer than chunks of an engine, and one transfer for each would cost the simulation more than all the rest."""
 _FORWARD_TOKENS: Final = 1 << 20
+_HOST: Final = b"\x00"
+_NOWHERE: Final = b"\xff"
+"""Sources as bytes, which for the few blocks of a prompt are searched and counted several times as fast as arrays."""
 
 
 class Agenda:
@@ -157,10 +160,7 @@ class Node:
             self._loading.append(prompt)
             self._agenda.at(prompt.answer_s, partial(self._answered, prompt))
             return
-        boundary = self._boundary(prompt, now_s)
-        if boundary and self.tiers:
-            boundary = self._affordable(prompt, boundary, now_s)
-        prompt.boundary = boundary
+        prompt.boundary = boundary = self._boundary(prompt, now_s)
         if not boundary:
             self._ready.append(prompt)
             return
@@ -192,34 +192,35 @@ class Node:
         self._waiting.appendleft(prompt)
 
     def _boundary(self, prompt: _Prompt, now_s: float) -> int:
-        """How many leading chunks are somewhere; at least one token is always computed."""
+        """How many leading chunks are to be fetched; at least one token is always computed."""
         limit = (prompt.tokens - 1) // self._scenario.block_tokens
         if not prompt.keys:
             return 0
-        masks = self.flow.lookup(0, prompt.keys, now_s)
-        absent = (masks == 0).nonzero()[0]
-        found = int(absent[0]) if len(absent) else len(masks)
+        if not self.tiers:
+            there = self.flow.lookup(0, prompt.keys, now_s).astype(np.bool_).tobytes()
+            return min(_leading(there.find(0), len(there)), limit)
+        sources = self.flow.sources(0, prompt.keys, now_s).tobytes()
+        found = _leading(sources.find(_NOWHERE), len(sources))
         if prompt.refused:
             found = next((at for at in range(found) if prompt.keys[at] in prompt.refused), found)
-        return min(found, limit)
+        found = min(found, limit)
+        return self._affordable(prompt, sources[:found]) if found else 0
 
-    def _affordable(self, prompt: _Prompt, boundary: int, now_s: float) -> int:
+    def _affordable(self, prompt: _Prompt, sources: bytes) -> int:
         """The engine's rule: what comes from below must not take longer than computing all that it saves. If it does,
         what host memory has in front of it is taken.
         """
-        sources = self.flow.sources(0, prompt.keys[:boundary], now_s)
+        boundary = len(sources)
         prompt.below = self._bytes_below(self._by_tier(sources))
         if not prompt.below or self.pace.worth_loading(boundary * self._scenario.block_tokens, prompt.below):
             return boundary
         self.outcomes.loads_refused += 1
         prompt.below = {}
-        return int((sources != 0).argmax())
+        return boundary - len(sources.lstrip(_HOST))
 
-    def _by_tier(self, sources: SourceArray) -> list[int]:
-        if not self.tiers:
-            return [len(sources)]
-        counts: list[int] = np.bincount(sources[sources >= 0], minlength=1 + len(self.tiers)).tolist()
-        return counts
+    def _by_tier(self, sources: bytes) -> list[int]:
+        """How many chunks come from each tier, the host first."""
+        return [sources.count(tier) for tier in range(1 + len(self.tiers))]
 
     def _loaded(self, prompt: _Prompt, now_s: float) -> None:
         """The fetch has ended: what it brought is copied to the device, or the rest is done without."""
@@ -229,19 +230,20 @@ class Node:
         prompt.fetch = None
         self.flow.release(fetch)
         sources = fetch.sources[0]
+        by_tier = self._by_tier(sources.tobytes())
         if missing:
             due = prompt.began_s < fetch.deadline_s <= now_s
             if due and prompt.began_forward == self._forwards:
-                self.pace.missed(prompt.below, self._bytes_below(self._by_tier(sources)), now_s - prompt.began_s)
+                self.pace.missed(prompt.below, self._bytes_below(by_tier), now_s - prompt.began_s)
             prompt.refused.update(prompt.keys[at] for at in missing)
             prompt.came.update((prompt.keys[at], int(sources[at])) for at in (sources > 0).nonzero()[0].tolist())
             self._again(prompt, now_s)
             return
         self._loading.remove(prompt)
-        prompt.by_tier = self._by_tier(sources)
+        prompt.by_tier = by_tier
         if self.tiers and prompt.began_forward == self._forwards:  # while one computes, an engine sees nothing arrive
             self.pace.delivered(self._bytes_below(prompt.by_tier), now_s - prompt.began_s)
-        for at in (sources == 0).nonzero()[0].tolist() if prompt.came else ():
+        for at in (sources == 0).nonzero()[0].tolist() if prompt.came else ():  # rare: most come at the first try
             tier = prompt.came.get(prompt.keys[at], 0)
             prompt.by_tier[0] -= 1
             prompt.by_tier[tier] += 1
@@ -259,6 +261,8 @@ class Node:
         copied_bytes = len(prompt.keys) * scenario.chunk_bytes
         rest = prompt.tokens - prompt.boundary * scenario.block_tokens
         took_s = scenario.forward_s(rest) + copied_bytes / scenario.copy_bytes_per_s
+        if prompt.boundary:
+            took_s += scenario.load_s_fixed
         self.copied_bytes += copied_bytes
         self.outcomes.busy_s += took_s
         self._computing = True
@@ -334,3 +338,8 @@ def _keys_of(blocks: IntArray) -> list[bytes]:
     words[:, 0] = blocks
     keys: list[bytes] = words.view("V32").ravel().tolist()
     return keys
+
+
+def _leading(first: int, count: int) -> int:
+    """How many come before the first, which is -1 if there is none."""
+    return count if first < 0 else first

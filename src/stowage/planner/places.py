@@ -13,13 +13,15 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
+from functools import cache
+from itertools import compress, repeat
 from typing import Final, Protocol
 
 import numpy as np
 
 from stowage.core.events import StartLoad, StartStore
 from stowage.core.geometry import BoolArray, MaskArray
+from stowage.core.table.native import make_rows
 from stowage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, PAGE_BYTES, footer_room, round_up
 from stowage.planner.scenario import Link
 from stowage.tiers.disk.reader import RUN_BYTES_MAX
@@ -32,6 +34,11 @@ __all__ = ["Content", "Landing", "Objects", "Segments", "Tier"]
 TRANSFERS_MAX: Final = 64
 """Loads, and stores, that a tier takes at a time; more are refused, as by the real ones."""
 _DIRECTORY_BYTES: Final = 4096
+_FIELD_BYTES: Final = 8
+"""Of a row: the least that there can be. Nothing is kept there."""
+_OWNER: Final = 0
+
+_footer_room = cache(footer_room)
 
 
 class Content(Protocol):
@@ -62,35 +69,44 @@ class Content(Protocol):
 
 
 class Objects:
-    """Chunks in a store that forgets nothing."""
+    """Chunks in a store that forgets nothing: in a table that takes 50 bytes each, because there can be very many."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        self._there: dict[bytes, int] = {}
+        self._rows = make_rows(_FIELD_BYTES)
+        self._extents: list[int] = []
         self._chunk_bytes = chunk_bytes
 
     @property
     def held_bytes(self) -> int:
         """What it holds."""
-        return len(self._there) * self._chunk_bytes
+        return len(self._rows) * self._chunk_bytes
 
     def masks(self, keys: list[bytes]) -> MaskArray:
-        return np.fromiter(map(self._there.get, keys, repeat(0)), np.uint64, len(keys))
+        return self._known(keys).astype(np.uint64)
 
     def put(self, keys: list[bytes]) -> int:
         """What somebody else has put there meanwhile is not written again."""
-        before = len(self._there)
-        self._there.update(zip(keys, repeat(1), strict=False))
-        return (len(self._there) - before) * self._chunk_bytes
+        known = self._known(keys)
+        new = keys if not known.any() else list(compress(keys, (~known).tolist()))
+        before = len(self._rows)
+        joined = np.frombuffer(b"".join(new), np.uint8)
+        self._rows.insert(_OWNER, self._extents, joined, np.zeros(len(new) * _FIELD_BYTES, np.uint8))
+        return (len(self._rows) - before) * self._chunk_bytes
 
     def hit(self, keys: Iterable[bytes]) -> None:
         pass
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._there.pop(key, None)
+        self._rows.drop(list(keys))
 
     def check(self) -> None:
-        pass
+        self._rows.check()
+
+    def _known(self, keys: list[bytes]) -> BoolArray:
+        owners = np.empty(len(keys), np.int64)
+        self._rows.find(keys, owners, np.empty(len(keys) * _FIELD_BYTES, np.uint8))
+        known: BoolArray = owners == _OWNER
+        return known
 
 
 class _Segment:
@@ -106,7 +122,10 @@ class _Segment:
 
 
 class Segments:
-    """Which chunks of `chunk_bytes` a directory of `limit_bytes` holds, and what it writes: `tiers.disk` in numbers."""
+    """Which chunks of `chunk_bytes` a directory of `limit_bytes` holds, and what it writes: `tiers.disk` in numbers.
+
+    A prompt's blocks fill several segments, so what is done for each of them is most of what `put` costs.
+    """
 
     def __init__(self, limit_bytes: int, chunk_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -115,9 +134,12 @@ class Segments:
         room = limit_bytes - OWN_BYTES
         wanted = min(SEGMENT_BYTES, max(room // SEGMENTS, min(SEGMENT_BYTES_SMALL, room // 4)))
         self.segment_bytes = min(round_up(max(wanted, self._least_bytes)), room // PAGE_BYTES * PAGE_BYTES)
+        self._file_bytes = self.segment_bytes - metadata_bytes(self.segment_bytes)
+        self._rewrite_chunks = max(1, min(BATCH_CHUNKS_MAX, RUN_BYTES_MAX // self._chunk_bytes))
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
         self._number_of: dict[bytes, int] = {}
-        self._active = 0
+        self._active = _Segment(0)  # nothing fits: the first chunk makes a segment
+        self._number = 0
         self.held_bytes = _DIRECTORY_BYTES
         """On disk now, the unwritten rest of the active segment included."""
         self.rewritten = 0
@@ -130,15 +152,16 @@ class Segments:
         return (numbers > 0).astype(np.uint64)
 
     def put(self, keys: list[bytes]) -> int:
-        written, at = 0, 0
-        while at < len(keys):
-            active = self._segments.get(self._active)
-            if active is None or not self._fitting(active, 1):
-                active, rewritten = self._next()
-                written += rewritten
-            count = self._fitting(active, min(len(keys) - at, BATCH_CHUNKS_MAX))
-            written += self._append(active, keys[at : at + count])
-            at += count
+        written, at, left = 0, 0, len(keys)
+        while left:
+            wanted = min(left, BATCH_CHUNKS_MAX)
+            count = self._fitting(wanted)
+            if count:
+                written += self._append(keys[at : at + count])
+                at += count
+                left -= count
+            if count < wanted:  # full
+                written += self._next()
         return written
 
     def hit(self, keys: Iterable[bytes]) -> None:
@@ -151,64 +174,66 @@ class Segments:
         for key in keys:
             self._number_of.pop(key, None)
 
-    def _fitting(self, segment: _Segment, count: int) -> int:
-        """How many chunks fit as one batch, up to `count`."""
-        room = segment.file_bytes - segment.end - PAGE_BYTES
-        held = len(segment.keys)
-        count = min(count, ENTRIES_MAX - held, room // self._chunk_bytes)
-        while count > 0 and room - count * self._chunk_bytes < footer_room(held + count):
+    def _fitting(self, count: int) -> int:
+        """How many chunks fit into the active segment as one batch, up to `count`."""
+        active, chunk_bytes = self._active, self._chunk_bytes
+        room = active.file_bytes - active.end - PAGE_BYTES
+        held = len(active.keys)
+        count = min(count, ENTRIES_MAX - held, room // chunk_bytes)
+        while count > 0 and room - count * chunk_bytes < _footer_room(held + count):
             count -= 1
         return max(count, 0)
 
-    def _append(self, segment: _Segment, keys: list[bytes]) -> int:
+    def _append(self, keys: list[bytes]) -> int:
+        active = self._active
         batch_bytes = PAGE_BYTES + len(keys) * self._chunk_bytes
-        segment.end += batch_bytes
-        segment.keys += keys
-        segment.hits.difference_update(keys)
-        self._number_of.update(zip(keys, repeat(self._active), strict=False))
+        active.end += batch_bytes
+        active.keys += keys
+        if active.hits:
+            active.hits.difference_update(keys)
+        self._number_of.update(dict.fromkeys(keys, self._number))
         return batch_bytes
 
-    def _next(self) -> tuple[_Segment, int]:
+    def _next(self) -> int:
         """A new segment, room made for it first; what is worth it of the next victim is in it. Bytes written."""
-        self._seal()
-        while self.held_bytes + self.segment_bytes > self._limit_bytes:
-            self._reclaim()
-        segment = _Segment(self.segment_bytes - metadata_bytes(self.segment_bytes))
-        self._active += 1
-        self._segments[self._active] = segment
-        self.held_bytes += segment.file_bytes
-        full = self.held_bytes + self.segment_bytes > self._limit_bytes
-        return segment, PAGE_BYTES + (self._rewrite(segment) if full and len(self._segments) > 1 else 0)
-
-    def _seal(self) -> None:
-        active = self._segments.get(self._active)
-        if active is not None:
-            sealed_bytes = active.end + footer_room(len(active.keys))
+        active = self._active
+        if active.file_bytes:  # sealed: only what is written stays
+            sealed_bytes = active.end + _footer_room(len(active.keys))
             self.held_bytes -= active.file_bytes - sealed_bytes
             active.file_bytes = sealed_bytes
+        while self.held_bytes + self.segment_bytes > self._limit_bytes:
+            self._reclaim()
+        self._active = _Segment(self._file_bytes)
+        self._number += 1
+        self._segments[self._number] = self._active
+        self.held_bytes += self._file_bytes
+        full = self.held_bytes + self.segment_bytes > self._limit_bytes
+        return PAGE_BYTES + (self._rewrite() if full and len(self._segments) > 1 else 0)
 
     def _reclaim(self) -> None:
         number, oldest = self._segments.popitem(last=False)
         self.held_bytes -= oldest.file_bytes
+        numbers = self._number_of
         for key in oldest.keys:
-            if self._number_of.get(key) == number:
-                del self._number_of[key]
+            if numbers.get(key) == number:
+                del numbers[key]
 
-    def _rewrite(self, active: _Segment) -> int:
+    def _rewrite(self) -> int:
         """Copy what was hit of the segment that goes next, as far as a share of the new one allows."""
         number, victim = next(iter(self._segments.items()))
+        if not victim.hits:
+            return 0
         keys = [key for key in victim.keys if key in victim.hits and self._number_of.get(key) == number]
-        per_batch = max(1, min(BATCH_CHUNKS_MAX, RUN_BYTES_MAX // self._chunk_bytes))
-        room = active.file_bytes - active.end - self._least_bytes
-        budget = min(active.file_bytes // REWRITE_SHARE, room)
+        room = self._active.file_bytes - self._active.end - self._least_bytes
+        budget = min(self._active.file_bytes // REWRITE_SHARE, room)
         written = 0
-        for at in range(0, len(keys), per_batch):
-            some = keys[at : at + per_batch]
+        for at in range(0, len(keys), self._rewrite_chunks):
+            some = keys[at : at + self._rewrite_chunks]
             budget -= len(some) * self._chunk_bytes + 2 * PAGE_BYTES
             if budget < 0:
                 break
-            if self._fitting(active, len(some)) == len(some):
-                written += self._append(active, some)
+            if self._fitting(len(some)) == len(some):
+                written += self._append(some)
                 self.rewritten += len(some)
         return written
 
@@ -218,7 +243,7 @@ class Segments:
         assert self.held_bytes <= self._limit_bytes, "more than the limit"
         for number, one in self._segments.items():
             assert one.end + footer_room(len(one.keys)) <= one.file_bytes, "a segment without room for its footer"
-            assert number <= self._active
+            assert number <= self._number
         written = {(key, number) for number, one in self._segments.items() for key in one.keys}
         assert self._number_of.items() <= written, "a chunk is not where it is said to be"
 

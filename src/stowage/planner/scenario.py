@@ -40,8 +40,9 @@ class Link:
 class Scenario:
     """One cluster of equal nodes. Sizes are per node; a size of 0 switches a tier off, but for `objects`.
 
-    `prefill_s_fixed` is what a forward takes whatever its length. `step_tokens`: the longest forward, after each of
-    which the engine stores what became complete; 0: a prompt is computed, and stored, at once.
+    `prefill_s_fixed` is what a forward takes whatever its length, `load_s_fixed` what a hit takes besides its bytes:
+    the look-up, the plan, the calls that copy. `step_tokens`: the longest forward, after each of which the engine
+    stores what became complete; 0: a prompt is computed, and stored, at once.
     `shared_objects`: all nodes have one object store; otherwise each has its own. `sticky_blocks`: with the routing
     `sticky`, prompts that begin with the same so many blocks go to the same node.
     """
@@ -59,6 +60,7 @@ class Scenario:
     policy: str = POLICY_DEFAULT
     prefill_tokens_per_s: float = 20_000.0
     prefill_s_fixed: float = 0.0
+    load_s_fixed: float = 0.0
     step_tokens: int = 0
     sequences_max: int = 16
     load_timeout_s: float = 30.0
@@ -70,7 +72,7 @@ class Scenario:
         whole = ("kv_bytes_per_token", "block_tokens", "nodes", "sticky_blocks", "sequences_max")
         for name in whole:
             _at_least(name, getattr(self, name), 1)
-        for name in ("disk_bytes", "step_tokens", "prefill_s_fixed", "seed"):
+        for name in ("disk_bytes", "step_tokens", "prefill_s_fixed", "load_s_fixed", "seed"):
             _at_least(name, getattr(self, name), 0)
         for name in ("prefill_tokens_per_s", "copy_bytes_per_s", "load_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:

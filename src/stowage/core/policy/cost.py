@@ -15,7 +15,8 @@
   learned, mean least recently used first, tails before heads.
 
 Time is the count of uses. Cost per use, admission or victim: O(1) array operations amortised, with a bounded pass over
-all classes per batch of victims; learning looks at a bounded sample, once per so many uses as there are slots.
+all classes per batch of victims; learning, once per so many uses as there are slots, goes on in
+steps, one with each batch of victims.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _PAST_GAP_MAX: Final = 1 << 30
 _PAST_USES_MAX: Final = 1 << 14
 """More is the same class."""
 _NONE: IntArray = np.empty(0, np.int64)
+_LEARNED: Final = object()
 
 
 class CostAware:
@@ -63,6 +65,7 @@ class CostAware:
         "_kids",
         "_last",
         "_learn_at",
+        "_learning",
         "_parent",
         "_parent_serial",
         "_past",
@@ -99,6 +102,7 @@ class CostAware:
         places = self._history.places
         self._past: NDArray[np.void] = np.full(2 * places, 0, np.int64).view(PAST)
         self.hazard = Hazard(places + capacity, best_rate)
+        self._learning: Iterator[None] | None = None
         self._clock = 0
         self._period = max(_LEARN_MIN, capacity)
         self._learn_at = _LEARN_MIN
@@ -147,8 +151,7 @@ class CostAware:
 
     def victims(self, count: int) -> IntArray:
         """Least index first; of a prompt the last chunk first."""
-        if self._clock >= self._learn_at:
-            self._learn()
+        self._learn()
         taken: list[IntArray] = []
         missing = count
         self._current = None
@@ -276,7 +279,16 @@ class CostAware:
             self._due = self._listed_due()[::-1]
 
     def _learn(self) -> None:
-        self.hazard.learn(self._clock)
+        """The next step of what is being learned, if it is time: one for each batch of victims."""
+        if self._learning is not None:
+            if next(self._learning, _LEARNED) is _LEARNED:
+                self._learning = None
+        elif self._clock >= self._learn_at:
+            self._begin_to_learn()
+
+    def _begin_to_learn(self) -> None:
+        self._learning = self.hazard.learning(self._clock)
+        next(self._learning)
         self._learn_at = self._clock + min(self._period, max(_LEARN_MIN, self._clock // 8))
         if self._clock >= self._fade_at:
             self.hazard.fade()

@@ -18,7 +18,7 @@ to differ is equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import isqrt
 from typing import Final
 
@@ -46,6 +46,8 @@ _EVIDENCE: Final = 300.0
 _STEPS: Final = 4.0
 EPOCHS: Final = 256
 _HAZARD_MAX: Final = 0.95
+_ROWS_AT_ONCE: Final = 32
+"""Classes of which the index is made in one step."""
 _STARTS: Final[Floats] = np.exp2(np.arange(AGES + 1) / 2) - 1
 _WIDTHS: Final[Floats] = np.diff(_STARTS)
 _SMOOTH: Final[Floats] = np.maximum(3 - np.abs(np.subtract.outer(np.arange(AGES), np.arange(AGES))), 0) / 9
@@ -142,20 +144,38 @@ class Hazard:
 
     def learn(self, now: int) -> None:
         """Make the index anew."""
-        oldest = self._epoch - EPOCHS + 1
-        epochs = np.arange(oldest, self._epoch + 1)
-        buckets = age_bucket(np.maximum(now - epochs * self._width - self._width // 2, 0))
-        firsts = np.flatnonzero(np.diff(buckets, prepend=-1))  # epochs of one bucket follow one another
-        waiting = np.concatenate((self._waiting[:, oldest % EPOCHS :], self._waiting[:, : oldest % EPOCHS]), axis=1)
-        ended = self._ended.copy()
-        ended[:, buckets[firsts]] += np.add.reduceat(waiting, firsts, axis=1)
+        for _ in self.learning(now):
+            pass
+
+    def learning(self, now: int) -> Iterator[None]:
+        """The same in steps, so that nobody has to wait for all of it at once. What is counted after the first step is
+        for the next time; the index changes with the last one, as a whole.
+        """
+        used, ended, waiting, epoch = self._used.copy(), self._ended.copy(), self._waiting.copy(), self._epoch
+        yield
+        self._end_waiting(ended, waiting, epoch, now)
+        yield
         exposed = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended / 2
         seen = np.flatnonzero(ended.any(axis=1))
-        hazard = _hazards(self._used, exposed)[seen]
-        rates = self._best_rate(np.concatenate((hazard, hazard.mean(axis=0, keepdims=True))))
-        ranks = np.rint(_STEPS * np.log2(rates)).astype(np.int64)
+        yield
+        hazard = _hazards(used, exposed)[seen]
+        hazard = np.concatenate((hazard, hazard.mean(axis=0, keepdims=True)))
+        ranks = np.empty(hazard.shape, np.int64)
+        for first in range(0, len(ranks), _ROWS_AT_ONCE):
+            yield
+            some = slice(first, first + _ROWS_AT_ONCE)
+            ranks[some] = np.rint(_STEPS * np.log2(self._best_rate(hazard[some])))
         self.index[:] = ranks[-1]
         self.index[seen] = ranks[:-1]
+
+    def _end_waiting(self, ended: Floats, waiting: Floats, epoch: int, now: int) -> None:
+        """Count those that wait as if nobody would know more of them."""
+        oldest = epoch - EPOCHS + 1
+        epochs = np.arange(oldest, epoch + 1)
+        buckets = age_bucket(np.maximum(now - epochs * self._width - self._width // 2, 0))
+        firsts = np.flatnonzero(np.diff(buckets, prepend=-1))  # epochs of one bucket follow one another
+        in_order = np.concatenate((waiting[:, oldest % EPOCHS :], waiting[:, : oldest % EPOCHS]), axis=1)
+        ended[:, buckets[firsts]] += np.add.reduceat(in_order, firsts, axis=1)
 
     def check(self, waiting: int) -> None:
         """Assert that so many chunks wait, and that no use is counted that did not end a wait."""

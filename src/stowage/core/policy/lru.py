@@ -94,8 +94,8 @@ class LRU:
         """Take up to `count` victims from the next stretch of the ring."""
         end = min(self._head + max(2 * count, _WINDOW_MIN), self._tail)
         window = self._ring[self._head : end]
-        live = np.flatnonzero(self._stamp[window] == self._positions[self._head : end])[:count]
-        taken = window[live]
+        live = (self._stamp[window] == self._positions[self._head : end]).nonzero()[0][:count]
+        taken: IntArray = window[live]
         # Entries before the last one taken are dead now; the stretch is used up unless it held more than was asked for.
         self._head = self._head + int(live[-1]) + 1 if 0 < len(live) == count else end if count else self._head
         self._stamp[taken] = -1

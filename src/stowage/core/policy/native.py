@@ -70,7 +70,7 @@ class NativeCostAware(CostAware):
     def victims(self, count: int) -> IntArray:
         """Least index first; of a prompt the last chunk first."""
         kernel = self._kernel
-        if kernel.clock >= self._learn_at:
+        if self._learning is not None or kernel.clock >= self._learn_at:
             self._clock = kernel.clock
             self.hazard.counted_until(kernel.epoch)
             self._learn()

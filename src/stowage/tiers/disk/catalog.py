@@ -138,10 +138,16 @@ class Catalog:
                 del self._by_number[known.number]
                 self._counters.add("evicted", self._index.drop_segment(known.number))
 
-    def refresh(self, rows_at_once: int = ROWS_AT_ONCE) -> None:
+    def readable(self) -> set[SegmentName]:
+        """Segments whose footers were read: these need no repair. Others may be complete for us, and torn."""
+        return {name for name, known in self._by_name.items() if known.complete and known.guard is not None}
+
+    def refresh(self, rows_at_once: int = ROWS_AT_ONCE, *, to_first_torn: bool = False) -> None:
         """Finds new segments and new batches of live ones, drops what has vanished. Raises OSError.
 
-        `rows_at_once`: see `Index.insert`. Many for an index that nobody looks into yet.
+        `rows_at_once`: see `Index.insert`. Many for an index that nobody looks into yet. `to_first_torn`: only as far
+        as segments are whole. What comes after one that is not waits, because the newest record of a key has to come
+        last.
         """
         entries = self._directory.entries()
         names = {entry.name for entry in entries if entry.name}
@@ -154,6 +160,8 @@ class Catalog:
         due = [(name, known) for name, known in due if known is None or not known.complete]
         look = partial(self._look, _Memory())
         for (name, known), seen in zip(due, self._ahead(look, due), strict=True):
+            if to_first_torn and not (isinstance(seen, _Seen) and seen.found.state is State.SEALED):
+                return
             if isinstance(seen, FileNotFoundError):
                 self.forget(name)
             elif isinstance(seen, Exception):

@@ -48,11 +48,14 @@ class Room:
         self._protection = protection
         self._counters = counters
 
-    def recover(self, timeout_s: float) -> None:
-        """Repairs what killed writers left; shrinks to the limit if that was lowered. Raises OSError."""
+    def recover(self, timeout_s: float, sealed: Set[SegmentName] = frozenset()) -> None:
+        """Repairs what killed writers left; shrinks to the limit if that was lowered. Raises OSError.
+
+        `sealed` are segments that need no repair.
+        """
         with self._directory.locked(timeout_s) as held:
             if held:
-                self._repair(self._directory.entries(), frozenset())
+                self._repair(self._directory.entries(), sealed)
                 entries = self._directory.entries()
                 self._reclaim(entries, _sum(entries) - self._directory.limit_bytes, partly=True)
 
@@ -118,7 +121,7 @@ class Room:
     def _reclaim(self, entries: list[Entry], excess: int, *, partly: bool = False) -> bool:
         """Removes the oldest idle segments until `excess` bytes are free. Unless `partly`: that many, or none."""
         chosen: list[Entry] = []
-        for entry in self._idle(entries):
+        for entry in self._idle(entries) if excess > 0 else ():
             if excess <= sum(victim.bytes for victim in chosen):
                 break
             chosen.append(entry)

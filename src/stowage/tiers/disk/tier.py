@@ -92,7 +92,8 @@ class DiskTier:
         self._catalog = Catalog(self._directory, self._index, namespace, self._protection, self._counters)
         room = Room(self._directory, namespace, self._protection, self._counters)
         try:
-            room.recover(RECOVER_TIMEOUT_S)
+            self._catalog.refresh(OPENING_ROWS, to_first_torn=True)
+            room.recover(RECOVER_TIMEOUT_S, self._catalog.readable())
             self._catalog.refresh(OPENING_ROWS)
         except OSError as error:
             self._directory.close()
