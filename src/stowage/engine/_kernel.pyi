@@ -1,6 +1,6 @@
 """What `kernel/module.c` offers; see there, and `native.py`. Addresses are numbers; strides are in elements."""
 
-Place = tuple[int, int, int, int]
+Place = tuple[int, int, int, int, int, int]
 
 def linear(
     x: int,
@@ -12,6 +12,7 @@ def linear(
     outputs: int,
     x_row: int,
     w_row: int,
+    group: int,
     form: int,
     threads: int,
     /,
@@ -38,5 +39,6 @@ def attention(
     threads: int,
     /,
 ) -> None: ...
+def multiplies_halves() -> bool: ...
 def use_threads(address: int, /) -> None: ...
 def use_instructions(name: str | None, /) -> str: ...

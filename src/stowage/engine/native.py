@@ -1,6 +1,6 @@
 """Linear layers and paged attention in C: every row is summed in an order of its own.
 
-    linear   y = x w^T         float32 and bfloat16 weights, sums in float32
+    linear   y = x w^T         weights in float32, bfloat16, int8 and 4 bits, sums in float32
     attend   softmax attention over a pool's blocks, in place: full, sliding, chunked; soft-capping, sinks, latents
 
 A row gives the same bits in a batch of any size, in any piece of a prompt, as prompt or as generated token; that is
@@ -29,7 +29,9 @@ except ImportError:  # pragma: no cover - where nothing could be compiled
 
 _KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
+_HALVES = {torch.bfloat16: 4, torch.int8: 5}
+"""The same, times inputs in bfloat16."""
 
 
 def _threads_of_torch() -> int:
@@ -56,10 +58,11 @@ def wanted(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def quicker(dtype: torch.dtype) -> bool:
-    """Whether their linear layers are: processors that multiply bfloat16 have better ones in torch."""
-    if dtype is torch.float32:
+    """Whether their linear layers are: where processors multiply whole tiles of bfloat16, torch has better ones."""
+    if dtype is torch.float32 or not torch.cpu._is_avx512_bf16_supported():
         return True
-    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    pairs: bool = _kernel.multiplies_halves()
+    return pairs and not torch.cpu._is_amx_tile_supported()
 
 
 def instructions() -> str:
@@ -92,10 +95,22 @@ def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = 
     return _linear(x, codes, scales, bias)
 
 
-def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
-    outputs, inputs = weight.shape
+def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> Tensor:
+    """``x`` ``[..., inputs]`` times ``codes`` ``[outputs, inputs / 2]``, uint8: two weights of an output in a byte, the
+    first half of its inputs in the low halves. ``scales`` ``[2, outputs, inputs / group]``, float16: what a code is
+    multiplied with, and what is added then. Plus ``bias``.
+    """
+    return _linear(x, codes, scales, bias, group)
+
+
+def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, group: int = 0) -> Tensor:
+    outputs, inputs = weight.shape[0], x.shape[-1]
     rows = x.reshape(-1, inputs)
-    wide = rows.float()
+    form = _FORMS[weight.dtype]
+    if rows.dtype is torch.bfloat16 and weight.dtype in _HALVES and _kernel.multiplies_halves():
+        form, wide = _HALVES[weight.dtype], rows
+    else:
+        wide = rows.float()
     if wide.stride(1) != 1:
         wide = wide.contiguous()
     out = torch.empty((rows.shape[0], outputs), dtype=torch.float32)
@@ -110,7 +125,8 @@ def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
             outputs,
             wide.stride(0),
             weight.stride(0),
-            _FORMS[weight.dtype],
+            group,
+            form,
             torch.get_num_threads(),
         )
     if bias is not None:
@@ -126,9 +142,9 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Whose keys the tokens of a step read. ``table`` is the block tables of all runs, one after the other; ``runs`` is
-    ``[runs, 5]``: first token of the step, tokens, position of the first, where its table begins, and the position of
-    that table's first key. ``tokens``: all of them, the first of the step.
+    """Whose keys the tokens of a step read. ``table`` is ``BlockTable.places`` of all runs, one after the other;
+    ``runs`` is ``[runs, 5]``: first token of the step, tokens, position of the first, where its table begins, and the
+    position of that table's first key. ``tokens``: all of them, the first of the step.
     """
 
     table: Tensor
@@ -148,10 +164,13 @@ def attend(
     *,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    away: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]`` over ``keys`` and ``values``
-    ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already.
+    ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already. ``away``: the same of
+    host memory, for blocks that are there.
     """
+    keys_away, values_away = away or (None, None)
     tokens, heads, width = query.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
     query = query.contiguous()
@@ -160,8 +179,8 @@ def attend(
     _kernel.attention(
         query.data_ptr(),
         out.data_ptr(),
-        _place(keys),
-        _place(values),
+        _place(keys, keys_away),
+        _place(values, values_away),
         steps.table.data_ptr(),
         steps.runs.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
@@ -181,6 +200,8 @@ def attend(
     return out.to(query.dtype)
 
 
-def _place(view: Tensor) -> tuple[int, int, int, int]:
+def _place(view: Tensor, away: Tensor | None) -> tuple[int, int, int, int, int, int]:
     assert view.stride(3) == 1, "a head's numbers lie side by side"
-    return view.data_ptr(), view.stride(0), view.stride(1), view.stride(2)
+    assert away is None or away.stride()[1:] == view.stride()[1:], "a block looks the same everywhere"
+    there = (0, 0) if away is None else (away.data_ptr(), away.stride(0))
+    return view.data_ptr(), view.stride(0), view.stride(1), view.stride(2), *there

@@ -75,8 +75,10 @@ def _functions() -> list[Any]:
 
 def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedMatrix):  # while this runs the mode is off: the kernel would not be asked for its tiles
-        parts = weight.int8_parts()
+        parts = weight.int8_parts() or weight.int4_parts()
         if parts is not None and input.dtype in native.DTYPES:
+            if weight.form.group:
+                return native.linear_int4(input, *parts, weight.form.group, bias)
             return native.linear_int8(input, *parts, bias)
         return weight.multiply(input, bias, _linear)
     return native.linear(input, weight, bias) if native.takes(input, weight) else F.linear(input, weight, bias)

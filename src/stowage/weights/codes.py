@@ -250,6 +250,16 @@ class PackedMatrix:
         codes = self.packed[form.codes_at :][: form.outputs * form.inputs].view(torch.int8)
         return codes.view(form.outputs, form.inputs), self.packed[: form.scales_bytes].view(torch.float32)
 
+    def int4_parts(self) -> tuple[Tensor, Tensor] | None:
+        """Codes (outputs, inputs / 2) and scales (2, outputs, groups), the least values behind the factors, where they
+        lie; ``None`` in 8 bits, and while the bytes are away.
+        """
+        form = self.form
+        if form.name != "int4" or self.packed.stride(0) != 1:
+            return None
+        codes = self.packed[form.codes_at :][: form.outputs * form.row_bytes].view(form.outputs, form.row_bytes)
+        return codes, self.packed[: form.scales_bytes].view(torch.float16).view(2, form.outputs, -1)
+
     def _native(self, rows: Tensor) -> bool:
         """Whether torch's own kernel is used: it is quick in bfloat16, slow in float32, and wants bytes in place."""
         few = rows.dtype is torch.bfloat16 and self.form.name == "int8" and len(rows) <= _ROWS_NATIVE_MOST

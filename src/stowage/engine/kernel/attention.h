@@ -8,8 +8,9 @@
 static const void *NAME(place)(const Attention *job, const Place *place, const Run *run, int64_t head, int64_t at)
 {
     int64_t block = job->table[run->table + (at - run->base) / job->block_tokens];
-    int64_t offset = block * place->block + (at % job->block_tokens) * place->token + head * place->head;
-    return (const char *)place->at + offset * (job->half ? 2 : 4);
+    int64_t inside = (at % job->block_tokens) * place->token + head * place->head;
+    int64_t offset = block > AWAY ? block * place->block : (AWAY - block) * place->unit;
+    return (const char *)(block > AWAY ? place->at : place->away) + (offset + inside) * (job->half ? 2 : 4);
 }
 
 /* Keys and values at positions [at + low, at + high), to the same places of the tile. */
@@ -53,8 +54,10 @@ static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int6
         for (int r = 0; r < R; r++)                                                                                    \
             for (int c = 0; c < C; c++) {                                                                              \
                 float sum = NAME(total)(sums[r][c]);                                                                   \
-                for (int64_t e = d; e < width; e++)                                                                    \
+                for (int64_t e = d; e < width; e++) {                                                                  \
                     sum += q[r][e] * keys[c][e];                                                                       \
+                    SETTLE(sum);                                                                                       \
+                }                                                                                                      \
                 out[r][c] = sum;                                                                                       \
             }                                                                                                          \
     }
@@ -149,11 +152,20 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
                 for (int j = 0; j < 4; j++)                                                                            \
                     NAME(store)(out[r] + d + j * LANES, sums[r][j]);                                                   \
         }                                                                                                              \
+        for (; d + LANES <= job->value_width; d += LANES)                                                              \
+            for (int r = 0; r < R; r++) {                                                                              \
+                NAME(vec) sum = NAME(load)(out[r] + d);                                                                \
+                for (int i = first; i < end; i++)                                                                      \
+                    sum += NAME(fill)(weights[r][i]) * NAME(load)(s->value[i] + d);                                    \
+                NAME(store)(out[r] + d, sum);                                                                          \
+            }                                                                                                          \
         for (; d < job->value_width; d++)                                                                              \
             for (int r = 0; r < R; r++) {                                                                              \
                 float one = out[r][d];                                                                                 \
-                for (int i = first; i < end; i++)                                                                      \
+                for (int i = first; i < end; i++) {                                                                    \
                     one += weights[r][i] * s->value[i][d];                                                             \
+                    SETTLE(one);                                                                                       \
+                }                                                                                                      \
                 out[r][d] = one;                                                                                       \
             }                                                                                                          \
     }

@@ -3,10 +3,11 @@
  * Each sum runs over blocks of DEPTH inputs, in a block over LANES columns of partial sums, then over what is left of
  * the block. Tiles of up to 4 rows by 3 outputs stay in registers; nothing of a sum depends on the tile.
  */
-#define TILE(R, C)                                                                                                     \
-    static void NAME(tile_##R##C)(const float *x, int64_t x_row, const float *w, int64_t w_row, int64_t depth,         \
-                                  float *y, int64_t y_row, int first)                                                  \
+#define TILE(F, T, R, C)                                                                                               \
+    static void NAME(tile_##F##R##C)(const float *x, int64_t x_row, const void *at, int64_t w_row, int64_t depth,      \
+                                     float *y, int64_t y_row, int first, Ahead ahead)                                  \
     {                                                                                                                  \
+        const T *w = at;                                                                                               \
         NAME(vec) sums[R][C];                                                                                          \
         for (int r = 0; r < R; r++)                                                                                    \
             for (int c = 0; c < C; c++)                                                                                \
@@ -14,8 +15,11 @@
         int64_t k = 0;                                                                                                 \
         for (; k + LANES <= depth; k += LANES) {                                                                       \
             NAME(vec) weights[C];                                                                                      \
-            for (int c = 0; c < C; c++)                                                                                \
-                weights[c] = NAME(load)(w + c * w_row + k);                                                            \
+            for (int c = 0; c < C; c++) {                                                                              \
+                weights[c] = NAME(load_##F)(w + c * w_row + k);                                                        \
+                if (R > 1 || sizeof(T) < 4) /* one row of floats: memory is awaited anyway */                          \
+                    FETCH(ahead.at + c * ahead.row + (k << ahead.shift));                                              \
+            }                                                                                                          \
             for (int r = 0; r < R; r++) {                                                                              \
                 NAME(vec) inputs = NAME(load)(x + r * x_row + k);                                                      \
                 for (int c = 0; c < C; c++)                                                                            \
@@ -25,50 +29,71 @@
         for (int r = 0; r < R; r++)                                                                                    \
             for (int c = 0; c < C; c++) {                                                                              \
                 float sum = NAME(total)(sums[r][c]);                                                                   \
-                for (int64_t i = k; i < depth; i++)                                                                    \
-                    sum += x[r * x_row + i] * w[c * w_row + i];                                                        \
+                for (int64_t i = k; i < depth; i++) {                                                                  \
+                    sum += x[r * x_row + i] * NAME(one_##F)(w[c * w_row + i]);                                         \
+                    SETTLE(sum);                                                                                       \
+                }                                                                                                      \
                 y[r * y_row + c] = first ? sum : y[r * y_row + c] + sum;                                               \
             }                                                                                                          \
     }
 
-TILE(1, 1) TILE(1, 2) TILE(1, 3) TILE(2, 1) TILE(2, 2) TILE(2, 3)
-TILE(3, 1) TILE(3, 2) TILE(3, 3) TILE(4, 1) TILE(4, 2) TILE(4, 3)
+#define TILES(F, T)                                                                                                    \
+    TILE(F, T, 1, 1) TILE(F, T, 1, 2) TILE(F, T, 1, 3) TILE(F, T, 2, 1) TILE(F, T, 2, 2) TILE(F, T, 2, 3)              \
+    TILE(F, T, 3, 1) TILE(F, T, 3, 2) TILE(F, T, 3, 3) TILE(F, T, 4, 1) TILE(F, T, 4, 2) TILE(F, T, 4, 3)
+
+TILES(f, float)
+TILES(b, uint16_t)
+TILES(c, int8_t)
+#undef TILES
 #undef TILE
 
-typedef void (*NAME(tile))(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, int);
-static const NAME(tile) NAME(tiles)[4][3] = {
-    {NAME(tile_11), NAME(tile_12), NAME(tile_13)},
-    {NAME(tile_21), NAME(tile_22), NAME(tile_23)},
-    {NAME(tile_31), NAME(tile_32), NAME(tile_33)},
-    {NAME(tile_41), NAME(tile_42), NAME(tile_43)},
-};
+typedef void (*NAME(tile))(const float *, int64_t, const void *, int64_t, int64_t, float *, int64_t, int, Ahead);
+#define ROW(F, R) {NAME(tile_##F##R##1), NAME(tile_##F##R##2), NAME(tile_##F##R##3)}
+#define ALL(F) {ROW(F, 1), ROW(F, 2), ROW(F, 3), ROW(F, 4)}
+static const NAME(tile) NAME(tiles)[3][4][3] = {[FLOAT32] = ALL(f), [BFLOAT16] = ALL(b), [INT8] = ALL(c)};
+#undef ALL
+#undef ROW
 
-/* `rows` rows of x, from `row`, against outputs [n, n + c), inputs [k, k + depth). */
+/* Inputs [k, end) of output n as numbers, of codes of four bits. */
+static void NAME(unpack)(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
+{
+    int64_t half = job->inputs / 2, groups = job->inputs / job->group;
+    const uint8_t *codes = (const uint8_t *)job->w + n * job->w_row;
+    const uint16_t *scales = (const uint16_t *)job->scales + n * groups, *leasts = scales + job->outputs * groups;
+    while (k < end) {
+        int64_t at = k / job->group, stop = (at + 1) * job->group;
+        if (k < half && stop > half)
+            stop = half;
+        if (stop > end)
+            stop = end;
+        NAME(decode_halves)(codes + (k < half ? k : k - half), k < half ? 0 : 4, half_float(scales[at]),
+                            half_float(leasts[at]), to, stop - k);
+        to += stop - k;
+        k = stop;
+    }
+}
+
+/* `rows` rows of x, from `row`, against outputs [n, n + c), inputs [k, k + depth). Weights become numbers in registers,
+ * which is quicker than once for all rows in the cache; but for those of four bits. */
 static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n, int c, int64_t k, float *scratch)
 {
-    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH;
-    const float *w;
-    int64_t w_row;
-    if (job->form == INT8) {
-        const int8_t *from = (const int8_t *)job->w + n * job->w_row + k;
+    static const int bytes[] = {[FLOAT32] = 2, [BFLOAT16] = 1, [INT8] = 0, [INT4] = 0}; /* powers of two */
+    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, w_row = job->w_row;
+    int form = job->form, shift = bytes[form];
+    const char *w = (const char *)job->w + ((n * w_row + k) << shift);
+    const float *x = job->x;
+    Ahead ahead = {w + ((k + DEPTH < job->inputs ? DEPTH : 3 * w_row - k) << shift), w_row << shift, shift};
+    if (form == INT4) {
         for (int i = 0; i < c; i++)
-            NAME(decode)(from + i * job->w_row, scratch + i * DEPTH, depth);
-        w = scratch;
+            NAME(unpack)(job, n + i, k, k + depth, scratch + i * DEPTH);
+        w = (const char *)scratch;
         w_row = DEPTH;
-    } else if (job->form == BFLOAT16) {
-        const uint16_t *from = (const uint16_t *)job->w + n * job->w_row + k;
-        for (int i = 0; i < c; i++)
-            NAME(widen)(from + i * job->w_row, scratch + i * DEPTH, depth);
-        w = scratch;
-        w_row = DEPTH;
-    } else {
-        w = (const float *)job->w + n * job->w_row + k;
-        w_row = job->w_row;
+        form = FLOAT32;
     }
     for (int64_t end = row + rows; row < end; row += 4) {
         int r = end - row < 4 ? (int)(end - row) : 4;
-        NAME(tiles)[r - 1][c - 1](job->x + row * job->x_row + k, job->x_row, w, w_row, depth,
-                                  job->y + row * job->outputs + n, job->outputs, k == 0);
+        NAME(tiles)[form][r - 1][c - 1](x + row * job->x_row + k, job->x_row, w, w_row, depth,
+                                        job->y + row * job->outputs + n, job->outputs, k == 0, ahead);
     }
 }
 
@@ -89,6 +114,6 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
                     NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, k, scratch);
         for (int64_t r = row; job->form == INT8 && r < row + rows; r++)
             for (int64_t n = begin; n < end; n++)
-                job->y[r * job->outputs + n] *= job->scales[n];
+                job->y[r * job->outputs + n] *= ((const float *)job->scales)[n];
     }
 }

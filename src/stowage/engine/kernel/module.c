@@ -33,19 +33,30 @@
 #undef LANES
 #undef NAME
 #pragma GCC pop_options
+#if __GNUC__ >= 10
+#define PAIRS 1
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma")
+#include "halves.h"
+#pragma GCC pop_options
+#endif
 #endif
 
 typedef struct {
     const char *name;
     int lanes;
     void (*linear)(const Linear *, int64_t, int64_t);
+    void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
 } Instructions;
 
-static const Instructions BASE = {"base", 4, base_linear, base_rows};
+static const Instructions BASE = {"base", 4, base_linear, NULL, base_rows};
 #ifdef CHOICE
-static const Instructions AVX2 = {"avx2", 8, avx2_linear, avx2_rows};
-static const Instructions AVX512 = {"avx512", 16, avx512_linear, avx512_rows};
+static const Instructions AVX2 = {"avx2", 8, avx2_linear, NULL, avx2_rows};
+static const Instructions AVX512 = {"avx512", 16, avx512_linear, NULL, avx512_rows};
+#ifdef PAIRS
+static const Instructions AVX512_BF16 = {"avx512_bf16", 16, avx512_linear, halves_linear, avx512_rows};
+#endif
 #endif
 static const Instructions *used = &BASE;
 static Parallel parallel = NULL;
@@ -57,6 +68,12 @@ static int choose(const char *name)
     __builtin_cpu_init();
     int can_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int can_avx512 = can_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+#ifdef PAIRS
+    if (can_avx512 && __builtin_cpu_supports("avx512vl")
+        && __builtin_cpu_supports("avx512bf16") && (name == NULL || strcmp(name, "avx512_bf16") == 0))
+        found = &AVX512_BF16;
+    else
+#endif
     if (can_avx512 && (name == NULL || strcmp(name, "avx512") == 0))
         found = &AVX512;
     else if (can_avx2 && (name == NULL || strcmp(name, "avx2") == 0))
@@ -95,35 +112,41 @@ static void share_linear(void *argument)
         if (begin >= job->outputs)
             return;
         int64_t end = begin + shares->each < job->outputs ? begin + shares->each : job->outputs;
-        used->linear(job, begin, end);
+        (job->form >= HALVES ? used->halves : used->linear)(job, begin, end);
     }
 }
 
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     (void)self;
-    long long value[11];
-    if (count != 11) {
-        PyErr_SetString(PyExc_TypeError, "linear takes x, w, scales, y, rows, inputs, outputs, x_row, w_row, form, threads");
+    long long value[12];
+    if (count != 12) {
+        PyErr_SetString(PyExc_TypeError,
+                        "linear takes x, w, scales, y, rows, inputs, outputs, x_row, w_row, group, form, threads");
         return NULL;
     }
-    for (int i = 0; i < 11; i++) {
+    for (int i = 0; i < 12; i++) {
         value[i] = PyLong_AsLongLong(args[i]);
         if (value[i] == -1 && PyErr_Occurred())
             return NULL;
     }
-    LinearShares shares = {.job = {.x = (const float *)(intptr_t)value[0],
+    LinearShares shares = {.job = {.x = (const void *)(intptr_t)value[0],
                                    .w = (const void *)(intptr_t)value[1],
-                                   .scales = (const float *)(intptr_t)value[2],
+                                   .scales = (const void *)(intptr_t)value[2],
                                    .y = (float *)(intptr_t)value[3],
                                    .rows = value[4],
                                    .inputs = value[5],
                                    .outputs = value[6],
                                    .x_row = value[7],
                                    .w_row = value[8],
-                                   .form = (int)value[9]}};
+                                   .group = value[9],
+                                   .form = (int)value[10]}};
+    if (shares.job.form >= HALVES && used->halves == NULL) {
+        PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
+        return NULL;
+    }
     atomic_init(&shares.next, 0);
-    long threads = (long)value[10];
+    long threads = (long)value[11];
     int64_t work = shares.job.rows * shares.job.inputs * shares.job.outputs;
     if (work < 65536)
         threads = 1;
@@ -150,7 +173,8 @@ static void share_attention(void *argument)
 {
     AttentionShares *shares = argument;
     const Attention *job = shares->job;
-    int64_t floats = ROWS * (job->width + job->value_width + 2) + KEYS * (2 + (shares->wide ? job->width + job->value_width : 0));
+    int64_t widths = job->width + job->value_width;
+    int64_t floats = ROWS * (widths + 2) + KEYS * (2 + (shares->wide ? widths : 0));
     float *room = aligned_alloc(64, ((size_t)floats * 4 + 127) / 64 * 64);
     if (room == NULL) {
         atomic_store(&shares->failed, 1);
@@ -181,10 +205,10 @@ static void share_attention(void *argument)
 
 static int read_place(PyObject *tuple, Place *place)
 {
-    long long at, block, token, head;
-    if (!PyArg_ParseTuple(tuple, "LLLL", &at, &block, &token, &head))
+    long long at, block, token, head, away = 0, unit = 0;
+    if (!PyArg_ParseTuple(tuple, "LLLL|LL", &at, &block, &token, &head, &away, &unit))
         return -1;
-    *place = (Place){(const void *)(intptr_t)at, block, token, head};
+    *place = (Place){(const void *)(intptr_t)at, block, token, head, (const void *)(intptr_t)away, unit};
     return 0;
 }
 
@@ -250,9 +274,16 @@ static PyObject *use_instructions(PyObject *self, PyObject *name)
     return PyUnicode_FromString(used->name);
 }
 
+static PyObject *multiplies_halves(PyObject *self, PyObject *nothing)
+{
+    (void)self, (void)nothing;
+    return PyBool_FromLong(used->halves != NULL);
+}
+
 static PyMethodDef methods[] = {
     {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL, "y = x w^T; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
+    {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether `linear` takes x in bfloat16: forms 4 and 5."},
     {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
     {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
     {NULL, NULL, 0, NULL},

@@ -28,53 +28,95 @@ static inline ALWAYS NAME(vec) NAME(fill)(float value)
 
 static inline ALWAYS float NAME(total)(NAME(vec) v)
 {
+    SETTLE(v);
 #if LANES == 16
-    v += __builtin_shuffle(v, (NAME(ints)){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-    v += __builtin_shuffle(v, (NAME(ints)){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-    v += __builtin_shuffle(v, (NAME(ints)){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
+                                 _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1)));
 #elif LANES == 8
-    v += __builtin_shuffle(v, (NAME(ints)){4, 5, 6, 7, 0, 1, 2, 3});
-    v += __builtin_shuffle(v, (NAME(ints)){2, 3, 0, 1, 6, 7, 4, 5});
+    __m256 eight = (__m256)v;
+#endif
+#if LANES >= 8
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
-    return v[0] + v[1];
+}
+
+/* LANES weights as float32, and one: floats, bfloat16, codes of one byte. */
+static inline ALWAYS NAME(vec) NAME(load_f)(const float *from)
+{
+    return NAME(load)(from);
+}
+
+static inline ALWAYS NAME(vec) NAME(load_b)(const uint16_t *from)
+{
+    NAME(halves) half;
+    memcpy(&half, from, sizeof half);
+    return (NAME(vec))(__builtin_convertvector(half, NAME(words)) << 16);
+}
+
+static inline ALWAYS NAME(vec) NAME(load_c)(const int8_t *from)
+{
+#if LANES == 16
+    NAME(ints) wide = (NAME(ints))_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif LANES == 8 /* what GCC 12 makes of a conversion of eight bytes took four times as long */
+    NAME(ints) wide = (NAME(ints))_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    NAME(bytes) codes;
+    memcpy(&codes, from, sizeof codes);
+    NAME(ints) wide = __builtin_convertvector(codes, NAME(ints));
+#endif
+    return __builtin_convertvector(wide, NAME(vec));
+}
+
+static inline ALWAYS float NAME(one_f)(float from)
+{
+    return from;
+}
+
+static inline ALWAYS float NAME(one_b)(uint16_t from)
+{
+    uint32_t word = (uint32_t)from << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+static inline ALWAYS float NAME(one_c)(int8_t from)
+{
+    return (float)from;
 }
 
 /* `count` numbers of bfloat16 as float32. */
 static inline void NAME(widen)(const uint16_t *from, float *to, int64_t count)
 {
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        NAME(halves) half;
-        memcpy(&half, from + i, sizeof half);
-        NAME(words) word = __builtin_convertvector(half, NAME(words)) << 16;
-        memcpy(to + i, &word, sizeof word);
-    }
-    for (; i < count; i++) {
-        uint32_t word = (uint32_t)from[i] << 16;
-        memcpy(to + i, &word, sizeof word);
-    }
+    for (; i + LANES <= count; i += LANES)
+        NAME(store)(to + i, NAME(load_b)(from + i));
+    for (; i < count; i++)
+        to[i] = NAME(one_b)(from[i]);
 }
 
-/* `count` codes of one byte as float32. */
-static inline void NAME(decode)(const int8_t *from, float *to, int64_t count)
+/* `count` codes of four bits as numbers: code * scale + least. `shift`: 0 for the low halves of the bytes, 4 for the
+ * others. */
+static inline void NAME(decode_halves)(const uint8_t *from, int shift, float scale, float least, float *to,
+                                       int64_t count)
 {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
 #if LANES == 16
-        NAME(ints) wide = (NAME(ints))_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
-#elif LANES == 8 /* what GCC 12 makes of a conversion of eight bytes took four times as long */
-        NAME(ints) wide = (NAME(ints))_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + i)));
+        NAME(ints) wide = (NAME(ints))_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+#elif LANES == 8
+        NAME(ints) wide = (NAME(ints))_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from + i)));
 #else
-        NAME(bytes) codes;
-        memcpy(&codes, from + i, sizeof codes);
-        NAME(ints) wide = __builtin_convertvector(codes, NAME(ints));
+        NAME(ints) wide = {from[i], from[i + 1], from[i + 2], from[i + 3]};
 #endif
-        NAME(store)(to + i, __builtin_convertvector(wide, NAME(vec)));
+        NAME(store)(to + i, __builtin_convertvector(wide >> shift & 15, NAME(vec)) * scale + least);
     }
     for (; i < count; i++)
-        to[i] = (float)from[i];
+        to[i] = (float)(from[i] >> shift & 15) * scale + least;
 }
 
 /* e^x, for x <= 0 up to one unit in the last place; 0 below -87. Argument reduction and a polynomial of degree 6, as in
