@@ -17,6 +17,7 @@ NAMES = (
     "weights_moe",
     "capacity",
     "engine",
+    "long_context",
     "scale",
 )
 

@@ -62,7 +62,7 @@ def half_billion_bytes_per_token(dtype: str) -> int:
     return 24 * 2 * 4 * 64 * (2 if dtype == "bfloat16" else 4)
 
 
-def small(dtype: str) -> Any:
+def small(dtype: str, context_tokens: int = SMALL_CONTEXT_TOKENS) -> Any:
     """A Llama-like model of 0.04 B parameters: 8 layers, hidden 512, 8 heads over 2 KV heads."""
     return _build(
         "llama",
@@ -72,7 +72,7 @@ def small(dtype: str) -> Any:
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=2,
-        max_position_embeddings=SMALL_CONTEXT_TOKENS,
+        max_position_embeddings=context_tokens,
         tie_word_embeddings=True,
     )
 

@@ -43,6 +43,10 @@ with: *blocks*: the part that it shares, in whole blocks on the device and whole
 last snapshot in it, taken every `snapshot_tokens` and at the end of a prompt. **Prompts** are computed *together*,
 several in one forward, or *in turn* (single tokens are a batch in any case).
 
+Families that are computed *alone* run on the fallback executor: with the attention that Transformers computes them
+with, one sequence at a time, their cache in the same pools and tiers (`docs/engine.md`). Of these two were made to take
+turns on a small device. *Entries*: one compressed row for several tokens.
+
 `stowage tiny NAME DIR` writes such a tiny model.
 """
 REFUSED_HEAD = """
@@ -80,13 +84,15 @@ def row(family: Family, layout: ModelLayout) -> str:
         family.models,
         ", ".join(kept),
         "snapshots" if layout.recurrent else "blocks",
-        "together" if layout.ragged else "in turn",
+        "alone" if layout.alone else "together" if layout.ragged else "in turn",
         family.note,
     )
     return f"| {' | '.join(cells)} |".replace("  |", " |")
 
 
 def _kept(block: BlockLayout) -> str:
+    if any(tensor.every > 1 for layer in block.layers for tensor in layer.tensors):
+        return "entries"
     return "latent" if any(layer.latent for layer in block.layers) else _KINDS[block.group.kind]
 
 

@@ -46,6 +46,7 @@ tiers_waited_s          waited_for_tiers_seconds_total time that sequences waite
 copies_failed           copies_failed_total            chunks whose copy between device and host failed
 preemptions             preemptions_total              sequences that had to leave the device because it was full
 preemptions_recomputed  preemptions_recomputed_total   of these, the ones that were computed again
+blocks_moved_out        device_blocks_moved_out_total  blocks of long sequences that went to host and are read there
 loads_refused           loads_refused_total            prefixes computed because loading would have taken longer
 """)
 

@@ -62,6 +62,8 @@ def opened(model: str, settings: Settings) -> Iterator["Engine"]:
 
     quiet_libraries()
     engine = Engine(model, memory, dtype=settings["dtype"], deterministic=settings["deterministic"])
+    if engine.executor == "fallback":
+        note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")
     try:
         yield engine
     finally:

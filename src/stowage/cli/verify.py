@@ -112,7 +112,7 @@ def _written(families: str) -> Iterator[tuple[str, Path]]:
 def _print_report(model: str, report: "Report") -> None:
     tiers = list(dict.fromkeys(tier for case in report.cases for tier in case.reused_tokens))
     print_table(
-        f"{model} in {report.dtype}, seed {report.seed}",
+        f"{model} in {report.dtype}, {report.executor} executor, seed {report.seed}",
         ("prompt", "tokens", "served by", *tiers, "same tokens", "logprob diff", "exact", "verdict"),
         [
             (
@@ -137,11 +137,11 @@ def _print_families(reports: "dict[str, Report]") -> None:
     def row(name: str, report: "Report") -> Sequence[str]:
         found = report.features()
         worst = max(case.max_logprob_difference for case in report.cases)
-        return (name, *(_MARKS.get(v := found.get(f, "-"), v) for f in features), f"{worst:.1e}")
+        return (name, report.executor, *(_MARKS.get(v := found.get(f, "-"), v) for f in features), f"{worst:.1e}")
 
     print_table(
         "Tiny random models",
-        ("family", *features, "logprob diff"),
+        ("family", "executor", *features, "logprob diff"),
         [row(name, report) for name, report in reports.items()],
     )
 

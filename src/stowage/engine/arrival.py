@@ -5,11 +5,14 @@ the prefix needs at once (so that two half-admitted sequences never wait for eac
 ``arrive`` copies what came into the blocks. A chunk that failed is refused for the rest of the request's life and the
 admission is tried again without it, so every retry is shorter than the one before. All tries of one admission together
 wait no longer for loads than the recompute that the first one would have saved. Never waits for a tier.
+
+What a sequence that is larger than the device gets from below stays in host memory, and is read there (``overflow``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.core.plan import Incomplete, load_plan
 from stowage.core.reuse import longest_boundary
+from stowage.engine.overflow import Overflow
 from stowage.engine.pace import Pace, bytes_of_tiers
 from stowage.engine.pool import BlockPool, blocks_needed
 from stowage.engine.questions import Questions
@@ -36,12 +40,16 @@ class Need:
     chunks: list[int] = field(default_factory=list)
     place: int = -1
     """Which of the fetch's answers is this need's; none for a need without chunks."""
+    stays: bool = False
+    """What is fetched is read in host memory and gets no blocks."""
 
     @property
     def lacking(self) -> int:
         """Blocks to allocate. A recurrent group always needs one: the live state, beside the snapshot that it begins
         from.
         """
+        if self.stays:
+            return 0
         return 1 if self.pool.group.kind is Kind.RECURRENT else int((self.held == NULL_BLOCK).sum())
 
     @property
@@ -72,6 +80,7 @@ class Arrivals:
     def __init__(
         self,
         residency: Residency,
+        overflow: Overflow,
         boundary_tokens: int,
         step_tokens_max: int,
         pace: Pace,
@@ -79,6 +88,7 @@ class Arrivals:
         clock: Callable[[], float],
     ) -> None:
         self._residency = residency
+        self._overflow = overflow
         self._boundary_tokens = boundary_tokens
         self._step_tokens_max = step_tokens_max
         self._pace = pace
@@ -102,12 +112,15 @@ class Arrivals:
         """``sequence`` was queued: ask shared tiers about it meanwhile."""
         self._questions.ask(sequence)
 
-    def begin(self, sequence: Sequence, alone: bool) -> bool:
-        """Admit ``sequence``: afterwards it is RUNNING or LOADING. False, and nothing taken, while blocks are lacking.
+    def begin(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+        """Admit ``sequence``: afterwards it is RUNNING or LOADING. False, and nothing taken, while room is lacking;
+        those of ``running`` that are larger than the device make some.
 
-        ``alone``: no other sequence holds blocks, so waiting would not help and only what the prefix needs is asked
-        for.
+        When no other sequence holds blocks, waiting would not help and only what the prefix needs is asked for.
         """
+        long = self._overflow.is_long(sequence)
+        if long and not self._overflow.admits(sequence, [*running, *self.sequences]):
+            return False
         sequence.restart()
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
         began_s = self._clock()
@@ -119,7 +132,8 @@ class Arrivals:
         near, boundary, needs, below = self._choose(sequence)
         for need in needs:
             need.pool.retain(need.retained)
-        if not self._room(sequence, needs, alone):
+            need.stays = long and need.pool.group.kind is Kind.FULL
+        if not self._room(sequence, needs, running):
             for need in needs:
                 need.pool.release(need.retained)
             return False
@@ -223,16 +237,18 @@ class Arrivals:
 
     # taking blocks
 
-    def _room(self, sequence: Sequence, needs: list[Need], alone: bool) -> bool:
+    def _room(self, sequence: Sequence, needs: list[Need], running: Items[Sequence]) -> bool:
+        """Whether there is room, or the long ones among ``running`` could make it."""
+        asked = []
         for need in needs:
-            asked = need.lacking
-            if not alone:
-                layout = self._residency.layout.blocks[need.pool.group.index]
-                whole = blocks_needed(layout, len(sequence.tokens), self._step_tokens_max)
-                asked = max(asked, whole - len(need.retained))
-            if asked > need.pool.available:
-                return False
-        return True
+            pool, count = need.pool, need.lacking
+            if running or self._pending:
+                layout = self._residency.layout.blocks[pool.group.index]
+                whole = blocks_needed(layout, len(sequence.tokens), self._step_tokens_max) - len(need.retained)
+                first, left = self._overflow.headroom(pool, sequence, running)
+                count = max(count, min(whole, first) if need.stays else whole) + left
+            asked.append(count)
+        return self._overflow.make_room(asked, running)
 
     def _take_blocks(self, sequence: Sequence, boundary: int, needs: list[Need]) -> None:
         """Fill the block tables up to ``boundary``: holes, then what the device had, with new blocks in between."""
@@ -244,7 +260,8 @@ class Arrivals:
                 table.append(fresh)
                 continue
             blocks = need.held.copy()
-            blocks[blocks == NULL_BLOCK] = fresh
+            if not need.stays:
+                blocks[blocks == NULL_BLOCK] = fresh
             table.append([NULL_BLOCK] * need.first + blocks.tolist())
             sequence.freed[group.index] = need.first
             sequence.stored[group.index] = boundary // group.chunk_tokens
@@ -301,7 +318,7 @@ class Arrivals:
         sequence, group = arrival.sequence, need.pool.group
         assert arrival.fetch is not None
         strategy = self._residency.strategies[group.index]
-        table = sequence.table(group.index)
+        table = np.arange(len(sequence.tables[group.index])) if need.stays else sequence.table(group.index)
         slots = dict(zip(need.chunks, arrival.fetch.slots[need.place].tolist(), strict=True))
         masks = np.zeros(max(need.chunks) + 1, dtype=np.uint64)
         masks[need.chunks] = arrival.fetch.masks[need.place]
@@ -311,6 +328,9 @@ class Arrivals:
         if isinstance(plan, Incomplete):
             self._refuse(sequence, group.index, plan.chunks.tolist())
             return False
+        if need.stays:
+            self._overflow.adopt(sequence, need.pool, plan.copies, self._keys(sequence, need))
+            return True
         if not self._residency.copy_in(need.pool, plan.copies):
             self._refuse(sequence, group.index, need.chunks)
             return False

@@ -10,17 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 
 from stowage.config import Memory
-from stowage.core.geometry import Geometry, Kind
+from stowage.core.geometry import Geometry, Kind, split_arena
 from stowage.core.groups import GroupStrategy, strategy
 from stowage.core.key import Field, namespace
 from stowage.engine import attention
 from stowage.engine.exactness import Pieces, check_steps, exact_grid, exact_name
+from stowage.engine.fallback.runner import FallbackRunner, kernels
+from stowage.engine.families import ALONE
 from stowage.engine.layers import ModelLayout, probe
 from stowage.engine.loading import Loaded
-from stowage.engine.pool import BlockPool, split_pool
+from stowage.engine.pool import BlockPool
+from stowage.engine.reach import Reach
 from stowage.engine.rowtrial import try_rows
 from stowage.engine.runner import Runner
 from stowage.format import envelope, segment
@@ -48,11 +52,12 @@ class Parts:
     namespace: bytes
     pools: list[BlockPool]
     strategies: list[GroupStrategy]
-    runner: Runner
+    runner: Runner | FallbackRunner
     store: TieredStore | None
     transfer: Transfer | None
     snapshot_tokens: int
     pieces: Pieces
+    reach: Reach
 
 
 def assemble(
@@ -71,9 +76,15 @@ def assemble(
     """
     check_tiers(tiers, memory)
     grid = exact_grid(loaded.model) if deterministic else 1
-    layout = probe(loaded.model, block_tokens_of(memory, grid), memory.chunk_blocks)
-    pieces = Pieces(grid if layout.recurrent is not None and layout.continues else 1)
+    tokens, chunk_blocks = block_tokens_of(memory, grid), memory.chunk_blocks
+    if loaded.model.config.model_type in ALONE:  # every forward of a prompt is one piece of the grid
+        chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
+        tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}
+    layout = probe(loaded.model, tokens, chunk_blocks)
+    pieces = Pieces(grid if layout.alone or (layout.recurrent is not None and layout.continues) else 1)
     check_steps(pieces, memory, layout.context_tokens)
+    if layout.alone:
+        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic)
     attention.install(loaded.model)
     try:
         return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic)
@@ -93,18 +104,32 @@ def _assemble(
     deterministic: bool,
 ) -> Parts:
     geometry = Geometry(layout.groups)
-    computed = f"{attention.NAME}/{exact_name(pieces)}" if deterministic else attention.NAME
+    computed = f"fallback/{loaded.model.config._attn_implementation}" if layout.alone else attention.NAME
+    if deterministic:
+        computed = f"{computed}/{exact_name(pieces)}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
-    counts = split_pool(layout.blocks, memory.device_kv_bytes, layout.context_tokens, memory.step_tokens_max)
+    grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
+    snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+    slabs = split_arena(geometry, memory.host_bytes, snapshot_tokens) if memory.host_bytes else ()
+    reach = Reach(layout.blocks, slabs, memory.step_tokens_max, pieces.grid, layout.context_tokens)
+    counts = reach.divide(memory.device_kv_bytes)
     pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
     assert sum(pool.nbytes for pool in pools) <= memory.device_kv_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
-    grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
-    snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
-    runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic)
+    runner: Runner | FallbackRunner
+    if layout.alone:
+        mode = kernels(loaded.model, exact=deterministic)
+        runner = FallbackRunner(loaded.model, layout, pools, grid=pieces.grid, mode=mode)
+    else:
+        runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic)
     if deterministic:
         try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before there is a store that must be closed
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
+    if store is not None:
+        arena = torch.from_numpy(store.arena.numpy())
+        for pool in pools:
+            if pool.group.kind is Kind.FULL:
+                pool.look_away(arena)
     return Parts(
         layout=layout,
         geometry=geometry,
@@ -116,6 +141,7 @@ def _assemble(
         transfer=CpuTransfer(store.arena.numpy(), store.slabs) if store is not None else None,
         snapshot_tokens=snapshot_tokens,
         pieces=pieces,
+        reach=reach,
     )
 
 

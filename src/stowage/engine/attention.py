@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stowage.engine import native, probing
+from stowage.engine import native, probing, streaming
 from stowage.engine.scores import Scores, attend
 from stowage.engine.step import DecodeStep, PrefillStep, current
 from stowage.errors import StowageError
@@ -79,10 +79,15 @@ def paged_attention(
     scores = Scores(width**-0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux"))
     latent = group.pool.layout.layers[0].latent
     out = flat.new_empty((batch * length, heads, value.shape[-1]))
+    away = group.pool.away.get(layer)
     if group.runs is not None:
         paged = _paged_latent if latent else _paged
         tokens = group.runs.tokens
-        out[:tokens] = paged(module, flat[:tokens], views, group.runs, scores)
+        out[:tokens] = paged(module, flat[:tokens], views, away, group.runs, scores)
+    for stream in group.streams:
+        assert away is not None, "blocks are away, and nobody said where"
+        streamed = streaming.attend_latent if latent else streaming.attend
+        out[stream.begin : stream.end] = streamed(module, flat[stream.begin : stream.end], views, away, stream, scores)
     if group.decode is not None:
         decode = _decode_latent if latent else _decode
         out[: step.decodes] = decode(module, flat[: step.decodes], views, group.decode, scores)
@@ -92,17 +97,22 @@ def paged_attention(
     return out.view(batch, length, heads, value.shape[-1]), None
 
 
-def _paged(module: Any, query: Tensor, views: Views, runs: native.Runs, scores: Scores) -> Tensor:
+def _paged(module: Any, query: Tensor, views: Views, away: Views | None, runs: native.Runs, scores: Scores) -> Tensor:
     keys, values = views
-    return native.attend(query, keys, values, runs, scores.scale, softcap=scores.softcap or 0.0, sinks=scores.sinks)
+    elsewhere = None if away is None else (away[0], away[1])
+    softcap = scores.softcap or 0.0
+    return native.attend(query, keys, values, runs, scores.scale, softcap=softcap, sinks=scores.sinks, away=elsewhere)
 
 
-def _paged_latent(module: Any, query: Tensor, views: Views, runs: native.Runs, scores: Scores) -> Tensor:
+def _paged_latent(
+    module: Any, query: Tensor, views: Views, away: Views | None, runs: native.Runs, scores: Scores
+) -> Tensor:
     rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
     weight = module.kv_b_proj.weight.view(query.shape[1], nope + width, rank)
     absorbed = native.per_head(query[..., :nope], weight[:, :nope].transpose(1, 2))
     wide = torch.cat((absorbed, query[..., nope:]), dim=-1)
-    mixed = native.attend(wide, views[0], views[0][..., :rank], runs, scores.scale)
+    elsewhere = None if away is None else (away[0], away[0][..., :rank])
+    mixed = native.attend(wide, views[0], views[0][..., :rank], runs, scores.scale, away=elsewhere)
     return native.per_head(mixed, weight[:, nope:])
 
 

@@ -28,10 +28,12 @@ from stowage.engine.assembly import assemble
 from stowage.engine.budgets import left, weights_budget
 from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
+from stowage.engine.holding import Holding
 from stowage.engine.loop import Loop
+from stowage.engine.overflow import Overflow
 from stowage.engine.pace import Pace
 from stowage.engine.peak import prefill_tokens_per_s_most
-from stowage.engine.pool import bytes_needed, tokens_fitting
+from stowage.engine.pool import bytes_needed
 from stowage.engine.questions import Questions
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.residency import Residency
@@ -89,8 +91,10 @@ class Engine:
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
-        self.sequence_tokens_max = tokens_fitting(parts.pools, self.memory.step_tokens_max, parts.layout.context_tokens)
-        """Tokens that one sequence may come to, without the last one drawn: the context, or what the device holds."""
+        self.sequence_tokens_max = parts.reach.longest({pool.group.index: pool.blocks for pool in parts.pools})
+        """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
+        hold.
+        """
         below = parts.store is not None and bool(parts.store.tiers)
         most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
         self._pace = Pace(self.memory.load_timeout_s, self.memory.step_tokens_max, most)
@@ -98,17 +102,25 @@ class Engine:
             parts.layout, parts.pools, parts.strategies, parts.store, parts.transfer, parts.snapshot_tokens
         )
         questions = Questions(self.store, self._pace, self._clock, self.memory.probe_timeout_s)
+        holding = Holding(self._residency, parts.namespace, secrets.token_bytes(16), self._clock)
+        overflow = Overflow(self._residency, holding, parts.reach)
         arrivals = Arrivals(
             self._residency,
+            overflow,
             parts.geometry.boundary_tokens,
             self.memory.step_tokens_max,
             self._pace,
             questions,
             self._clock,
         )
-        spill = Spill(self._residency, parts.namespace, secrets.token_bytes(16), self._clock)
         self._scheduler = Scheduler(
-            self._residency, arrivals, spill, self.memory.step_tokens_max, self.memory.sequences_max, parts.pieces
+            self._residency,
+            arrivals,
+            Spill(self._residency, holding, overflow),
+            overflow,
+            self.memory.step_tokens_max,
+            self.memory.sequences_max,
+            parts.pieces,
         )
         self._ids = itertools.count()
         self._loop = Loop(
@@ -233,10 +245,14 @@ class Engine:
         if length <= self.sequence_tokens_max:
             return
         need = bytes_needed(self.parts.layout.blocks, length, self.memory.step_tokens_max)
+        memory, reach = self.memory, self.parts.reach
+        behind = f"with host memory of {format_size(memory.host_bytes)}" if memory.host_bytes else "without host memory"
+        least = reach.least_host_bytes(length, memory.device_kv_bytes, self.parts.snapshot_tokens)
+        instead = f"With this device budget it needs --host {-(-least // 1024)}KiB; alone on" if least else "On"
         raise BudgetError(
             f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} "
-            f"new) does not fit into the device KV budget of {format_size(self.memory.device_kv_bytes)}. "
-            f"It needs {need:,} bytes: --device-kv {-(-need // 1024)}KiB."
+            f"new) does not fit into the device KV budget of {format_size(memory.device_kv_bytes)}, {behind} behind "
+            f"it. {instead} the device it needs {need:,} bytes: --device-kv {-(-need // 1024)}KiB."
         )
 
     # looking and tending
@@ -246,13 +262,19 @@ class Engine:
         """Whether it takes requests: it is neither closed nor stopped by a bug."""
         return self._loop.alive
 
+    @property
+    def executor(self) -> str:
+        """What computes: ``paged``, or ``fallback``: one sequence at a time, with Transformers' own attention."""
+        return "fallback" if self.parts.layout.alone else "paged"
+
     def stats(self) -> dict[str, Any]:
-        """What the engine holds and did: ``engine`` counters, ``pools`` by group, ``store`` counters (``None`` without
-        host memory).
+        """What the engine holds and did: its ``executor``, ``engine`` counters, ``pools`` by group, ``store`` counters
+        (``None`` without host memory).
         """
         with self._lock:
             counters = self._residency.counters
             return {
+                "executor": self.executor,
                 "engine": {name: getattr(counters, name) for name in counters.__slots__},
                 "pools": [pool.stats() for pool in self.parts.pools],
                 "store": self.store.stats() if self.store is not None else None,
@@ -315,6 +337,8 @@ class Engine:
             )
             return
         self.parts.runner.close()
+        for pool in self.parts.pools:
+            pool.away.clear()
         self._close_weights()
         if self.store is not None:
             if self.parts.transfer is not None:

@@ -1,6 +1,6 @@
 """Which families of Transformers the engine runs: what the tests prove, and what cannot be run, with the reason.
 
-Owns the two lists, and nothing that depends on them: what a model keeps and reads is found out by looking at it
+Owns the lists, and nothing that depends on them: what a model keeps and reads is found out by looking at it
 (``layers``, ``probing``). Tests hold the lists to the table of tiny models that they are parametrised by, and see that
 a refused family would be refused for what is found in it, whatever its name.
 """
@@ -9,8 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PROVED = frozenset(
+ALONE = frozenset(
     """
+    deepseek_v32 glm_moe_dsa deepseek_v4 inkling_text
+    bloom mpt falcon gptj codegen gpt_neo xglm diffllama jetmoe
+    """.split()
+)
+"""By ``model_type`` of the config: proved with Transformers' own attention, one sequence at a time (``fallback``).
+Their code computes attention by itself, does to scores and masks what the paged one does not know, or changes what is
+cached.
+"""
+
+PROVED = (
+    frozenset(
+        """
     llama qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text
     mistral mixtral ministral ministral3 gemma gemma2 gemma3_text gemma3n_text gemma4_text vaultgemma
     llama4_text deepseek_v2 deepseek_v3 kimi_linear minicpm3 glm4_moe_lite longcat_flash youtu axk1
@@ -22,33 +34,19 @@ PROVED = frozenset(
     apertus arcee helium smollm3 stablelm cwm dots1 afmoe laguna mellum modernbert-decoder
     bitnet nanochat jais2 solar_open hyperclovax
     """.split()
+    )
+    | ALONE
 )
-"""By ``model_type`` of the config."""
+"""By ``model_type`` of the config, those included."""
 
-_OWN_ATTENTION = "Transformers' code for it computes attention by itself, with no place to put a paged one."
-_CHANGED = "it changes keys or values after they are cached, so what is cached is not what attention reads."
-_INDEXED = "an indexer chooses the keys of each query, and its own cache is not paged yet."
-_ALONE = "its layers are all recurrent, and it keeps their states in a cache of its own class."
+_RECURRENT = "its layers are all recurrent, and it keeps their states in a cache of its own class."
 
 REFUSED: Mapping[str, str] = {
-    "bloom": _OWN_ATTENTION,
-    "mpt": _OWN_ATTENTION,
-    "falcon": _OWN_ATTENTION,
-    "gptj": _OWN_ATTENTION,
-    "codegen": _OWN_ATTENTION,
-    "gpt_neo": _OWN_ATTENTION,
-    "xglm": _OWN_ATTENTION,
-    "diffllama": _CHANGED,
-    "jetmoe": _CHANGED,
-    "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": _INDEXED,
-    "deepseek_v4": "it keeps compressed keys beside a window, which are not paged yet.",
-    "inkling_text": "it adds a bias for each distance to its scores, which the paged attention does not know yet.",
-    "doge": "it makes a mask of its own from the values, which the paged attention does not know yet.",
+    "doge": "its mask is made from the values of new tokens alone, so it does not go on as it would compute in one go.",
     "minimax": "it keeps its recurrent states in a cache of its own class.",
     "recurrent_gemma": "it keeps recurrent states in its modules, so prompts cannot take turns.",
-    "mamba": _ALONE,
-    "mamba2": _ALONE,
-    "falcon_mamba": _ALONE,
+    "mamba": _RECURRENT,
+    "mamba2": _RECURRENT,
+    "falcon_mamba": _RECURRENT,
 }
 """By ``model_type``, why."""

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import Group, Kind
-from stowage.engine.families import PROVED, REFUSED
+from stowage.engine.families import ALONE, PROVED, REFUSED
 from stowage.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -39,12 +39,14 @@ _CONTEXT_UNKNOWN_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """One cached tensor of a layer. ``shape`` is per token for attention layers (``[heads, head_dim]``), per sequence
-    for recurrent ones.
+    """One cached tensor of a layer. ``shape`` is per row for attention layers (``[heads, head_dim]``), per sequence for
+    recurrent ones; there is one for ``every`` so many tokens. ``name``: in Transformers' cache (``fallback``).
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    name: str = ""
+    every: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +86,8 @@ class ModelLayout:
 
     ``ragged``: sequences may share one flattened forward: no layer takes the tokens of a forward for one sequence.
     ``layers``: entries of the model's cache. ``continues``: recurrent layers go on from a state with several tokens at
-    once; else with single ones only. ``own_rows``: the model gives logits of the asked tokens only.
+    once; else with single ones only. ``own_rows``: the model gives logits of the asked tokens only. ``alone``: one
+    sequence at a time, with Transformers' own attention (``fallback``).
     """
 
     blocks: tuple[BlockLayout, ...]
@@ -94,6 +97,7 @@ class ModelLayout:
     layers: int = 0
     continues: bool = True
     own_rows: bool = True
+    alone: bool = False
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -146,7 +150,7 @@ def context_tokens(config: Any) -> int:
     exceeds the length that the model was first trained with. Up to there they are constant, and an answer depends on
     its own tokens alone; so that is the limit.
     """
-    stated = getattr(config, "max_position_embeddings", None)
+    stated = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # (MPT)
     limits = [int(stated) if stated else _CONTEXT_UNKNOWN_TOKENS]
     for rope in _rope_settings(config):
         if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
@@ -168,6 +172,10 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
 
     config = model.config
     refuse_unsupported(config)
+    if config.model_type in ALONE:
+        from stowage.engine.fallback import looking
+
+        return looking.probe(model, block_tokens, chunk_blocks)
     seen = look(model)
     layers = _classify(config, seen)
     if not layers:
@@ -286,7 +294,8 @@ def lay_out(index: int, members: list[Layer], block_tokens: int, per_chunk: int)
         starts = []
         for tensor in layer.tensors:
             starts.append(end)
-            end += -(-tensor.nbytes * tokens // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
+            rows = tokens // tensor.every
+            end += -(-tensor.nbytes * rows // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
         offsets[layer.index] = tuple(starts)
     group = Group(
         index=index,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stowage.engine.completion import is_over, last_piece, piece
+from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.pace import Pace
 from stowage.engine.request import Delta, Request
 from stowage.engine.residency import Residency
@@ -36,7 +37,7 @@ class Loop:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | FallbackRunner,
         scheduler: Scheduler,
         residency: Residency,
         store: TieredStore | None,
@@ -157,8 +158,9 @@ class Loop:
 
     def _step(self) -> None:
         work = self._scheduler.schedule()
+        self._end_failed()
         if not work:
-            if self._store is not None and self._scheduler.loading:
+            if self._store is not None and (self._scheduler.loading or not self._store.idle):
                 self._store.wait(_LOADING_WAIT_S)
             return
         began_s = self._clock()
@@ -176,6 +178,13 @@ class Loop:
             self._pace.computed(tokens, elapsed_s)
         for item, logits in zip(work, outputs, strict=True):
             self._advance(item, logits)
+
+    def _end_failed(self) -> None:
+        """End the requests that cannot go on."""
+        failed, self._scheduler.failed = self._scheduler.failed, []
+        for sequence, error in failed:
+            self._scheduler.finish(sequence)
+            self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
 
     def _fail(self, work: list[Work], error: StowageError) -> None:
         logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import NULL_BLOCK, Kind
-from stowage.engine.layers import BlockLayout
+from stowage.engine.layers import TENSOR_ALIGNMENT_BYTES, BlockLayout
 from stowage.errors import BudgetError
 
 PLANNED_CONTEXT_TOKENS = 8192
@@ -46,6 +46,7 @@ class BlockPool:
         self.views = {layer.index: self._layer_views(layer.index) for layer in layout.layers}
         for layer in layout.layers:
             self.views.update(dict.fromkeys(layer.readers, self.views[layer.index]))
+        self.away: dict[int, tuple[torch.Tensor, ...]] = {}
         self._users = np.zeros(blocks + 1, dtype=np.int32)
         self._free = list(range(blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -57,19 +58,33 @@ class BlockPool:
         """Typed views ``[rows, block_tokens, heads, head_dim]`` (attention) or ``[rows, *state]`` (recurrent) over the
         storage.
         """
+        return self._views_of(self.storage.view(-1), index, self.blocks + 1, self.group.bytes_per_block)
+
+    def _views_of(self, memory: torch.Tensor, index: int, rows: int, row_bytes: int) -> tuple[torch.Tensor, ...]:
+        """A layer's tensors of ``rows`` blocks that begin every ``row_bytes`` bytes of ``memory``."""
         layer = next(layer for layer in self.layout.layers if layer.index == index)
         views = []
         for tensor, offset in zip(layer.tensors, self.layout.offsets[index], strict=True):
-            per_token = () if self.group.kind is Kind.RECURRENT else (self.group.block_tokens,)
+            per_token = () if self.group.kind is Kind.RECURRENT else (self.group.block_tokens // tensor.every,)
             shape = (*per_token, *tensor.shape)
+            if tensor.name and per_token:  # the fallback reads whole blocks, head by head
+                shape = (tensor.shape[0], *per_token, *tensor.shape[1:])
             strides = [1]
             for extent in reversed(shape[1:]):
                 strides.insert(0, strides[0] * extent)
             itemsize = tensor.dtype.itemsize
-            typed = self.storage.view(tensor.dtype)
-            row = self.group.bytes_per_block // itemsize
-            views.append(typed.as_strided((self.blocks + 1, *shape), (row, *strides), offset // itemsize))
+            typed = memory.view(tensor.dtype)
+            views.append(typed.as_strided((rows, *shape), (row_bytes // itemsize, *strides), offset // itemsize))
         return tuple(views)
+
+    def look_away(self, arena: torch.Tensor) -> None:
+        """Let blocks that lie in ``arena``, all bytes of host memory, be read where they are: afterwards ``away`` has
+        for each layer what ``views`` has, of the blocks that begin at every multiple of ``TENSOR_ALIGNMENT_BYTES``.
+        """
+        rows = (arena.numel() - self.group.bytes_per_block) // TENSOR_ALIGNMENT_BYTES + 1
+        for layer in self.layout.layers:
+            self.away[layer.index] = self._views_of(arena, layer.index, rows, TENSOR_ALIGNMENT_BYTES)
+            self.away.update(dict.fromkeys(layer.readers, self.away[layer.index]))
 
     @property
     def nbytes(self) -> int:
@@ -200,18 +215,6 @@ def blocks_needed(layout: BlockLayout, tokens: int, step_tokens_max: int) -> int
     if group.kind is Kind.FULL:
         return every
     return min(every, -(-(group.window + step_tokens_max) // group.block_tokens) + 1)
-
-
-def tokens_fitting(pools: Sequence[BlockPool], step_tokens_max: int, most: int) -> int:
-    """Tokens, up to ``most``, of the longest sequence that has room in ``pools`` when it is alone there."""
-    least = 0
-    while least < most:
-        tokens = (least + most + 1) // 2
-        if all(blocks_needed(p.layout, tokens, step_tokens_max) <= p.blocks for p in pools):
-            least = tokens
-        else:
-            most = tokens - 1
-    return least
 
 
 def bytes_needed(layouts: Sequence[BlockLayout], tokens: int, step_tokens_max: int) -> int:

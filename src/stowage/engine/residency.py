@@ -19,9 +19,10 @@ import numpy as np
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.core.groups import GroupStrategy
 from stowage.core.plan import CopyPlan, store_plan
+from stowage.engine.holding import let_go
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool
-from stowage.engine.sequence import Sequence, snapshot_places
+from stowage.engine.sequence import Phase, Sequence, snapshot_places
 from stowage.errors import TransferError
 from stowage.store import TieredStore
 from stowage.transfer.protocol import Transfer
@@ -29,13 +30,15 @@ from stowage.transfer.protocol import Transfer
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the engine began. ``recompute_saved_s``: what computing the reused tokens would have taken,
+    """What happened since the engine began. ``blocks_moved_out``: blocks of running sequences that were read from host
+    memory from then on. ``recompute_saved_s``: what computing the reused tokens would have taken,
     as predicted when they were reused; ``tiers_waited_s``: what sequences waited for tiers, in vain too.
     """
 
     copies_failed: int = 0
     preemptions: int = 0
     preemptions_recomputed: int = 0
+    blocks_moved_out: int = 0
     loads_refused: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
@@ -64,14 +67,19 @@ class Residency:
         self.snapshot_tokens = snapshot_tokens
         self.counters = Counters()
 
-    def extend(self, sequence: Sequence, end: int) -> bool:
-        """Give ``sequence`` blocks for its tokens up to ``end``; all of them or none."""
+    def lacking(self, sequence: Sequence, end: int) -> list[int]:
+        """Blocks of each group that ``sequence`` has to be given for its tokens up to ``end``."""
         lacking = []
         for pool in self.pools:
             if pool.group.kind is Kind.RECURRENT:
                 lacking.append(0)
                 continue
             lacking.append(max(0, -(-end // pool.group.block_tokens) - len(sequence.tables[pool.group.index])))
+        return lacking
+
+    def extend(self, sequence: Sequence, end: int) -> bool:
+        """Give ``sequence`` blocks for its tokens up to ``end``; all of them or none."""
+        lacking = self.lacking(sequence, end)
         if any(count > pool.available for pool, count in zip(self.pools, lacking, strict=True)):
             return False
         for pool, count in zip(self.pools, lacking, strict=True):
@@ -177,21 +185,47 @@ class Residency:
         pool.name(key, spare)
         pool.release(spare)
 
-    def drop(self, sequence: Sequence) -> None:
-        """Take all device blocks from ``sequence``; what is named stays findable."""
+    def vacate(self, sequence: Sequence) -> None:
+        """Take all device blocks from ``sequence``; what is named stays findable. It keeps what it holds in host
+        memory.
+        """
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table.clear())
 
+    def drop(self, sequence: Sequence) -> None:
+        """Take everything from ``sequence``: device blocks, and what it holds in host memory."""
+        self.vacate(sequence)
+        let_go(self.store, sequence.held)
+        sequence.held = []
+
     def check(self, sequences: Items[Sequence]) -> None:
-        """Assert that exactly the blocks in the tables of ``sequences`` are in use, besides the pools' own
-        invariants.
+        """Assert that exactly the blocks in the tables of ``sequences`` are in use, and that what is away is held,
+        besides the pools' own invariants.
         """
+        for sequence in sequences:
+            self._check_away(sequence)
         for pool in self.pools:
             pool.check()
             held = [int(b) for s in sequences for b in s.table(pool.group.index) if b != NULL_BLOCK]
             assert len(set(held)) == pool.blocks - pool.available, (
                 f"group {pool.group.index}: blocks in use that no sequence has"
             )
+
+    def _check_away(self, sequence: Sequence) -> None:
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            group = pool.group
+            held = [one for one in sequence.held if one.group == group.index]
+            assert group.kind is Kind.FULL or not held, "only blocks of full groups may be away"
+            assert ((table.blocks == NULL_BLOCK) | (table.away == NULL_BLOCK)).all(), "a block is in two places"
+            assert table.is_away == bool((table.away != NULL_BLOCK).any())
+            if sequence.phase is not Phase.RUNNING or group.kind is not Kind.FULL:
+                continue
+            computed = -(-sequence.computed // group.block_tokens)
+            assert (table.places[:computed] != NULL_BLOCK).all(), "a block that is read is nowhere"
+            places = dict(pair for one in held for pair in zip(one.blocks.tolist(), one.places.tolist(), strict=True))
+            assert sum(len(one.blocks) for one in held) == len(places), "a block is held twice"
+            away = np.flatnonzero(table.away != NULL_BLOCK).tolist()
+            assert places == dict(zip(away, table.away[away].tolist(), strict=True)), "what is away is not held"
 
 
 def state_plan(pool: BlockPool, block: int, slots: np.ndarray) -> CopyPlan:

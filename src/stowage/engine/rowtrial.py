@@ -14,6 +14,7 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.exactness import Pieces
+from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool
 from stowage.engine.runner import Runner
@@ -26,7 +27,9 @@ _TOKENS, _SINGLES = 30, 3
 """Of a trial prompt beyond its grid, and of those how many are computed one by one."""
 
 
-def try_rows(runner: Runner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, step_tokens: int) -> None:
+def try_rows(
+    runner: Runner | FallbackRunner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, step_tokens: int
+) -> None:
     """Raise ``UnsupportedModelError`` if the ways differ, ``BudgetError`` where there is no room to find out. ``pools``
     must be empty, and are again afterwards.
     """
@@ -67,7 +70,9 @@ def _compare(way: str, expected: Tensor, found: Tensor) -> None:
 class _Trial:
     """Two prompts of ``count`` tokens, and room for them."""
 
-    def __init__(self, runner: Runner, pools: Items[BlockPool], layout: ModelLayout, count: int) -> None:
+    def __init__(
+        self, runner: Runner | FallbackRunner, pools: Items[BlockPool], layout: ModelLayout, count: int
+    ) -> None:
         self._runner, self._pools, self._layout, self._count = runner, pools, layout, count
         generator = torch.Generator().manual_seed(20)
         self._prompts = torch.randint(layout.vocab, (2, count), generator=generator).tolist()

@@ -103,9 +103,17 @@ class Runner:
             self._cache.unbind_states()
         return logits
 
-    def _reads_natively(self, pool: BlockPool, work: Work) -> bool:
-        """Whether the kernels compute this attention: where torch is quicker (it expands latents) they need not."""
-        return self._kernels and (self._exact or not (pool.layout.layers[0].latent or is_long(work)))
+    def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> int:
+        """Of how many of ``work``, from the first on, the kernels compute the attention. Where torch is quicker (it
+        expands latents) they need not; but keys that are away from the device they read where they lie.
+        """
+        if not self._kernels:
+            return 0
+        if self._exact or any(w.sequence.tables[pool.group.index].is_away for w in work):
+            return len(work)
+        if pool.layout.layers[0].latent:
+            return 0
+        return next((i for i, w in enumerate(work) if is_long(w)), len(work))
 
     def _call(self, step: Step, shape: tuple[int, int], batched: bool) -> Tensor:
         rows = 1 if batched else step.logit_rows

@@ -1,9 +1,9 @@
 """What is computed next: continuous batching under a token budget, with prefill in pieces and preemption.
 
 Owns the queues. Every step takes one token of each decoding sequence first, then pieces of prefills, then admits
-waiting sequences while the budget lasts. When a block is lacking the youngest sequence is preempted, so the oldest
-always gets on and every request ends. It never waits for a tier: a sequence whose prefix is on its way is simply not
-ready yet.
+waiting sequences while the budget lasts. When a block is lacking, sequences that are larger than the device give some
+of theirs away (``overflow``); else the youngest sequence is preempted, so the oldest always gets on and every request
+ends. It never waits for a tier: a sequence whose prefix is on its way is simply not ready yet.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections import deque
 from stowage.core.geometry import Kind
 from stowage.engine.arrival import Arrivals
 from stowage.engine.exactness import Pieces
+from stowage.engine.overflow import Overflow
 from stowage.engine.residency import Residency
 from stowage.engine.sequence import Phase, Sequence, recurrent_cuts
 from stowage.engine.spill import Spill
 from stowage.engine.step import Work
+from stowage.errors import StowageError, TransferError
 
+STUCK_MAX = 8
+"""Steps in a row in which nobody could go on, though nobody else was in the way."""
 LOGITS_BYTES_MAX = 64 << 20
 """Of float32 logits of one step, for prompts whose log-probabilities are wanted."""
 
@@ -30,6 +34,7 @@ class Scheduler:
         residency: Residency,
         arrivals: Arrivals,
         spill: Spill,
+        overflow: Overflow,
         step_tokens_max: int,
         sequences_max: int,
         pieces: Pieces = Pieces(),  # noqa: B008 - it never changes
@@ -37,6 +42,7 @@ class Scheduler:
         self._residency = residency
         self._arrivals = arrivals
         self._spill = spill
+        self._overflow = overflow
         self._step_tokens_max = step_tokens_max
         self._sequences_max = sequences_max
         self.waiting: deque[Sequence] = deque()
@@ -45,6 +51,9 @@ class Scheduler:
         self._logit_rows_max = max(pieces.grid, LOGITS_BYTES_MAX // (4 * residency.layout.vocab))
         self._logit_rows = 0
         """What is left of it in the step that is being put together."""
+        self.failed: list[tuple[Sequence, StowageError]] = []
+        """Sequences that cannot go on, for whoever tells their requests; ``finish`` takes them out of the queues."""
+        self._stuck = 0
 
     @property
     def busy(self) -> bool:
@@ -74,8 +83,23 @@ class Scheduler:
             if admitted.phase is Phase.RUNNING:
                 budget -= self._take(admitted, budget, work)
         work = [w for w in work if w.sequence.phase is Phase.RUNNING]
+        self._notice_stuck(work)
         self._arrivals.forwards += bool(work)
         return work
+
+    def _notice_stuck(self, work: list[Work]) -> None:
+        """The oldest sequence always gets on, unless its blocks cannot be copied to host memory, again and again."""
+        store = self._residency.store
+        if work or not self.running or len(self._arrivals) or store is None or not store.idle:
+            self._stuck = 0
+            return
+        self._stuck += 1
+        if self._stuck > STUCK_MAX:
+            error = TransferError(
+                "this sequence is larger than the device KV budget, and its blocks could not be copied to host memory."
+            )
+            self.failed.append((self.running[0], error))
+            self._stuck = 0
 
     def finish(self, sequence: Sequence) -> None:
         """Take ``sequence`` out of every queue and give its memory back, whatever it is doing."""
@@ -105,9 +129,10 @@ class Scheduler:
         sequence = self.waiting[0]
         alone = not self.running and not len(self._arrivals)
         if sequence.phase is Phase.PREEMPTED:
-            admitted = self._spill.back(sequence, headroom_blocks=0 if alone else 1 + len(self.running))
+            headroom = 0 if alone else 1 + len(self.running)
+            admitted = self._spill.back(sequence, headroom, self.running)
         else:
-            admitted = self._arrivals.begin(sequence, alone)
+            admitted = self._arrivals.begin(sequence, self.running)
         if not admitted:
             return None
         if sequence.phase is not Phase.WAITING:  # WAITING again: something failed to load, it is tried anew without it
@@ -121,10 +146,15 @@ class Scheduler:
         count = min(budget, len(sequence.tokens) - sequence.computed, self._cut(sequence) - sequence.computed)
         if sequence.scoring:
             count = min(count, self._logit_rows)
+        if self._overflow.is_long(sequence):  # smaller pieces before others have to leave
+            count = min(count, max(self._overflow.room(sequence), self._pieces.grid))
         count = self._pieces.cut(sequence, count)
         if not count:
             return 0
         while not self._residency.extend(sequence, sequence.computed + count):
+            lacking = self._residency.lacking(sequence, sequence.computed + count)
+            if self._overflow.make_room(lacking, [sequence, *self.running]):
+                continue
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
@@ -133,7 +163,7 @@ class Scheduler:
             elif len(self.running) > 1:
                 self._preempt(sequence)
                 return 0
-            else:
+            elif not self._spill.give_up():  # what others hold in host memory is in the way of the only one that runs
                 return 0
         work.append(Work(sequence, sequence.computed, count, sequence.scoring))
         self._logit_rows -= count if sequence.scoring else 0
@@ -159,6 +189,7 @@ class Scheduler:
         assert all(s.phase in (Phase.WAITING, Phase.PREEMPTED) for s in self.waiting)
         everyone = [*self.running, *self.waiting, *self._arrivals.sequences]
         assert len({s.id for s in everyone}) == len(everyone), "a sequence is in two queues"
+        self._overflow.check(everyone)
         assert len(self._spill) == sum(1 for s in self.waiting if s.phase is Phase.PREEMPTED)
         if not len(self._arrivals):
             self._residency.check(everyone)

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stowage.core.geometry import Group, Kind
+from stowage.core.geometry import NULL_BLOCK, Group, Kind
 from stowage.core.groups import GroupStrategy
 from stowage.engine.layers import visible
 from stowage.engine.native import Runs
 from stowage.engine.pool import PADDING_BLOCK, BlockPool
-from stowage.engine.sequence import Sequence
+from stowage.engine.sequence import AWAY, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,21 @@ class PrefillStep:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamStep:
+    """A run of one sequence, or a single token, some of whose keys are away from the device: flattened tokens ``[begin,
+    end)``, the first at position ``start``; ``places`` as in ``BlockTable.places``, from the sequence's first block on.
+    """
+
+    begin: int
+    end: int
+    start: int
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStep:
     """One attention group's part of a step: where new tokens go (``rows``, ``places``: ``[tokens]``), and what the
-    queries read: those of ``runs`` by the kernels, the others as ``decode`` and ``prefills``.
+    queries read: those of ``runs`` by the kernels, the others as ``decode`` and ``prefills``, or as ``streams``.
     """
 
     pool: BlockPool
@@ -77,6 +89,7 @@ class GroupStep:
     places: torch.Tensor
     decode: DecodeStep | None = None
     prefills: tuple[PrefillStep, ...] = ()
+    streams: tuple[StreamStep, ...] = ()
     runs: Runs | None = None
 
 
@@ -124,10 +137,10 @@ def build(
     strategies: Items[GroupStrategy],
     dtype: torch.dtype,
     *,
-    native: Callable[[BlockPool, Work], bool] = lambda pool, work: False,
+    native: Callable[[BlockPool, Items[Work]], int] = lambda pool, work: 0,
 ) -> Step:
-    """The step that computes ``work`` (see ``order``), for the attention groups among ``pools``; ``native``: whether
-    the kernels compute this attention.
+    """The step that computes ``work`` (see ``order``), for the attention groups among ``pools``; ``native``: of how
+    many of these, from the first on, the kernels compute the attention.
     """
     decodes = sum(1 for w in work if w.count == 1)
     ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
@@ -154,27 +167,38 @@ def _group_step(
     pool: BlockPool,
     strategy: GroupStrategy,
     dtype: torch.dtype,
-    native: Callable[[BlockPool, Work], bool],
+    native: Callable[[BlockPool, Items[Work]], int],
 ) -> GroupStep:
     group = pool.group
-    tables = [w.sequence.table(group.index) for w in work]
+    tables = [w.sequence.tables[group.index] for w in work]
+    places = [table.places for table in tables]
     blocks_of = positions // group.block_tokens
     begins = np.concatenate([[0], np.cumsum([w.count for w in work])])
-    rows = np.concatenate([table[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
+    rows = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
     assert (rows > PADDING_BLOCK).all(), "a token has no block to go to"
     step = GroupStep(pool, torch.from_numpy(rows), torch.from_numpy(positions % group.block_tokens))
-    ours = next((i for i, w in enumerate(work) if not native(pool, w)), len(work))
+    ours = native(pool, work)
     assert not ours or ours >= decodes, "single tokens are computed in one way"
+    if ours < len(work) and any(table.is_away for table in tables):
+        assert not ours, "the kernels compute all or nothing where keys are away"
+        return replace(
+            step, streams=tuple(_stream_step(w, b, p) for w, b, p in zip(work, begins.tolist(), places, strict=False))
+        )
     return replace(
         step,
-        runs=_runs(work[:ours], begins, tables[:ours], group, strategy) if ours else None,
-        decode=_decode_step(work[:decodes], tables, group, strategy, dtype) if decodes and not ours else None,
+        runs=_runs(work[:ours], begins, places[:ours], group, strategy) if ours else None,
+        decode=_decode_step(work[:decodes], places, group, strategy, dtype) if decodes and not ours else None,
         prefills=tuple(
-            _prefill_step(w, int(begins[i]), tables[i], group, strategy, dtype)
+            _prefill_step(w, int(begins[i]), places[i], group, strategy, dtype)
             for i, w in enumerate(work)
             if i >= max(decodes, ours)
         ),
     )
+
+
+def _stream_step(work: Work, begin: int, places: NDArray[np.int64]) -> StreamStep:
+    assert (places != NULL_BLOCK).all(), "a query needs a block that is nowhere"
+    return StreamStep(begin, begin + work.count, work.start, torch.from_numpy(places.copy()))
 
 
 def _runs(
@@ -190,7 +214,7 @@ def _runs(
         table[first : (w.start + w.count - 1) // size + 1] for w, table, first in zip(work, tables, firsts, strict=True)
     ]
     whole = np.concatenate(seen)
-    assert (whole > PADDING_BLOCK).all(), "a query needs a block that is gone"
+    assert ((whole > PADDING_BLOCK) | (whole <= AWAY)).all(), "a query needs a block that is gone"
     places = np.concatenate([[0], np.cumsum([len(table) for table in seen])])
     runs = [
         (begins[i], w.count, w.start, places[i], first * size)

@@ -62,11 +62,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All cases; ``seed`` repeats them."""
+    """All cases; ``seed`` repeats them. ``executor``: as in ``Engine``."""
 
     cases: tuple[Case, ...]
     seed: int
     dtype: str
+    executor: str = "paged"
 
     @property
     def parity(self) -> bool:
@@ -89,6 +90,7 @@ class Report:
             "features": self.features(),
             "seed": self.seed,
             "dtype": self.dtype,
+            "executor": self.executor,
             "cases": [asdict(case) for case in self.cases],
         }
 
@@ -136,6 +138,7 @@ def verify(
             places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
             scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
             computed_in = str(engine.model.dtype).removeprefix("torch.")
+            executor = engine.executor
             comparison = _Comparison(computed_in, progress, deterministic)
             comparison.cold(engine, scenarios)
         with trials.opened(model, tiered, dtype, deterministic) as engine:
@@ -147,7 +150,7 @@ def verify(
             with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic) as engine:
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
-    return Report(tuple(comparison.cases), seed, computed_in)
+    return Report(tuple(comparison.cases), seed, computed_in, executor)
 
 
 class _Comparison:

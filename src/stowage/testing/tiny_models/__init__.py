@@ -10,10 +10,11 @@ Never reaches for a network; the same arguments give the same bytes.
 
 from stowage.testing.tiny_models.checkpoint import build, config, write
 from stowage.testing.tiny_models.family import VOCAB_LEAST, Family, TinySize
-from stowage.testing.tiny_models.table import FAMILIES, HYBRIDS, KINDS, REFUSED, TABLE
+from stowage.testing.tiny_models.table import ALONE, FAMILIES, HYBRIDS, KINDS, REFUSED, TABLE
 from stowage.testing.tiny_models.vocabulary import CHAT_TEMPLATE, SPECIAL_TOKENS, tokenizer
 
 __all__ = [
+    "ALONE",
     "CHAT_TEMPLATE",
     "FAMILIES",
     "HYBRIDS",

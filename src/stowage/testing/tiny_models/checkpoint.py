@@ -45,7 +45,7 @@ def _spread(model: Any) -> None:
     import torch
 
     for name, parameter in model.named_parameters():
-        if name.endswith(("A_log", "dt_bias", ".D", ".sinks", ".temp")):
+        if name.endswith(("A_log", "dt_bias", ".D", ".sinks", ".temp", "position_bias")):
             parameter.data.copy_(torch.rand_like(parameter) + 0.2)
 
 

@@ -1,0 +1,113 @@
+"""Before the fallback answers: does this model, with its cache in pools, give what it gives with Transformers' own?
+
+Owns the trial. A prompt is computed in pieces, another prompt's forwards in between: every logit must be the same to
+the bit as with Transformers' ``DynamicCache`` and nobody in between. And what Transformers computes in pieces must be
+what it computes in one go: some models forget, and say nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from stowage.core.geometry import Kind
+from stowage.engine.detokenizer import Detokenizer
+from stowage.engine.fallback.runner import FallbackRunner, forward
+from stowage.engine.layers import ModelLayout
+from stowage.engine.pool import BlockPool, blocks_needed
+from stowage.engine.sampler import Sampler, SamplingParams
+from stowage.engine.sequence import BlockTable, Sequence, SequenceKeys
+from stowage.engine.step import Work
+from stowage.errors import UnsupportedModelError
+
+_TOKENS = 24
+_NEAR = {torch.float32: 1e-3}
+_NEAR_OTHERWISE = 0.25
+"""The largest distance between the logits of a prompt in pieces and in one go, as a part of their own size. (With fewer
+bits an expert that is chosen by a hair may be another one.)"""
+
+
+@torch.inference_mode()
+def prove(model: Any, layout: ModelLayout) -> None:
+    """Raise ``UnsupportedModelError`` if not. Blocks for two short prompts are taken, and given back."""
+    trial = _Trial(model, layout)
+    own = trial.own()
+    for place, (expected, found) in enumerate(zip(own, trial.pooled(), strict=True)):
+        if not torch.equal(expected, found):
+            raise UnsupportedModelError(
+                f"the model gives other answers when its cache is kept by the engine (piece {place} of a trial, by up "
+                f"to {float((expected - found).abs().max()):.1e}): it keeps something elsewhere, or changes its cache."
+            )
+    whole = trial.whole()
+    far = float((whole - own[-1][-1:]).norm() / whole.norm())
+    if far > _NEAR.get(model.dtype, _NEAR_OTHERWISE):
+        raise UnsupportedModelError(
+            "Transformers computes something else when this model goes on from a cache than when it computes a prompt "
+            f"in one go (the logits differ by {far:.1%}), so a reused prefix would change answers."
+        )
+
+
+class _Trial:
+    """A prompt of some windows of every compressor, and another one."""
+
+    def __init__(self, model: Any, layout: ModelLayout) -> None:
+        self._model, self._layout = model, layout
+        every = max(tensor.every for block in layout.blocks for layer in block.layers for tensor in layer.tensors)
+        count = min(max(_TOKENS, 2 * every + every // 2 + 3), layout.context_tokens)
+        vocab = int(model.config.vocab_size)
+        self._prompts = [[(step * place + 13) % vocab for place in range(count)] for step in (7919, 6007)]
+        first = count // 2
+        self._sizes = [first, count - first - 2, 1, 1]
+
+    def own(self) -> list[Tensor]:
+        """Logits of every piece with Transformers' own cache."""
+        cache, found, begin = DynamicCache(config=self._model.config), [], 0
+        for size in self._sizes:
+            tokens = self._prompts[0][begin : begin + size]
+            found.append(forward(self._model, tokens, begin, cache, every_logit=True))
+            begin += size
+        return found
+
+    def whole(self) -> Tensor:
+        cache = DynamicCache(config=self._model.config)
+        return forward(self._model, self._prompts[0], 0, cache)
+
+    def pooled(self) -> list[Tensor]:
+        """The same with the cache in pools, and the other prompt computed in between."""
+        count = len(self._prompts[0])
+        needed = [2 * blocks_needed(block, count, count) for block in self._layout.blocks]
+        pools = [BlockPool(b, n, self._model.device) for b, n in zip(self._layout.blocks, needed, strict=True)]
+        runner = FallbackRunner(self._model, self._layout, pools, scores_bytes_max=1 << 62)
+        sequences = [self._begin(prompt) for prompt in self._prompts]
+        found = []
+        for size in self._sizes:
+            for sequence in sequences:
+                self._extend(sequence, sequence.computed + size, pools)
+            mine, _ = runner.run([Work(s, s.computed, size, True) for s in sequences])
+            found.append(mine)
+            for sequence in sequences:
+                sequence.computed += size
+        return found
+
+    def _extend(self, sequence: Sequence, end: int, pools: list[BlockPool]) -> None:
+        """Give ``sequence`` blocks for its tokens up to ``end``."""
+        for pool, table in zip(pools, sequence.tables, strict=True):
+            blocks = 1 if pool.group.kind is Kind.RECURRENT else -(-end // pool.group.block_tokens)
+            table.append(pool.allocate(max(0, blocks - len(table))) or [])
+
+    def _begin(self, tokens: list[int]) -> Sequence:
+        params = SamplingParams()
+        return Sequence(
+            id=0,
+            tokens=tokens,
+            params=params,
+            keys=SequenceKeys(bytes(32), self._layout.groups),
+            tables=[BlockTable() for _ in self._layout.blocks],
+            sampler=Sampler(params),
+            text=Detokenizer(None, tokens, ()),
+            prompt_tokens=len(tokens),
+            new_tokens_max=1,
+        )

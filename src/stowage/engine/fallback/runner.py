@@ -1,0 +1,97 @@
+"""Runs forwards of fallback models: one sequence after the other, with Transformers' own attention.
+
+Owns how a sequence's tokens are cut into forwards. Scores are made whole by some models' attention, so a forward has no
+more tokens than ``SCORES_BYTES_MAX`` allows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stowage.engine import native
+from stowage.engine.fallback.pooled import At, Pooled
+from stowage.engine.layers import ModelLayout
+from stowage.engine.pool import BlockPool
+from stowage.engine.probing import takes_rows
+from stowage.engine.rows import OwnRows
+from stowage.engine.step import Work
+
+SCORES_BYTES_MAX = 256 << 20
+"""Of one layer's float32 scores."""
+
+
+class FallbackRunner:
+    """Computes work on a Transformers model whose cache lies in ``pools``. ``grid``: forwards end at its multiples, so
+    that a prompt's tokens are always computed in the same pieces; 1: anywhere. ``mode``: is on while the model runs.
+    ``scores_bytes_max``: instead of ``SCORES_BYTES_MAX``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layout: ModelLayout,
+        pools: Sequence[BlockPool],
+        *,
+        grid: int = 1,
+        mode: AbstractContextManager[Any] | None = None,
+        scores_bytes_max: int | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = Pooled(model.config, layout, pools)
+        self._grid = grid
+        config = model.config
+        heads = max(int(getattr(config, name, None) or 1) for name in ("num_attention_heads", "index_n_heads"))
+        self._scores_max = (scores_bytes_max or SCORES_BYTES_MAX) // (4 * heads)
+        self._mode = mode or nullcontext()
+
+    def close(self) -> None:
+        """Nothing was put into the model."""
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[Work]) -> list[Tensor]:
+        """See ``Runner.run``."""
+        return [self._run(item) for item in work]
+
+    def _run(self, work: Work) -> Tensor:
+        places = [table.places for table in work.sequence.tables]
+        found = []
+        for begin, end in self._pieces(work.start, work.start + work.count):
+            self._cache.begin(At(begin, end - begin, places))
+            with self._mode:
+                logits = forward(
+                    self._model, work.sequence.tokens[begin:end], begin, self._cache, every_logit=work.every_logit
+                )
+            self._cache.end()
+            found.append(logits)
+        return torch.cat(found) if work.every_logit else found[-1]
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        while begin < end:
+            stop = min(end, (begin // self._grid + 1) * self._grid) if self._grid > 1 else end
+            stop = min(stop, begin + max(1, self._scores_max // stop))
+            yield begin, stop
+            begin = stop
+
+
+def kernels(model: Any, *, exact: bool) -> AbstractContextManager[Any] | None:
+    """The mode in which linear layers are computed where our kernels are quicker, or (``exact``) to the same bits."""
+    linear = native.wanted(model.device, model.dtype) and (exact or native.quicker(model.dtype))
+    return OwnRows(linear=linear, exact=exact) if linear else None
+
+
+def forward(model: Any, tokens: Sequence[int], begin: int, cache: Any, *, every_logit: bool = False) -> Tensor:
+    """Compute ``tokens``, of which the first stands at ``begin``, on top of ``cache``. The logits of the last, ``[1,
+    vocab]``, or of all, ``[tokens, vocab]``; float32.
+    """
+    ids = torch.tensor([tokens], device=model.device)
+    asked: dict[str, Any] = {"logits_to_keep": 0 if every_logit else 1} if takes_rows(model) else {}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        asked["position_ids"] = torch.arange(begin, begin + len(tokens), device=model.device)[None]
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **asked).logits[0]
+    return (logits if every_logit else logits[-1:]).float()
