@@ -160,10 +160,12 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class Refused:
-    """``reason``: part of what vLLM says, at the start or at the first prompt."""
+    """``reasons``: of one of these a part is what vLLM says, at the start or at the first prompt; which one, the
+    processor decides.
+    """
 
     family: Family
-    reason: str
+    reasons: tuple[str, ...]
 
 
 _MAMBA2 = {"n_groups": 2, "conv_kernel": 4, "chunk_size": 32}
@@ -192,9 +194,9 @@ REFUSED: Mapping[str, Refused] = {
                 **_MAMBA2,
             },
         ),
-        _NO_SSD,
+        (_NO_SSD,),
     ),
-    "falcon_h1": Refused(Family("falcon_h1", _FALCON, dtype="bfloat16"), _NO_SSD),
+    "falcon_h1": Refused(Family("falcon_h1", _FALCON, dtype="bfloat16"), (_NO_SSD,)),
     "jamba": Refused(
         Family(
             "jamba",
@@ -214,7 +216,7 @@ REFUSED: Mapping[str, Refused] = {
             },
             dtype="bfloat16",
         ),
-        "no attribute 'selective_scan_fwd'",
+        ("no attribute 'selective_scan_fwd'", "Dimension out of range"),  # the latter with AVX-512
     ),
     "bamba": Refused(
         Family(
@@ -232,7 +234,7 @@ REFUSED: Mapping[str, Refused] = {
             },
             dtype="bfloat16",
         ),
-        "vLLM has no other way to handle it",
+        ("vLLM has no other way to handle it",),
     ),
 }
 
