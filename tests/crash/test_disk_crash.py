@@ -145,13 +145,14 @@ def test_two_processes_under_one_small_limit(tmp_path: Path, nursery: Nursery) -
     samples = []
     with Client(tmp_path / "c", LIMIT, refresh_s=0.05) as client:
         writers = [Writer(nursery, tmp_path / "c", LIMIT, f"w{n}") for n in range(2)]
+        most = 20_000  # more than a writer can write in that time: what it wrote last is there
+        keys = [key((f"w{w}", n)) for w in range(2) for n in range(most)]
         until_s = time.monotonic() + 4
         hits = 0
         while time.monotonic() < until_s:
             samples.append(steady_bytes(tmp_path / "c"))
-            keys = [key((f"w{w}", n)) for w in range(2) for n in range(2000)]
             live = [at for at, hit in enumerate(client.hits(keys)) if hit][:200]
-            outcome = client.load([keys[at] for at in live], [length_of(at % 2000) for at in live])
+            outcome = client.load([keys[at] for at in live], [length_of(at % most) for at in live])
             hits += int(outcome.ok.sum())
         counts = [writer.kill() for writer in writers]
         assert max(samples) <= LIMIT, f"{max(samples)} bytes of {LIMIT} after {len(samples)} samples"
