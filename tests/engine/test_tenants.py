@@ -134,10 +134,12 @@ def compare(stored: Sequence, fresh: Sequence, measure: Callable[[object], float
 
 
 def assert_tells_nothing(attempt: Callable[[int], float]) -> None:
-    """By chance alone a thousand against a thousand pass the bound once in 10,000 runs; a leak passes it every time."""
+    """By chance alone a thousand against a thousand pass the bound once in 10,000 runs; a leak passes it every time.
+    Neighbours on the machine may slow one half of an attempt or two: so there are some.
+    """
     found = [attempt(0)]
-    if found[0] > AUC_MAX:
-        found.append(attempt(1))
+    while found[-1] > AUC_MAX and len(found) < 5:
+        found.append(attempt(len(found)))
     assert min(found) <= AUC_MAX, f"timing tells tenants apart: {found}"
 
 
