@@ -96,6 +96,14 @@ class Server:
                 found[" ".join(filter(None, [name.split("{")[0], part]))] = float(value)
         return found
 
+    def metrics_with(self, name: str) -> dict[str, float]:
+        """The series once ``name`` is above 0: ours are told at most once per interval, so a moment after an answer."""
+        until_s = time.monotonic() + 60
+        while not (found := self.metrics()).get(name):
+            assert time.monotonic() < until_s, found
+            time.sleep(0.1)
+        return found
+
     def log(self) -> str:
         return self._log.read_text()
 
@@ -142,7 +150,7 @@ def test_a_server_that_is_killed_and_started_again(ranks: int, serve: Callable[[
     assert not shared_memory()
     again = serve(ranks)
     assert again.ask(prompt) == (tokens, 896)
-    found = again.metrics()
+    found = again.metrics_with("stowage_tokens_loaded_total")
     assert found["vllm:external_prefix_cache_hits_total"] == found["stowage_tokens_loaded_total"] == 896
     assert found["stowage_chunk_hits_total disk"] == 7 and found["stowage_tier_corrupt_chunks_total disk"] == 0
     assert found["stowage_host_slab_used_bytes 0"] > 0
