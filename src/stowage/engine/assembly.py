@@ -19,12 +19,13 @@ from stowage.core.groups import GroupStrategy, strategy
 from stowage.core.key import Field, namespace
 from stowage.engine import attention
 from stowage.engine.exactness import Pieces, check_steps, exact_grid, exact_name
-from stowage.engine.fallback.runner import FallbackRunner, kernels
+from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.families import ALONE
 from stowage.engine.layers import ModelLayout, probe
 from stowage.engine.loading import Loaded
 from stowage.engine.pool import BlockPool
 from stowage.engine.reach import Reach
+from stowage.engine.rows import mode_of
 from stowage.engine.rowtrial import try_rows
 from stowage.engine.runner import Runner
 from stowage.format import envelope, segment
@@ -118,7 +119,7 @@ def _assemble(
     strategies = [strategy(group) for group in layout.groups]
     runner: Runner | FallbackRunner
     if layout.alone:
-        mode = kernels(loaded.model, exact=deterministic)
+        mode = mode_of(loaded.model, exact=deterministic)
         runner = FallbackRunner(loaded.model, layout, pools, grid=pieces.grid, mode=mode)
     else:
         runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic)

@@ -36,7 +36,7 @@ _KNOWN = frozenset(
     "logits_to_keep layer_idx".split()
 )
 """What models hand to attention that it heeds, or has no use for; besides switches."""
-_REFUSED_BY_MODELS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+RAISED_BY_MODELS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a model raises that wants another cache or another attention than it is given."""
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -177,7 +177,7 @@ def _look(model: Any) -> Probe:
             probe.continues = _continues(model, probe)
         except UnsupportedModelError:
             raise
-        except _REFUSED_BY_MODELS as error:
+        except RAISED_BY_MODELS as error:
             raise UnsupportedModelError(
                 f"the model does not run with Transformers' own dynamic cache and a replaced attention: {error}"
             ) from error

@@ -14,6 +14,7 @@ was seen not to depend on other rows; ``rowtrial`` makes sure of that with the v
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,12 @@ class OwnRows(TorchFunctionMode):
         if special is not None:
             return special(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def mode_of(model: Any, *, exact: bool) -> AbstractContextManager[Any]:
+    """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike."""
+    linear = native.wanted(model.device, model.dtype) and (exact or native.quicker(model.dtype))
+    return OwnRows(linear=linear, exact=exact) if linear else nullcontext()
 
 
 def _functions() -> list[Any]:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.exactness import Pieces
 from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool
 from stowage.engine.runner import Runner
-from stowage.engine.sampler import Sampler, SamplingParams
-from stowage.engine.sequence import BlockTable, Sequence, SequenceKeys
+from stowage.engine.sequence import Sequence, sequence_on_trial, take_blocks
 from stowage.engine.step import Work
 from stowage.errors import BudgetError, UnsupportedModelError
 
@@ -101,25 +99,9 @@ class _Trial:
         return [torch.cat(logits) for logits in found]
 
     def _begin(self, prompt: int) -> Sequence:
-        params = SamplingParams()
-        tokens = self._prompts[prompt]
-        sequence = Sequence(
-            id=prompt,
-            tokens=tokens,
-            params=params,
-            keys=SequenceKeys(bytes(32), self._layout.groups),
-            tables=[BlockTable() for _ in self._pools],
-            sampler=Sampler(params),
-            text=Detokenizer(None, tokens, ()),
-            prompt_tokens=len(tokens),
-            new_tokens_max=1,
-        )
+        sequence = sequence_on_trial(prompt, self._prompts[prompt], self._layout.groups)
         sequence.restart()
-        for pool, table in zip(self._pools, sequence.tables, strict=True):
-            blocks = 1 if pool.group.kind is Kind.RECURRENT else -(-len(tokens) // pool.group.block_tokens)
-            taken = pool.allocate(blocks)
-            assert taken is not None, "the trial counted its room wrong"
-            table.append(taken)
+        take_blocks(sequence, self._pools, self._count)
         return sequence
 
     def _end(self, sequence: Sequence) -> None:

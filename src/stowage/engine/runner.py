@@ -8,7 +8,6 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from stowage.engine.layers import ModelLayout
 from stowage.engine.paged_cache import PagedCache
 from stowage.engine.pool import BlockPool
 from stowage.engine.probing import takes_rows
-from stowage.engine.rows import OwnRows
+from stowage.engine.rows import mode_of
 from stowage.engine.step import Step, Work, build, current, is_long, order
 
 
@@ -50,8 +49,7 @@ class Runner:
         self._takes_rows = takes_rows(model)
         self._exact = exact
         self._kernels = native.wanted(model.device, model.dtype)
-        linear = self._kernels and (exact or native.quicker(model.dtype))
-        self._mode = OwnRows(linear=linear, exact=exact) if linear else nullcontext()
+        self._mode = mode_of(model, exact=exact)
 
     def close(self) -> None:
         """Give the model its own attention back."""

@@ -24,6 +24,7 @@ from stowage.tiers.protocol import Probe
 
 if TYPE_CHECKING:
     from stowage.engine.holding import Held
+    from stowage.engine.pool import BlockPool
 
 
 AWAY = -2
@@ -257,3 +258,28 @@ def recurrent_cuts(sequence: Sequence, group: Group, snapshot_tokens: int) -> in
     stops = [start // snapshot_tokens * snapshot_tokens + snapshot_tokens]
     stops += snapshot_places(sequence, group.block_tokens)
     return min((stop for stop in stops if stop > start), default=len(sequence.tokens))
+
+
+def sequence_on_trial(id: int, tokens: list[int], groups: Items[Group]) -> Sequence:
+    """One that nobody asked for, without blocks: to find out what a model does."""
+    params = SamplingParams()
+    return Sequence(
+        id=id,
+        tokens=tokens,
+        params=params,
+        keys=SequenceKeys(bytes(32), groups),
+        tables=[BlockTable() for _ in groups],
+        sampler=Sampler(params),
+        text=Detokenizer(None, tokens, ()),
+        prompt_tokens=len(tokens),
+        new_tokens_max=1,
+    )
+
+
+def take_blocks(sequence: Sequence, pools: Items[BlockPool], end: int) -> None:
+    """Give ``sequence`` every block of its tokens up to ``end`` that it has not yet. There must be room."""
+    for pool, table in zip(pools, sequence.tables, strict=True):
+        blocks = 1 if pool.group.kind is Kind.RECURRENT else -(-end // pool.group.block_tokens)
+        taken = pool.allocate(max(0, blocks - len(table)))
+        assert taken is not None, "a trial counted its room wrong"
+        table.append(taken)

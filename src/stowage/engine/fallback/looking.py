@@ -37,7 +37,7 @@ from stowage.core.geometry import Kind
 from stowage.engine.fallback.proof import prove
 from stowage.engine.fallback.runner import forward
 from stowage.engine.layers import Layer, LayerTensor, ModelLayout, context_tokens, lay_out
-from stowage.engine.probing import states_of
+from stowage.engine.probing import RAISED_BY_MODELS, states_of
 from stowage.errors import UnsupportedModelError
 
 LOOK_TOKENS = 6
@@ -52,8 +52,6 @@ _KNOWN = (
 _COMPRESSED = frozenset("compress_rate buffer_kv buffer_gate compressed_kv entry_count overlap_kv overlap_gate".split())
 """What a layer with compressors has besides its window."""
 _WINDOW_LEAST = 4
-_RAISED = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model raises that wants another cache than it is given."""
 
 
 def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> ModelLayout:
@@ -68,7 +66,7 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
         layout = _lay_out(layers, block_tokens, chunk_blocks)
         layout = replace(layout, context_tokens=context_tokens(config), vocab=int(config.vocab_size))
         prove(model, layout)
-    except _RAISED as error:
+    except RAISED_BY_MODELS as error:
         instead = "" if model.dtype is torch.float32 else f" It was tried in {model.dtype}: give --dtype float32."
         raise UnsupportedModelError(
             f"the model does not run with Transformers' own dynamic cache: {str(error).rstrip('.')}.{instead}"

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from stowage.core.geometry import Kind
-from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.fallback.runner import FallbackRunner, forward
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool, blocks_needed
-from stowage.engine.sampler import Sampler, SamplingParams
-from stowage.engine.sequence import BlockTable, Sequence, SequenceKeys
+from stowage.engine.sequence import sequence_on_trial, take_blocks
 from stowage.engine.step import Work
 from stowage.errors import UnsupportedModelError
 
@@ -81,33 +78,13 @@ class _Trial:
         needed = [2 * blocks_needed(block, count, count) for block in self._layout.blocks]
         pools = [BlockPool(b, n, self._model.device) for b, n in zip(self._layout.blocks, needed, strict=True)]
         runner = FallbackRunner(self._model, self._layout, pools, scores_bytes_max=1 << 62)
-        sequences = [self._begin(prompt) for prompt in self._prompts]
+        sequences = [sequence_on_trial(0, prompt, self._layout.groups) for prompt in self._prompts]
         found = []
         for size in self._sizes:
             for sequence in sequences:
-                self._extend(sequence, sequence.computed + size, pools)
+                take_blocks(sequence, pools, sequence.computed + size)
             mine, _ = runner.run([Work(s, s.computed, size, True) for s in sequences])
             found.append(mine)
             for sequence in sequences:
                 sequence.computed += size
         return found
-
-    def _extend(self, sequence: Sequence, end: int, pools: list[BlockPool]) -> None:
-        """Give ``sequence`` blocks for its tokens up to ``end``."""
-        for pool, table in zip(pools, sequence.tables, strict=True):
-            blocks = 1 if pool.group.kind is Kind.RECURRENT else -(-end // pool.group.block_tokens)
-            table.append(pool.allocate(max(0, blocks - len(table))) or [])
-
-    def _begin(self, tokens: list[int]) -> Sequence:
-        params = SamplingParams()
-        return Sequence(
-            id=0,
-            tokens=tokens,
-            params=params,
-            keys=SequenceKeys(bytes(32), self._layout.groups),
-            tables=[BlockTable() for _ in self._layout.blocks],
-            sampler=Sampler(params),
-            text=Detokenizer(None, tokens, ()),
-            prompt_tokens=len(tokens),
-            new_tokens_max=1,
-        )

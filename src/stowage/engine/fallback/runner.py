@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowage.engine import native
 from stowage.engine.fallback.pooled import At, Pooled
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool
 from stowage.engine.probing import takes_rows
-from stowage.engine.rows import OwnRows
 from stowage.engine.step import Work
 
 SCORES_BYTES_MAX = 256 << 20
@@ -77,12 +75,6 @@ class FallbackRunner:
             stop = min(stop, begin + max(1, self._scores_max // stop))
             yield begin, stop
             begin = stop
-
-
-def kernels(model: Any, *, exact: bool) -> AbstractContextManager[Any] | None:
-    """The mode in which linear layers are computed where our kernels are quicker, or (``exact``) to the same bits."""
-    linear = native.wanted(model.device, model.dtype) and (exact or native.quicker(model.dtype))
-    return OwnRows(linear=linear, exact=exact) if linear else None
 
 
 def forward(model: Any, tokens: Sequence[int], begin: int, cache: Any, *, every_logit: bool = False) -> Tensor:

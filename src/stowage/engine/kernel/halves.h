@@ -109,7 +109,6 @@ static void halves_linear(const Linear *job, int64_t begin, int64_t end)
             }
         }
     }
-    for (int64_t row = 0; coded && row < job->rows; row++)
-        for (int64_t n = begin; n < end; n++)
-            job->y[row * job->outputs + n] *= ((const float *)job->scales)[n];
+    if (coded)
+        scale_outputs(job, begin, end);
 }

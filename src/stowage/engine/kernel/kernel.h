@@ -51,6 +51,14 @@ typedef struct {
     int form;
 } Linear;
 
+/* What is left to do of outputs [begin, end) of all rows that were summed over codes of 8 bits. */
+static inline void scale_outputs(const Linear *job, int64_t begin, int64_t end)
+{
+    for (int64_t row = 0; row < job->rows; row++)
+        for (int64_t n = begin; n < end; n++)
+            job->y[row * job->outputs + n] *= ((const float *)job->scales)[n];
+}
+
 /* What will be read next: rows of so many bytes; input k is k times 2^shift bytes from the first. */
 typedef struct {
     const char *at;

@@ -112,8 +112,7 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
             for (int64_t k = 0; k < job->inputs; k += DEPTH)
                 for (int64_t n = begin; n < end; n += 3)
                     NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, k, scratch);
-        for (int64_t r = row; job->form == INT8 && r < row + rows; r++)
-            for (int64_t n = begin; n < end; n++)
-                job->y[r * job->outputs + n] *= ((const float *)job->scales)[n];
     }
+    if (job->form == INT8)
+        scale_outputs(job, begin, end);
 }

@@ -44,18 +44,17 @@
 
 typedef struct {
     const char *name;
-    int lanes;
     void (*linear)(const Linear *, int64_t, int64_t);
     void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
 } Instructions;
 
-static const Instructions BASE = {"base", 4, base_linear, NULL, base_rows};
+static const Instructions BASE = {"base", base_linear, NULL, base_rows};
 #ifdef CHOICE
-static const Instructions AVX2 = {"avx2", 8, avx2_linear, NULL, avx2_rows};
-static const Instructions AVX512 = {"avx512", 16, avx512_linear, NULL, avx512_rows};
+static const Instructions AVX2 = {"avx2", avx2_linear, NULL, avx2_rows};
+static const Instructions AVX512 = {"avx512", avx512_linear, NULL, avx512_rows};
 #ifdef PAIRS
-static const Instructions AVX512_BF16 = {"avx512_bf16", 16, avx512_linear, halves_linear, avx512_rows};
+static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, avx512_rows};
 #endif
 #endif
 static const Instructions *used = &BASE;
