@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -73,7 +74,10 @@ def test_live_in_a_terminal(start) -> None:
     command = [sys.executable, "-m", "stowage", "top", "--interval", "0.1", server.url]
     environment = {"PYTHONPATH": str(SOURCE), "HOME": "/nowhere", "TERM": "xterm", "LC_ALL": "C.UTF-8"}
     sizes = {"COLUMNS": "120", "LINES": "45"}
-    process = subprocess.Popen(command, env=environment | sizes, stdin=inner, stdout=inner, stderr=inner)
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background is deaf to it
+    process = subprocess.Popen(
+        command, env=environment | sizes, stdin=inner, stdout=inner, stderr=inner, preexec_fn=heard
+    )
     os.close(inner)
     os.set_blocking(terminal, False)
     screen = bytearray()
