@@ -142,11 +142,11 @@ bench: $(ENV_STAMP) ## run the benchmarks; results go to benchmarks/results
 
 bench-env: $(BENCH_STAMP) ## create .venv-bench with the peers that the benchmarks compare with
 
-$(BENCH_STAMP): requirements/bench.txt
+$(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@test -x $(BENCH_VENV)/bin/pip || $(PYTHON) -m venv $(BENCH_VENV)
 	@echo "Installing the peers; the first time this downloads about a gigabyte."
 	@$(BENCH_PIP) install --constraint requirements/runtime.txt "$$(grep '^torch==' requirements/bench.txt)"
-	@$(BENCH_PIP) install --quiet --no-deps --requirement requirements/bench.txt
+	@$(BENCH_PIP) install --quiet --no-deps --requirement requirements/bench.txt --requirement requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone

@@ -11,6 +11,7 @@ NAMES = (
     "no_hit_overhead",
     "prefix_reuse",
     "integrity",
+    "tiers",
     "shared_tiers",
     "two_machines",
     "weights",

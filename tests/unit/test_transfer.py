@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.core.plan import CopyPlan
-from stowage.transfer.cpu import CpuTransfer
+from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer
 
 BLOCK_BYTES, PER_CHUNK, ROWS = 192, 4, 17
 
@@ -50,3 +50,21 @@ def test_load_after_store_is_the_identity(data: st.DataObject) -> None:
     transfer.load(plan, device)
     assert torch.equal(device[rows], before[rows])
     assert bool((device[untouched] == 99).all())
+
+
+def test_long_runs_and_short_ones_move_whole() -> None:
+    """They are copied in two ways."""
+    size = SHARED_BYTES_MIN // 4
+    slabs = split_arena(Geometry((Group(0, Kind.FULL, 16, PER_CHUNK, size),)), 4 * SHARED_BYTES_MIN)
+    arena = np.zeros(slabs[0].end_bytes, dtype=np.uint8)
+    transfer = CpuTransfer(arena, slabs)
+    rows = np.array([1, 2, 3, 4, 5, 6, 7, 8, 11, 9], dtype=np.int64)  # of eight and of one
+    chunks = slabs[0].first_slot + np.arange(10) // PER_CHUNK
+    plan = CopyPlan(0, rows, chunks, np.arange(10) % PER_CHUNK)
+    device = torch.randint(1, 256, (13, size), dtype=torch.uint8)
+    before = device.clone()
+    transfer.store(plan, device)
+    assert np.array_equal(arena[: 10 * size].reshape(10, size), before[rows].numpy()) and not arena[10 * size :].any()
+    device[:] = 0
+    transfer.load(plan, device)
+    assert torch.equal(device[rows], before[rows]) and not device[[0, 10, 12]].any()

@@ -17,7 +17,7 @@ from stowage.testing.sim.disk import SimDisk, SimFiles
 from stowage.testing.sim.loop import Loop, Process, SimCrew, SimSignal
 from stowage.testing.sim.weather import Weather
 from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.system import System, Turn, one_by_one
+from stowage.tiers.disk.system import System, Turn, alone, one_by_one
 
 __all__ = ["Host", "Shape"]
 
@@ -106,6 +106,7 @@ class Host:
             random_bytes=chance.randbytes,
             crew=self._crew,
             ahead=one_by_one,
+            together=alone,
         )
         return DiskTier(
             Path("/simulated"),

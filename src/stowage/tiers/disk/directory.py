@@ -47,22 +47,25 @@ class SegmentFile:
 
     def read(self, buffers: list[memoryview], offset: int) -> int:
         """Fills the buffers from `offset`; fewer bytes only where the file ends. Raises OSError."""
+        direct = self.direct
         try:
-            return read_exact(self._directory.system.files, self.fd, buffers, offset, self.direct)
+            return read_exact(self._directory.system.files, self.fd, buffers, offset, direct)
         except OSError as error:
-            self._fall_back(error)
+            self._fall_back(error, direct)
             return read_exact(self._directory.system.files, self.fd, buffers, offset, self.direct)
 
     def write(self, buffers: list[memoryview], offset: int) -> None:
-        """Writes all. Raises OSError."""
+        """Writes all. Any number of threads at a time. Raises OSError."""
+        direct = self.direct
         try:
             write_all(self._directory.system.files, self.fd, buffers, offset)
         except OSError as error:
-            self._fall_back(error)
+            self._fall_back(error, direct)
             write_all(self._directory.system.files, self.fd, buffers, offset)
 
-    def _fall_back(self, error: OSError) -> None:
-        if error.errno != errno.EINVAL or not self.direct:
+    def _fall_back(self, error: OSError, direct: bool) -> None:
+        """`direct`: what the call was that failed; another thread may have fallen back since."""
+        if error.errno != errno.EINVAL or not direct:
             raise error
         self._directory.system.descriptors.make_buffered(self.fd)
         self.direct = False

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Final
 
 import numpy as np
@@ -62,6 +63,7 @@ class Storer:
         self._clock = shared.system.clock
         self._timer = shared.system.timer
         self._finish = shared.finish
+        self._together = shared.system.together
         self._staging = pages(STAGING_BYTES)
         self._reader = Reader(shared.directory, shared.namespace)
         self._lock = threading.Lock()
@@ -229,31 +231,34 @@ class Storer:
                 waiting.append((at, (key, mask, buffer)))
             else:
                 self._counters.add("refused")
-        while waiting:
-            head = waiting[: segment.BATCH_CHUNKS_MAX]
-            lengths = [chunk[2].nbytes for _, chunk in head]
-            active, known = self._segment_for(lengths)
-            count = active.fitting(lengths)
-            assert count, "a new segment without room for the chunk that it was made for"
-            self._append(active, known, [chunk for _, chunk in head[:count]])
-            ok[[at for at, _ in head[:count]]] = True
-            del waiting[:count]
+        done = 0
+        while done < len(waiting):
+            active, known = self._segment_for(waiting[done][1][2].nbytes)
+            before = done
+            with closing(active.append_all([chunk for _, chunk in waiting[done:]], self._together)) as batches:
+                for entries in batches:
+                    self._catalog.index_batch(known, entries)
+                    written = waiting[done : done + len(entries)]
+                    self._count(chunk for _, chunk in written)
+                    ok[[at for at, _ in written]] = True
+                    done += len(entries)
+            assert done > before, "a new segment without room for the chunk that it was made for"
         self._back_off_s = BACK_OFF_S_MIN
 
-    def _append(self, active: ActiveSegment, known: Segment, chunks: list[Chunk]) -> None:
-        self._catalog.index_batch(known, active.append(chunks))
-        self._counters.add("writes", len(chunks))
-        self._counters.add("write_bytes", sum(chunk[2].nbytes for chunk in chunks))
+    def _count(self, chunks: Iterable[Chunk]) -> None:
+        lengths = [payload.nbytes for _, _, payload in chunks]
+        self._counters.add("writes", len(lengths))
+        self._counters.add("write_bytes", sum(lengths))
 
-    def _segment_for(self, lengths: list[int]) -> tuple[ActiveSegment, Segment]:
-        """The active segment if the first payload fits, else a new one."""
+    def _segment_for(self, length: int) -> tuple[ActiveSegment, Segment]:
+        """The active segment if a payload of that length fits, else a new one."""
         if self._active is not None:
             active, known = self._active
             gone = self._catalog.name_of(known.number) is None  # somebody removed the file
-            if active.fitting(lengths[:1]) and not gone:
+            if active.fitting([length]) and not gone:
                 return self._active
         self._seal()
-        created = self._room.create(max(self._segment_bytes, segment_bytes_for(lengths[0])), self._catalog.complete())
+        created = self._room.create(max(self._segment_bytes, segment_bytes_for(length)), self._catalog.complete())
         if created is None:
             raise NoRoom
         active = ActiveSegment(created.file, created.name, self._namespace, created.guard, self._staging)
@@ -261,7 +266,7 @@ class Storer:
         self._active = active, known
         self._catalog.refresh()
         if created.victim is not None:
-            self._rewrite(active, known, created.victim, lengths[0])
+            self._rewrite(active, known, created.victim, length)
         return self._active
 
     def _rewrite(self, active: ActiveSegment, known: Segment, victim: SegmentName, keep_bytes: int) -> None:
@@ -300,5 +305,6 @@ class Storer:
                 if result is Result.OK:
                     chunks.append((run.keys[n], run.masks[n], run.buffers[n]))
         if chunks and active.fitting([chunk[2].nbytes for chunk in chunks]) == len(chunks):
-            self._append(active, known, chunks)
+            self._catalog.index_batch(known, active.append(chunks))
+            self._count(chunks)
             self._counters.add("rewritten", len(chunks))

@@ -11,14 +11,25 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from stowage.tiers.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
 
-__all__ = ["Ahead", "Crew", "System", "ThreadCrew", "Turn", "one_by_one", "some_at_once"]
+__all__ = [
+    "Ahead",
+    "Crew",
+    "System",
+    "ThreadCrew",
+    "Together",
+    "Turn",
+    "alone",
+    "one_by_one",
+    "several",
+    "some_at_once",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -57,6 +68,62 @@ def some_at_once(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
+
+
+TOGETHER_THREADS: Final = 4
+"""Requests in flight of a transfer that is written: 4 of 4 MiB take all that the disks which were measured can take."""
+
+
+class Together(Protocol):
+    """Does something for each of some items, several at a time; yields what came out, in order.
+
+    However it ends (a failure is raised in its item's turn, or the caller closes it), no item is being worked on then:
+    the memory that items lend is the caller's again.
+    """
+
+    def __call__(self, work: Callable[[T], R], items: Sequence[T], /) -> Generator[R, None, None]: ...
+
+
+def alone(work: Callable[[T], R], items: Sequence[T], /) -> Generator[R, None, None]:
+    """One item after the other, by the caller."""
+    yield from map(work, items)
+
+
+def several(work: Callable[[T], R], items: Sequence[T], /) -> Generator[R, None, None]:
+    """In a few threads, which end with the items; the caller only waits.
+
+    They are daemons: one that hangs in the kernel must not keep the process. It keeps whoever waits for it here.
+    """
+    if len(items) < 2:
+        yield from map(work, items)
+        return
+    futures: list[Future[R]] = [Future() for _ in items]
+    left = deque(zip(items, futures, strict=True))
+
+    def run() -> None:
+        while True:
+            try:
+                item, future = left.popleft()
+            except IndexError:
+                return
+            try:
+                future.set_result(work(item))
+            except BaseException as failure:  # noqa: BLE001 - raised where the result is asked for
+                future.set_exception(failure)
+
+    threads = [
+        threading.Thread(target=run, name=f"stowage-disk-piece-{number}", daemon=True)
+        for number in range(min(TOGETHER_THREADS, len(items)))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for future in futures:
+            yield future.result()
+    finally:
+        left.clear()
+        for thread in threads:
+            thread.join()
 
 
 class Crew(Protocol):
@@ -126,3 +193,4 @@ class System:
     random_bytes: Callable[[int], bytes] = os.urandom
     crew: Callable[[str, Sequence[Turn]], Crew] = ThreadCrew
     ahead: Ahead = some_at_once
+    together: Together = several

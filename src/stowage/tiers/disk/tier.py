@@ -69,7 +69,7 @@ class DiskTier:
         *,
         segment_bytes: int | None = None,
         chunk_bytes_max: int = 0,
-        readers: int = 8,
+        readers: int = 16,
         direct: bool = True,
         transfers_max: int = 64,
         refresh_s: float = 1.0,

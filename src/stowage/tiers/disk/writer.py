@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Final
 
 from stowage.format import envelope, segment
@@ -12,6 +14,7 @@ from stowage.format.segment import PAGE_BYTES, Entries, SegmentName
 from stowage.tiers.disk.directory import SegmentFile
 from stowage.tiers.disk.files import CALL_BYTES_MAX, in_pages, is_aligned
 from stowage.tiers.disk.survey import seal
+from stowage.tiers.disk.system import Together
 
 __all__ = ["ActiveSegment", "Chunk"]
 
@@ -20,6 +23,20 @@ Chunk = tuple[bytes, int, memoryview]
 Encrypt = Callable[[memoryview, memoryview], None]
 
 STAGING_BYTES: Final = CALL_BYTES_MAX
+
+
+@dataclass(slots=True)
+class Piece:
+    """Payloads that lie one after the other from `offset` on, and their envelopes' fields."""
+
+    offset: int
+    fields: list[bytes]
+    payloads: list[memoryview]
+
+
+def _goes_straight(payload: memoryview) -> bool:
+    """Whether direct I/O can take it from where it is."""
+    return payload.nbytes % PAGE_BYTES == 0 and is_aligned(payload)
 
 
 class ActiveSegment:
@@ -43,11 +60,14 @@ class ActiveSegment:
 
     def fitting(self, lengths: Sequence[int]) -> int:
         """How many of these payloads fit as one batch, in this order."""
-        room = self.file.bytes - self.end - PAGE_BYTES
-        limit = min(len(lengths), segment.BATCH_CHUNKS_MAX, segment.ENTRIES_MAX - self._chunks)
+        return self._fitting(lengths, self.end, self._chunks)
+
+    def _fitting(self, lengths: Sequence[int], end: int, chunks: int) -> int:
+        room = self.file.bytes - end - PAGE_BYTES
+        limit = min(len(lengths), segment.BATCH_CHUNKS_MAX, segment.ENTRIES_MAX - chunks)
         for count in range(limit):
             room -= segment.round_up(lengths[count])
-            if room < segment.footer_room(self._chunks + count + 1):
+            if room < segment.footer_room(chunks + count + 1):
                 return count
         return limit
 
@@ -56,11 +76,78 @@ class ActiveSegment:
         payloads = [payload for _, _, payload in chunks]
         lengths = [payload.nbytes for payload in payloads]
         *offsets, _ = accumulate(map(segment.round_up, lengths), initial=self.end + PAGE_BYTES)
-        fields = [
+        fields = self._fields(chunks)
+        return self._finish(chunks, fields, self._write_payloads(fields, offsets, payloads))
+
+    def append_all(self, chunks: Sequence[Chunk], together: Together) -> Generator[Entries, None, None]:
+        """Writes as many of the chunks as fit, in batches; yields each once it is whole. Errors as of `append`.
+
+        Payloads that can go straight to the disk are written and hashed several at a time, those of later batches too.
+        What a later batch has on the disk before its turn lies where nobody looks until its header page is there.
+        """
+        batches = self._cut(chunks)
+        payloads = [payload for _, _, payload in chunks]
+        if isinstance(self._guard, Cipher) or not all(map(_goes_straight, payloads)):
+            for batch in batches:
+                yield self.append(batch)
+            return
+        end = self.end
+        pieces: list[Piece] = []
+        counts = []
+        for batch in batches:
+            cut = self._pieces(batch, end + PAGE_BYTES)
+            end += segment.batch_bytes([payload.nbytes for _, _, payload in batch])
+            pieces += cut
+            counts.append(len(cut))
+        with closing(together(self._write_piece, pieces)) as written:
+            for batch, count in zip(batches, counts, strict=True):
+                done = list(islice(written, count))
+                fields = [field for piece, _ in done for field in piece.fields]
+                yield self._finish(batch, fields, [digest for _, digests in done for digest in digests])
+
+    def _cut(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
+        """The chunks that fit, from the first one on, cut into batches."""
+        lengths = [payload.nbytes for _, _, payload in chunks]
+        batches: list[Sequence[Chunk]] = []
+        end, at = self.end, 0
+        while at < len(chunks) and (
+            count := self._fitting(lengths[at : at + segment.BATCH_CHUNKS_MAX], end, self._chunks + at)
+        ):
+            batches.append(chunks[at : at + count])
+            end += segment.batch_bytes(lengths[at : at + count])
+            at += count
+        return batches
+
+    def _pieces(self, batch: Sequence[Chunk], offset: int) -> list[Piece]:
+        """Neighbouring chunks of a batch whose payloads begin at `offset`, as many as one system call takes."""
+        pieces: list[Piece] = []
+        size = CALL_BYTES_MAX
+        for (_, _, payload), field in zip(batch, self._fields(batch), strict=True):
+            if size + payload.nbytes > CALL_BYTES_MAX:
+                pieces.append(Piece(offset, [], []))
+                size = 0
+            pieces[-1].fields.append(field)
+            pieces[-1].payloads.append(payload)
+            size += payload.nbytes
+            offset += payload.nbytes
+        return pieces
+
+    def _write_piece(self, piece: Piece) -> tuple[Piece, list[bytes]]:
+        """In any thread. With the digests."""
+        assert not isinstance(self._guard, Cipher), "a cipher goes forward only"
+        self.file.write(list(piece.payloads), piece.offset)
+        offsets = accumulate((payload.nbytes for payload in piece.payloads), initial=piece.offset)
+        return piece, list(map(self._guard.digest, piece.fields, offsets, piece.payloads))
+
+    def _fields(self, chunks: Sequence[Chunk]) -> list[bytes]:
+        return [
             envelope.pack_fields(key, self._namespace, mask, payload.nbytes, self._guard.method)
             for key, mask, payload in chunks
         ]
-        digests = self._write_payloads(fields, offsets, payloads)
+
+    def _finish(self, chunks: Sequence[Chunk], fields: Sequence[bytes], digests: Sequence[bytes]) -> Entries:
+        """Writes the header page of the batch at `end`, whose payloads are written."""
+        lengths = [payload.nbytes for _, _, payload in chunks]
         headers = [field + digest for field, digest in zip(fields, digests, strict=True)]
         page = segment.pack_batch_page(self.name.id, self.end, headers, lengths)
         entries, end = segment.parse_batch_page(page, self.name.id, self.end, self.file.bytes)

@@ -1,0 +1,228 @@
+"""What the disk tier does in pieces: payloads written several at a time, transfers that are read together."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from stowage.format.segment import PAGE_BYTES
+from stowage.tiers.disk import DiskTier
+from stowage.tiers.disk.files import RealFileSystem
+from stowage.tiers.disk.system import System, several
+from stowage.tiers.protocol import Transfer
+from tests.disk_client import NEVER_S, Client, aligned, keys_of, payload
+from tests.inline_crew import InlineCrew
+
+CHUNK_BYTES = 1 << 20
+PATIENCE_S = 60.0
+
+
+def test_results_come_in_the_order_of_the_items_whichever_ends_first() -> None:
+    last_is_done = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 3:
+            last_is_done.set()
+        assert last_is_done.wait(PATIENCE_S), "the items are not worked on at the same time"
+        return item * item
+
+    assert list(several(work, [0, 1, 2, 3])) == [0, 1, 4, 9]
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["a failure", "closed by the caller"])
+def test_nothing_is_being_worked_on_when_it_ends(fails: bool) -> None:
+    begun, working = threading.Barrier(3), []
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        if item < 3:
+            begun.wait(PATIENCE_S)
+        if item == 0:
+            if fails:
+                raise OSError(errno.EIO, "no")
+            return 0
+        with lock:
+            working.append(item)
+        time.sleep(0.05)  # long enough to be seen by whoever does not wait for it
+        with lock:
+            working.remove(item)
+        return item
+
+    with closing(several(work, list(range(50)))) as results:
+        if fails:
+            with pytest.raises(OSError, match="no"):
+                next(results)
+        else:
+            assert next(results) == 0
+    assert not working
+
+
+class Order(RealFileSystem):
+    """Notes what was written where, once it is. Payloads of the first batch are held back until others have passed."""
+
+    def __init__(self, held_below: int, passed_first: int) -> None:
+        self.written: list[tuple[int, int]] = []
+        self.fails_from = 1 << 62
+        self._held_below, self._passed_first = held_below, passed_first
+        self._lock = threading.Lock()
+        self._passed = threading.Semaphore(0)
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        length = sum(buffer.nbytes for buffer in buffers)
+        if length > PAGE_BYTES:
+            if offset >= self.fails_from:
+                raise OSError(errno.EIO, "no")
+            if offset < self._held_below:
+                for _ in range(self._passed_first):
+                    assert self._passed.acquire(timeout=PATIENCE_S), "payloads are not written at the same time"
+                self._passed_first = 0
+        done = super().pwritev(fd, buffers, offset)
+        with self._lock:
+            self.written.append((offset, length))
+        if offset >= self._held_below:
+            self._passed.release()
+        return done
+
+
+def test_a_header_page_is_written_after_all_payloads_of_its_batch(tmp_path: Path) -> None:
+    """Also where a later batch was quicker."""
+    batch_bytes = 31 * 256 * 1024
+    files = Order(held_below=2 * PAGE_BYTES + (4 << 20), passed_first=2)
+    names = keys_of(*range(62))
+    with Client(tmp_path / "c", system=System(files=files), segment_bytes=32 << 20) as client:
+        assert client.store(names, [256 * 1024] * 62).ok.all()
+        headers = [(at, offset) for at, (offset, length) in enumerate(files.written) if length == PAGE_BYTES and offset]
+        for number, (at, offset) in enumerate(headers[:2]):
+            assert offset == PAGE_BYTES + number * (PAGE_BYTES + batch_bytes)
+            payloads = [place for place, length in files.written[:at] if length > PAGE_BYTES and place > offset]
+            assert sum(place < offset + PAGE_BYTES + batch_bytes for place in payloads) == 2, "4 MiB and the rest"
+        assert client.load(names, [256 * 1024] * 62).ok.all()
+        client.check()
+
+
+def test_a_batch_whose_payloads_failed_is_absent_and_those_before_it_are_not(tmp_path: Path) -> None:
+    files = Order(held_below=0, passed_first=0)
+    names = keys_of(*range(93))
+    with Client(tmp_path / "c", system=System(files=files), segment_bytes=32 << 20) as client:
+        files.fails_from = 2 * PAGE_BYTES + 31 * 256 * 1024 + PAGE_BYTES // 2  # the second batch's first payload
+        outcome = client.store(names, [256 * 1024] * 93)
+        assert outcome.ok.tolist() == [True] * 31 + [False] * 62
+        assert client.hits(names) == [True] * 31 + [False] * 62
+        client.check()
+    with Client(tmp_path / "c") as client:
+        assert client.load(names[:31], [256 * 1024] * 31).ok.all()
+        assert not any(client.hits(names[31:]))
+
+
+def test_a_transfer_of_many_pieces_goes_on_in_the_next_segment(tmp_path: Path) -> None:
+    names = keys_of(*range(24))
+    with Client(tmp_path / "c", segment_bytes=10 << 20) as client:
+        assert client.store(names, [CHUNK_BYTES] * 24).ok.all()
+        assert client.stats()["segments"] >= 3
+        assert client.load(names[::-1], [CHUNK_BYTES] * 24).ok.all()
+        client.check()
+
+
+def test_a_transfer_of_many_batches_leaves_room_for_the_footer_of_all_its_chunks(tmp_path: Path) -> None:
+    names = keys_of(*range(400))
+    with Client(tmp_path / "c", segment_bytes=1 << 20) as client:
+        assert client.store(names, [PAGE_BYTES] * 400).ok.all()
+        client.check()
+    assert all(path.stat().st_size <= 1 << 20 for path in (tmp_path / "c").glob("*.seg"))
+    with Client(tmp_path / "c") as client:
+        assert client.load(names, [PAGE_BYTES] * 400).ok.all()
+
+
+class NotDirect(RealFileSystem):
+    """Takes O_DIRECT when a file is opened, and refuses it when two threads write payloads at the same time."""
+
+    def __init__(self) -> None:
+        self._met = threading.Barrier(2)
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        if direct and sum(buffer.nbytes for buffer in buffers) > PAGE_BYTES:
+            self._met.wait(PATIENCE_S)
+            raise OSError(errno.EINVAL, "not here")
+        return super().pwritev(fd, buffers, offset)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="direct I/O is Linux's")
+def test_threads_that_are_refused_direct_io_together_all_go_on_without(tmp_path: Path) -> None:
+    names = keys_of(1, 2)
+    with Client(tmp_path / "c", system=System(files=NotDirect()), segment_bytes=32 << 20) as client:
+        assert client.stats()["direct"] == 1
+        assert client.store(names, [4 << 20] * 2).ok.all()
+        assert client.stats()["direct"] == 0
+        assert client.load(names, [4 << 20] * 2).ok.all()
+
+
+def _transfer(number: int, keys: list[bytes], length: int, deadline_s: float) -> Transfer:
+    masks = np.array([1 + key[0] for key in keys], np.uint64)
+    return Transfer(number, keys, aligned([length] * len(keys)), masks, deadline_s)
+
+
+class Held(InlineCrew):
+    """Does nothing before it is told to: several transfers are waiting by then."""
+
+    crews: ClassVar[list[Held]] = []
+    held: ClassVar[bool] = False
+
+    def wake(self, count: int = 1) -> None:
+        if self not in self.crews:
+            self.crews.append(self)
+        if not Held.held:
+            super().wake(count)
+
+
+@pytest.mark.parametrize("same_deadline", [True, False])
+def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: Path, same_deadline: bool) -> None:
+    Held.crews.clear()
+    length, count = 64 << 10, 24
+    names = keys_of(*range(count))
+    tier = DiskTier(tmp_path / "c", 64 << 20, bytes(32), system=System(crew=Held), readers=2)
+    stored = _transfer(0, names, length, NEVER_S)
+    for name, buffer in zip(names, stored.buffers, strict=True):
+        buffer[:] = payload(name, length)
+    tier.store(stored)
+    assert tier.poll()[0].ok.all()
+    before = tier.stats()["read_calls"]
+    missing = keys_of("missing")
+    loads = [
+        _transfer(
+            1 + part,
+            names[part::3] + (missing if part == 1 else []),
+            length,
+            NEVER_S if same_deadline else 1e17 + part * 1e9,
+        )
+        for part in range(3)
+    ]
+    Held.held = True
+    try:
+        for load in loads:
+            tier.load(load)
+    finally:
+        Held.held = False
+    for crew in list(Held.crews):
+        crew.wake()
+    outcomes = {outcome.id: outcome for outcome in tier.poll()}
+    assert sorted(outcomes) == [1, 2, 3]
+    for load in loads:
+        wanted = [key != missing[0] for key in load.keys]
+        outcome = outcomes[load.id]
+        assert outcome.ok.tolist() == wanted and outcome.masks.tolist() == (load.masks * wanted).tolist()
+        assert outcome.error == ("" if all(wanted) else "1 of 9 chunks absent")
+        for key, buffer, ok in zip(load.keys, load.buffers, wanted, strict=True):
+            assert not ok or bytes(buffer) == payload(key, length)
+    calls = tier.stats()["read_calls"] - before  # type: ignore[operator]
+    assert calls <= 2 if same_deadline else calls >= 24
+    tier.close(NEVER_S)
