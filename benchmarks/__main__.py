@@ -16,6 +16,7 @@ NAMES = (
     "two_machines",
     "weights",
     "weights_moe",
+    "placement",
     "capacity",
     "engine",
     "long_context",

@@ -77,7 +77,21 @@ def test_the_table_holds_what_the_budget_is_used_for(call: Stowage, model: Path)
         used = sum(row.nbytes for row in rows(solution) if row.hold == hold and not row.what.startswith("left"))
         assert used == solution.used_bytes(hold)
     fetched = sum(row.step_bytes for row in rows(solution))
-    assert fetched == solution.prediction.decode.disk_bytes > 0
+    step = solution.prediction.decode
+    assert fetched == step.disk_bytes + step.missed_bytes > 0
+
+
+def test_experts_with_a_cache_are_shown_in_the_table_the_bars_and_the_json(call: Stowage, model: Path) -> None:
+    sizes = ("--device-memory", "24MiB", "--context", "1k", "--step-tokens", "64")
+    shown = call("plan", model, *sizes, "--machine", "typical-cpu")
+    assert shown.exit_code == 0, shown.stderr
+    for said in ("layers 0-7 without experts", "experts of layers 0-7", "of the experts", "cache", "chosen evenly"):
+        assert said in shown.stdout
+    found = planned(call, model, *sizes)
+    experts = [part for part in found["weights"] if part["delivery"] == "experts"]
+    assert [part["layer"] for part in experts] == list(range(8))
+    assert found["device"]["cache_bytes"] > 0
+    assert found["prediction"]["step"]["missed_bytes"] > 0
 
 
 def test_no_torch_and_nothing_measured_twice(model: Path, tmp_path: Path) -> None:

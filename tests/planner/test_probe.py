@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stowage.errors import ConfigError, DirectoryError, StowageError
-from stowage.planner import compute, probe, storage
+from stowage.planner import compute, forwards, overlap, probe, storage
 from stowage.planner.machine import TYPICAL_CPU, Machine
 
 SMALL = 4 << 20
@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_MEMORY_BYTES", SMALL)
     fields = TYPICAL_CPU.to_json()
     kept = {name: fields[name] for name in ("kind", "products", "attention", "layer_s")}
-    monkeypatch.setattr(probe, "_compute", lambda say: {**kept, "device": "", "threads": 1})
+    monkeypatch.setattr(probe, "_compute", lambda say, file: {**kept, "device": "", "threads": 1})
 
 
 def quick_measure(directory: Path, say: Callable[[str], object] = lambda text: None) -> Machine:
@@ -97,29 +97,41 @@ def test_a_torch_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "executable", str(broken))
     heard: list[str] = []
     with pytest.raises(StowageError, match="torch could not be measured: no kernel"):
-        probe._compute(heard.append)
+        probe._compute(heard.append, tmp_path)
     assert heard == ["torch", "first", "no kernel"]
     broken.write_text("#!/bin/sh\necho nonsense\n")
     with pytest.raises(StowageError, match="torch could not be measured"):
-        probe._compute(heard.append)
+        probe._compute(heard.append, tmp_path)
 
 
-def test_what_is_measured_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, with matrices that take no time."""
+def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with matrices and models that take no time."""
+    for name, value in {"_WIDE": 128, "_WIDE_TOKENS": 8, "_TOKENS": 6, "_ROUNDS": 1, "_LAYERS_MORE": 4}.items():
+        monkeypatch.setattr(forwards, name, value)
+    for name, value in {"_OUT": 64, "_IN": 32, "_UNIT_BYTES": 1 << 14, "_ROUNDS": 1}.items():
+        monkeypatch.setattr(overlap, name, value)
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(range(256)) * 512)
     for name, value in {
         "_OUT": 64,
         "_IN": 32,
         "_WEIGHTS_BYTES": 1 << 14,
         "_LEAST_S": 0.0,
+        "_SPAN_S": 0.0,
         "_ATTENTION": (2, 16, 8),
     }.items():
         monkeypatch.setattr(compute, name, value)
     heard: list[str] = []
-    found = compute.measure(heard.append)
+    found = compute.measure(heard.append, file)
     assert found["kind"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert {"bfloat16", "float32"} <= set(found["products"])
     assert all(set(rates) == set(compute.ROWS) and min(rates.values()) > 0 for rates in found["products"].values())
     assert min(*found["attention"].values(), found["layer_s"]) > 0
+    if found["kind"] == "cpu":
+        besides = ("step_s", "mixture_s", "expert_s", "elements_per_s", "stream_bytes_per_s")
+        assert min(found[name] for name in besides) > 0
+        assert found["sequence_s"] >= 0
+        assert 0 <= found["overlap_loss"] <= 1
     assert heard[0] == "matrix products in bfloat16"
 
 

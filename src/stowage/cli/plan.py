@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 _MODEL = "A directory with config.json, or such a file. Weights are not needed."
 _MACHINE = "A file that `stowage probe --json` printed, typical-cpu, or typical-gpu. [default: this machine]"
 _BAR = 48
-_FILL = {"weights": "█", "KV": "▓", "ring": "▒", "working": "▚", "free": "░"}
-_PLAIN_FILL = {"weights": "#", "KV": "K", "ring": "r", "working": "w", "free": "."}
-_COLORS = {"weights": "green", "KV": "red", "ring": "yellow", "working": "magenta", "free": "bright_black"}
+_FILL = {"weights": "█", "KV": "▓", "ring": "▒", "cache": "▤", "working": "▚", "free": "░"}
+_PLAIN_FILL = {"weights": "#", "KV": "K", "ring": "r", "cache": "c", "working": "w", "free": "."}
+_COLORS = {
+    "weights": "green",
+    "KV": "red",
+    "ring": "yellow",
+    "cache": "cyan",
+    "working": "magenta",
+    "free": "bright_black",
+}
 
 
 def plan(
@@ -167,7 +174,7 @@ def _per_step(nbytes: int) -> str:
 def _can_draw() -> bool:
     """Whether the terminal's encoding has the characters of the bars."""
     try:
-        "█▓▒▚░".encode(sys.stdout.encoding or "ascii")
+        "█▓▒▤▚░".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -7,37 +7,48 @@ Owns the measurements. Matrices are used one after the other, together larger th
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-ROWS = (1, 2, 4, 8, 32, 128, 512)
+from stowage.planner import forwards, overlap
+
+ROWS = (1, 2, 4, 8, 32, 128, 512, 1024)
 _OUT, _IN = 4096, 2048
 _WEIGHTS_BYTES = 256 << 20
-_LEAST_S, _LEAST_COUNT = 0.3, 4
+_LEAST_S, _LEAST_COUNT, _SPAN_S = 0.3, 4, 0.01
 _ATTENTION = (16, 1024, 64)
 _LINK_BYTES = 256 << 20
 
 
 def typical_s(job: Callable[[int], object], wait: Callable[[], object]) -> float:
-    """A typical undisturbed time of ``job``: of many calls, with 1, 2, 3, ..., a quarter are quicker. One call before
-    does not count.
+    """A typical time of ``job``: it is called with 1, 2, 3, ..., and of spans of calls that last some milliseconds the
+    mean of the middle one counts. So what disturbs every span is part of it, and what disturbs a measurement once is
+    not. One call before does not count.
     """
     job(0)
     wait()
-    times_s: list[float] = []
-    while len(times_s) < _LEAST_COUNT or sum(times_s) < _LEAST_S:
-        began_s = time.perf_counter()
-        job(len(times_s) + 1)
+    spans_s: list[float] = []
+    calls, count = 0, 0
+    began_s = span_s = time.perf_counter()
+    while count < _LEAST_COUNT or span_s - began_s < _LEAST_S:
+        count += 1
+        calls += 1
+        job(count)
         wait()
-        times_s.append(time.perf_counter() - began_s)
-    return max(sorted(times_s)[len(times_s) // 4], 1e-9)
+        now_s = time.perf_counter()
+        if now_s - span_s >= _SPAN_S or count < _LEAST_COUNT:
+            spans_s.append((now_s - span_s) / calls)
+            span_s, calls = now_s, 0
+    return max(statistics.median(spans_s), 1e-9)
 
 
-def measure(say: Callable[[str], object]) -> dict[str, Any]:
-    """All speeds, as fields of ``Machine``. ``say`` hears what is being measured."""
+def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str, Any]:
+    """All speeds, as fields of ``Machine``. ``say`` hears what is being measured; ``file`` is read while computing."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -51,23 +62,40 @@ def measure(say: Callable[[str], object]) -> dict[str, Any]:
             say(f"matrix products in {name}")
             found["products"][name] = products(dtype, device, wait)
             found["attention"][name] = attention(dtype, device, wait)
-        say("layers")
-        found["layer_s"] = layer_s(device, wait)
         if cuda:
+            say("layers")
+            found["layer_s"] = layer_s(device, wait)
             say("the link to the device")
             found["link_in"], found["link_out"] = links(device, wait)
+        elif file is not None:
+            say("reading while computing")
+            found |= overlap.measure(file, multiplier(torch.bfloat16, device))
+    if not cuda:
+        say("forwards")
+        found |= forwards.measure()
     return found
 
 
-def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, float]:
-    """Parameters per second, by rows."""
+def multiplier(dtype: Any, device: Any) -> Callable[[Any, Any], Any]:
+    """What the engine computes linear layers with."""
     import torch
 
+    from stowage.engine import native
+
+    ours = native.wanted(device, dtype) and native.quicker(dtype)
+    return native.linear if ours else torch.nn.functional.linear
+
+
+def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, float]:
+    """Parameters per second, by rows; as the engine multiplies."""
+    import torch
+
+    linear = multiplier(dtype, device)
     count = max(2, _WEIGHTS_BYTES // (_OUT * _IN * dtype.itemsize))
     weights = [torch.full((_OUT, _IN), 0.5, dtype=dtype, device=device) for _ in range(count)]
     rates = {}
     for rows in ROWS:
-        multiply = partial(torch.nn.functional.linear, torch.full((rows, _IN), 0.5, dtype=dtype, device=device))
+        multiply = partial(linear, torch.full((rows, _IN), 0.5, dtype=dtype, device=device))
 
         def job(at: int, multiply: Callable[[Any], Any] = multiply) -> Any:
             return multiply(weights[at % count])
@@ -145,4 +173,5 @@ def links(device: Any, wait: Callable[[], object]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(lambda text: print(text, file=sys.stderr, flush=True))), flush=True)
+    given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    print(json.dumps(measure(lambda text: print(text, file=sys.stderr, flush=True), given)), flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 from stowage.errors import ConfigError
 from stowage.planner.config import ITEM_BYTES
 
-VERSION = 1
+VERSION = 2
 CPU, CUDA = "cpu", "cuda"
 
 
@@ -25,8 +25,14 @@ class Machine:
     ``products``: by type, then rows: parameters of a matrix that are multiplied with so many rows in one second, when
     the matrix comes from memory. ``attention``: operations of causal attention over a long prompt, by type.
     ``disk_read``: by number of 1 MiB reads in flight, past the page cache. ``link_in``, ``link_out``: to and from a
-    device with memory of its own; 0 where the device computes from ordinary memory. ``layer_s``: what a layer costs
-    besides its products.
+    device with memory of its own; 0 where the device computes from ordinary memory. ``stream_bytes_per_s``: weights
+    from the disk through a ring, 0 where only reads were measured; ``overlap_loss``: what share of the shorter one of
+    reading and computing is added to the longer one.
+
+    What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
+    ``sequence_s`` for each further sequence in it; ``mixture_s`` for each layer with experts, ``expert_s`` for each
+    expert that is met; ``elements_per_s``: activations (as many as the model and its inner layers are wide,
+    for each token and layer) that go through norms, rotation and gates; 0 where that is not known.
     """
 
     name: str
@@ -41,7 +47,14 @@ class Machine:
     disk_write: float = 0.0
     link_in: float = 0.0
     link_out: float = 0.0
+    stream_bytes_per_s: float = 0.0
+    overlap_loss: float = 0.0
+    step_s: float = 0.0
     layer_s: float = 0.0
+    sequence_s: float = 0.0
+    mixture_s: float = 0.0
+    expert_s: float = 0.0
+    elements_per_s: float = 0.0
     measured: bool = True
     key: str = ""
 
@@ -66,8 +79,8 @@ class Machine:
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """At the depth that is best; 0 where no disk was measured."""
-        return max(self.disk_read.values(), default=0.0)
+        """Of weights; else at the depth that is best; 0 where no disk was measured."""
+        return self.stream_bytes_per_s or max(self.disk_read.values(), default=0.0)
 
     def rates(self, dtype: str) -> tuple[float, Mapping[int, float]]:
         """Speeds of products for ``dtype``, and what to divide them by: another type's where it was not measured, by

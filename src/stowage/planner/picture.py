@@ -13,6 +13,7 @@ COLORS: Mapping[str, str] = {
     "weights": "#2f6f4f",
     "KV": "#c8553d",
     "ring": "#e0a458",
+    "cache": "#7fa650",
     "working": "#8d6a9f",
     "free": "#d9d4c7",
 }

@@ -1,8 +1,10 @@
 """How long a prompt and a token take, given where the weights lie. Arithmetic only; no clock, no files.
 
 What is computed, what comes over the link and what comes from the disk go on at the same time, so a step takes as long
-as the slowest of them: residency is spread evenly, and a ring is filled ahead. A layer that is away is fetched with all
-its experts, although only those that the router chooses are computed.
+as the slowest of them, and what they cost one another: residency is spread evenly, and a ring is filled ahead. A layer
+that is away is fetched with all its experts, although only those that the router chooses are computed; experts that
+have a cache are read as they are chosen, while computing waits. Routers are taken to choose evenly, for which a cache
+is worst.
 
 More parameters in memory never make a prediction slower.
 """
@@ -12,10 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stowage.planner.machine import Machine
+from stowage.planner.parts import MLP, SHARED
 from stowage.planner.shapes import Layer, Model, seen_pairs
 
 STEP_TOKENS = 1024
 BLOCK_TOKENS = 16
+_GATED = 3
+"""Matrices of a feed-forward part between which its inner values lie, as nearly all models have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +53,41 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class Away:
     """Bytes of weights that a forward must fetch: over the device's link, and from the disk. What comes from the disk
-    to a device crosses the link too, so ``link_bytes`` include ``disk_bytes``.
+    to a device crosses the link too, so ``link_bytes`` include ``disk_bytes``. ``missed_share``: of the experts that a
+    forward meets, those that are not in their cache; each is read when its layer is computed, not ahead.
     """
 
     link_bytes: int = 0
     disk_bytes: int = 0
+    missed_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: seconds of each part, and ``total_s``; bytes that are read from the disk and over the link."""
+    """One forward: seconds of each part, and ``total_s``; bytes that are read from the disk and over the link.
+
+    ``missed_s``: reading ``missed_bytes`` of experts, for which computing waits. ``overlap_loss`` as of ``Machine``.
+    """
 
     compute_s: float
     link_s: float
     disk_s: float
     link_bytes: int
     disk_bytes: int
+    overlap_loss: float = 0.0
+    missed_s: float = 0.0
+    missed_bytes: int = 0
 
     @property
     def total_s(self) -> float:
-        return max(self.compute_s, self.link_s, self.disk_s)
+        fetched_s = max(self.link_s, self.disk_s)
+        both_s = max(self.compute_s, fetched_s) + self.overlap_loss * min(self.compute_s, fetched_s)
+        return both_s + self.missed_s
 
     @property
     def limit(self) -> str:
         """What the step waits for."""
-        parts = {"compute": self.compute_s, "link": self.link_s, "disk": self.disk_s}
+        parts = {"compute": self.compute_s, "link": self.link_s, "disk": self.disk_s + self.missed_s}
         return max(parts, key=lambda name: parts[name])
 
 
@@ -104,7 +119,7 @@ def decode_step(model: Model, machine: Machine, workload: Workload, away: Away) 
     )
     compute_s = _products_s(model, machine, workload.batch, workload.batch)
     compute_s += workload.batch * read / machine.cache_bytes_per_s(model.dtype)
-    return _step(machine, away, compute_s)
+    return _step(model, machine, away, compute_s, workload.batch)
 
 
 def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, prompts: int) -> float:
@@ -121,7 +136,7 @@ def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, pro
         tokens = min(max(1, workload.step_tokens), total - done)
         ended = max(1, (done + tokens) // workload.prompt - done // workload.prompt)
         compute_s = _products_s(model, machine, tokens, ended) + attend_s * tokens / total
-        seconds += _step(machine, away, compute_s).total_s
+        seconds += _step(model, machine, away, compute_s, tokens).total_s
         done += tokens
     return seconds
 
@@ -129,34 +144,56 @@ def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, pro
 def _products_s(model: Model, machine: Machine, tokens: int, logits: int) -> float:
     """All matrix products of a forward, and what layers cost besides."""
     dense = sum(layer.multiplied for layer in model.layers)
-    seconds = machine.multiply_s(model.dtype, dense, tokens) + machine.layer_s * len(model.layers)
+    seconds = machine.multiply_s(model.dtype, dense, tokens)
     seconds += machine.multiply_s(model.dtype, model.head_reads, logits)
     for layer, count in _alike(model):
         met = layer.distinct_experts(tokens)
         if met:
             rows = max(1.0, tokens * layer.experts_per_token / met)
             seconds += count * machine.multiply_s(model.dtype, met * layer.expert_parameters, rows)
+            seconds += count * (machine.mixture_s + met * machine.expert_s)
+    return seconds + _besides_s(model, machine, tokens, logits)
+
+
+def _besides_s(model: Model, machine: Machine, tokens: int, sequences: int) -> float:
+    """What a forward takes besides products and reading keys."""
+    each = machine.layer_s + max(0, sequences - 1) * machine.sequence_s
+    seconds = machine.step_s + len(model.layers) * each
+    if machine.elements_per_s:
+        inner = sum(inner_parameters(layer) for layer in model.layers) / (_GATED * model.hidden)
+        seconds += tokens * (len(model.layers) * model.hidden + inner) / machine.elements_per_s
     return seconds
+
+
+def inner_parameters(layer: Layer) -> int:
+    """Parameters of the feed-forward part that one token meets: its inner values are so many over the model's width."""
+    dense = layer.parameters.get(MLP, 0) + layer.parameters.get(SHARED, 0)
+    return dense + layer.experts_per_token * layer.expert_parameters
 
 
 def _alike(model: Model) -> list[tuple[Layer, int]]:
     """Layers with experts, and how many are like each."""
-    found: dict[tuple[int, int, int], tuple[Layer, int]] = {}
+    found: dict[tuple[int, int, int, int], tuple[Layer, int]] = {}
     for layer in model.layers:
         if layer.experts:
-            key = (layer.experts, layer.experts_per_token, layer.expert_parameters)
+            key = (layer.experts, layer.experts_per_token, layer.expert_parameters, layer.expert_bytes)
             first, count = found.get(key, (layer, 0))
             found[key] = (first, count + 1)
     return list(found.values())
 
 
-def _step(machine: Machine, away: Away, compute_s: float) -> Step:
+def _step(model: Model, machine: Machine, away: Away, compute_s: float, tokens: int) -> Step:
+    met_bytes = sum(count * layer.distinct_experts(tokens) * layer.expert_bytes for layer, count in _alike(model))
+    missed_bytes = int(met_bytes * away.missed_share)
     return Step(
         compute_s=compute_s,
         link_s=away.link_bytes / machine.link_in if machine.has_device else 0.0,
         disk_s=_over(away.disk_bytes, machine.disk_bytes_per_s),
         link_bytes=away.link_bytes,
         disk_bytes=away.disk_bytes,
+        overlap_loss=machine.overlap_loss,
+        missed_s=_over(missed_bytes, machine.disk_bytes_per_s),
+        missed_bytes=missed_bytes,
     )
 
 

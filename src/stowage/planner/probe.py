@@ -65,7 +65,7 @@ def measure(
     with storage.written(place, file_bytes or storage.FILE_BYTES) as (path, written_bytes_per_s):
         reads = {depth: storage.read_bytes_per_s(path, depth) for depth in DEPTHS}
         buffered = storage.read_bytes_per_s(path, 1, direct=False)
-    computed = _compute(say)
+        computed = _compute(say, path)
     device = computed.pop("device")
     computed.pop("threads")
     machine = Machine(
@@ -86,10 +86,10 @@ def measure(
     return machine
 
 
-def _compute(say: Callable[[str], object]) -> dict[str, Any]:
-    """What ``compute`` prints, from a process of its own."""
+def _compute(say: Callable[[str], object], file: Path) -> dict[str, Any]:
+    """What ``compute`` prints, from a process of its own. ``file`` is read while it computes."""
     say("torch")
-    command = [sys.executable, "-m", "stowage.planner.compute"]
+    command = [sys.executable, "-m", "stowage.planner.compute", str(file)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None and process.stdout is not None
@@ -165,11 +165,22 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
         ("disk read, buffered, not cached", _rate(machine.disk_read_buffered)),
         ("disk write, synced", _rate(machine.disk_write)),
     ]
+    if machine.stream_bytes_per_s:
+        found.append(("weights from the disk, through a ring", _rate(machine.stream_bytes_per_s)))
+        found.append(("reading while computing: added of the shorter one", f"{machine.overlap_loss:.0%}"))
     for dtype, rates in machine.products.items():
         found += _computed(dtype, rates, machine)
     if machine.has_device:
         found += [("link to the device", _rate(machine.link_in)), ("link from the device", _rate(machine.link_out))]
-    return [*found, ("a layer, besides its products", f"{machine.layer_s * 1000:.2f} ms")]
+    if machine.elements_per_s:
+        found.append(("activations, besides products", f"{machine.elements_per_s / 1e9:,.2f} G/s"))
+    parts = {
+        "a step": machine.step_s,
+        "a layer": machine.layer_s,
+        "a sequence of a batch, each layer": machine.sequence_s,
+    }
+    parts |= {"a layer's router": machine.mixture_s, "an expert": machine.expert_s}
+    return [*found, *((f"{name}, besides products", f"{s * 1000:.3f} ms") for name, s in parts.items() if s)]
 
 
 def _computed(dtype: str, rates: Mapping[int, float], machine: Machine) -> list[tuple[str, str]]:

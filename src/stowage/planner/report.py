@@ -33,6 +33,9 @@ def rows(solution: Solution) -> list[Row]:
     model, work = solution.model, solution.workload
     if solution.small_bytes:
         found.append(Row(DEVICE, "norm and other small weights", "resident", solution.small_bytes))
+    if solution.cache_bytes:
+        held = f"{1 - solution.away.missed_share:.0%} of the experts"
+        found.append(Row(DEVICE, f"cache of {held}", "", solution.cache_bytes))
     kv = f"KV of {work.batch} x {work.context_tokens:,} tokens{_kinds(model)}"
     found.append(Row(DEVICE, kv, "", solution.kv_bytes))
     if solution.ring_bytes:
@@ -52,7 +55,12 @@ def _weights(solution: Solution, hold: str) -> Iterable[Row]:
         if alike:
             word = "layer" if len(alike) == 1 else "layers"
             what = f"{word} {numbers(part.layer for part in alike)}"
-            yield Row(hold, what, delivery, sum(part.nbytes for part in alike), _fetched(alike))
+            step_bytes = _fetched(alike)
+            if delivery == Delivery.EXPERTS:
+                what, step_bytes = f"experts of {what}", solution.prediction.decode.missed_bytes
+            elif solution.cache_bytes:
+                what = f"{what} without experts"
+            yield Row(hold, what, delivery, sum(part.nbytes for part in alike), step_bytes)
     for part in parts:
         if part.layer < 0:
             yield Row(hold, part.name, part.delivery, part.nbytes, _fetched([part]))
@@ -102,6 +110,8 @@ def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
         found.append("Recurrent layers are predicted by their products; Transformers' own code for them may be slower.")
     if solution.workload.context_tokens > solution.model.context_tokens:
         found.append(f"The model's own context ends after {solution.model.context_tokens:,} tokens.")
+    if solution.cache_bytes:
+        found.append("Experts are taken to be chosen evenly; real text prefers some, and a cache has more of them.")
     found += solution.model.notes
     if not solution.machine.measured:
         found.append(f"Speeds are {solution.machine.name}: for real ones run `stowage probe` on the machine.")
@@ -118,7 +128,9 @@ def _limit(solution: Solution) -> str:
         fetched = format_size(step.link_bytes)
         return f"The link to the device limits decoding: {fetched} per step at {rate}/s ({waits})."
     rate = format_size(int(solution.machine.disk_bytes_per_s))
-    return f"The disk limits decoding: {format_size(step.disk_bytes)} per step at {rate}/s ({waits})."
+    return (
+        f"The disk limits decoding: {format_size(step.disk_bytes + step.missed_bytes)} per step at {rate}/s ({waits})."
+    )
 
 
 def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, Any]:
@@ -153,6 +165,7 @@ def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, An
             "kv_bytes": solution.kv_bytes,
             "ring_slots": solution.ring_slots,
             "ring_bytes": solution.ring_bytes,
+            "cache_bytes": solution.cache_bytes,
             "working_bytes": solution.working_bytes,
             "small_bytes": solution.small_bytes,
         },
@@ -182,11 +195,16 @@ def segments(solution: Solution, hold: str) -> list[tuple[str, int]]:
     """What a hold is filled with, as (kind, bytes), free room last. The bars of both pictures are made of it."""
     found = [("weights", solution.weights_bytes(hold) + (solution.small_bytes if hold == DEVICE else 0))]
     if hold == DEVICE:
-        found += [("KV", solution.kv_bytes), ("ring", solution.ring_bytes), ("working", solution.working_bytes)]
+        found += [
+            ("KV", solution.kv_bytes),
+            ("ring", solution.ring_bytes),
+            ("cache", solution.cache_bytes),
+            ("working", solution.working_bytes),
+        ]
     found.append(("free", solution.left_bytes(hold)))
     return [(kind, nbytes) for kind, nbytes in found if nbytes]
 
 
 def layer_holds(solution: Solution) -> list[str]:
-    """Where each layer lies, in the model's order."""
-    return [part.hold for part in solution.placed if part.layer >= 0]
+    """Where each layer lies, in the model's order; one whose experts have a cache, in the disk."""
+    return list({part.layer: part.hold for part in solution.placed if part.layer >= 0}.values())

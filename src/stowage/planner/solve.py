@@ -8,6 +8,10 @@ much, are tried in every memory.
 
 What the device holds: KV of the whole batch, what a forward works with, small weights, the ring that fetched weights go
 through, and weights that stay. A device without memory of its own reads host memory as it is, without a ring.
+
+Of a mixture the experts can have a cache in the device instead, and everything else stays there. More memory then
+never gives fewer tokens per second; the first token of a prompt, which meets all experts, may come later than with
+whole layers.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from itertools import accumulate
 
 from stowage.config import format_size
 from stowage.errors import BudgetError
+from stowage.planner.cached import Cached
 from stowage.planner.machine import Machine
-from stowage.planner.parts import MLP, SHARED
-from stowage.planner.predict import BLOCK_TOKENS, Away, Prediction, Workload, predict
-from stowage.planner.shapes import Layer, Model
+from stowage.planner.predict import BLOCK_TOKENS, Away, Prediction, Workload, inner_parameters, predict
+from stowage.planner.shapes import Model
 from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST, Delivery
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -74,6 +78,8 @@ class Solution:
     slot_bytes: int
     away: Away
     prediction: Prediction
+    cache_bytes: int = 0
+    """Of the cache of experts."""
 
     @property
     def ring_bytes(self) -> int:
@@ -84,7 +90,7 @@ class Solution:
 
     @property
     def device_bytes(self) -> int:
-        fixed = self.small_bytes + self.kv_bytes + self.working_bytes + self.ring_bytes
+        fixed = self.small_bytes + self.kv_bytes + self.working_bytes + self.ring_bytes + self.cache_bytes
         return fixed + self.weights_bytes(DEVICE)
 
     def used_bytes(self, hold: str) -> int:
@@ -133,12 +139,15 @@ def solve(model: Model, machine: Machine, budgets: Budgets, workload: Workload) 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Where the ends lie, and how large the ring is: without one (no slots) no layer may have to go through it."""
+    """Where the ends lie, and how large the ring is: without one (no slots) no layer may have to go through it.
+    ``cached``: experts have a cache, and all else of the layers stays in the device.
+    """
 
     embedding: str
     head: str
     slots: int
     slot_bytes: int
+    cached: bool = False
 
 
 class Room:
@@ -155,6 +164,7 @@ class Room:
         self.embedding_bytes = model.embedding_bytes - table
         self.kv_bytes = workload.batch * model.sequence_bytes(workload.context_tokens, BLOCK_TOKENS)
         self.working_bytes = working_bytes(model, workload)
+        self.experts = Cached.of(model)
 
     @cached_property
     def choices(self) -> tuple[_Choice, ...]:
@@ -165,6 +175,8 @@ class Room:
                 ringed = head == DISK or (head == HOST and self.machine.has_device)
                 if not ringed:
                     found.append(_Choice(embedding, head, 0, 0))
+                    if self.experts.nbytes and not self.machine.has_device:
+                        found.append(_Choice(embedding, head, 0, 0, cached=True))
                 slot = max(largest, self.head_bytes if ringed else 0) + _SLOT_MARGIN_BYTES
                 found += [_Choice(embedding, head, slots, slot) for slots in (RING_SLOTS, RING_SLOTS_LEAST)]
         return tuple(found)
@@ -172,6 +184,12 @@ class Room:
     def fixed_bytes(self, choice: _Choice, hold: str) -> int:
         """What lies in ``hold`` whatever becomes of the layers."""
         ends = self.embedding_bytes * (choice.embedding == hold) + self.head_bytes * (choice.head == hold)
+        if choice.cached:
+            ends += {
+                DEVICE: self.filled[-1] - self.experts.nbytes + self.experts.least_bytes,
+                HOST: 0,
+                DISK: self.experts.nbytes,
+            }[hold]
         if hold != DEVICE:
             return ends
         return ends + self.model.rest_bytes + self.kv_bytes + self.working_bytes + choice.slots * choice.slot_bytes
@@ -183,21 +201,23 @@ class Room:
             cut = self._cut(choice, budgets)
             if cut is None:
                 continue
-            away = self._away(choice, *cut)
+            cache_bytes = self._cache_bytes(choice, budgets)
+            away = self._away(choice, *cut, cache_bytes)
             if choice.slots and not (away.link_bytes or away.disk_bytes):  # without the ring all would stay as well
                 continue
             prediction = predict(self.model, self.machine, self.workload, away)
-            rank = (prediction.decode.total_s, prediction.ttft_s, -choice.slots, self.fixed_bytes(choice, DEVICE))
-            found.append((rank, choice, cut, away, prediction))
+            fixed_bytes = self.fixed_bytes(choice, DEVICE)
+            rank = (prediction.decode.total_s, prediction.ttft_s, choice.cached, -choice.slots, fixed_bytes)
+            found.append((rank, choice, cut, cache_bytes, away, prediction))
         if not found:
             return None
-        _, choice, cut, away, prediction = min(found, key=lambda one: one[0])
+        _, choice, cut, cache_bytes, away, prediction = min(found, key=lambda one: one[0])
         return Solution(
             model=self.model,
             machine=self.machine,
             workload=self.workload,
             budgets=budgets,
-            placed=(*self._ends(choice), *self._layers(*cut)),
+            placed=(*self._ends(choice), *(self._split() if choice.cached else self._layers(*cut))),
             small_bytes=self.model.rest_bytes,
             kv_bytes=self.kv_bytes,
             working_bytes=self.working_bytes,
@@ -205,7 +225,15 @@ class Room:
             slot_bytes=choice.slot_bytes,
             away=away,
             prediction=prediction,
+            cache_bytes=cache_bytes,
         )
+
+    def _cache_bytes(self, choice: _Choice, budgets: Budgets) -> int:
+        """All that is left of the device, if it can be used."""
+        if not choice.cached:
+            return 0
+        left_bytes = budgets.device_bytes - self.fixed_bytes(choice, DEVICE)
+        return min(self.experts.least_bytes + left_bytes, self.experts.most_bytes)
 
     def _cut(self, choice: _Choice, budgets: Budgets) -> tuple[int, int] | None:
         """How many layers of the order are in the device, and in device and host together: as many as can be."""
@@ -213,6 +241,8 @@ class Room:
         host_left = budgets.host_bytes - self.fixed_bytes(choice, HOST)
         if device_left < 0 or host_left < 0:
             return None
+        if choice.cached:
+            return (len(self.order),) * 2 if self.fixed_bytes(choice, DISK) <= budgets.disk_bytes else None
         device = bisect_right(self.filled, device_left) - 1
         host = bisect_right(self.filled, self.filled[device] + host_left) - 1
         away = self.filled[-1] - self.filled[host] + self.fixed_bytes(choice, DISK)
@@ -223,8 +253,10 @@ class Room:
         """How many layers may not go through the ring: all where there is none."""
         return 0 if choice.slots else len(self.order)
 
-    def _away(self, choice: _Choice, device: int, host: int) -> Away:
+    def _away(self, choice: _Choice, device: int, host: int, cache_bytes: int) -> Away:
         """What is fetched, when so many layers of the order are in the device, and in device and host together."""
+        if choice.cached:
+            return Away(missed_share=1 - self.experts.held_share(cache_bytes))
         on_host = self.filled[host] - self.filled[device] + self.head_bytes * (choice.head == HOST)
         on_disk = self.filled[-1] - self.filled[host] + self.head_bytes * (choice.head == DISK)
         return Away(on_host + on_disk if self.machine.has_device else 0, on_disk)
@@ -247,6 +279,14 @@ class Room:
             hold = DEVICE if rank < device else HOST if rank < host else DISK
             yield Placed(f"layers.{at}", at, hold, self._delivery(hold), self.model.layers[at].total_bytes)
 
+    def _split(self) -> Iterator[Placed]:
+        """Each layer without its experts, which have a cache."""
+        for layer in self.model.layers:
+            yield Placed(f"layers.{layer.index}", layer.index, DEVICE, Delivery.RESIDENT.value, layer.dense_bytes)
+            if layer.experts:
+                name, nbytes = f"layers.{layer.index}.experts", layer.experts * layer.expert_bytes
+                yield Placed(name, layer.index, DISK, Delivery.EXPERTS.value, nbytes)
+
     def least_device_bytes(self, host_bytes: int, disk_bytes: int) -> int:
         """The least device budget that works beside these budgets."""
         return min(self._needs(choice, host_bytes, disk_bytes) for choice in self.choices)
@@ -257,6 +297,8 @@ class Room:
         disk_left = disk_bytes - self.fixed_bytes(choice, DISK)
         if host_left < 0 or disk_left < 0:
             return 1 << 62
+        if choice.cached:
+            return self.fixed_bytes(choice, DEVICE)
         device = self._unringed(choice)
         if not self.machine.has_device:
             device = self._first_device(device, host_left)
@@ -352,12 +394,6 @@ def working_bytes(model: Model, workload: Workload) -> int:
     """What the largest forward needs besides weights and KV: a few rows as wide as the model, the widest inner rows,
     and logits in float32.
     """
-    widest = max((inner_rows(layer) for layer in model.layers), default=0) // max(1, model.hidden)
+    widest = max((inner_parameters(layer) for layer in model.layers), default=0) // max(1, model.hidden)
     rows = workload.piece * (6 * model.hidden + widest) * model.item_bytes
     return rows + 8 * workload.batch * model.vocab
-
-
-def inner_rows(layer: Layer) -> int:
-    """Parameters of the feed-forward part that one token meets: its inner values are so many over the model's width."""
-    dense = layer.parameters.get(MLP, 0) + layer.parameters.get(SHARED, 0)
-    return dense + layer.experts_per_token * layer.expert_parameters

@@ -21,6 +21,7 @@ from stowage.errors import DirectoryError
 
 MIB = 1 << 20
 FILE_BYTES = 256 * MIB
+_READ_INTO_BYTES = 16 * MIB
 _ROUNDS = 3
 
 
@@ -88,6 +89,9 @@ def written(directory: Path, nbytes: int = FILE_BYTES) -> Iterator[tuple[Path, f
 def read_bytes_per_s(path: Path, depth: int, *, direct: bool = True) -> float:
     """Best rate of reading the file once with ``depth`` reads of 1 MiB in flight; with ``direct`` past the page cache
     where the file system takes that, else after the cache has forgotten it. Raises ``DirectoryError``.
+
+    As weights are read: into memory in huge pages, where a disk needs fewer operations for as many bytes (with pages of
+    4 KiB a virtual disk gave 1.1 instead of 2.7 GB/s).
     """
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
@@ -105,12 +109,16 @@ def read_bytes_per_s(path: Path, depth: int, *, direct: bool = True) -> float:
 
 def _read_once(descriptor: int, nbytes: int, depth: int) -> float:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    memory = mmap.mmap(-1, depth * MIB)
+    memory = mmap.mmap(-1, _READ_INTO_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
+    view[:] = bytes(len(view))
 
     def read(worker: int) -> None:
         for at in range(worker * MIB, nbytes, depth * MIB):
-            os.preadv(descriptor, [view[worker * MIB : (worker + 1) * MIB]], at)
+            place = at % _READ_INTO_BYTES
+            os.preadv(descriptor, [view[place : place + MIB]], at)
 
     seconds = _together([partial(read, worker) for worker in range(depth)])
     return nbytes / seconds

@@ -1,0 +1,84 @@
+"""How fast weights come from a disk, and what computing costs them meanwhile. Measured through the engine's own ring.
+
+Runs in the process of ``compute``. Owns no number: a file is read again and again, in units of some matrices, and each
+unit is computed with not at all, or so often that computing takes about as long as reading.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_OUT, _IN, _MATRICES = 2048, 2048, 4
+_UNIT_BYTES = _OUT * _IN * _MATRICES * 2
+_SLOTS, _ROUNDS = 3, 3
+_TIMEOUT_S = 60.0
+_TIMES_MOST = 64
+_FILLING_TIMES = 32
+"""In that time the rest of a ring is filled."""
+
+
+def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, float]:
+    """Fields of ``Machine``: ``stream_bytes_per_s``, and ``overlap_loss``: which share of the shorter one of reading
+    and computing is added to the longer one when both go on at once (0: none of it, 1: one waits for the other).
+    ``linear`` multiplies rows with a matrix.
+    """
+    import torch
+
+    from stowage.weights.checkpoint import File
+    from stowage.weights.reading import Read, Readers
+    from stowage.weights.ring import Ring
+
+    file, readers = File.open(path), Readers()
+    units = file.length // _UNIT_BYTES
+    ring = Ring(
+        units,
+        _SLOTS,
+        _UNIT_BYTES,
+        lambda unit, memory: [Read(file, unit * _UNIT_BYTES, memory[:_UNIT_BYTES])],
+        readers,
+        _TIMEOUT_S,
+    )
+    row = torch.full((1, _IN), 0.5, dtype=torch.bfloat16)
+
+    def multiply(memory: memoryview, times: int) -> None:
+        matrices = torch.frombuffer(memory, dtype=torch.bfloat16).view(_MATRICES, _OUT, _IN)
+        for at in range(times * _MATRICES):
+            linear(row, matrices[at % _MATRICES])
+
+    def forward_s(times: int) -> float:
+        """Seconds of a forward in which each unit is computed with so often."""
+        began_s = time.perf_counter()
+        for unit in range(units):
+            slot = ring.take(unit)
+            multiply(slot.memory, times)
+            ring.give_back(unit)
+        return time.perf_counter() - began_s
+
+    def computing_s(times: int) -> float:
+        """Seconds of that when nothing is read, because the ring is full: of one unit in it, for all."""
+        slot = ring.take(0)
+        multiply(slot.memory, _FILLING_TIMES)
+        began_s = time.perf_counter()
+        multiply(slot.memory, times)
+        elapsed_s = time.perf_counter() - began_s
+        ring.give_back(0)
+        return elapsed_s * units
+
+    try:
+        forward_s(0)
+        computing_s(1)
+        read_s = statistics.median(forward_s(0) for _ in range(_ROUNDS))
+        once_s = statistics.median(computing_s(4) for _ in range(_ROUNDS)) / 4
+        times = max(1, min(_TIMES_MOST, round(read_s / once_s)))
+        both_s = statistics.median(forward_s(times) for _ in range(_ROUNDS))
+        alone_s = statistics.median(computing_s(times) for _ in range(_ROUNDS))
+    finally:
+        if readers.close():
+            ring.close()
+        file.close()
+    loss = (both_s - max(read_s, alone_s)) / min(read_s, alone_s)
+    return {"stream_bytes_per_s": units * _UNIT_BYTES / read_s, "overlap_loss": min(max(loss, 0.0), 1.0)}
