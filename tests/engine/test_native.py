@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -256,3 +259,52 @@ def test_scales_of_bytes_that_are_away():
     scales = torch.full((2, 4, 2), -1, dtype=torch.int16).view(torch.float16)
     found = native.linear_int4(numbers(3, 64), torch.full((4, 32), 255, dtype=torch.uint8), scales, 32)
     assert bool(found.isnan().all())
+
+
+def test_several_callers_and_a_child_process():
+    """The helping threads have one job at a time, and a child process has none of its parent's."""
+    x, weight = numbers(2, 700, dtype=torch.bfloat16), numbers(900, 700, seed=1, dtype=torch.bfloat16)
+    expected = native.linear(x, weight)
+    found: list[bool] = []
+
+    def ask() -> None:
+        found.append(all(torch.equal(native.linear(x, weight), expected) for _ in range(100)))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        callers = [threading.Thread(target=ask) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert found == [True] * 3
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
+            child = os.fork()
+        if child == 0:
+            try:
+                os._exit(0 if torch.equal(native.linear(x, weight), expected) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_layers_in_one_call_are_the_layers():
+    for dtype in DTYPES:
+        x = numbers(2, 5, 70, dtype=dtype)
+        weights = [numbers(outputs, 70, seed=outputs, dtype=dtype) for outputs in (1, 300, 13, 120, 2, 5, 6, 7)]
+        found = native.linears(x, weights)
+        for out, weight in zip(found, weights, strict=True):
+            assert out.dtype is dtype and torch.equal(out, native.linear(x, weight))
+
+
+def test_numbers_of_bfloat16_are_rounded_as_torch_rounds(instructions):
+    """Ties, the largest ones and those that are none included."""
+    x = torch.tensor([[1.0, 2**-8, 2**-16, 0], [1.0, 3 * 2**-8, 0, 0], [3e38, 3e38, 0, 0], [torch.nan, 1, 1, 1]])
+    x, weight = x.bfloat16(), torch.ones(40, 4, dtype=torch.bfloat16)
+    expected = (x.float() @ weight.float().T).bfloat16()
+    found = native.linear(x, weight)
+    assert torch.equal(found.view(torch.int16)[:3], expected.view(torch.int16)[:3]) and bool(found[3].isnan().all())

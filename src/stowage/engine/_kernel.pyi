@@ -4,19 +4,18 @@ Place = tuple[int, int, int, int, int, int]
 
 def linear(
     x: int,
-    w: int,
-    scales: int,
-    y: int,
     rows: int,
     inputs: int,
-    outputs: int,
     x_row: int,
-    w_row: int,
     group: int,
     form: int,
+    narrow: bool,
     threads: int,
     /,
-) -> None: ...
+    *layers: int,
+) -> None:
+    """`layers`: of each w, scales, y, outputs, w_row."""
+
 def attention(
     q: int,
     out: int,
@@ -36,6 +35,19 @@ def attention(
     scale: float,
     softcap: float,
     half: bool,
+    threads: int,
+    /,
+) -> None: ...
+def norm(
+    x: int,
+    w: int,
+    y: int,
+    rows: int,
+    width: int,
+    eps: float,
+    more: float,
+    half: bool,
+    way: int,
     threads: int,
     /,
 ) -> None: ...

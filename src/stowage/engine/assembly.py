@@ -118,11 +118,12 @@ def _assemble(
     assert sum(pool.nbytes for pool in pools) <= memory.device_kv_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
     runner: Runner | FallbackRunner
+    placed = loaded.weights is not None
     if layout.alone:
-        mode = mode_of(loaded.model, exact=deterministic)
+        mode = mode_of(loaded.model, exact=deterministic, placed=placed)
         runner = FallbackRunner(loaded.model, layout, pools, grid=pieces.grid, mode=mode)
     else:
-        runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic)
+        runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic, placed=placed)
     if deterministic:
         try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before there is a store that must be closed
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)

@@ -78,12 +78,16 @@ def paged_attention(
     flat = query.transpose(1, 2).reshape(batch * length, heads, width)
     scores = Scores(width**-0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux"))
     latent = group.pool.layout.layers[0].latent
-    out = flat.new_empty((batch * length, heads, value.shape[-1]))
     away = group.pool.away.get(layer)
     if group.runs is not None:
         paged = _paged_latent if latent else _paged
         tokens = group.runs.tokens
+        if tokens == batch * length:
+            return paged(module, flat, views, away, group.runs, scores).view(batch, length, heads, -1), None
+        out = flat.new_empty((batch * length, heads, value.shape[-1]))
         out[:tokens] = paged(module, flat[:tokens], views, away, group.runs, scores)
+    else:
+        out = flat.new_empty((batch * length, heads, value.shape[-1]))
     for stream in group.streams:
         assert away is not None, "blocks are away, and nobody said where"
         streamed = streaming.attend_latent if latent else streaming.attend

@@ -75,7 +75,7 @@ def _missing(model: Any) -> str:
 def exact_name(pieces: Pieces) -> str:
     """What exact bits depend on besides the model: a cache from elsewhere, whose bits may differ, is not reused."""
     torch_kernels = f"{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}/{torch.get_num_threads()}"
-    return f"exact/{native.instructions()}/torch/{torch_kernels}/{pieces.grid}"
+    return f"exact/{native.instructions()}/{native.REVISION}/torch/{torch_kernels}/{pieces.grid}"
 
 
 def check_steps(pieces: Pieces, memory: Memory, context_tokens: int) -> None:

@@ -1,6 +1,7 @@
-"""Linear layers and paged attention in C: every row is summed in an order of its own.
+"""Linear layers, norms and paged attention in C: every row is summed in an order of its own.
 
     linear   y = x w^T         weights in float32, bfloat16, int8 and 4 bits, sums in float32
+    norm     root mean square norms
     attend   softmax attention over a pool's blocks, in place: full, sliding, chunked; soft-capping, sinks, latents
 
 A row gives the same bits in a batch of any size, in any piece of a prompt, as prompt or as generated token; that is
@@ -8,13 +9,16 @@ what ``--deterministic`` stands on. They are also quicker than what they replace
 has the numbers), so a CPU uses them by default. They are built with the package where there is a C compiler; where they
 were not built, or ``STOWAGE_PURE_PYTHON`` is set, torch does the work.
 
-Threads are those of torch's own OpenMP runtime: a second pool of threads would fight it for the cores.
+Threads are the kernels' own (``kernel/team.h``), as many as torch has: they wait awake for the next call of a step, a
+moment only and giving way, since torch's threads need the cores too. Where there are none they are those of torch's
+OpenMP runtime.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +36,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 _HALVES = {torch.bfloat16: 4, torch.int8: 5}
 """The same, times inputs in bfloat16."""
+REVISION = 2
+"""Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
+TOGETHER = 8
+"""Linear layers that are computed in one call, at most."""
 
 
 def _threads_of_torch() -> int:
@@ -103,41 +111,71 @@ def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tens
     return _linear(x, codes, scales, bias, group)
 
 
+def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """``linear`` with each of up to ``TOGETHER`` ``weights`` of one type, without biases, in one call."""
+    form, halves = _form(x, weights[0])
+    if halves or x.dtype is torch.float32:
+        outs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+        layers = [(weight, 0, out) for weight, out in zip(weights, outs, strict=True)]
+        _multiply(x, layers, form, 0, halves)
+        return outs
+    return [linear(x, weight) for weight in weights]
+
+
 def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, group: int = 0) -> Tensor:
-    outputs, inputs = weight.shape[0], x.shape[-1]
-    rows = x.reshape(-1, inputs)
-    form = _FORMS[weight.dtype]
-    if rows.dtype is torch.bfloat16 and weight.dtype in _HALVES and _kernel.multiplies_halves():
-        form, wide = _HALVES[weight.dtype], rows
-    else:
-        wide = rows.float()
-    if wide.stride(1) != 1:
-        wide = wide.contiguous()
-    out = torch.empty((rows.shape[0], outputs), dtype=torch.float32)
-    if out.numel():
-        _kernel.linear(
-            wide.data_ptr(),
-            weight.data_ptr(),
-            0 if scales is None else scales.data_ptr(),
-            out.data_ptr(),
-            rows.shape[0],
-            inputs,
-            outputs,
-            wide.stride(0),
-            weight.stride(0),
-            group,
-            form,
-            torch.get_num_threads(),
-        )
+    form, halves = _form(x, weight)
+    narrow = halves and bias is None
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype if narrow else torch.float32)
+    _multiply(x, [(weight, 0 if scales is None else scales.data_ptr(), out)], form, group, narrow)
     if bias is not None:
         out += bias
-    return out.to(x.dtype).view(*x.shape[:-1], outputs)
+    return out if out.dtype is x.dtype else out.to(x.dtype)
+
+
+def _form(x: Tensor, weight: Tensor) -> tuple[int, bool]:
+    """What the kernel calls this product, and whether it multiplies pairs of bfloat16."""
+    if x.dtype is torch.bfloat16 and weight.dtype in _HALVES and _kernel.multiplies_halves():
+        return _HALVES[weight.dtype], True
+    return _FORMS[weight.dtype], False
+
+
+def _multiply(x: Tensor, layers: list[tuple[Tensor, int, Tensor]], form: int, group: int, narrow: bool) -> None:
+    """``x`` times each layer's weight, which has scales at an address, into its own tensor: of float32, or (``narrow``)
+    of the type of ``x``.
+    """
+    inputs = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(-1, inputs)
+    if form not in _HALVES.values():
+        rows = rows.float()
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if not rows.numel():
+        return
+    each: list[int] = []
+    for weight, scales, out in layers:
+        each += (weight.data_ptr(), scales, out.data_ptr(), weight.shape[0], weight.stride(0))
+    count, threads = rows.shape[0], torch.get_num_threads()
+    _kernel.linear(rows.data_ptr(), count, inputs, rows.stride(0), group, form, narrow, threads, *each)
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
     """``x`` ``[rows, heads, inputs]`` times each head's own ``weight`` ``[heads, outputs, inputs]``."""
     parts = [linear(x[:, head], each.contiguous()) for head, each in enumerate(weight)]
     return torch.stack(parts, dim=1)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, more: float, *, rounded: bool) -> Tensor:
+    """Each row of ``x`` ``[..., width]``, contiguous, divided by the root of its mean square and ``eps``, times
+    ``weight`` ``[width]`` of its type and ``more``. ``rounded``: to the type of ``x`` before it is multiplied.
+    """
+    out = torch.empty_like(x)
+    width = weight.shape[0]
+    half = x.dtype is torch.bfloat16
+    count, threads = x.numel() // width, torch.get_num_threads()
+    _kernel.norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), count, width, eps, more, half, 0 if rounded else 1, threads
+    )
+    return out
 
 
 @dataclass(frozen=True, slots=True)

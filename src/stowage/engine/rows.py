@@ -1,6 +1,7 @@
 """Forwards whose rows do not depend on one another: a mode of torch for as long as a model runs.
 
-    linear layers, stacked experts    -> the kernels (``native``), which sum every row by itself
+    linear layers, stacked experts    -> the kernels (``native``), which sum every row by itself; several layers with
+                                         the same input at once (``siblings``)
     functions of single numbers       -> (deterministic only) as many numbers at a time as torch computes alike
     other products of matrices        -> (deterministic only) with rows filled up to what matrix kernels take at a time
 
@@ -21,9 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from stowage.engine import native
+from stowage.engine.siblings import Siblings
 from stowage.weights.codes import PackedMatrix
 
 _GRAIN = 32768
@@ -40,13 +43,14 @@ _ROWS = 16
 
 
 class OwnRows(TorchFunctionMode):
-    """``exact``: also functions of single numbers."""
+    """``exact``: also functions of single numbers. ``placed``: some weights are not in memory all the time."""
 
-    def __init__(self, *, linear: bool, exact: bool) -> None:
+    def __init__(self, *, linear: bool, exact: bool, placed: bool = False) -> None:
         super().__init__()
         self._special: dict[Any, Callable[..., Any]] = {}
+        self._siblings = Siblings()
         if linear:
-            self._special[F.linear] = _linear
+            self._special[F.linear] = _linear if placed else self._linear
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
                     self._special[grouped] = partial(_grouped, exact)
@@ -62,11 +66,20 @@ class OwnRows(TorchFunctionMode):
             return special(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._siblings.end()
 
-def mode_of(model: Any, *, exact: bool) -> AbstractContextManager[Any]:
+    def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if bias is None and type(weight) is Parameter and native.takes(input, weight):
+            return self._siblings.linear(input, weight)
+        return _linear(input, weight, bias)
+
+
+def mode_of(model: Any, *, exact: bool, placed: bool = False) -> AbstractContextManager[Any]:
     """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike."""
     linear = native.wanted(model.device, model.dtype) and (exact or native.quicker(model.dtype))
-    return OwnRows(linear=linear, exact=exact) if linear else nullcontext()
+    return OwnRows(linear=linear, exact=exact, placed=placed) if linear else nullcontext()
 
 
 def _functions() -> list[Any]:

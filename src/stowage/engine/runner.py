@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
-from stowage.engine import attention, native
+from stowage.engine import attention, native, norms
 from stowage.engine.layers import ModelLayout
 from stowage.engine.paged_cache import PagedCache
 from stowage.engine.pool import BlockPool
@@ -27,7 +27,8 @@ from stowage.engine.step import Step, Work, build, current, is_long, order
 class Runner:
     """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it.
 
-    ``exact``: every row of a forward gives the same bits whatever else is computed with it (``trial`` makes sure).
+    ``exact``: every row of a forward gives the same bits whatever else is computed with it (``rowtrial`` makes sure).
+    ``placed``: some of the model's weights are not in memory all the time.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Runner:
         strategies: Sequence[GroupStrategy],
         *,
         exact: bool = False,
+        placed: bool = False,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -49,11 +51,15 @@ class Runner:
         self._takes_rows = takes_rows(model)
         self._exact = exact
         self._kernels = native.wanted(model.device, model.dtype)
-        self._mode = mode_of(model, exact=exact)
+        if self._kernels:
+            norms.install(model)
+        self._mode = mode_of(model, exact=exact, placed=placed)
 
     def close(self) -> None:
-        """Give the model its own attention back."""
+        """Give the model its own attention and norms back."""
         attention.uninstall(self._model)
+        if self._kernels:
+            norms.uninstall(self._model)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:

@@ -34,6 +34,26 @@ static inline ALWAYS __m512bh halves_some_c(__mmask32 there, const int8_t *from)
 }
 
 #define UNROLLED _Pragma("GCC unroll 8")
+
+/* Totals of 8 vectors at once, to[(i % 4) * 4 + i / 4] of vector i: halves of a vector are added, their halves, and so
+ * on, as in `total`, and so with its bits. */
+static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
+{
+    __m512 quarters[2];
+    UNROLLED for (int i = 0; i < 2; i++) {
+        const __m512 *four = v + 4 * i;
+        __m512 first = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x44),
+                                     _mm512_shuffle_f32x4(four[0], four[1], 0xee));
+        __m512 second = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x44),
+                                      _mm512_shuffle_f32x4(four[2], four[3], 0xee));
+        quarters[i] = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
+                                    _mm512_shuffle_f32x4(first, second, 0xdd));
+    }
+    __m512 twos = _mm512_add_ps(_mm512_shuffle_ps(quarters[0], quarters[1], 0x44),
+                                _mm512_shuffle_ps(quarters[0], quarters[1], 0xee));
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_ps(twos, twos, 0x88), _mm512_shuffle_ps(twos, twos, 0xdd)));
+}
+
 #define STEP(T, R, C, WEIGHTS, INPUTS)                                                                                 \
     {                                                                                                                  \
         __m512bh weights[C];                                                                                           \
@@ -64,11 +84,21 @@ static inline ALWAYS __m512bh halves_some_c(__mmask32 there, const int8_t *from)
         __mmask32 left = ((__mmask32)1 << (depth - k)) - 1;                                                            \
         if (left)                                                                                                      \
             STEP(T, R, C, halves_some_##F(left, from), halves_some_b(left, from))                                      \
-        UNROLLED for (int r = 0; r < R; r++)                                                                           \
-            UNROLLED for (int c = 0; c < C; c++) {                                                                     \
-                float sum = avx512_total((avx512_vec)sums[r][c]);                                                      \
+        UNROLLED for (int c = 0; c < C; c++) {                                                                         \
+            float totals[16];                                                                                          \
+            if (R >= 4) {                                                                                              \
+                __m512 column[8];                                                                                      \
+                UNROLLED for (int r = 0; r < 8; r++)                                                                   \
+                    column[r] = r < R ? sums[r < R ? r : 0][c] : _mm512_setzero_ps();                                  \
+                halves_totals(column, totals);                                                                         \
+            } else                                                                                                     \
+                UNROLLED for (int r = 0; r < R; r++)                                                                   \
+                    totals[r % 4 * 4 + r / 4] = avx512_total((avx512_vec)sums[r][c]);                                  \
+            UNROLLED for (int r = 0; r < R; r++) {                                                                     \
+                float sum = totals[r % 4 * 4 + r / 4];                                                                 \
                 y[r * y_row + c] = first ? sum : y[r * y_row + c] + sum;                                               \
             }                                                                                                          \
+        }                                                                                                              \
     }
 #define ROW(F, T, R) TILE(F, T, R, 1) TILE(F, T, R, 2) TILE(F, T, R, 3)
 #define ALL(F, T)                                                                                                      \
@@ -88,27 +118,49 @@ static const HalvesTile halves_tiles[2][HALVES_ROWS][3] = {ALL(b), ALL(c)};
 #undef ALL
 #undef ROW
 
+/* Numbers of float32 as the nearest of bfloat16. */
+static void halves_narrow(const float *from, uint16_t *to, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 there = count - i < 16 ? (__mmask16)((1 << (count - i)) - 1) : 0xffff;
+        __m512i bits = (__m512i)_mm512_maskz_loadu_ps(there, from + i);
+        __mmask16 no_number = _mm512_cmp_ps_mask((__m512)bits, (__m512)bits, _CMP_UNORD_Q);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        bits = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        bits = _mm512_mask_mov_epi32(bits, no_number, _mm512_set1_epi32(0x7fc0));
+        _mm512_mask_cvtepi32_storeu_epi16(to + i, there, bits);
+    }
+}
+
 /* Outputs [begin, end) of all rows: the inputs of a few rows stay in the first cache while weights pass, which come
- * from the second one after the first rows. */
+ * from the second one after the first rows. A weight's row is read to its end, as memory likes it. */
 static void halves_linear(const Linear *job, int64_t begin, int64_t end)
 {
+    float part[HALVES_ROWS * HALVES_PANEL] __attribute__((aligned(64)));
     const uint16_t *x = job->x;
     int coded = job->form == INT8_HALVES, shift = !coded; /* bytes of a weight, as a power of two */
-    for (int64_t k = 0; k < job->inputs; k += HALVES_DEPTH) {
-        int64_t depth = job->inputs - k < HALVES_DEPTH ? job->inputs - k : HALVES_DEPTH;
-        for (int64_t first = begin; first < end; first += HALVES_PANEL) {
-            int64_t last = first + HALVES_PANEL < end ? first + HALVES_PANEL : end;
-            for (int64_t row = 0; row < job->rows; row += HALVES_ROWS) {
-                int r = job->rows - row < HALVES_ROWS ? (int)(job->rows - row) : HALVES_ROWS;
-                for (int64_t n = first; n < last; n += 3) {
-                    int c = last - n < 3 ? (int)(last - n) : 3;
-                    const char *w = (const char *)job->w + ((n * job->w_row + k) << shift);
+    for (int64_t first = begin; first < end; first += HALVES_PANEL) {
+        int64_t wide = end - first < HALVES_PANEL ? end - first : HALVES_PANEL;
+        for (int64_t row = 0; row < job->rows; row += HALVES_ROWS) {
+            int r = job->rows - row < HALVES_ROWS ? (int)(job->rows - row) : HALVES_ROWS;
+            for (int64_t n = 0; n < wide; n += 3)
+                for (int64_t k = 0; k < job->inputs; k += HALVES_DEPTH) {
+                    int64_t depth = job->inputs - k < HALVES_DEPTH ? job->inputs - k : HALVES_DEPTH;
+                    int c = wide - n < 3 ? (int)(wide - n) : 3;
+                    const char *w = (const char *)job->w + (((first + n) * job->w_row + k) << shift);
                     halves_tiles[coded][r - 1][c - 1](x + row * job->x_row + k, job->x_row, w, job->w_row, depth,
-                                                      job->y + row * job->outputs + n, job->outputs, k == 0);
+                                                      part + n, HALVES_PANEL, k == 0);
                 }
+            for (int i = 0; i < r; i++) {
+                float *sums = part + i * HALVES_PANEL;
+                int64_t at = (row + i) * job->outputs + first;
+                if (coded)
+                    scale_sums(sums, (const float *)job->scales + first, wide);
+                if (job->narrow)
+                    halves_narrow(sums, (uint16_t *)job->y + at, wide);
+                else
+                    memcpy((float *)job->y + at, sums, (size_t)wide * sizeof *sums);
             }
         }
     }
-    if (coded)
-        scale_outputs(job, begin, end);
 }

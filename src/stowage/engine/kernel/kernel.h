@@ -43,20 +43,20 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 
 
 /* `scales` of codes. INT8: floats, one for each output. INT4: halves, one for each `group` of inputs of an output, and
  * behind them all as many least values; byte j of an output has input j in its low half, and input j + inputs / 2 in
- * the other. `x` are floats; HALVES, where the weights are too, and INT8_HALVES: bfloat16. */
+ * the other. `x` are floats; HALVES, where the weights are too, and INT8_HALVES: bfloat16. So is `y` if it is `narrow`,
+ * which only these two can make it. */
 typedef struct {
     const void *x, *scales, *w;
-    float *y;
+    void *y;
     int64_t rows, inputs, outputs, x_row, w_row, group;
-    int form;
+    int form, narrow;
 } Linear;
 
-/* What is left to do of outputs [begin, end) of all rows that were summed over codes of 8 bits. */
-static inline void scale_outputs(const Linear *job, int64_t begin, int64_t end)
+/* What is left to do of sums over codes of 8 bits. */
+static inline void scale_sums(float *sums, const float *scales, int64_t count)
 {
-    for (int64_t row = 0; row < job->rows; row++)
-        for (int64_t n = begin; n < end; n++)
-            job->y[row * job->outputs + n] *= ((const float *)job->scales)[n];
+    for (int64_t n = 0; n < count; n++)
+        sums[n] *= scales[n];
 }
 
 /* What will be read next: rows of so many bytes; input k is k times 2^shift bytes from the first. */
@@ -76,6 +76,15 @@ static inline float half_float(uint16_t half)
     if ((half & 0x7c00) == 0x7c00)
         value = half & 0x3ff ? NAN : INFINITY;
     return half & 0x8000 ? -value : value;
+}
+
+/* A float as the nearest of bfloat16. */
+static inline uint16_t float_half(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
 /* Keys or values of one layer: their address, and strides in elements. Blocks lie in two memories: in the pool, `block`
@@ -104,6 +113,18 @@ typedef struct {
     float scale, softcap;
     int half;
 } Attention;
+
+/* `rows` rows of x, `width` numbers each, side by side; x, w and y in bfloat16 if `half`, else float32. ROUNDED: what
+ * weights multiply is rounded to the type of x before. `more`: added to each weight. */
+enum { ROUNDED = 0, WHOLE = 1 };
+
+typedef struct {
+    const void *x, *w;
+    void *y;
+    int64_t rows, width;
+    float eps, more;
+    int half, way;
+} Norm;
 
 /* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. */
 typedef struct {

@@ -93,7 +93,7 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
     for (int64_t end = row + rows; row < end; row += 4) {
         int r = end - row < 4 ? (int)(end - row) : 4;
         NAME(tiles)[form][r - 1][c - 1](x + row * job->x_row + k, job->x_row, w, w_row, depth,
-                                        job->y + row * job->outputs + n, job->outputs, k == 0, ahead);
+                                        (float *)job->y + row * job->outputs + n, job->outputs, k == 0, ahead);
     }
 }
 
@@ -113,6 +113,6 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
                 for (int64_t n = begin; n < end; n += 3)
                     NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, k, scratch);
     }
-    if (job->form == INT8)
-        scale_outputs(job, begin, end);
+    for (int64_t row = 0; job->form == INT8 && row < job->rows; row++)
+        scale_sums((float *)job->y + row * job->outputs + begin, (const float *)job->scales + begin, end - begin);
 }

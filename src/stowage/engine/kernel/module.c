@@ -1,12 +1,14 @@
 /* The module `_kernel`: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
 
 #include "kernel.h"
+#include "team.h"
 
 #define LANES 4
 #define NAME(x) base_##x
 #include "vectors.h"
 #include "linear.h"
 #include "attention.h"
+#include "norm.h"
 #undef LANES
 #undef NAME
 
@@ -20,6 +22,7 @@
 #include "vectors.h"
 #include "linear.h"
 #include "attention.h"
+#include "norm.h"
 #undef LANES
 #undef NAME
 #pragma GCC pop_options
@@ -30,6 +33,7 @@
 #include "vectors.h"
 #include "linear.h"
 #include "attention.h"
+#include "norm.h"
 #undef LANES
 #undef NAME
 #pragma GCC pop_options
@@ -47,14 +51,15 @@ typedef struct {
     void (*linear)(const Linear *, int64_t, int64_t);
     void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
+    void (*norm)(const Norm *, int64_t, int64_t);
 } Instructions;
 
-static const Instructions BASE = {"base", base_linear, NULL, base_rows};
+static const Instructions BASE = {"base", base_linear, NULL, base_rows, base_norm};
 #ifdef CHOICE
-static const Instructions AVX2 = {"avx2", avx2_linear, NULL, avx2_rows};
-static const Instructions AVX512 = {"avx512", avx512_linear, NULL, avx512_rows};
+static const Instructions AVX2 = {"avx2", avx2_linear, NULL, avx2_rows, avx2_norm};
+static const Instructions AVX512 = {"avx512", avx512_linear, NULL, avx512_rows, avx512_norm};
 #ifdef PAIRS
-static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, avx512_rows};
+static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, avx512_rows, avx512_norm};
 #endif
 #endif
 static const Instructions *used = &BASE;
@@ -88,16 +93,23 @@ static int choose(const char *name)
 
 static void spread(Share share, void *job, long threads)
 {
+#ifdef TEAM
+    if (threads > 1 && work_together(share, job, threads))
+        return;
+#endif
     if (parallel != NULL && threads > 1)
         parallel(share, job, (unsigned)threads, 0);
     else
         share(job);
 }
 
-/* Shares of a linear layer: runs of outputs, taken by whoever is free. */
+/* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
+
+enum { TOGETHER = 8, COMMON = 8, EACH = 5 }; /* layers at most; arguments of all, and of each */
 
 typedef struct {
-    Linear job;
+    Linear job[TOGETHER];
+    int64_t firsts[TOGETHER + 1]; /* how many shares are before each layer */
     int64_t each;
     atomic_long next;
 } LinearShares;
@@ -105,11 +117,14 @@ typedef struct {
 static void share_linear(void *argument)
 {
     LinearShares *shares = argument;
-    const Linear *job = &shares->job;
-    for (;;) {
-        int64_t begin = atomic_fetch_add(&shares->next, 1) * shares->each;
-        if (begin >= job->outputs)
+    for (int at = 0;;) {
+        int64_t share = atomic_fetch_add(&shares->next, 1);
+        while (at < TOGETHER && share >= shares->firsts[at + 1])
+            at++;
+        if (at == TOGETHER)
             return;
+        const Linear *job = &shares->job[at];
+        int64_t begin = (share - shares->firsts[at]) * shares->each;
         int64_t end = begin + shares->each < job->outputs ? begin + shares->each : job->outputs;
         (job->form >= HALVES ? used->halves : used->linear)(job, begin, end);
     }
@@ -118,39 +133,48 @@ static void share_linear(void *argument)
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     (void)self;
-    long long value[12];
-    if (count != 12) {
-        PyErr_SetString(PyExc_TypeError,
-                        "linear takes x, w, scales, y, rows, inputs, outputs, x_row, w_row, group, form, threads");
+    long long value[COMMON + EACH * TOGETHER];
+    if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
+        PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
+                                         "to 8 layers w, scales, y, outputs, w_row");
         return NULL;
     }
-    for (int i = 0; i < 12; i++) {
+    for (Py_ssize_t i = 0; i < count; i++) {
         value[i] = PyLong_AsLongLong(args[i]);
         if (value[i] == -1 && PyErr_Occurred())
             return NULL;
     }
-    LinearShares shares = {.job = {.x = (const void *)(intptr_t)value[0],
-                                   .w = (const void *)(intptr_t)value[1],
-                                   .scales = (const void *)(intptr_t)value[2],
-                                   .y = (float *)(intptr_t)value[3],
-                                   .rows = value[4],
-                                   .inputs = value[5],
-                                   .outputs = value[6],
-                                   .x_row = value[7],
-                                   .w_row = value[8],
-                                   .group = value[9],
-                                   .form = (int)value[10]}};
-    if (shares.job.form >= HALVES && used->halves == NULL) {
+    Linear common = {.x = (const void *)(intptr_t)value[0],
+                     .rows = value[1],
+                     .inputs = value[2],
+                     .x_row = value[3],
+                     .group = value[4],
+                     .form = (int)value[5],
+                     .narrow = (int)value[6]};
+    if (common.form >= HALVES ? used->halves == NULL : common.narrow) {
         PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
         return NULL;
     }
+    LinearShares shares;
+    int layers = (int)((count - COMMON) / EACH);
+    int64_t outputs = 0;
+    for (int i = 0; i < layers; i++) {
+        const long long *own = value + COMMON + EACH * i;
+        shares.job[i] = common;
+        shares.job[i].w = (const void *)(intptr_t)own[0];
+        shares.job[i].scales = (const void *)(intptr_t)own[1];
+        shares.job[i].y = (void *)(intptr_t)own[2];
+        shares.job[i].outputs = own[3];
+        shares.job[i].w_row = own[4];
+        outputs += own[3];
+    }
+    long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
+    shares.each = threads > 1 ? (outputs / (8 * threads) / 12 + 1) * 12 : outputs;
+    shares.firsts[0] = 0;
+    for (int i = 0; i < TOGETHER; i++)
+        shares.firsts[i + 1] =
+            shares.firsts[i] + (i < layers ? (shares.job[i].outputs + shares.each - 1) / shares.each : 0);
     atomic_init(&shares.next, 0);
-    long threads = (long)value[11];
-    int64_t work = shares.job.rows * shares.job.inputs * shares.job.outputs;
-    if (work < 65536)
-        threads = 1;
-    int64_t pieces = threads > 1 ? 8 * threads : 1;
-    shares.each = (shares.job.outputs / pieces / 12 + 1) * 12;
     Py_BEGIN_ALLOW_THREADS
     spread(share_linear, &shares, threads);
     Py_END_ALLOW_THREADS
@@ -250,6 +274,46 @@ static PyObject *attention(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Shares of a norm: NORM_ROWS rows. */
+
+enum { NORM_ROWS = 16 };
+
+typedef struct {
+    Norm job;
+    atomic_long next;
+} NormShares;
+
+static void share_norm(void *argument)
+{
+    NormShares *shares = argument;
+    const Norm *job = &shares->job;
+    for (;;) {
+        int64_t begin = atomic_fetch_add(&shares->next, 1) * NORM_ROWS;
+        if (begin >= job->rows)
+            return;
+        used->norm(job, begin, begin + NORM_ROWS < job->rows ? begin + NORM_ROWS : job->rows);
+    }
+}
+
+static PyObject *norm(PyObject *self, PyObject *args)
+{
+    (void)self;
+    long long x, w, y, rows, width;
+    int threads;
+    NormShares shares;
+    Norm *job = &shares.job;
+    if (!PyArg_ParseTuple(args, "LLLLLffiii", &x, &w, &y, &rows, &width, &job->eps, &job->more, &job->half, &job->way,
+                          &threads))
+        return NULL;
+    job->x = (const void *)(intptr_t)x, job->w = (const void *)(intptr_t)w, job->y = (void *)(intptr_t)y;
+    job->rows = rows, job->width = width;
+    atomic_init(&shares.next, 0);
+    Py_BEGIN_ALLOW_THREADS
+    spread(share_norm, &shares, rows * width < 65536 ? 1 : threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *use_threads(PyObject *self, PyObject *address)
 {
     (void)self;
@@ -280,8 +344,9 @@ static PyObject *multiplies_halves(PyObject *self, PyObject *nothing)
 }
 
 static PyMethodDef methods[] = {
-    {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL, "y = x w^T; addresses and sizes."},
+    {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
+    {"norm", norm, METH_VARARGS, "Root mean square norm; addresses and sizes."},
     {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether `linear` takes x in bfloat16: forms 4 and 5."},
     {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
     {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
@@ -293,5 +358,8 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_kerne
 PyMODINIT_FUNC PyInit__kernel(void)
 {
     choose(NULL);
+#ifdef TEAM
+    pthread_atfork(NULL, NULL, alone_after_fork);
+#endif
     return PyModule_Create(&definition);
 }

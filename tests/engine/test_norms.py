@@ -1,0 +1,103 @@
+"""Norms by the kernel: only where they are the same computation, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stowage.engine import native, norms
+from stowage.engine.step import Step, current
+
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+
+
+def _class(rounded: bool, more: float, name: str = "SomeRMSNorm"):
+    class Norm(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(width, generator=torch.Generator().manual_seed(1)))
+            self.eps = 1e-6
+
+        def forward(self, x):
+            wide = x.float()
+            scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            if rounded:
+                return self.weight * scaled.to(x.dtype)
+            return (scaled * (self.weight.float() + more)).to(x.dtype)
+
+    Norm.__name__ = name
+    return Norm
+
+
+class Centred(_class(True, 0.0)):
+    """Not a root mean square norm, whatever its name says."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+@pytest.fixture
+def forward():
+    """As in an engine's forward."""
+    nothing = torch.zeros(0, dtype=torch.long)
+    token = current.set(Step(nothing, nothing, nothing, 0))
+    yield
+    current.reset(token)
+
+
+def close(found, expected) -> bool:
+    if found.dtype is torch.float32:
+        return torch.allclose(found, expected, rtol=1e-6, atol=0)
+    rare = (found != expected).double().mean() < 1e-3
+    return bool(rare) and torch.allclose(found, expected, rtol=2**-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("width", [5, 64, 1030])
+@pytest.mark.parametrize(("rounded", "more"), [(True, 0.0), (False, 0.0), (False, 1.0)])
+@torch.inference_mode()
+def test_every_way_is_found_and_right(rounded, more, width, dtype, forward):
+    model = nn.Sequential(_class(rounded, more)(width).to(dtype))
+    x = torch.randn(37, 3, 4, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = model(x)
+    norms.install(model)
+    assert isinstance(model[0].forward, norms._Norm)
+    found = model(x)
+    assert found.dtype is dtype and close(found, expected)
+    assert torch.equal(model(x[7:9]), found[7:9]) and torch.equal(model(x[5, 1]), found[5, 1])
+    turned = x.transpose(1, 2)
+    assert torch.equal(model(turned), found.transpose(1, 2)) and model(turned).stride() == turned.stride()
+    for rows in (37, 1):  # a part of each row, as latents are; the kernel's also where a single row is in one piece
+        part = torch.cat((x[:rows, :1], x[:rows, :1]), -1)[..., :width]
+        assert torch.equal(model(part), found[:rows, :1])
+    norms.uninstall(model)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@torch.inference_mode()
+def test_what_computes_something_else_keeps_its_own(dtype, forward):
+    two = _class(True, 0.0)(64)
+    two.other = nn.Parameter(torch.ones(1))
+    model = nn.Sequential(Centred(64), _class(False, 2.0)(64), _class(True, 0.0, "LayerNorm")(64), two).to(dtype)
+    x = torch.randn(3, 64).to(dtype)
+    expected = model(x)
+    norms.install(model)
+    assert torch.equal(model(x), expected)
+    norms.uninstall(model)
+
+
+@torch.inference_mode()
+def test_engines_share_a_model_and_outside_of_them_it_computes_as_ever(monkeypatch):
+    model = nn.Sequential(_class(True, 0.0)(64))
+    x = torch.randn(3, 64)
+    expected = model(x)
+    norms.install(model)
+    norms.install(model)
+    norms.uninstall(model)
+    assert "forward" in model[0].__dict__, "another engine still has it"
+    monkeypatch.setattr(native, "norm", None)
+    assert torch.equal(model(x), expected)
+    norms.uninstall(model)
+    assert "forward" not in model[0].__dict__
