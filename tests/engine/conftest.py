@@ -92,6 +92,7 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.node.get_closest_marker("hurried") is None:
         monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 30.0)
         monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
+        monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
 
 
 @pytest.fixture

@@ -16,46 +16,18 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.core.plan import Incomplete, load_plan
-from stowage.core.reuse import longest_boundary
+from stowage.engine.boundary import Boundaries, Need
+from stowage.engine.meeting import Meetings
 from stowage.engine.overflow import Overflow
 from stowage.engine.pace import Pace, bytes_of_tiers
-from stowage.engine.pool import BlockPool, blocks_needed
+from stowage.engine.pool import blocks_needed
 from stowage.engine.questions import Questions
 from stowage.engine.residency import Residency, state_plan
 from stowage.engine.sequence import Phase, Sequence
 from stowage.store import Fetch
-
-
-@dataclass(slots=True)
-class Need:
-    """What one group needs on the device to resume at the boundary."""
-
-    pool: BlockPool
-    first: int
-    held: NDArray[np.int64]
-    chunks: list[int] = field(default_factory=list)
-    place: int = -1
-    """Which of the fetch's answers is this need's; none for a need without chunks."""
-    stays: bool = False
-    """What is fetched is read in host memory and gets no blocks."""
-
-    @property
-    def lacking(self) -> int:
-        """Blocks to allocate. A recurrent group always needs one: the live state, beside the snapshot that it begins
-        from.
-        """
-        if self.stays:
-            return 0
-        return 1 if self.pool.group.kind is Kind.RECURRENT else int((self.held == NULL_BLOCK).sum())
-
-    @property
-    def retained(self) -> list[int]:
-        found: list[int] = self.held[self.held != NULL_BLOCK].tolist()
-        return found
 
 
 @dataclass(slots=True)
@@ -72,6 +44,8 @@ class Arrival:
     began_forward: int
     below: dict[int, int] = field(default_factory=dict)
     """Bytes that the fetch was to bring from each lower tier."""
+    far: int = 0
+    """The boundary that the sequence reaches by a meeting, if that is further."""
 
 
 class Arrivals:
@@ -81,7 +55,8 @@ class Arrivals:
         self,
         residency: Residency,
         overflow: Overflow,
-        boundary_tokens: int,
+        meetings: Meetings,
+        boundaries: Boundaries,
         step_tokens_max: int,
         pace: Pace,
         questions: Questions,
@@ -89,7 +64,8 @@ class Arrivals:
     ) -> None:
         self._residency = residency
         self._overflow = overflow
-        self._boundary_tokens = boundary_tokens
+        self._meetings = meetings
+        self._boundaries = boundaries
         self._step_tokens_max = step_tokens_max
         self._pace = pace
         self._questions = questions
@@ -129,7 +105,8 @@ class Arrivals:
             sequence.phase = Phase.LOADING
             self._pending[sequence.id] = Arrival(sequence, 0, [], None, began_s, self.forwards)
             return True
-        near, boundary, needs, below = self._choose(sequence)
+        choice = self._boundaries.choose(sequence, whole=long)
+        boundary, needs = choice.boundary, choice.needs
         for need in needs:
             need.pool.retain(need.retained)
             need.stays = long and need.pool.group.kind is Kind.FULL
@@ -142,11 +119,11 @@ class Arrivals:
         lacking = [need for need in needs if need.chunks]
         for place, need in enumerate(lacking):
             need.place = place
-        wanted = [(need.pool.group.index, self._keys(sequence, need)) for need in lacking]
-        arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards, below)
+        wanted = [(need.pool.group.index, self._boundaries.keys(sequence, need)) for need in lacking]
+        arrival = Arrival(sequence, boundary, needs, None, self._clock(), self.forwards, choice.below, choice.far)
         if wanted:
             assert self._residency.store is not None
-            limit_s = self._pace.load_limit_s(boundary - near) - sequence.waited_s
+            limit_s = self._pace.load_limit_s(boundary - choice.near) - sequence.waited_s
             arrival.fetch = self._residency.store.fetch(wanted, arrival.began_s + limit_s)
             if not arrival.fetch.done:
                 sequence.phase = Phase.LOADING
@@ -175,65 +152,6 @@ class Arrivals:
         """Stop loading ``sequence`` and take its blocks."""
         arrival = self._pending.pop(sequence.id)
         self._undo(arrival)
-
-    # choosing the boundary
-
-    def _choose(self, sequence: Sequence) -> tuple[int, int, list[Need], dict[int, int]]:
-        """The boundary that the device serves alone, the one to resume at (that one, unless the tiers reach further and
-        are worth it), what each group needs for it, and the bytes of that from each tier below the host.
-        """
-        residency, length = self._residency, sequence.reusable_tokens
-        keys = [sequence.keys.of(pool.group.index) for pool in residency.pools]
-        device = [pool.lookup(k) for pool, k in zip(residency.pools, keys, strict=True)]
-        near = longest_boundary(residency.strategies, device, length, self._boundary_tokens)
-        if residency.store is None:
-            return near, near, self._needs(sequence, near), {}
-        below = [residency.store.lookup(i, k) for i, k in enumerate(keys)]
-        if sequence.refused:
-            for masks, group in zip(below, keys, strict=True):
-                masks[[k in sequence.refused for k in group]] = 0
-        both = [d | b for d, b in zip(device, below, strict=True)]
-        far = longest_boundary(residency.strategies, both, length, self._boundary_tokens)
-        if far > near:
-            needs = self._needs(sequence, far)
-            bytes_below = self._bytes_of_tier(sequence, needs)
-            if self._pace.worth_loading(far - near, bytes_below):
-                return near, far, needs, bytes_below
-            residency.counters.loads_refused += 1
-            for index, (masks, group) in enumerate(zip(below, keys, strict=True)):
-                masks[residency.store.sources(index, group) != 0] = 0  # what is in host already costs no load
-            both = [d | b for d, b in zip(device, below, strict=True)]
-            at_hand = longest_boundary(residency.strategies, both, length, self._boundary_tokens)
-            return near, at_hand, self._needs(sequence, at_hand), {}
-        return near, near, self._needs(sequence, near), {}
-
-    def _needs(self, sequence: Sequence, boundary: int) -> list[Need]:
-        needs = []
-        for pool, strategy in zip(self._residency.pools, self._residency.strategies, strict=True):
-            per_chunk = pool.group.blocks_per_chunk
-            wanted = strategy.needed_blocks(boundary)
-            keys = sequence.keys.of(pool.group.index)
-            chunks = strategy.needed(boundary)
-            found = np.array([pool.find(keys[c]) for c in chunks], dtype=np.int64).reshape(-1)
-            offset = chunks.start * per_chunk
-            held = found[wanted.start - offset : wanted.stop - offset]
-            need = Need(pool, wanted.start, held)
-            lacking = np.flatnonzero(held == NULL_BLOCK) + wanted.start
-            need.chunks = np.unique(lacking // per_chunk).tolist()
-            needs.append(need)
-        return needs
-
-    def _bytes_of_tier(self, sequence: Sequence, needs: list[Need]) -> dict[int, int]:
-        store = self._residency.store
-        assert store is not None
-        return bytes_of_tiers(
-            (store.sources(need.pool.group.index, self._keys(sequence, need)), need.pool.group.bytes_per_chunk)
-            for need in needs
-        )
-
-    def _keys(self, sequence: Sequence, need: Need) -> list[bytes]:
-        keys = sequence.keys.of(need.pool.group.index)
-        return [keys[chunk] for chunk in need.chunks]
 
     # taking blocks
 
@@ -279,11 +197,14 @@ class Arrivals:
             self._again(arrival)
             return
         sequence.waited_s = 0.0
+        fresh = not sequence.reused
         self._account(arrival)
         sequence.times.started_s = sequence.times.started_s or self._clock()
         self._let_go(arrival)
         sequence.computed = arrival.boundary
         sequence.phase = Phase.RUNNING
+        if arrival.far > arrival.boundary:
+            self._meetings.begin(sequence, arrival.far, self._boundaries, tells=fresh)
 
     def _again(self, arrival: Arrival) -> None:
         waited_s = self._clock() - arrival.began_s
@@ -329,7 +250,7 @@ class Arrivals:
             self._refuse(sequence, group.index, plan.chunks.tolist())
             return False
         if need.stays:
-            self._overflow.adopt(sequence, need.pool, plan.copies, self._keys(sequence, need))
+            self._overflow.adopt(sequence, need.pool, plan.copies, self._boundaries.keys(sequence, need))
             return True
         if not self._residency.copy_in(need.pool, plan.copies):
             self._refuse(sequence, group.index, need.chunks)
@@ -360,7 +281,7 @@ class Arrivals:
     def _name(self, sequence: Sequence, need: Need) -> None:
         """Let the loaded chunks be found on the device."""
         per_chunk, table = need.pool.group.blocks_per_chunk, sequence.table(need.pool.group.index)
-        for chunk, key in zip(need.chunks, self._keys(sequence, need), strict=True):
+        for chunk, key in zip(need.chunks, self._boundaries.keys(sequence, need), strict=True):
             blocks = table[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
             need.pool.name(key, blocks + [NULL_BLOCK] * (per_chunk - len(blocks)))
 

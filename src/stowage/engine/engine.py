@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import queue
 import secrets
 import sys
@@ -25,11 +26,13 @@ from stowage.config import Memory, format_size
 from stowage.engine import loading
 from stowage.engine.arrival import Arrivals
 from stowage.engine.assembly import assemble
+from stowage.engine.boundary import Boundaries
 from stowage.engine.budgets import left, weights_budget
 from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.holding import Holding
 from stowage.engine.loop import Loop
+from stowage.engine.meeting import Meetings
 from stowage.engine.overflow import Overflow
 from stowage.engine.pace import Pace
 from stowage.engine.peak import prefill_tokens_per_s_most
@@ -104,10 +107,13 @@ class Engine:
         questions = Questions(self.store, self._pace, self._clock, self.memory.probe_timeout_s)
         holding = Holding(self._residency, parts.namespace, secrets.token_bytes(16), self._clock)
         overflow = Overflow(self._residency, holding, parts.reach)
+        step = math.lcm(parts.geometry.boundary_tokens, parts.pieces.grid)
+        meetings = Meetings(self._residency, self._pace, step, self._clock)
         arrivals = Arrivals(
             self._residency,
             overflow,
-            parts.geometry.boundary_tokens,
+            meetings,
+            Boundaries(self._residency, self._pace, parts.geometry.boundary_tokens),
             self.memory.step_tokens_max,
             self._pace,
             questions,
@@ -116,6 +122,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._residency,
             arrivals,
+            meetings,
             Spill(self._residency, holding, overflow),
             overflow,
             self.memory.step_tokens_max,

@@ -19,6 +19,8 @@ _NEWEST_SHARE, _NEWEST_SHARE_IF_FASTER = 0.25, 0.5
 _DEADLINE_LEAST_S = 0.05
 _FORGIVENESS = 1.25
 _PREFILL_TOKENS_LEAST = 16
+_MEETING_RATIO, _MEETING_STEPS = 8.0, 2.0
+"""A meeting costs some steps more."""
 
 _Point = tuple[float, float]
 """Tokens and seconds of a forward."""
@@ -44,7 +46,7 @@ class Pace:
     """
 
     def __init__(self, load_timeout_s: float, step_tokens_max: int = 1024, tokens_per_s_most: float = 0.0) -> None:
-        self._load_timeout_s = load_timeout_s
+        self.load_timeout_s = load_timeout_s
         self._step_tokens_max = step_tokens_max
         self._tokens_per_s_most = tokens_per_s_most
         self._forwards: dict[int, _Point] = {}
@@ -93,10 +95,11 @@ class Pace:
         One token at least is computed in any case, so what a forward costs whatever its size is not saved.
         """
         if self._forwards:
-            return max(0.0, self._prefill_s(tokens + 1) - self._prefill_s(1))
+            return max(0.0, self.prefill_s(tokens + 1) - self.prefill_s(1))
         return tokens / self._tokens_per_s_most if self._tokens_per_s_most else None
 
-    def _prefill_s(self, tokens: int) -> float:
+    def prefill_s(self, tokens: int) -> float:
+        """Predicted time of the forwards that compute ``tokens``; only when there were some."""
         whole, rest = divmod(tokens, self._step_tokens_max)
         return whole * self._forward_s(self._step_tokens_max) + (self._forward_s(rest) if rest else 0.0)
 
@@ -122,19 +125,43 @@ class Pace:
         recompute_s = self.recompute_s(tokens) if self._forwards else None
         if recompute_s is None:
             return True
-        measured = {tier: nbytes for tier, nbytes in bytes_of_tier.items() if tier in self.bytes_per_s}
-        if sum(nbytes / self.bytes_per_s[tier] for tier, nbytes in measured.items()) <= recompute_s:
+        if self.load_s(bytes_of_tier) <= recompute_s:
             return True
-        for tier in measured:  # nothing measures a tier that is refused: trust the measurement a little less each time
+        for tier in (
+            bytes_of_tier.keys() & self.bytes_per_s.keys()
+        ):  # nothing measures a tier that is refused: trust the measurement a little less each time
             self.bytes_per_s[tier] *= _FORGIVENESS
         return False
+
+    def worth_meeting(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
+        """Whether loading these bytes and computing ``tokens`` take times so alike that both at once, from either end,
+        are much quicker than the quicker of them: at ``_MEETING_RATIO`` a ninth is won. False while nothing is known.
+        """
+        compute_s = self.recompute_s(tokens) if self._forwards else None
+        if compute_s is None or any(tier not in self.bytes_per_s for tier in bytes_of_tier):
+            return False
+        load_s = self.load_s(bytes_of_tier)
+        shorter_s = min(load_s, compute_s)
+        won_s = shorter_s**2 / (load_s + compute_s) if shorter_s else 0.0
+        return _MEETING_RATIO * shorter_s >= max(load_s, compute_s) and won_s > _MEETING_STEPS * self.prefill_s(1)
+
+    def load_s(self, bytes_of_tier: Mapping[int, int]) -> float:
+        """Predicted time to load these bytes; what comes from a tier that is not measured counts nothing."""
+        measured = {tier: nbytes for tier, nbytes in bytes_of_tier.items() if tier in self.bytes_per_s}
+        return sum(nbytes / self.bytes_per_s[tier] for tier, nbytes in measured.items())
+
+    def bounded(self, tier: int, least: float, most: float) -> None:
+        """``tier`` was seen to deliver ``least`` to ``most`` bytes per second."""
+        known = self.bytes_per_s.get(tier)
+        if known is not None and least <= most and not least <= known <= most:
+            self.bytes_per_s[tier] = _blend(known, least if known < least else most, _NEWEST_SHARE)
 
     def load_limit_s(self, tokens: int) -> float:
         """How long a load that saves ``tokens`` may take (case F6)."""
         recompute_s = self.recompute_s(tokens)
         if recompute_s is None:
-            return self._load_timeout_s
-        return min(self._load_timeout_s, max(recompute_s, _DEADLINE_LEAST_S))
+            return self.load_timeout_s
+        return min(self.load_timeout_s, max(recompute_s, _DEADLINE_LEAST_S))
 
 
 def _blend(old: float, new: float, share: float) -> float:

@@ -13,6 +13,7 @@ from collections import deque
 from stowage.core.geometry import Kind
 from stowage.engine.arrival import Arrivals
 from stowage.engine.exactness import Pieces
+from stowage.engine.meeting import Meetings
 from stowage.engine.overflow import Overflow
 from stowage.engine.residency import Residency
 from stowage.engine.sequence import Phase, Sequence, recurrent_cuts
@@ -33,6 +34,7 @@ class Scheduler:
         self,
         residency: Residency,
         arrivals: Arrivals,
+        meetings: Meetings,
         spill: Spill,
         overflow: Overflow,
         step_tokens_max: int,
@@ -41,6 +43,7 @@ class Scheduler:
     ) -> None:
         self._residency = residency
         self._arrivals = arrivals
+        self._meetings = meetings
         self._spill = spill
         self._overflow = overflow
         self._step_tokens_max = step_tokens_max
@@ -108,6 +111,7 @@ class Scheduler:
         elif sequence.phase is Phase.PREEMPTED:
             self._spill.forget(sequence)
         elif sequence.phase is Phase.RUNNING:
+            self._meetings.drop(sequence)
             self._residency.drop(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
@@ -121,6 +125,9 @@ class Scheduler:
                 self.running.append(sequence)
             else:
                 self.waiting.appendleft(sequence)
+        for sequence in self._meetings.poll():
+            self.running.remove(sequence)
+            self.waiting.appendleft(sequence)
 
     def _admit(self) -> Sequence | None:
         """Move the first waiting sequence on, if there is room; later ones never overtake it."""
@@ -148,7 +155,7 @@ class Scheduler:
             count = min(count, self._logit_rows)
         if self._overflow.is_long(sequence):  # smaller pieces before others have to leave
             count = min(count, max(self._overflow.room(sequence), self._pieces.grid))
-        count = self._pieces.cut(sequence, count)
+        count = self._pieces.cut(sequence, self._meetings.tokens(sequence, count))
         if not count:
             return 0
         while not self._residency.extend(sequence, sequence.computed + count):
@@ -178,6 +185,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._meetings.drop(sequence)
         self._spill.out(sequence)
         self.waiting.appendleft(sequence)
 
