@@ -12,6 +12,7 @@ NAMES = (
     "prefix_reuse",
     "integrity",
     "tiers",
+    "load_or_compute",
     "shared_tiers",
     "two_machines",
     "weights",

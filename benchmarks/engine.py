@@ -96,6 +96,9 @@ def main() -> None:
     parser.add_argument("--name", default="engine", help="of the result's file")
     options = parser.parse_args()
     ways = options.ways.split(",")
+    for asked, known in ((ways, WAYS), (options.models.split(","), tuple(BUILD))):
+        if unknown := set(asked) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(known)}")
     if "vllm" in ways and not PYTHON.exists():
         raise SystemExit("vLLM is not here. Make the peers' environment first: make bench-env")
     results: dict[str, Any] = {"dtype": options.dtype, "rounds": options.rounds}

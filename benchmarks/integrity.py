@@ -112,7 +112,7 @@ class SlowFiles(RealFileSystem):
     """A disk that reads no faster than that, one request after the other, however many are waiting."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
@@ -120,7 +120,7 @@ class SlowFiles(RealFileSystem):
         asked_s = time.perf_counter()
         done = super().preadv(fd, buffers, offset)
         with self._lock:
-            self._free_at_s = until_s = max(self._free_at_s, asked_s) + done / self._bytes_per_s
+            self._free_at_s = until_s = max(self._free_at_s, asked_s) + done / self.bytes_per_s
         time.sleep(max(0.0, until_s - time.perf_counter()))
         return done
 

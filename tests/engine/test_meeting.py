@@ -18,6 +18,7 @@ from stowage.engine.engine import Engine
 from stowage.errors import TransferError
 from stowage.tiers.protocol import Outcome, Transfer
 from tests.engine.conftest import assert_same, greedy, random_prompt
+from tests.nursery import wait_until
 
 PROMPT_TOKENS = 700
 NEW = 12
@@ -142,8 +143,7 @@ def test_what_never_comes_is_computed(family, checkpoints, references):
         assert_same(completion, expected)
         assert sum(completion.reused_tokens.values()) == 0 and not len(engine._scheduler._meetings)
         assert tier.asked > 0
-        tier.begin_again = [tier._held.pop() for _ in list(tier._held)]
-        for _, _, transfer in tier.begin_again:
+        for _, _, transfer in tier._held:
             DictTier.load(tier, transfer)
 
 
@@ -169,26 +169,25 @@ def test_a_piece_that_fails(place, checkpoints, references, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 @pytest.mark.usefixtures("met")
-def test_a_copy_that_fails_begins_anew(family, checkpoints, references, monkeypatch):
+def test_copies_that_fail_begin_anew(family, checkpoints, references, monkeypatch):
     tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
     expected = references(family).answer(prompt, NEW)
     with engine_with(checkpoints(family), tier) as engine:
         engine.generate([prompt], greedy(1))
         leave_below(engine)
         tier.begin((100,))
-        copy, failed = engine.parts.transfer.load, []
+        failed = []
 
-        def fail_once(plan: Any, storage: Any) -> None:
-            if not failed:
-                failed.append(plan)
-                storage[plan.blocks] = 1
-                raise TransferError("the copy was disturbed")
-            copy(plan, storage)
+        def fail(plan: Any, storage: Any) -> None:
+            failed.append(plan)
+            storage[plan.blocks] = 1
+            raise TransferError("the copy was disturbed")
 
-        monkeypatch.setattr(engine.parts.transfer, "load", fail_once)
-        (completion,) = engine.generate([prompt], greedy(NEW))
-        assert failed and engine.stats()["engine"]["copies_failed"] == 1
-        assert_same(completion, expected)
+        monkeypatch.setattr(engine.parts.transfer, "load", fail)
+        request = engine.submit(prompt, greedy(NEW))
+        assert request.wait(60), "it is tried for ever"
+        assert failed and engine.stats()["engine"]["copies_failed"] == len(failed)
+        assert_same(request.result(), expected)
         engine.check()
 
 
@@ -201,8 +200,7 @@ def test_cancelled_in_the_middle(checkpoints, references):
         leave_below(engine)
         tier.begin((float("inf"),))
         request = engine.submit(prompt, greedy(NEW))
-        while not tier.asked:
-            pass
+        wait_until(lambda: tier.asked > 0, "a piece is asked for")
         engine.cancel(request)
         assert request.wait(60)
         engine.check()
@@ -211,6 +209,51 @@ def test_cancelled_in_the_middle(checkpoints, references):
             DictTier.load(tier, transfer)
         tier.begin((0,))
         assert_same(engine.generate([prompt], greedy(NEW))[0], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.usefixtures("met")
+def test_preempted_in_the_middle(family, checkpoints, references):
+    """It takes what it had computed along, and leaves what the tier was to bring."""
+    tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
+    expected = references(family).answer(prompt, NEW)
+    with engine_with(checkpoints(family), tier) as engine:
+        engine.generate([prompt], greedy(1))
+        leave_below(engine)
+        tier.begin((float("inf"),))
+        request = engine.submit(prompt, greedy(NEW))
+        wait_until(lambda: tier.asked > 0, "a piece is asked for")
+        with engine._lock:
+            (sequence,) = engine._scheduler.running
+            assert len(engine._scheduler._meetings) == 1
+            engine._scheduler._preempt(sequence)
+            assert not len(engine._scheduler._meetings)
+            for _, _, transfer in list(tier._held):
+                DictTier.load(tier, transfer)
+            tier.begin((0,))
+        assert request.wait(60)
+        assert_same(request.result(), expected)
+        engine.check()
+        assert engine.store.stats()["chunks_pinned"] == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.usefixtures("met")
+def test_what_host_has_is_where_it_begins(family, checkpoints, references):
+    tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
+    expected = references(family).answer(prompt, NEW)
+    with engine_with(checkpoints(family), tier) as engine:
+        engine.generate([prompt], greedy(1))
+        leave_below(engine)
+        engine.generate([prompt[:200]], greedy(1))  # three chunks come into host
+        engine.drop_device_cache()
+        tier.begin((100,))
+        before = tier.computed()
+        (completion,) = engine.generate([prompt], greedy(NEW))
+        assert_same(completion, expected)
+        computed = tier.computed() - before
+        assert completion.reused_tokens["host"] == 192 and completion.reused_tokens["dict"] > 0
+        assert 100 <= computed == PROMPT_TOKENS + NEW - 1 - sum(completion.reused_tokens.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])

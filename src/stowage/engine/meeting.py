@@ -255,6 +255,7 @@ class Meetings:
         if pool.group.kind is Kind.RECURRENT:
             live, (chunk,) = int(sequence.table(group)[0]), slots
             if not self._residency.copy_in(pool, state_plan(pool, live, np.array([slots[chunk]]))):
+                sequence.refused.add(keys[chunk])
                 return False
             self._residency.cache_state(pool, keys[chunk], live)
             return True

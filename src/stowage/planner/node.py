@@ -5,7 +5,8 @@
 
 Admission, the choice of what is loaded, deadlines and retries follow `engine.scheduler` and `engine.arrival`; speeds
 are judged by the engine's own `Pace`. Differences: prompts are computed one after the other, at a constant speed; what
-is generated costs no time and is not stored; the device keeps nothing once a prompt was computed.
+is generated costs no time and is not stored; the device keeps nothing once a prompt was computed; nothing is computed
+while its end is loaded (`engine.meeting`).
 """
 
 from __future__ import annotations
