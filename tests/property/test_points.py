@@ -74,8 +74,13 @@ def test_points_of_growing_distance_lie_on_those_of_smaller(least: int, share: i
 
 @settings(max_examples=60)
 @given(st.data(), SMALL, st.integers(0, 3), st.integers(0, 4))
-def test_exactly_what_some_resume_needs_is_kept(data: st.DataObject, group: Group, first: int, count: int) -> None:
-    """At a point, at the junction, at a boundary of the tail: their blocks, token by token from the attention mask."""
+def test_what_some_resume_needs_is_kept_and_before_the_tail_nothing_else(
+    data: st.DataObject, group: Group, first: int, count: int
+) -> None:
+    """At a point, at the junction, at a boundary of the tail: their blocks, token by token from the attention mask.
+
+    From the tail on all is kept, though windows of a single token, or of a part of a block, may need nothing there.
+    """
     points = data.draw(some_points(group.chunk_tokens))
     block, size = group.block_tokens, group.chunk_tokens
     end = (first + count) * size
@@ -92,7 +97,10 @@ def test_exactly_what_some_resume_needs_is_kept(data: st.DataObject, group: Grou
     if points.everywhere or group.kind is Kind.FULL:
         assert kept == set(range(first, first + count))
     else:
-        assert kept == model & set(range(first, first + count))
+        needed = model & set(range(first, first + count))
+        behind = strategy(group).needed(tail).start if tail != NOWHERE else first + count
+        assert needed <= kept, "a resume lacks something"
+        assert all(chunk >= behind for chunk in kept - needed), "before the tail nothing is kept that nobody needs"
 
 
 @pytest.mark.parametrize("window", [128, 1024, 4096])

@@ -79,6 +79,7 @@ class Points:
         """Which of these chunks a resume at some point needs, or at `junction`, or at a boundary from `tail` on.
 
         `tail` and `junction` are multiples of block_tokens. Of a recurrent group: the states that stand exactly there.
+        Of others all is kept from `tail` on, though a window of a single token needs nothing there.
         """
         numbers = np.arange(chunks.start, chunks.stop, dtype=np.int64)
         if self.everywhere or strategy.group.kind is Kind.FULL or not len(numbers):
