@@ -5,7 +5,8 @@ The tier of these tests brings its k-th transfer once so many tokens were comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -82,6 +83,16 @@ def engine_with(path: Any, tier: HeldTier, **memory: Any) -> Engine:
     return engine
 
 
+@contextmanager
+def stored(path: Any, tier: HeldTier, prompt: list[int], after: Sequence[float]) -> Iterator[Engine]:
+    """An engine whose tier alone has the prompt, and brings it as ``after`` says."""
+    with engine_with(path, tier) as engine:
+        engine.generate([prompt], greedy(1))
+        leave_below(engine)
+        tier.begin(after)
+        yield engine
+
+
 def leave_below(engine: Engine) -> None:
     assert engine.flush()
     engine.drop_device_cache()
@@ -135,10 +146,7 @@ def test_what_never_comes_is_computed(family, checkpoints, references):
     """A tier that hangs costs no more than the recompute and a wait that is as long as a few of its steps."""
     tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
     expected = references(family).answer(prompt, NEW)
-    with engine_with(checkpoints(family), tier) as engine:
-        engine.generate([prompt], greedy(1))
-        leave_below(engine)
-        tier.begin((float("inf"),))
+    with stored(checkpoints(family), tier, prompt, (float("inf"),)) as engine:
         (completion,) = engine.generate([prompt], greedy(NEW))
         assert_same(completion, expected)
         assert sum(completion.reused_tokens.values()) == 0 and not len(engine._scheduler._meetings)
@@ -152,11 +160,8 @@ def test_what_never_comes_is_computed(family, checkpoints, references):
 def test_a_piece_that_fails(place, checkpoints, references, monkeypatch):
     tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
     expected = references("llama").answer(prompt, NEW)
-    with engine_with(checkpoints("llama"), tier) as engine:
-        engine.generate([prompt], greedy(1))
-        leave_below(engine)
-        tier.spoiled = frozenset([place])
-        tier.begin((1,))
+    tier.spoiled = frozenset([place])
+    with stored(checkpoints("llama"), tier, prompt, (1,)) as engine:
         ended: list[int] = []
         release = engine.store.release
         monkeypatch.setattr(engine.store, "release", lambda f: (release(f), ended.append(tier.computed())))
@@ -172,10 +177,7 @@ def test_a_piece_that_fails(place, checkpoints, references, monkeypatch):
 def test_copies_that_fail_begin_anew(family, checkpoints, references, monkeypatch):
     tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
     expected = references(family).answer(prompt, NEW)
-    with engine_with(checkpoints(family), tier) as engine:
-        engine.generate([prompt], greedy(1))
-        leave_below(engine)
-        tier.begin((100,))
+    with stored(checkpoints(family), tier, prompt, (100,)) as engine:
         failed = []
 
         def fail(plan: Any, storage: Any) -> None:
@@ -195,10 +197,7 @@ def test_copies_that_fail_begin_anew(family, checkpoints, references, monkeypatc
 def test_cancelled_in_the_middle(checkpoints, references):
     tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
     expected = references("llama").answer(prompt, NEW)
-    with engine_with(checkpoints("llama"), tier) as engine:
-        engine.generate([prompt], greedy(1))
-        leave_below(engine)
-        tier.begin((float("inf"),))
+    with stored(checkpoints("llama"), tier, prompt, (float("inf"),)) as engine:
         request = engine.submit(prompt, greedy(NEW))
         wait_until(lambda: tier.asked > 0, "a piece is asked for")
         engine.cancel(request)
@@ -217,10 +216,7 @@ def test_preempted_in_the_middle(family, checkpoints, references):
     """It takes what it had computed along, and leaves what the tier was to bring."""
     tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
     expected = references(family).answer(prompt, NEW)
-    with engine_with(checkpoints(family), tier) as engine:
-        engine.generate([prompt], greedy(1))
-        leave_below(engine)
-        tier.begin((float("inf"),))
+    with stored(checkpoints(family), tier, prompt, (float("inf"),)) as engine:
         request = engine.submit(prompt, greedy(NEW))
         wait_until(lambda: tier.asked > 0, "a piece is asked for")
         with engine._lock:

@@ -255,7 +255,8 @@ class Arrivals:
         if not self._residency.copy_in(need.pool, plan.copies):
             self._refuse(sequence, group.index, need.chunks)
             return False
-        self._name(sequence, need)
+        keys = self._boundaries.keys(sequence, need)
+        self._residency.name_loaded(need.pool, sequence.table(group.index), need.chunks, keys)
         return True
 
     def _load_state(self, arrival: Arrival, need: Need) -> bool:
@@ -277,13 +278,6 @@ class Arrivals:
     def _refuse(self, sequence: Sequence, group: int, chunks: list[int]) -> None:
         keys = sequence.keys.of(group)
         sequence.refused.update(keys[chunk] for chunk in chunks)
-
-    def _name(self, sequence: Sequence, need: Need) -> None:
-        """Let the loaded chunks be found on the device."""
-        per_chunk, table = need.pool.group.blocks_per_chunk, sequence.table(need.pool.group.index)
-        for chunk, key in zip(need.chunks, self._boundaries.keys(sequence, need), strict=True):
-            blocks = table[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
-            need.pool.name(key, blocks + [NULL_BLOCK] * (per_chunk - len(blocks)))
 
     def _account(self, arrival: Arrival) -> None:
         """Say where the reused tokens came from: by the chunks of the group that keeps the most tokens."""

@@ -87,11 +87,13 @@ class Boundaries:
             return self._resume(sequence, near, near)
         needs = self.needs(sequence, far)
         bytes_below = self.bytes_below((need.pool, self.keys(sequence, need)) for need in needs)
+        if not bytes_below:
+            return Choice(near, far, needs, bytes_below, far)
         host = [m.copy() for m in below]
         for index, (masks, group) in enumerate(zip(host, keys, strict=True)):
             masks[residency.store.sources(index, group) != 0] = 0
         at_hand = self._longest(sequence, _either(device, host))
-        if not whole and bytes_below and self._pace.worth_meeting(far - at_hand, bytes_below):
+        if not whole and self._pace.worth_meeting(far - at_hand, bytes_below):
             for masks, (pool, held) in zip(below, zip(residency.pools, device, strict=True), strict=True):
                 chunks = min(len(masks), at_hand // pool.group.chunk_tokens)
                 masks[:chunks] |= held[:chunks]  # beyond it only tiers bring anything

@@ -268,11 +268,9 @@ class Meetings:
         if not self._copy(pool, plan.copies):
             sequence.refused.update(keys[chunk] for chunk in slots)
             return False
-        per_chunk = pool.group.blocks_per_chunk
-        for chunk in np.unique(np.flatnonzero(~already) // per_chunk).tolist():
-            if chunk in slots:
-                blocks = table[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
-                pool.name(keys[chunk], blocks + [NULL_BLOCK] * (per_chunk - len(blocks)))
+        loaded = np.unique(np.flatnonzero(~already) // pool.group.blocks_per_chunk).tolist()
+        chunks = [chunk for chunk in loaded if chunk in slots]
+        self._residency.name_loaded(pool, table, chunks, [keys[chunk] for chunk in chunks])
         sequence.stored[group] = meeting.far // pool.group.chunk_tokens
         return True
 

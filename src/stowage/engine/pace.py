@@ -127,9 +127,8 @@ class Pace:
             return True
         if self.load_s(bytes_of_tier) <= recompute_s:
             return True
-        for tier in (
-            bytes_of_tier.keys() & self.bytes_per_s.keys()
-        ):  # nothing measures a tier that is refused: trust the measurement a little less each time
+        # Nothing measures a tier that is refused: trust the measurement a little less each time.
+        for tier in bytes_of_tier.keys() & self.bytes_per_s.keys():
             self.bytes_per_s[tier] *= _FORGIVENESS
         return False
 

@@ -148,6 +148,13 @@ class Residency:
             return False
         return True
 
+    def name_loaded(self, pool: BlockPool, table: np.ndarray, chunks: Items[int], keys: Items[bytes]) -> None:
+        """Let ``chunks`` of a sequence with this block table, which were loaded, be found on the device."""
+        per_chunk = pool.group.blocks_per_chunk
+        for chunk, key in zip(chunks, keys, strict=True):
+            blocks = table[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
+            pool.name(key, blocks + [NULL_BLOCK] * (per_chunk - len(blocks)))
+
     def _free_unseen(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
         index = pool.group.index
         first = strategy.first_live_block(sequence.computed)
