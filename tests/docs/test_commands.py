@@ -19,7 +19,8 @@ from typing import Final
 import pytest
 
 from tests.docs.forked import Forge
-from tests.tiers.servers import BUCKET, RedisServer, S3Server, credentials, free_port
+from tests.ports import free_port
+from tests.tiers.servers import BUCKET, RedisServer, S3Server, credentials
 
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import ipaddress
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,15 +21,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.ports import free_port
+
 START_S = 60.0
 BUCKET = "stowage-tests"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def wait_until(ready: Callable[[], Any], seconds: float = START_S, what: str = "the server") -> None:

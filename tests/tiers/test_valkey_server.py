@@ -11,9 +11,10 @@ import pytest
 
 from stowage.errors import ConfigError
 from stowage.tiers.remote.tier import RemoteTier
+from tests.ports import free_port
 from tests.tiers.client import Client, key_of
 from tests.tiers.odd_server import odd_server
-from tests.tiers.servers import RedisServer, free_port, make_certificates, redis_server, wait_until
+from tests.tiers.servers import RedisServer, make_certificates, redis_server, wait_until
 
 Open = Callable[..., RemoteTier]
 MIB = 1 << 20
