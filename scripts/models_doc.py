@@ -16,6 +16,7 @@ from stowage.engine.assembly import block_tokens_of
 from stowage.engine.layers import BlockLayout, ModelLayout, probe
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import Family, TinySize
+from stowage.testing.tiny_models.outer import Outer
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 _KINDS = {Kind.FULL: "full", Kind.SLIDING: "window", Kind.CHUNKED: "chunked", Kind.RECURRENT: "state"}
@@ -49,6 +50,20 @@ turns on a small device. *Entries*: one compressed row for several tokens.
 
 `stowage tiny NAME DIR` writes such a tiny model.
 """
+OUTER_HEAD = """
+## Models that take pictures or sound
+
+Checkpoints of these types are run as well, as text models: from the checkpoint as it is published, only the tensors of
+its text part are loaded and counted. Each has a tiny model too, built and saved whole by the class that its checkpoints
+name; its text is answered as the whole model's own `generate()` answers it (`tests/engine/families`), whichever version
+of Transformers named the tensors. *Text* is the family of the table above that computes it: the first is that of the
+tiny model, of others logits were compared. With any other text model a type is refused, because its text may not be
+what that model answers alone: Transformers leaves out the scale of Granite's and Cohere's logits there. Pictures and
+sound are refused; of Gemma 3n and Gemma 4, so is a token that stands for one, which also ends an answer.
+
+| Name | Type | Models | Text |
+|---|---|---|---|
+"""
 REFUSED_HEAD = """
 ## Refused
 
@@ -62,8 +77,7 @@ REST = """
 
 Refused as well, by name: {}.
 
-Encoder-decoder models, and models that take pictures or sound, are not run; of some of the latter the text model is a
-family of its own (`gemma3_text`, `llama4_text`, ...).
+Encoder-decoder models are not run, nor are models that take pictures or sound and are not named above.
 """
 
 
@@ -96,6 +110,15 @@ def _kept(block: BlockLayout) -> str:
     return "latent" if any(layer.latent for layer in block.layers) else _KINDS[block.group.kind]
 
 
+def outer_row(row: Outer) -> str:
+    texts = ", ".join(f"`{tiny_models.TABLE[name].model_type}`" for name in (row.text, *row.others))
+    return f"| `{row.name}` | `{row.model_type}` | {row.models} | {texts} |"
+
+
+def outer_table() -> str:
+    return OUTER_HEAD + "\n".join(outer_row(row) for row in tiny_models.OUTER.values()) + "\n"
+
+
 def refused_rows() -> list[str]:
     return [
         f"| `{f.model_type}` | {f.models} | {families.REFUSED[f.model_type]} |" for f in tiny_models.REFUSED.values()
@@ -106,12 +129,13 @@ def not_tried() -> list[str]:
     """Types that Transformers has a causal model for, and that are in neither table."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    return sorted(set(CAUSAL) - families.PROVED - set(families.REFUSED))
+    return sorted(set(CAUSAL) - families.PROVED - families.OUTER.keys() - set(families.REFUSED))
 
 
 def tail() -> str:
     """The page after the first table."""
-    return f"{REFUSED_HEAD}{chr(10).join(refused_rows())}\n" + REST.format(", ".join(f"`{t}`" for t in not_tried()))
+    refused = f"{REFUSED_HEAD}{chr(10).join(refused_rows())}\n" + REST.format(", ".join(f"`{t}`" for t in not_tried()))
+    return outer_table() + refused
 
 
 def main() -> None:

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from stowage.core.geometry import Kind
 from stowage.engine.layers import probe
+from stowage.engine.outer import text_part
 from stowage.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
-from stowage.planner.config import Fields, fields_of, read_config
+from stowage.planner.config import CLASS_SIZES, Fields, fields_of, read_config
 from stowage.planner.families import FAMILIES
 from stowage.planner.model import read_model, shape
 from stowage.planner.shapes import Model, seen_pairs
@@ -120,6 +121,36 @@ def test_a_sparse_config_of_gemma_3_inside_of_a_larger_one() -> None:
     assert full == [5, 11, 17, 23, 29]
     assert (model.item_bytes, model.vocab, model.tied) == (2, 262208, True)
     assert model.layers[0].cache.token_elements == 2 * 4 * 256
+
+
+PARTS = [(name, False) for name in tiny_models.OUTER if name != "gemma3n_vision"]
+
+
+@pytest.mark.parametrize(("name", "tied"), [*PARTS, ("gemma3_vision", True), ("mistral3_vision", True)])
+def test_the_text_part_of_a_larger_model(name: str, tied: bool) -> None:
+    """Layer by layer, from the config of the whole. (Gemma 3n is not in the table.)"""
+    model, config = planned(name, ODD, tie_word_embeddings=tied)
+    assert predicted(model) == parameters(text_part(config).config)
+
+
+@pytest.mark.parametrize(("outer", "text"), [("llava", "llama"), ("mistral3", "mistral"), ("gemma3", "gemma3_text")])
+def test_a_text_config_that_does_not_say_what_it_is(outer: str, text: str) -> None:
+    entries = json.loads(tiny_models.config(text.removesuffix("_text")).to_json_string())
+    del entries["model_type"]
+    around = {"model_type": outer, "tie_word_embeddings": False, "dtype": None}
+    assert fields_of({**around, "text_config": entries}).family == text
+    assert fields_of({**around, "text_config": entries | {"dtype": "bfloat16"}}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("family", CLASS_SIZES)
+def test_a_sparse_text_config_is_what_its_class_fills_in(family: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, dtype="bfloat16")
+    stated = {"model_type": family, "vocab_size": 32064, "sliding_window": None}
+    sparse = fields_of({"model_type": "llava", "dtype": "bfloat16", "text_config": stated})
+    whole = fields_of({**json.loads(config.to_json_string()), **stated})
+    assert shape(sparse) == shape(whole)
 
 
 def test_kimi_k2_is_a_deepseek_v3() -> None:

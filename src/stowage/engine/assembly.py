@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def assemble(
     if loaded.model.config.model_type in ALONE:  # every forward of a prompt is one piece of the grid
         chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
         tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}
-    layout = probe(loaded.model, tokens, chunk_blocks)
+    layout = replace(probe(loaded.model, tokens, chunk_blocks), placeholders=loaded.placeholders)
     pieces = Pieces(grid if layout.alone or (layout.recurrent is not None and layout.continues) else 1)
     check_steps(pieces, memory, layout.context_tokens)
     if layout.alone:

@@ -13,6 +13,8 @@ from stowage.engine.request import Completion, Delta, Progress
 from stowage.engine.sequence import Phase, Sequence
 from stowage.errors import RequestError
 
+_TRIAL = "stowage"
+
 
 def prompt_tokens(prompt: Any, tokenizer: Any, layout: ModelLayout) -> list[int]:
     """Token ids of a prompt: text, token ids, or chat messages (``[{"role": ..., "content": ...}]``, through the
@@ -31,6 +33,9 @@ def prompt_tokens(prompt: Any, tokenizer: Any, layout: ModelLayout) -> list[int]
     wrong = next((t for t in tokens if not 0 <= t < layout.vocab), None)
     if wrong is not None:
         raise RequestError(f"token {wrong} is outside the model's vocabulary of {layout.vocab}.")
+    if layout.placeholders and not layout.placeholders.isdisjoint(tokens):
+        picture = next(t for t in tokens if t in layout.placeholders)
+        raise RequestError(f"token {picture} stands for a picture or a sound, and of this model only text is run.")
     return tokens
 
 
@@ -56,10 +61,31 @@ def _apply_chat_template(messages: Any, tokenizer: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("this model's tokenizer has no chat template; give the prompt as text.")
     try:
+        if _takes_parts(tokenizer):
+            messages = [{**m, "content": _parts(m["content"])} for m in messages]
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}") from error
     return list(encoded["input_ids"])
+
+
+def _takes_parts(tokenizer: Any) -> bool:
+    """Whether the template leaves out what is given as plain text, or fails at it, and takes lists of parts: so do some
+    of models that take pictures.
+    """
+    from jinja2 import TemplateError
+
+    for content in (_TRIAL, _parts(_TRIAL)):
+        try:
+            if _TRIAL in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False):
+                return content is not _TRIAL
+        except (TemplateError, TypeError):
+            continue
+    return False
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def namespace_of(engine: bytes, salt: str | bytes) -> bytes:

@@ -136,7 +136,7 @@ class Engine:
             self._residency,
             self.store,
             self._pace,
-            eos_ids(loaded.model),
+            eos_ids(loaded.model) | loaded.placeholders,
             self._clock,
         )
         self._lock = self._loop.lock

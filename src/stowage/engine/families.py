@@ -24,8 +24,8 @@ PROVED = (
     frozenset(
         """
     llama qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text
-    mistral mixtral ministral ministral3 gemma gemma2 gemma3_text gemma3n_text gemma4_text vaultgemma
-    llama4_text deepseek_v2 deepseek_v3 kimi_linear minicpm3 glm4_moe_lite longcat_flash youtu axk1
+    mistral mixtral ministral ministral3 gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text
+    vaultgemma llama4_text deepseek_v2 deepseek_v3 kimi_linear minicpm3 glm4_moe_lite longcat_flash youtu axk1
     gpt_oss mimo_v2_flash granite granitemoe granitemoeshared granitemoehybrid granite_swa granitemoe_swa
     phi phi3 phimoe olmo olmo2 olmo3 olmoe olmo_hybrid flex_olmo cohere cohere2 cohere2_moe
     starcoder2 gpt2 gpt_bigcode gpt_neox opt biogpt ctrl persimmon
@@ -38,6 +38,42 @@ PROVED = (
     | ALONE
 )
 """By ``model_type`` of the config, those included."""
+
+OUTER: Mapping[str, frozenset[str]] = {
+    "gemma3": frozenset({"gemma3_text"}),
+    "gemma3n": frozenset({"gemma3n_text"}),
+    "gemma4": frozenset({"gemma4_text"}),
+    "gemma4_unified": frozenset({"gemma4_unified_text"}),
+    "llama4": frozenset({"llama4_text"}),
+    "qwen3_5": frozenset({"qwen3_5_text"}),
+    "qwen3_5_moe": frozenset({"qwen3_5_moe_text"}),
+    "mistral3": frozenset({"mistral", "ministral3"}),
+    "llava": frozenset({"llama", "mistral", "qwen2"}),
+    "llava_next": frozenset({"llama", "mistral", "qwen2"}),
+    "llava_onevision": frozenset({"qwen2"}),
+    "internvl": frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"}),
+    "idefics3": frozenset({"llama"}),
+    "smolvlm": frozenset({"llama"}),
+    "lfm2_vl": frozenset({"lfm2", "lfm2_moe"}),
+    "voxtral": frozenset({"llama"}),
+    "qwen2_vl": frozenset({"qwen2"}),
+    "qwen2_5_vl": frozenset({"qwen2"}),
+    "qwen3_vl": frozenset({"qwen3"}),
+    "qwen3_vl_moe": frozenset({"qwen3_moe"}),
+    "kimi_k25": frozenset({"deepseek_v3"}),
+}
+"""By ``model_type`` of the config: models that take pictures or sound, of which the text model is run (``outer``), and
+the families that it may be of. Others are not what they are alone: Transformers' outer models leave out the scale that
+Cohere's and Granite's logits have.
+"""
+
+AS_TEXT: Mapping[str, str] = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""By ``model_type`` of the text config, which family computes the same with text alone."""
 
 _RECURRENT = "its layers are all recurrent, and it keeps their states in a cache of its own class."
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import Group, Kind
-from stowage.engine.families import ALONE, PROVED, REFUSED
+from stowage.engine.families import ALONE, OUTER, PROVED, REFUSED
 from stowage.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class ModelLayout:
     ``ragged``: sequences may share one flattened forward: no layer takes the tokens of a forward for one sequence.
     ``layers``: entries of the model's cache. ``continues``: recurrent layers go on from a state with several tokens at
     once; else with single ones only. ``own_rows``: the model gives logits of the asked tokens only. ``alone``: one
-    sequence at a time, with Transformers' own attention (``fallback``).
+    sequence at a time, with Transformers' own attention (``fallback``). ``placeholders``: tokens that no prompt may
+    have, because they stand for what is no text.
     """
 
     blocks: tuple[BlockLayout, ...]
@@ -98,6 +99,7 @@ class ModelLayout:
     continues: bool = True
     own_rows: bool = True
     alone: bool = False
+    placeholders: frozenset[int] = frozenset()
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -111,12 +113,18 @@ class ModelLayout:
 def refuse_unsupported(config: Any) -> None:
     """Raise ``UnsupportedModelError`` for what this version cannot run exactly, before any weight is read."""
     family = config.model_type
+    if family in OUTER:
+        inner = config.get_text_config(decoder=True).model_type
+        raise UnsupportedModelError(
+            f"models of type {family!r} with a text model of type {inner!r} are not supported: it is not proved that "
+            f"their text is what the text model answers alone. Supported: {', '.join(sorted(OUTER[family]))}."
+        )
     if family in REFUSED:
         raise UnsupportedModelError(f"models of type {family!r} are not supported: {REFUSED[family]}")
     if family not in PROVED:
         raise UnsupportedModelError(
             f"models of type {family!r} are not supported yet, and an answer that may be wrong is not given. "
-            f"Supported: {', '.join(sorted(PROVED))}."
+            f"Supported: {', '.join(sorted(PROVED | OUTER.keys()))}."
         )
     _refuse_bidirectional(config)
 
@@ -133,7 +141,8 @@ def refuse_positions(config: Any) -> None:
 
 
 def _refuse_bidirectional(config: Any) -> None:
-    if getattr(config, "use_bidirectional_attention", False):
+    """``vision`` (Gemma 4) says that a picture's tokens see each other; text is causal all the same."""
+    if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         raise UnsupportedModelError("bidirectional attention has no causal KV cache; it is not supported.")
 
 
@@ -236,7 +245,7 @@ def _attention_layer(index: int, declared: str, state: Any, seen: Probe) -> Laye
     window = int(state.sliding_window) if kind is not Kind.FULL else 0
     reads = [read for read in seen.reads if read.source == index]
     for read in reads:
-        if read.window not in (None, window or None) or not _mask_agrees(kind, window, read):
+        if read.window not in (None, window or None) or not _mask_agrees(kind, window, read, seen.logits.device):
             raise _contradicts(index, declared, f"layer {read.layer} reads its keys under another mask")
     if len({read.latent for read in reads}) > 1:
         raise UnsupportedModelError(f"layer {index} is read as cached and expanded; this is not supported yet.")
@@ -246,7 +255,7 @@ def _attention_layer(index: int, declared: str, state: Any, seen: Probe) -> Laye
     return Layer(index, kind, window, _attention_tensors(index, keys, values, latent), latent, readers=readers)
 
 
-def _mask_agrees(kind: Kind, window: int, read: Read) -> bool:
+def _mask_agrees(kind: Kind, window: int, read: Read, device: torch.device) -> bool:
     """Whether the mask shows a query what this kind of layer keeps for it, at positions around every edge."""
     if read.rule is None:
         return kind is Kind.FULL
@@ -254,9 +263,9 @@ def _mask_agrees(kind: Kind, window: int, read: Read) -> bool:
     positions = np.unique([abs(edge) for edge in edges])
     around = np.unique([p + offset - far for p in positions for far in (0, window) for offset in (-1, 0, 1)])
     keys = around[around >= 0]
-    queries, seen_keys = torch.from_numpy(positions)[:, None], torch.from_numpy(keys)[None]
-    zero = torch.tensor(0)
-    shown = read.rule(zero, zero, queries, seen_keys).expand(len(positions), len(keys))
+    queries, seen_keys = (torch.from_numpy(given).to(device) for given in (positions, keys))
+    zero = torch.tensor(0, device=device)
+    shown = read.rule(zero, zero, queries[:, None], seen_keys[None]).expand(len(positions), len(keys)).cpu()
     return bool((shown.numpy() == visible(kind, window, positions[:, None], keys[None])).all())
 
 

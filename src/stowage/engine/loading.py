@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stowage.engine import identity, layers
+from stowage.engine.outer import TextPart, as_plain, load_with, text_model, text_part
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Loaded:
     weights: WeightSource | None = None
     owns_weights: bool = True
     """Whether ``weights`` were placed here, and are closed by whoever has this."""
+    placeholders: frozenset[int] = frozenset()
+    """Tokens that stand for pictures or sound: none is taken in a prompt, and each ends an answer."""
 
 
 def load(
@@ -44,8 +47,11 @@ def load(
     tokenizer: Any = None,
     budget: Callable[[Any], Budget] | None = None,
     options: Mapping[str, Any] | None = None,
+    *,
+    device: Any = None,
 ) -> Loaded:
-    """Load ``model``: a directory, a hub id, or a Transformers model that is in memory already.
+    """Load ``model``: a directory, a hub id, or a Transformers model that is in memory already. ``device``: where to
+    (a ``torch.device``); ``None``: a model in memory stays where it is, others lie in the CPU's.
 
     ``budget``: from a config to what its weights may take; without one all of them are in memory. ``options`` go to
     ``from_pretrained``. Raises ``BudgetError`` for a budget that cannot work, ``CheckpointError`` for a checkpoint
@@ -55,48 +61,69 @@ def load(
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
     if not isinstance(model, str | Path):
-        layers.refuse_unsupported(model.config)
-        if getattr(model, "peft_config", None):
-            raise UnsupportedModelError(
-                "the model has adapters, which can be switched while it runs; merge them first: "
-                "model = model.merge_and_unload()"
-            )
-        if model.device.type != "cpu":
-            raise UnsupportedModelError(
-                f"the model lies on {model.device}, and this version computes on the CPU: give it model.to('cpu')."
-            )
-        name, source = identity.of_parameters(model), getattr(model, "stowage", None)
-        if source is not None:
-            if budget is not None:
-                raise ConfigError("the weights of this model are placed already: leave device_memory and weights out.")
-            return Loaded(model.eval(), tokenizer, name, type(model).__name__, source, owns_weights=False)
-        if budget is not None:
-            from stowage.weights.loading import adopt
-
-            source = adopt(model.eval(), budget(model.config))
-            _name(source, name, model)
-        return Loaded(model.eval(), tokenizer, name, type(model).__name__, source)
+        return _in_memory(model, tokenizer, budget, device)
     directory = find(str(model))
     files = check_files(directory)
-    config = config_of(directory)
-    layers.refuse_unsupported(config)
-    files = _packed_files(directory, config, files)
-    build = partial(load_model, directory, config, dtype, options or {})
+    part = part_of(directory)
+    layers.refuse_unsupported(part.config)
+    files = _packed_files(directory, part.config, files)
+    build = partial(load_model, directory, part, dtype, options or {})
     if budget is None:
         built, source = build(), None
     else:
         from stowage.weights.loading import load as load_within
 
-        built, source = load_within(files, build, budget(config))
+        built, source = load_within(files, build, budget(part.config))
     try:
         name = identity.of_checkpoint(directory, [directory / "config.json", *files])
+        if source is None and device is not None:
+            built = built.to(device)  # one tensor after the other, so the two memories never hold it all together
         if source is not None:
             _name(source, name, built)
-        return Loaded(built, tokenizer or _load_tokenizer(directory), name, str(model), source)
+        reads = tokenizer or _load_tokenizer(directory)
+        return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders)
     except BaseException:
         if source is not None:
             source.close()
         raise
+
+
+def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | None, device: Any) -> Loaded:
+    part = text_part(model.config)
+    layers.refuse_unsupported(part.config)
+    if getattr(model, "peft_config", None):
+        raise UnsupportedModelError(
+            "the model has adapters, which can be switched while it runs; merge them first: "
+            "model = model.merge_and_unload()"
+        )
+    if model.device.type == "meta":
+        raise UnsupportedModelError("the model has no weights in memory (device 'meta'): load it whole.")
+    if device is not None and device != model.device:
+        raise ConfigError(f"the model lies on {model.device}, not on {device}: give it model.to('{device}').")
+    if part.outer:
+        if budget is not None:
+            raise UnsupportedModelError(
+                f"a {type(model).__name__} in memory cannot be placed under a budget, because what is no text model in "
+                "it would stay: give the checkpoint's directory instead of the model."
+            )
+        model = text_model(model, part)
+    name, source = identity.of_parameters(model), getattr(model, "stowage", None)
+    kind = type(model).__name__
+    if source is not None:
+        if budget is not None:
+            raise ConfigError("the weights of this model are placed already: leave device_memory and weights out.")
+        return Loaded(model.eval(), tokenizer, name, kind, source, owns_weights=False)
+    if budget is not None:
+        if model.device.type != "cpu":
+            raise ConfigError(
+                f"the model lies on {model.device} as a whole: to place its weights under a budget give its "
+                "checkpoint's directory instead of the model."
+            )
+        from stowage.weights.loading import adopt
+
+        source = adopt(model.eval(), budget(model.config))
+        _name(source, name, model)
+    return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders)
 
 
 def _name(source: WeightSource, name: str, model: Any) -> None:
@@ -205,8 +232,12 @@ def _check_file(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
 
 
-def config_of(directory: Path) -> Any:
-    """What config.json says. Raises CheckpointError."""
+def part_of(directory: Path) -> TextPart:
+    """What the checkpoint there is run as. Raises CheckpointError."""
+    return text_part(_config_of(directory))
+
+
+def _config_of(directory: Path) -> Any:
     from transformers import AutoConfig
 
     try:
@@ -238,20 +269,20 @@ def _config_of_architecture(directory: Path) -> Any:
         return None
 
 
-def load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, Any]) -> Any:
-    """The model that Transformers builds, whole. Raises CheckpointError."""
+def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str, Any]) -> Any:
+    """The model that Transformers builds of ``part``, whole. Raises CheckpointError."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     from stowage.weights import packed
 
-    if packed.marked(config):
+    if packed.marked(part.config):
         options = {**options, "variant": packed.VARIANT}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = load_with(part).from_pretrained(
             directory,
-            config=config,
+            config=part.config,
+            key_mapping=part.renamed,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             local_files_only=True,
             trust_remote_code=False,
@@ -262,7 +293,7 @@ def load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, A
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
     complaints = ["missing_keys", "mismatched_keys", "error_msgs"]
-    if packed.marked(config):
+    if packed.marked(part.config):
         complaints.append("unexpected_keys")  # it was written for this very model
     for what in complaints:
         if report.get(what):
@@ -271,7 +302,7 @@ def load_model(directory: Path, config: Any, dtype: str, options: Mapping[str, A
                 f"{directory} is incomplete: {len(report[what])} {what.replace('_', ' ')}, the first is {first}. "
                 "Such weights would be random numbers; download the checkpoint again."
             )
-    return model.eval()
+    return as_plain(model, part).eval()
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -285,6 +316,10 @@ def _load_tokenizer(directory: Path) -> Any:
     if not has_tokenizer(directory):
         return None
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, ImportError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        apart = directory / "chat_template.json"  # where processors of pictures and text have it
+        if not tokenizer.chat_template and apart.is_file():
+            tokenizer.chat_template = json.loads(apart.read_text(encoding="utf-8"))["chat_template"]
+        return tokenizer
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
         raise CheckpointError(f"the tokenizer in {directory} cannot be loaded: {error}") from error

@@ -82,12 +82,12 @@ def pack(
         raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
     source = loading.find(model)
     files = loading.check_files(source)
-    config = loading.config_of(source)
-    layers.refuse_unsupported(config)
-    _refuse_quantized(source, config)
+    text = loading.part_of(source)
+    layers.refuse_unsupported(text.config)
+    _refuse_quantized(source, text.config)
     from stowage.weights import pack as writer
 
-    build = partial(loading.load_model, source, config, "auto", {})
+    build = partial(loading.load_model, source, text, "auto", {})
     with _part(directory) as part:
         written = writer.write(files, build, part / FILE, form, group, partial(progress, "packing"))
         for path in sorted(source.iterdir()):

@@ -38,8 +38,45 @@ _LAYER_TYPES: Mapping[str, str] = {
     "attention": "full_attention",
 }
 """Older names of kinds of layers."""
-_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
-"""Model types of checkpoints whose code is another family's."""
+_NAMES: Mapping[str, str] = {
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+    "gemma4_unified_text": "gemma4_text",
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Model types of checkpoints whose code is another family's, or with text alone computes what that one's does."""
+_TEXT: Mapping[str, str] = {
+    **dict.fromkeys(("llava", "llava_next", "idefics3", "smolvlm", "voxtral"), "llama"),
+    **dict.fromkeys(("llava_onevision", "internvl"), "qwen2"),
+    "mistral3": "mistral",
+    "lfm2_vl": "lfm2",
+    "kimi_k25": "deepseek_v3",
+}
+"""What lies in models of these types where their text config does not say."""
+CLASS_SIZES: Mapping[str, Mapping[str, int]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+    },
+}
+"""What a config class fills in where a text config within another one is sparse, as LLaVA 1.5's and Pixtral's are."""
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {"gemma4_unified_text": {"hidden_size_per_layer_input": 0}}
+"""Fields that say something in the family whose code it is, and nothing here."""
 
 
 class Fields:
@@ -141,20 +178,28 @@ def read_config(model: str | Path) -> Fields:
 
 
 def fields_of(entries: Mapping[str, Any]) -> Fields:
-    """The fields of the language model in a config: those of ``text_config`` where there is one."""
+    """The fields of the language model in a config: those of ``text_config`` where there is one. Of both, the outer
+    config says how weights are kept.
+    """
     outer = str(entries.get("model_type") or "")
     nested = entries.get("text_config") or entries.get("llm_config")
     if isinstance(nested, Mapping):
-        family = str(nested.get("model_type") or (outer if outer.endswith("_text") else f"{outer}_text"))
-        around = {k: entries[k] for k in ("dtype", "torch_dtype", "quantization_config") if k in entries}
-        tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
-        return Fields({**tied, **around, **nested}, _NAMES.get(family, family))
+        family = str(nested.get("model_type") or _TEXT.get(outer) or f"{outer.removesuffix('_text')}_text")
+        names = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+        around = {k: entries[k] for k in names if entries.get(k) is not None}
+        if outer.startswith("gemma"):
+            around.setdefault("tie_word_embeddings", True)
+        return _of_family({**CLASS_SIZES.get(family, {}), **nested, **around}, family)
     if not outer:
         raise UnsupportedModelError(
             "config.json states no model_type, so it is not known what the model is made of. Transformers writes one: "
             "download the config again, or save it with config.save_pretrained(DIR)."
         )
-    return Fields(entries, _NAMES.get(outer, outer))
+    return _of_family(entries, outer)
+
+
+def _of_family(entries: Mapping[str, Any], family: str) -> Fields:
+    return Fields({**entries, **_LEFT_OUT.get(family, {})}, _NAMES.get(family, family))
 
 
 def run_dtype(stated: str, asked: str) -> str:

@@ -43,15 +43,15 @@ def test_batches_and_reuse(family, tmp_path):
     grid = 64 if engine.parts.layout.recurrent else 32
     for tier in ("device", "host", "disk"):
         for cut in CUTS:
-            _ask(world, engine, tier, cut, cut // grid * grid)
+            ask(world, engine, tier, cut, cut // grid * grid)
     assert row(world.family, engine.parts.layout) in PAGE.read_text(), "docs/models.md: python scripts/models_doc.py"
     check_and_close([engine])
     engine = Engine(world.fresh(), memory)
-    _ask(world, engine, "disk", CUTS[0], CUTS[0] // grid * grid)
+    ask(world, engine, "disk", CUTS[0], CUTS[0] // grid * grid)
     check_and_close([engine])
 
 
-def _ask(world: World, engine: Engine, tier: str, cut: int, expected: int) -> None:
+def ask(world: World, engine: Engine, tier: str, cut: int, expected: int) -> None:
     """A prompt that nobody has asked before, but for its first ``cut`` tokens, which lie in ``tier``."""
     if tier == "disk":
         assert engine.flush()

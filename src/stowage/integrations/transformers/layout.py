@@ -63,7 +63,8 @@ def refuse_config(config: Any) -> None:
     if config.get_text_config(decoder=True) is not config:
         raise UnsupportedModelError(
             f"models of type {config.model_type!r} take more than text: the same tokens may stand for other pictures "
-            "or sounds, so tokens do not name their cache. Use the text model alone, where there is one."
+            "or sounds, so tokens do not name their cache. Load its text model alone: "
+            "stowage.offload(DIR, weights='*=resident')"
         )
     refuse_positions(config)
 

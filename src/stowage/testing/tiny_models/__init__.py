@@ -10,7 +10,7 @@ Never reaches for a network; the same arguments give the same bytes.
 
 from stowage.testing.tiny_models.checkpoint import build, config, write
 from stowage.testing.tiny_models.family import VOCAB_LEAST, Family, TinySize
-from stowage.testing.tiny_models.table import ALONE, FAMILIES, HYBRIDS, KINDS, REFUSED, TABLE
+from stowage.testing.tiny_models.table import ALONE, FAMILIES, HYBRIDS, KINDS, OUTER, REFUSED, TABLE
 from stowage.testing.tiny_models.vocabulary import CHAT_TEMPLATE, SPECIAL_TOKENS, tokenizer
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "FAMILIES",
     "HYBRIDS",
     "KINDS",
+    "OUTER",
     "REFUSED",
     "SPECIAL_TOKENS",
     "TABLE",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stowage.errors import ConfigError
 from stowage.testing.tiny_models.family import TinySize
-from stowage.testing.tiny_models.table import REFUSED, TABLE
+from stowage.testing.tiny_models.outer import Outer, as_published, without_timm
+from stowage.testing.tiny_models.table import OUTER, REFUSED, TABLE
 from stowage.testing.tiny_models.vocabulary import tokenizer
 
 
@@ -19,21 +21,35 @@ def config(family: str, size: TinySize | None = None, **overrides: Any) -> Any:
     from transformers import AutoConfig
 
     row = TABLE.get(family) or REFUSED.get(family)
+    if family in OUTER:
+        return outer_config(OUTER[family], size or TinySize(), overrides)
     if row is None:
-        raise ConfigError(f"no tiny model of family {family!r}; choose one of: {', '.join(TABLE)}")
+        raise ConfigError(f"no tiny model of family {family!r}; choose one of: {', '.join([*TABLE, *OUTER])}")
     kwargs = row.fields(size or TinySize()) | overrides
     return AutoConfig.for_model(row.model_type, **kwargs)
+
+
+def outer_config(row: Outer, size: TinySize, overrides: Mapping[str, Any]) -> Any:
+    """The config of the whole model. ``overrides`` are of the text part, but for whether its embedding is the output
+    layer.
+    """
+    from transformers import AutoConfig
+
+    text = TABLE[row.text].fields(size) | row.changed(size) | dict(overrides)
+    tied = {"tie_word_embeddings": text.pop("tie_word_embeddings")}
+    text = {"model_type": TABLE[row.text].model_type} | text
+    return AutoConfig.for_model(row.model_type, text_config=text, **row.around(size), **tied)
 
 
 def build(family: str, size: TinySize | None = None, *, seed: int = 0, **overrides: Any) -> Any:
     """A tiny model of ``family`` in memory, float32, in evaluation mode."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     settings = config(family, size, **overrides)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), without_timm():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(settings)
+        model = (AutoModelForMultimodalLM if family in OUTER else AutoModelForCausalLM).from_config(settings)
         _spread(model)
     return model.eval()
 
@@ -68,9 +84,13 @@ def write(
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} is not empty; choose a new directory, or remove it first: rm -r {path}")
     sizes = size or TinySize()
-    model = build(family, sizes, seed=seed, **overrides).to(getattr(torch, dtype))
+    model = build(family, sizes, seed=seed, **overrides)
+    if dtype != "float32":
+        model.to(getattr(torch, dtype))
     path.mkdir(parents=True, exist_ok=True)
     model.config.dtype = getattr(torch, dtype)
     model.save_pretrained(path)
+    if family in OUTER:
+        as_published(path / "model.safetensors", OUTER[family])
     tokenizer(sizes.vocab).save_pretrained(path)
     return path

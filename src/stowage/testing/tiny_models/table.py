@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from stowage.testing.tiny_models.alone import ALONE as _ALONE
 from stowage.testing.tiny_models.family import Family
 from stowage.testing.tiny_models.full import FULL
+from stowage.testing.tiny_models.outer import OUTER as _OUTER
+from stowage.testing.tiny_models.outer import Outer
 from stowage.testing.tiny_models.recurrent import RECURRENT
 from stowage.testing.tiny_models.refused import REFUSED as _REFUSED
 from stowage.testing.tiny_models.windowed import WINDOWED
@@ -21,3 +23,5 @@ ALONE: tuple[str, ...] = tuple(family.name for family in _ALONE)
 FAMILIES: tuple[str, ...] = tuple(TABLE)
 REFUSED: Mapping[str, Family] = {family.name: family for family in _REFUSED}
 """Those that the engine refuses. They can be built as well, to see that."""
+OUTER: Mapping[str, Outer] = {row.name: row for row in _OUTER}
+"""Models that take pictures or sound as well, of which the engine runs the text part. Checkpoints only."""

@@ -92,6 +92,11 @@ def _gemma4(size: TinySize) -> dict[str, Any]:
     return _sharing(size) | heads | {"attention_k_eq_v": True}
 
 
+def _gemma4_unified(size: TinySize) -> dict[str, Any]:
+    """As Gemma 4, with no rows for each layer."""
+    return _gemma4(size)
+
+
 def _llama4(size: TinySize) -> dict[str, Any]:
     """Chunked-local layers with rope, full ones without it, temperature on the latter, experts in every second
     layer.
@@ -124,6 +129,7 @@ WINDOWED: tuple[Family, ...] = (
     Family("vaultgemma", "vaultgemma", _gemma2, "VaultGemma", note="as Gemma 2"),
     Family("gemma3n", "gemma3n_text", _gemma3n, "Gemma 3n, text", layers=6),
     Family("gemma4", "gemma4_text", _gemma4, "Gemma 4, text", layers=6),
+    Family("gemma4_unified", "gemma4_unified_text", _gemma4_unified, "Gemma 4 12B, text", layers=6),
     Family("gpt_oss", "gpt_oss", _alternating_experts, "gpt-oss-20b, 120b"),
     Family("granite_swa", "granite_swa", alternating, "Granite with windows and sinks"),
     Family("granitemoe_swa", "granitemoe_swa", _alternating_experts, "the same with experts"),
