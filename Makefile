@@ -15,6 +15,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
+ORDINARY := "not vllm and not cuda and not device and not lmeval and not browser and not commands"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
 DEPLOY_STAMP := .deploy-tools/.installed
@@ -28,7 +29,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load lm-eval deploy-tools browser commands vllm vllm-env clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,10 +52,10 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 
 test: $(ENV_STAMP) ## run the whole test suite
 	$(PY) -m stowage.testing.sim --seeds 2000 --complete --jobs $(JOBS)
-	$(PY) -m pytest $(PARALLEL) -m "not vllm and not cuda and not lmeval and not browser and not commands"
+	$(PY) -m pytest $(PARALLEL) -m $(ORDINARY)
 
 check: static ## formatter, linter, types, layers and the fast tests
-	$(PY) -m pytest $(PARALLEL) -m "not slow and not vllm and not cuda and not lmeval and not browser and not commands"
+	$(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY)
 
 static: $(ENV_STAMP) ## formatter, linter, types and layers, no other tests
 	$(PY) -m ruff format --check $(wildcard $(CODE))
@@ -90,6 +91,12 @@ crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OP
 
 load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300: nothing lost, held or leaked
 	$(PY) -m tests.server.load --seconds $(or $(SECONDS),300)
+
+second-device: $(ENV_STAMP) ## run the engine on a device that only a C++ compiler is needed for: nothing mixes two devices up
+	$(PY) -m pytest -m device tests/second_device
+
+cuda: $(ENV_STAMP) ## test what needs a CUDA device
+	$(PY) -m pytest -m cuda tests
 
 lm-eval: $(LM_EVAL_STAMP) ## score tasks through a real server with lm-eval, and compare with Transformers
 	$(PY) -m pytest -m lmeval tests/server

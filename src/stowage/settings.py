@@ -167,6 +167,7 @@ SETTINGS: dict[str, Setting] = {
     for setting in (
         *_MEMORY_SETTINGS,
         Setting("dtype", "auto", _as_text, "TYPE", "type to compute in: auto, float32, bfloat16, float16"),
+        Setting("device", "", _as_text, "NAME", "what the model computes on: cpu (the default), cuda, cuda:1"),
         Setting(
             "deterministic",
             False,

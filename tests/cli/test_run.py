@@ -59,7 +59,7 @@ def test_tiny_refuses(call: Stowage, tmp_path: Path, arguments: list[str], words
 def test_run_prints_one_object_per_prompt(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(DOCUMENT)
     result = call(
-        "run", tiny_llama, "--prompt", "one", "--prompt", "two", "--prompt-file", "prompt.txt", "--prompt-file", "-",
+        "run", tiny_llama, "one", "--prompt", "two", "--prompt-file", "prompt.txt", "--prompt-file", "-",
         "--max-new-tokens", "4", "--device-kv", "8MiB", "--json", stdin="three",
     )  # fmt: skip
     found = answers(result.stdout)

@@ -30,6 +30,7 @@ CREWS = 2 if KILLS > 200 else 1
 LIMIT = 320 << 10
 NEW_TOKENS = 3
 OPEN_S = 1.0
+"""Of processor time, all threads together: what neighbours take of it is not ours to answer for."""
 OPENED, ANSWERS, OPEN_US, DISK_TOKENS, RIGHT = range(5)
 """What the notes on a board mean. RIGHT: 1 after the first answers were right, -1 when an answer was wrong."""
 
@@ -66,12 +67,12 @@ def serve_until_killed(board_path: str, answers_path: str, directory: str, seed:
     """The process that is killed: an engine under load, which says how far it is and checks each answer."""
     notes = Board(Path(board_path)).control.notes
     answers = json.loads(Path(answers_path).read_text())
-    began_s = time.monotonic()
+    began_s = time.process_time()
     memory = Memory(
         device_kv="64KiB", host="64KiB", disk=f"{directory}:{LIMIT}", block_tokens=8, chunk_blocks=2, sequences_max=4
     )
     engine = Engine(held[0], memory)
-    notes[OPEN_US] = int(1e6 * (time.monotonic() - began_s))
+    notes[OPEN_US] = int(1e6 * (time.process_time() - began_s))
     notes[OPENED] = 1
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     chance, asked = random.Random(seed), prompts()

@@ -153,3 +153,33 @@ def test_rules_that_mean_nothing_are_refused(text: str) -> None:
 def test_a_pattern_that_matches_nothing_says_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"modle.*It has: model.layers.0"):
         place([Cargo("model.layers.0", MIB, 1, layer=0)], 0, None, 0, parse_rules("modle.*=stream"))
+
+
+@given(models(), st.integers(0, 3 * MIB), st.integers(0, 700 * MIB), st.integers(0, 400 * MIB))
+def test_a_device_with_a_memory_of_its_own(cargo: list[Cargo], small: int, device: int, host: int) -> None:
+    """Both budgets hold, what crosses over is staged in host memory, and nothing is computed from a mapped file. With
+    host memory for the staging the error's least works.
+    """
+    ring_most = 3 * max((c.ring_bytes for c in cargo), default=0)
+    try:
+        found = place(cargo, small, device, host, crosses=True)
+    except BudgetError as error:
+        if "at least" in str(error):
+            device = least_of(error)
+            found = place(cargo, small, device, host + ring_most, crosses=True)
+            host += ring_most
+        else:
+            assert host < ring_most, "host memory was enough for any ring"
+            return
+    found.check()
+    assert found.device_bytes <= device and found.host_bytes <= host
+    assert not found.nbytes(Delivery.MAPPED, Delivery.EXPERTS) and not found.cache_bytes
+    assert found.staging_bytes == found.ring_slots * found.slot_bytes
+    assert found.host_bytes == found.nbytes(Delivery.PREFETCH) + found.staging_bytes
+
+
+@pytest.mark.parametrize("delivery", ["mapped", "experts"])
+def test_deliveries_of_cpus_are_refused_elsewhere(delivery: str) -> None:
+    cargo = [layer_of(n, 64 * MIB, 4, experts=8) for n in range(2)]
+    with pytest.raises(ConfigError, match=f"delivered as {delivery}, which is there on a CPU only"):
+        place(cargo, 0, None, 1 << 40, parse_rules(f"*experts={delivery}"), crosses=True)

@@ -151,9 +151,9 @@ def test_wait_ends_when_an_outcome_is_queued() -> None:
     fetch = store.fetch([(0, keys(1))], time.monotonic() + 60.0)
     began_s = time.monotonic()
     while not fetch.done:
-        store.wait(30.0)
+        store.wait(60.0)
         store.poll()
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < 30.0
     store.close()
 
 
@@ -164,8 +164,8 @@ def test_an_outcome_queued_before_the_wait_is_not_slept_over() -> None:
     store.fetch([(0, keys(1))], time.monotonic() + 60.0)
     time.sleep(0.2)
     began_s = time.monotonic()
-    store.wait(30.0)
-    assert time.monotonic() - began_s < 5.0
+    store.wait(60.0)
+    assert time.monotonic() - began_s < 30.0
     store.close()
 
 
@@ -183,8 +183,8 @@ def test_an_outcome_queued_while_the_store_polls_is_not_slept_over() -> None:
     store.fetch([(0, keys(1))], time.monotonic() + 60.0)
     store.poll()
     began_s = time.monotonic()
-    store.wait(5.0)
-    assert time.monotonic() - began_s < 4.0
+    store.wait(60.0)
+    assert time.monotonic() - began_s < 30.0
     tier.gate.set()
     store.close()
 

@@ -36,6 +36,7 @@ MEMORY = (
     "sequences_max",
     "load_timeout_s",
     "dtype",
+    "device",
     "deterministic",
 )
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @with_settings(*SAMPLING, *MEMORY, *LOG)
 def run(
     model: Model,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="A prompt, as with --prompt.")] = None,
     *,
     settings: Settings,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeatable.")] = None,
@@ -36,7 +37,8 @@ def run(
 ) -> None:
     """Answer prompts. The answer goes to stdout, what it cost to stderr."""
     settings.memory()  # wrong budgets are told before prompts are read and the model is loaded
-    prompts: list[Prompt] = [*(prompt or []), *map(read_prompt, prompt_file or [])]
+    given = [*([] if text is None else [text]), *(prompt or [])]
+    prompts: list[Prompt] = [*given, *map(read_prompt, prompt_file or [])]
     if not prompts:
         raise RequestError("There is no prompt. Give --prompt TEXT or --prompt-file FILE (- for stdin).")
     from stowage.engine.sampler import SamplingParams
@@ -61,7 +63,13 @@ def opened(model: str, settings: Settings) -> Iterator["Engine"]:
     from stowage.engine.engine import Engine
 
     quiet_libraries()
-    engine = Engine(model, memory, dtype=settings["dtype"], deterministic=settings["deterministic"])
+    engine = Engine(
+        model,
+        memory,
+        dtype=settings["dtype"],
+        device=settings["device"],
+        deterministic=settings["deterministic"],
+    )
     if engine.executor == "fallback":
         note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")
     try:

@@ -57,7 +57,7 @@ def verify(
     asked = evaluation.questions(evaluate, shots, questions) if evaluate is not None else None
     quiet_libraries()
     watched = sys.stderr.isatty()
-    computed = {name: settings[name] for name in ("dtype", "deterministic")}
+    computed = {name: settings[name] for name in ("dtype", "device", "deterministic")}
 
     def progress(name: str) -> None:
         if watched:

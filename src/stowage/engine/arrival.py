@@ -219,7 +219,7 @@ class Arrivals:
     def _let_go(self, arrival: Arrival) -> None:
         """Release what was held only to be copied from: the fetch's slots, and snapshots on the device."""
         if arrival.fetch is not None and self._residency.store is not None:
-            self._residency.store.release(arrival.fetch)
+            self._residency.release(arrival.fetch)
         for need in arrival.needs:
             if need.pool.group.kind is Kind.RECURRENT:
                 need.pool.release(need.retained)

@@ -18,6 +18,7 @@ from stowage.core.geometry import Geometry, Kind, split_arena
 from stowage.core.groups import GroupStrategy, strategy
 from stowage.core.key import Field, namespace
 from stowage.engine import attention
+from stowage.engine.device import Link, link
 from stowage.engine.exactness import Pieces, check_steps, exact_grid, exact_name
 from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.families import ALONE
@@ -32,7 +33,6 @@ from stowage.format import envelope, segment
 from stowage.opening import check_tiers, open_store
 from stowage.store import TieredStore
 from stowage.tiers.protocol import Tier
-from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.protocol import Transfer
 
 ENGINE_FORMAT = 1
@@ -55,10 +55,15 @@ class Parts:
     strategies: list[GroupStrategy]
     runner: Runner | FallbackRunner
     store: TieredStore | None
-    transfer: Transfer | None
+    link: Link | None
     snapshot_tokens: int
     pieces: Pieces
     reach: Reach
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """What copies between device and host."""
+        return self.link.transfer if self.link is not None else None
 
 
 def assemble(
@@ -106,6 +111,8 @@ def _assemble(
 ) -> Parts:
     geometry = Geometry(layout.groups)
     computed = f"fallback/{loaded.model.config._attn_implementation}" if layout.alone else attention.NAME
+    if loaded.model.device.type != "cpu":  # what another device computes differs in its last bits
+        computed = f"{computed}/{loaded.model.device.type}"
     if deterministic:
         computed = f"{computed}/{exact_name(pieces)}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
@@ -140,7 +147,7 @@ def _assemble(
         strategies=strategies,
         runner=runner,
         store=store,
-        transfer=CpuTransfer(store.arena.numpy(), store.slabs) if store is not None else None,
+        link=link(loaded.model.device, store.arena.numpy(), store.slabs) if store is not None else None,
         snapshot_tokens=snapshot_tokens,
         pieces=pieces,
         reach=reach,

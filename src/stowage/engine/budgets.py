@@ -16,6 +16,7 @@ from stowage.errors import BudgetError
 from stowage.weights.placement import parse_rules
 
 if TYPE_CHECKING:
+    from stowage.weights.crossing import Carrier
     from stowage.weights.loading import Budget
     from stowage.weights.source import WeightSource
 
@@ -25,14 +26,16 @@ _HIDDEN_COPIES, _INNER_COPIES, _LOGIT_COPIES, _BYTES = 8, 4, 3, 4
 """Of a token's hidden state, of what an MLP widens it to, of a row of logits: alive at once, in float32, generously."""
 
 
-def weights_budget(memory: Memory, config: Any) -> Budget:
-    """What of ``memory`` the weights of a model with ``config`` may take. Raises BudgetError when nothing is left."""
+def weights_budget(memory: Memory, carrier: Carrier | None, config: Any) -> Budget:
+    """What of ``memory`` the weights of a model with ``config`` may take, which ``carrier`` brings to its device.
+    Raises BudgetError when nothing is left.
+    """
     from stowage.weights.loading import Budget
 
     rules = parse_rules(memory.weights)
     image = (memory.disk_directory, memory.disk_bytes) if memory.disk_directory is not None else None
     if not memory.device_memory_bytes:
-        return Budget(None, memory.host_bytes, image, rules)
+        return Budget(None, memory.host_bytes, image, rules, carrier)
     steps = activation_bytes(memory, config)
     device_bytes = memory.device_memory_bytes - memory.device_kv_bytes - steps
     if device_bytes <= 0:
@@ -42,7 +45,7 @@ def weights_budget(memory: Memory, config: Any) -> Budget:
             "nothing "
             "of it for weights. Give device_memory a larger size, or device_kv or step_tokens_max a smaller one."
         )
-    return Budget(device_bytes, memory.host_bytes // 2, image, rules)
+    return Budget(device_bytes, memory.host_bytes // 2, image, rules, carrier)
 
 
 def activation_bytes(memory: Memory, config: Any) -> int:

@@ -30,6 +30,7 @@ from stowage.engine.boundary import Boundaries
 from stowage.engine.budgets import left, weights_budget
 from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
+from stowage.engine.device import carrier, check, device_of
 from stowage.engine.holding import Holding
 from stowage.engine.loop import Loop
 from stowage.engine.meeting import Meetings
@@ -62,8 +63,10 @@ class Engine:
         model: checkpoint directory, hub id, or a Transformers causal model in memory (then give its ``tokenizer`` for
         text prompts). memory: the budgets; see ``Memory``.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        device: what it computes on: ``cpu``, ``cuda``, ``cuda:1``; empty: where a model in memory lies, else ``cpu``
+        (``docs/cuda.md``).
         deterministic: an answer is the same to the bit however its prompt's state arrived, whatever is computed beside
-        it (``docs/deterministic.md``).
+        it (``docs/deterministic.md``); on a CPU only.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
@@ -77,14 +80,17 @@ class Engine:
         *,
         dtype: str = "auto",
         tokenizer: Any = None,
+        device: str = "",
         deterministic: bool = False,
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
         self.memory = memory or Memory()
         self._clock = time.monotonic
-        budget = partial(weights_budget, self.memory) if self.memory.places_weights else None
-        loaded = loading.load(model, dtype, tokenizer, budget)
+        here = device_of(model, device)
+        check(here, deterministic=deterministic)
+        budget = partial(weights_budget, self.memory, carrier(here)) if self.memory.places_weights else None
+        loaded = loading.load(model, dtype, tokenizer, budget, device=here)
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights)
@@ -102,7 +108,12 @@ class Engine:
         most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
         self._pace = Pace(self.memory.load_timeout_s, self.memory.step_tokens_max, most)
         self._residency = Residency(
-            parts.layout, parts.pools, parts.strategies, parts.store, parts.transfer, parts.snapshot_tokens
+            parts.layout,
+            parts.pools,
+            parts.strategies,
+            parts.store,
+            parts.transfer,
+            parts.snapshot_tokens,
         )
         questions = Questions(self.store, self._pace, self._clock, self.memory.probe_timeout_s)
         holding = Holding(self._residency, parts.namespace, secrets.token_bytes(16), self._clock)
@@ -320,6 +331,7 @@ class Engine:
         while True:
             left_s = until_s - self._clock()
             with self._lock:
+                self._residency.under_way.collect(wait=True)
                 if self.store.flush(max(0.0, min(left_s, _FLUSH_TURN_S))):
                     return True
             if left_s <= 0:
@@ -348,8 +360,9 @@ class Engine:
             pool.away.clear()
         self._close_weights()
         if self.store is not None:
-            if self.parts.transfer is not None:
-                self.parts.transfer.close()
+            self._residency.under_way.collect(wait=True)
+            if self.parts.link is not None:
+                self.parts.link.close()
             self.store.close(max(0.0, until_s - self._clock()))
 
     def _close_weights(self) -> None:

@@ -92,6 +92,7 @@ def evaluate(
     asked: Sequence[Question],
     *,
     dtype: str = "auto",
+    device: str = "",
     deterministic: bool = False,
     max_new_tokens: int = NEW_TOKENS,
     progress: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
@@ -109,18 +110,18 @@ def evaluate(
 
     with trials.temporary_directory() as directory:
         tiered = trials.with_tiers(memory, directory)
-        with trials.opened(model, trials.plain(memory), dtype, deterministic) as engine:
+        with trials.opened(model, trials.plain(memory), dtype, deterministic, device) as engine:
             if engine.tokenizer is None:
                 raise ModelError(f"{model} has no tokenizer, and questions are text: add its tokenizer's files.")
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             take("every tier off", engine)
-        with trials.opened(model, tiered, dtype, deterministic) as engine:
+        with trials.opened(model, tiered, dtype, deterministic, device) as engine:
             take("computed and stored", engine)
             trials.leave_only(engine, "host")
             take("from host", engine, "host")
             trials.flush(engine)
         for tier in trials.lower_tiers(tiered):
-            with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic) as engine:
+            with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic, device) as engine:
                 take(f"from {tier}, after a restart", engine, tier)
     allowed = trials.tolerance(computed_in, deterministic)
     compared = tuple(_compare(name, asked, found, runs[0][2], allowed) for name, _, found in runs)

@@ -130,7 +130,10 @@ class Loop:
         """Poll the store, and wait until there is something to do; False when closing."""
         while True:
             with self.lock:
-                spilling = self._store is not None and not self._store.flush(0.0)
+                self._residency.under_way.collect()
+                spilling = len(self._residency.under_way) > 0 or (
+                    self._store is not None and not self._store.flush(0.0)
+                )
                 self._check_if_idle()
             with self._news:
                 if self.closing:
@@ -157,6 +160,7 @@ class Loop:
             self._finish(request, sequence, "cancelled")
 
     def _step(self) -> None:
+        self._residency.under_way.collect()
         work = self._scheduler.schedule()
         self._end_failed()
         if not work:

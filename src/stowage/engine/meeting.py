@@ -146,11 +146,9 @@ class Meetings:
         if meeting is None:
             return
         self._learn(meeting)
-        store = self._residency.store
-        assert store is not None
         for piece in meeting.pieces:
             if piece.fetch is not None:
-                store.release(piece.fetch)
+                self._residency.release(piece.fetch)
 
     # pieces
 

@@ -64,7 +64,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         own.
         """
         positions = current.get().positions
-        return positions - torch.arange(positions.shape[0])
+        return positions - torch.arange(positions.shape[0], device=positions.device)
 
     def bind_states(self, blocks: Sequence[int], fresh: bool) -> None:
         """Point the recurrent layers at the states in ``blocks``; ``fresh`` states are at their sequence's beginning.
@@ -89,13 +89,13 @@ class PagedCache(Cache):  # type: ignore[misc]
     def _bind(self, view: Tensor) -> Tensor:
         if len(self._bound) == 1:
             return view[self._bound[0] : self._bound[0] + 1]
-        return view[torch.tensor(self._bound)]
+        return view[torch.tensor(self._bound, device=view.device)]
 
     def unbind_states(self) -> None:
         """Write the states of several sequences back into their blocks."""
         if self._recurrent is None or len(self._bound) == 1:
             return
-        rows = torch.tensor(self._bound)
+        rows = torch.tensor(self._bound, device=self._recurrent.storage.device)
         for index, states in self._states.items():
             for (name, place), view in zip(states, self._recurrent.views[index], strict=True):
                 view[rows] = getattr(self.layers[index], name)[place]

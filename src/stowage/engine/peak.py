@@ -14,7 +14,8 @@ import torch
 
 from stowage.engine import native
 
-_ROWS, _WIDTH = 64, 512
+_SIZES = {"cpu": (64, 512), "cuda": (4096, 4096)}
+"""Rows and width of the product: it fits into a processor's caches; a GPU is not even busy with less."""
 _TRIES, _TRIES_S_MAX = 4, 0.01
 
 
@@ -43,13 +44,14 @@ def operations_per_token(model: Any) -> int:
 
 @torch.inference_mode()
 def matmul_operations_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Speed of a matrix product that fits in caches; the best of some tries, since others may be at work."""
+    """Speed of one large matrix product; the best of some tries, since others may be at work."""
     product = native.linear if native.wanted(device, dtype) and native.quicker(dtype) else torch.matmul
-    rows = torch.ones(_ROWS, _WIDTH, dtype=dtype, device=device)
-    weights = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
+    count, width = _SIZES.get(device.type, _SIZES["cpu"])
+    rows = torch.ones(count, width, dtype=dtype, device=device)
+    weights = torch.ones(width, width, dtype=dtype, device=device)
     tries_s: list[float] = []
     while len(tries_s) < _TRIES and sum(tries_s) < _TRIES_S_MAX:
         began_s = time.perf_counter()
         float(product(rows, weights)[0, 0])  # waits for a device that computes in the background
         tries_s.append(time.perf_counter() - began_s)
-    return 2 * _ROWS * _WIDTH * _WIDTH / max(min(tries_s), 1e-9)
+    return 2 * count * width * width / max(min(tries_s), 1e-9)

@@ -48,6 +48,7 @@ def _weights(source: WeightSource) -> list[Place]:
         ("device", f"weights, cache of {source.stats()['cache_experts']} experts"): source.cache_bytes,
         ("host", "weights, mapped from the checkpoint"): placement.nbytes(Delivery.MAPPED),
         ("host", "weights, copied ahead"): placement.nbytes(Delivery.PREFETCH),
+        ("host", "weights, crossing over to the device"): placement.staging_bytes,
         ("disk", "weights, read for every step"): placement.pass_bytes,
         ("disk", "experts, read as they are chosen"): placement.nbytes(Delivery.EXPERTS),
         ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),

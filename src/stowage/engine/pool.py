@@ -112,9 +112,15 @@ class BlockPool:
             self.evicted += 1
             taken.append(block)
         self._users[taken] = 1
-        for block in taken:
-            self.storage[block].zero_()
+        self._zero(taken)
         return taken
+
+    def _zero(self, blocks: list[int]) -> None:
+        if self.storage.device.type == "cpu":  # a call each: quicker here than one for scattered rows
+            for block in blocks:
+                self.storage[block].zero_()
+        elif blocks:
+            self.storage.index_fill_(0, torch.tensor(blocks, device=self.storage.device), 0)
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add a user to each of ``blocks``, which may be cached."""

@@ -123,9 +123,11 @@ def recorded(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule, **_: Any) -> Tensor:
+def _mask(
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: Rule, device: Any = None, **_: Any
+) -> Tensor:
     """A mask that shows everything and carries its rule."""
-    mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
+    mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
     mask.stowage_rule = mask_function  # type: ignore[attr-defined]
     return mask
 
@@ -205,7 +207,7 @@ def _forwards(
             _forwards(model, (foreign,))
         token = _recording.set((cache, probe.reads))
         part = slice(begin, begin + count)
-        asked = {"logits_to_keep": torch.tensor([count - 1])} if takes_rows(model) else {}
+        asked = {"logits_to_keep": torch.tensor([count - 1], device=model.device)} if takes_rows(model) else {}
         try:
             out = model(
                 input_ids=ids[:, part], position_ids=positions[:, part], past_key_values=cache, use_cache=True, **asked

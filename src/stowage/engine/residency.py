@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,8 +24,9 @@ from stowage.engine.holding import let_go
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool
 from stowage.engine.sequence import Phase, Sequence, snapshot_places
+from stowage.engine.underway import UnderWay
 from stowage.errors import TransferError
-from stowage.store import TieredStore
+from stowage.store import Fetch, TieredStore
 from stowage.transfer.protocol import Transfer
 
 
@@ -67,6 +69,7 @@ class Residency:
         self.transfer = transfer
         self.snapshot_tokens = snapshot_tokens
         self.counters = Counters()
+        self.under_way = UnderWay()
 
     def lacking(self, sequence: Sequence, end: int) -> list[int]:
         """Blocks of each group that ``sequence`` has to be given for its tokens up to ``end``."""
@@ -116,37 +119,51 @@ class Residency:
         self.copy_out(pool, store_plan(group, chunks, masks, slots, table), slots)
 
     def copy_out(self, pool: BlockPool, plan: CopyPlan, slots: np.ndarray, *, private: bool = False) -> bool:
-        """Carry out a store plan into reserved ``slots`` (-1: none) and commit them, or give them back when a copy
-        fails (case F2).
+        """Carry out a store plan into reserved ``slots`` (-1: none) and commit them when the bytes are there, or give
+        them back when a copy fails (case F2). ``private`` slots are there on return: they are read in place, too.
         """
         assert self.store is not None and self.transfer is not None
         held = slots[slots >= 0]
         if not len(held):
             return True
         try:
-            self.transfer.store(plan, pool.storage)
+            ticket = self.transfer.store(plan, pool.storage)
+            if private and ticket is not None:
+                ticket.wait()
         except TransferError:
-            self.counters.copies_failed += 1
-            if private:
-                self.store.drop_private(held)
-            else:
-                self.store.abort(held)
+            self._stored(held, private, came=False)
             return False
         if private:
-            self.store.commit_private(held)
+            self._stored(held, private, came=True)
         else:
-            self.store.commit(held)
+            self.under_way.stored(ticket, partial(self._stored, held, False))
         return True
+
+    def _stored(self, slots: np.ndarray, private: bool, came: bool) -> None:
+        """The copies into reserved ``slots`` are over."""
+        assert self.store is not None
+        if not came:
+            self.counters.copies_failed += 1
+            (self.store.drop_private if private else self.store.abort)(slots)
+        elif private:
+            self.store.commit_private(slots)
+        else:
+            self.store.commit(slots)
 
     def copy_in(self, pool: BlockPool, plan: CopyPlan) -> bool:
         """Carry out a load plan; False when a copy failed, and its blocks hold nothing that may be used (case F2)."""
         assert self.transfer is not None
         try:
-            self.transfer.load(plan, pool.storage)
+            self.under_way.loaded(self.transfer.load(plan, pool.storage))
         except TransferError:
             self.counters.copies_failed += 1
             return False
         return True
+
+    def release(self, fetch: Fetch) -> None:
+        """Give back what ``fetch`` pins, as soon as the copies from it are made."""
+        assert self.store is not None
+        self.under_way.when_read(partial(self.store.release, fetch))
 
     def name_loaded(self, pool: BlockPool, table: np.ndarray, chunks: Items[int], keys: Items[bytes]) -> None:
         """Let ``chunks`` of a sequence with this block table, which were loaded, be found on the device."""

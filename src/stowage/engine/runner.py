@@ -64,7 +64,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """Compute ``work`` and return, in its order, each item's logits: ``[1, vocab]`` of its last token, or ``[count,
-        vocab]``; float32.
+        vocab]``; float32, in host memory.
         """
         ordered = order(work)
         found: dict[int, Tensor] = {}
@@ -92,7 +92,8 @@ class Runner:
         return torch.cat(logits) if work.every_logit else logits[-1]
 
     def _forward(self, work: list[Work]) -> Tensor:
-        step = build(work, self._pools, self._strategies, self._model.dtype, native=self._reads_natively)
+        device = self._model.device
+        step = build(work, self._pools, self._strategies, self._model.dtype, native=self._reads_natively, device=device)
         batched = not self._layout.ragged and len(work) > 1
         shape = (len(work), 1) if batched else (1, step.ids.shape[0])
         if self._recurrent is not None:
@@ -126,10 +127,12 @@ class Runner:
             position_ids=step.positions.view(shape),
             past_key_values=self._cache,
             use_cache=True,
-            attention_mask=torch.ones(shape) if self._layout.ragged else None,  # some would make one from the cache
+            attention_mask=torch.ones(shape, device=step.ids.device)
+            if self._layout.ragged
+            else None,  # some would make one from the cache
             **({"logits_to_keep": rows} if self._takes_rows else {}),
         )
         logits: Tensor = out.logits
         if not self._layout.own_rows:
             logits = logits[:, -1:] if batched else logits[:, step.logit_rows]
-        return logits.reshape(-1, logits.shape[-1]).float()
+        return logits.reshape(-1, logits.shape[-1]).float().cpu()

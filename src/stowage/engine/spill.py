@@ -141,4 +141,5 @@ class Spill:
         return self._residency.copy_in(pool, plan)
 
     def _free(self, groups: list[GroupSpill]) -> None:
+        self._residency.under_way.read()
         let_go(self._residency.store, [spilled.held for spilled in groups])

@@ -69,7 +69,8 @@ class PrefillStep:
 @dataclass(frozen=True, slots=True)
 class StreamStep:
     """A run of one sequence, or a single token, some of whose keys are away from the device: flattened tokens ``[begin,
-    end)``, the first at position ``start``; ``places`` as in ``BlockTable.places``, from the sequence's first block on.
+    end)``, the first at position ``start``; ``places`` as in ``BlockTable.places``, from the sequence's first block on,
+    in host memory.
     """
 
     begin: int
@@ -115,6 +116,7 @@ class Step:
         return int(module.layer_idx) if layer is None else layer
 
 
+HOST = torch.device("cpu")
 LONG_QUERIES, LONG_KEYS = 32, 1024
 current: ContextVar[Step] = ContextVar("stowage_step")
 
@@ -138,9 +140,10 @@ def build(
     dtype: torch.dtype,
     *,
     native: Callable[[BlockPool, Items[Work]], int] = lambda pool, work: 0,
+    device: torch.device = HOST,
 ) -> Step:
-    """The step that computes ``work`` (see ``order``), for the attention groups among ``pools``; ``native``: of how
-    many of these, from the first on, the kernels compute the attention.
+    """The step that computes ``work`` (see ``order``) on ``device``, where ``pools`` lie, for those of them that are
+    attention's; ``native``: of how many of these, from the first on, the kernels compute the attention.
     """
     decodes = sum(1 for w in work if w.count == 1)
     ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
@@ -148,9 +151,9 @@ def build(
     ends = np.cumsum([w.count for w in work])
     wanted = [np.arange(end - w.count, end) if w.every_logit else [end - 1] for w, end in zip(work, ends, strict=True)]
     step = Step(
-        ids=torch.tensor(ids, dtype=torch.long),
-        positions=torch.from_numpy(positions),
-        logit_rows=torch.from_numpy(np.concatenate(wanted).astype(np.int64)),
+        ids=torch.tensor(ids, dtype=torch.long, device=device),
+        positions=_on(device, positions),
+        logit_rows=_on(device, np.concatenate(wanted).astype(np.int64)),
         decodes=decodes,
     )
     for pool, strategy in zip(pools, strategies, strict=True):
@@ -176,7 +179,8 @@ def _group_step(
     begins = np.concatenate([[0], np.cumsum([w.count for w in work])])
     rows = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
     assert (rows > PADDING_BLOCK).all(), "a token has no block to go to"
-    step = GroupStep(pool, torch.from_numpy(rows), torch.from_numpy(positions % group.block_tokens))
+    device = pool.storage.device
+    step = GroupStep(pool, _on(device, rows), _on(device, positions % group.block_tokens))
     ours = native(pool, work)
     assert not ours or ours >= decodes, "single tokens are computed in one way"
     if ours < len(work) and any(table.is_away for table in tables):
@@ -187,9 +191,9 @@ def _group_step(
     return replace(
         step,
         runs=_runs(work[:ours], begins, places[:ours], group, strategy) if ours else None,
-        decode=_decode_step(work[:decodes], places, group, strategy, dtype) if decodes and not ours else None,
+        decode=_decode_step(work[:decodes], places, group, strategy, dtype, device) if decodes and not ours else None,
         prefills=tuple(
-            _prefill_step(w, int(begins[i]), places[i], group, strategy, dtype)
+            _prefill_step(w, int(begins[i]), places[i], group, strategy, dtype, device)
             for i, w in enumerate(work)
             if i >= max(decodes, ours)
         ),
@@ -225,7 +229,12 @@ def _runs(
 
 
 def _decode_step(
-    work: Items[Work], tables: list[NDArray[np.int64]], group: Group, strategy: GroupStrategy, dtype: torch.dtype
+    work: Items[Work],
+    tables: list[NDArray[np.int64]],
+    group: Group,
+    strategy: GroupStrategy,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> DecodeStep:
     size = group.block_tokens
     firsts = [strategy.first_live_block(w.start) for w in work]
@@ -237,12 +246,18 @@ def _decode_step(
     bases = np.array(firsts) * size
     keys = int((positions - bases).max()) + 1
     allowed = visible(group.kind, group.window, positions[:, None], bases[:, None] + np.arange(keys)[None])
-    bias = None if allowed.all() else _bias(allowed, dtype)[:, None, None]
-    return DecodeStep(torch.from_numpy(blocks), keys, bias)
+    bias = None if allowed.all() else _bias(allowed, dtype, device)[:, None, None]
+    return DecodeStep(_on(device, blocks), keys, bias)
 
 
 def _prefill_step(
-    work: Work, begin: int, table: NDArray[np.int64], group: Group, strategy: GroupStrategy, dtype: torch.dtype
+    work: Work,
+    begin: int,
+    table: NDArray[np.int64],
+    group: Group,
+    strategy: GroupStrategy,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PrefillStep:
     first = strategy.first_live_block(work.start)
     end = work.start + work.count
@@ -253,11 +268,17 @@ def _prefill_step(
     whole = group.kind is Kind.FULL or end <= group.window  # no query of the run is too far from the first key
     if work.start > base or not whole:
         positions = np.arange(work.start, end)
-        bias = _bias(visible(group.kind, group.window, positions[:, None], base + np.arange(keys)[None]), dtype)
+        seen = visible(group.kind, group.window, positions[:, None], base + np.arange(keys)[None])
+        bias = _bias(seen, dtype, device)
     assert (blocks > PADDING_BLOCK).all(), "a query needs a block that is gone"
-    return PrefillStep(begin, begin + work.count, torch.from_numpy(blocks.copy()), keys, bias)
+    return PrefillStep(begin, begin + work.count, _on(device, blocks.copy()), keys, bias)
 
 
-def _bias(allowed: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
-    bias = torch.zeros(allowed.shape, dtype=dtype)
-    return bias.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+def _bias(allowed: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=device)
+    return bias.masked_fill_(_on(device, ~allowed), float("-inf"))
+
+
+def _on(device: torch.device, array: NDArray[Any]) -> torch.Tensor:
+    """``array`` where the model computes; on a CPU without a copy."""
+    return torch.from_numpy(array).to(device)

@@ -67,11 +67,12 @@ def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: S
 
 
 def _gather(view: Tensor, away: Tensor, places: Tensor) -> Tensor:
-    """``[keys, heads, dim]`` of the blocks at ``places``."""
-    picked = view[places.clamp(min=0)]
+    """``[keys, heads, dim]`` of the blocks at ``places``, on the device of ``view``."""
+    picked = view[places.clamp(min=0).to(view.device)]
     gone = places <= AWAY
     if gone.any():
-        picked[gone] = away[AWAY - places[gone]]
+        brought = away[AWAY - places[gone]].to(view.device)
+        picked[gone.nonzero()[:, 0].to(view.device)] = brought
     return picked.flatten(0, 1)
 
 
@@ -80,13 +81,14 @@ def _attend(
 ) -> Tensor:
     tokens, heads, width = query.shape
     folded = query.transpose(0, 1).reshape(kv_heads, -1, width)  # rows: the query heads of a key head, each token
-    positions = (step.start + torch.arange(tokens)).repeat(heads // kv_heads)[None, :, None]
-    peak = torch.full((heads, tokens), -math.inf)
+    device = query.device
+    positions = (step.start + torch.arange(tokens, device=device)).repeat(heads // kv_heads)[None, :, None]
+    peak = torch.full((heads, tokens), -math.inf, device=device)
     if scores.sinks is not None:
         peak = peak.copy_(scores.sinks.float()[:, None])
     peak = peak.view(kv_heads, -1, 1)
     total = torch.full_like(peak, 0.0 if scores.sinks is None else 1.0)
-    out = torch.zeros((kv_heads, folded.shape[1], value_dim))
+    out = torch.zeros((kv_heads, folded.shape[1], value_dim), device=device)
     blocks = max(1, min(PIECE_KEYS_MAX, SCORES_BYTES_MAX // (4 * heads * tokens)) // block_tokens)
     last = -(-(step.start + tokens) // block_tokens)
     for first in range(0, last, blocks):
@@ -96,7 +98,7 @@ def _attend(
         if scores.softcap is not None:
             found = found.div_(scores.softcap).tanh_().mul_(scores.softcap)
         if begin + keys.shape[1] - 1 > step.start:
-            found.masked_fill_(torch.arange(begin, begin + keys.shape[1]) > positions, -math.inf)
+            found.masked_fill_(torch.arange(begin, begin + keys.shape[1], device=device) > positions, -math.inf)
         higher = torch.maximum(peak, found.amax(-1, keepdim=True))
         shrink = (peak - higher).exp_()
         weights = found.sub_(higher).exp_()

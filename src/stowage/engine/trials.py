@@ -89,8 +89,10 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def opened(model: str | Path, memory: Memory, dtype: str, deterministic: bool = False) -> Iterator[Engine]:
-    engine = Engine(model, memory, dtype=dtype, deterministic=deterministic)
+def opened(
+    model: str | Path, memory: Memory, dtype: str, deterministic: bool = False, device: str = ""
+) -> Iterator[Engine]:
+    engine = Engine(model, memory, dtype=dtype, device=device, deterministic=deterministic)
     try:
         yield engine
     finally:

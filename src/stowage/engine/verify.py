@@ -123,6 +123,7 @@ def verify(
     memory: Memory,
     *,
     dtype: str = "auto",
+    device: str = "",
     deterministic: bool = False,
     seed: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -134,20 +135,20 @@ def verify(
     with trials.temporary_directory() as directory:
         tiered = trials.with_tiers(memory, directory)
         lower = trials.lower_tiers(tiered)
-        with trials.opened(model, trials.plain(memory), dtype, deterministic) as engine:
+        with trials.opened(model, trials.plain(memory), dtype, deterministic, device) as engine:
             places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
             scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             executor = engine.executor
             comparison = _Comparison(computed_in, progress, deterministic)
             comparison.cold(engine, scenarios)
-        with trials.opened(model, tiered, dtype, deterministic) as engine:
+        with trials.opened(model, tiered, dtype, deterministic, device) as engine:
             for scenario in scenarios:
                 comparison.warm(engine, scenario, lower[0])
             comparison.together(engine, scenarios, lower[0])
             trials.flush(engine)
         for tier in lower:
-            with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic) as engine:
+            with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic, device) as engine:
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
     return Report(tuple(comparison.cases), seed, computed_in, executor)

@@ -148,16 +148,18 @@ def _tile_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Workspace(threading.local):
-    """Memory that weights are unpacked into, one for each thread and type; as large as the largest tile so far."""
+    """Memory that weights are unpacked into, one for each thread, device and type; as large as the largest tile so
+    far.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[torch.dtype, str], Tensor] = {}
+        self._held: dict[tuple[torch.device, torch.dtype, str], Tensor] = {}
 
-    def taken(self, dtype: torch.dtype, elements: int, use: str = "weights") -> Tensor:
-        held = self._held.get((dtype, use))
+    def taken(self, device: torch.device, dtype: torch.dtype, elements: int, use: str = "weights") -> Tensor:
+        held = self._held.get((device, dtype, use))
         if held is None or held.numel() < elements:
             with torch.inference_mode(False):  # else it could not be used outside of that mode
-                held = self._held[dtype, use] = torch.empty(elements, dtype=dtype)
+                held = self._held[device, dtype, use] = torch.empty(elements, dtype=dtype, device=device)
         return held[:elements]
 
 
@@ -220,7 +222,7 @@ class PackedMatrix:
     def unpacked(self) -> Tensor:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
         form = self.form
-        whole = torch.empty(form.outputs, form.inputs, dtype=self.values_dtype)
+        whole = torch.empty(form.outputs, form.inputs, dtype=self.values_dtype, device=self.packed.device)
         for begin, end in form._tiles():
             tile, factors = self._codes(begin, end, torch.float32)
             whole[begin:end] = tile if factors is None else tile * factors[:, None]
@@ -263,6 +265,7 @@ class PackedMatrix:
     def _native(self, rows: Tensor) -> bool:
         """Whether torch's own kernel is used: it is quick in bfloat16, slow in float32, and wants bytes in place."""
         few = rows.dtype is torch.bfloat16 and self.form.name == "int8" and len(rows) <= _ROWS_NATIVE_MOST
+        few = few and rows.device.type == "cpu"
         there = self.packed.stride(0) == 1 and self.form.inputs % 32 == 0
         return few and there and not torch._C._len_torch_function_stack()  # a mode may want each row by itself
 
@@ -272,7 +275,7 @@ class PackedMatrix:
         """
         form, count = self.form, end - begin
         raw = self.packed[form.codes_at + begin * form.row_bytes :][: count * form.row_bytes]
-        tile = _workspace.taken(dtype, count * form.inputs).view(count, form.inputs)
+        tile = _workspace.taken(raw.device, dtype, count * form.inputs).view(count, form.inputs)
         if form.name == "int8":
             tile.copy_(raw.view(torch.int8).reshape(count, form.inputs))
             return tile, self.packed[4 * begin : 4 * end].contiguous().view(torch.float32).to(dtype)
@@ -287,7 +290,7 @@ class PackedMatrix:
 
     def _unpack_halves(self, raw: Tensor, tile: Tensor) -> None:
         half = self.form.row_bytes
-        bits = _workspace.taken(torch.uint8, raw.numel(), "halves").view(raw.shape)
+        bits = _workspace.taken(raw.device, torch.uint8, raw.numel(), "halves").view(raw.shape)
         torch.bitwise_and(raw, 15, out=bits)
         tile[:, :half].copy_(bits)
         torch.bitwise_right_shift(raw, 4, out=bits)

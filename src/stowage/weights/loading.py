@@ -16,12 +16,13 @@ from stowage.errors import UnsupportedModelError
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.codes import form_of, workspace_bytes
+from stowage.weights.crossing import Carrier
 from stowage.weights.holds import Home, as_bytes, copy_of, phase_of
 from stowage.weights.image import Image
 from stowage.weights.locate import Locator
 from stowage.weights.packed import packed_forms
 from stowage.weights.placement import Cargo, Delivery, Placement, Rule, place
-from stowage.weights.source import Load, WeightSource, absent
+from stowage.weights.source import HOST, Load, WeightSource, absent
 from stowage.weights.units import Unit, arranged, divide, looks_up
 
 __all__ = ["Budget", "adopt", "load"]
@@ -31,12 +32,19 @@ __all__ = ["Budget", "adopt", "load"]
 class Budget:
     """What weights may take. ``device_bytes`` of ``None`` has no limit. ``image``: a directory and a limit in bytes,
     for parameters whose final form the checkpoint does not hold. ``rules`` come before the budgets' own choice.
+    ``carrier``: to a device that is a memory of its own.
     """
 
     device_bytes: int | None = None
     host_bytes: int = 0
     image: tuple[Path, int] | None = None
     rules: Sequence[Rule] = ()
+    carrier: Carrier | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """What the model computes on."""
+        return self.carrier.device if self.carrier is not None else HOST
 
 
 def load(files: Sequence[Path], build: Callable[[], Any], budget: Budget) -> tuple[Any, WeightSource]:
@@ -84,10 +92,10 @@ class _Loading(Building):
         values = parameter.detach()
         _refuse_wrapped(path, values)
         if delivery is Delivery.RESIDENT:
-            return nn.Parameter(copy_of(values), requires_grad=False)
+            return nn.Parameter(copy_of(values).to(self.budget.device), requires_grad=False)
         values = values.contiguous()
         home = self._home(path, values, delivery)
-        stand_in = nn.Parameter(absent(home.shape, home.dtype), requires_grad=False)
+        stand_in = nn.Parameter(absent(home.shape, home.dtype, self.budget.device), requires_grad=False)
         self.homes[id(stand_in)] = home
         return stand_in
 
@@ -106,7 +114,10 @@ class _Loading(Building):
     def finish(self, model: Any) -> WeightSource:
         """Hook the model's units as loading left them: parameters that became one are one."""
         assert self.placement is not None, "a model with parameters was loaded"
-        return deliver(model, self.placement, self.homes, self.checkpoint, self.image)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.budget.device))
+        return deliver(model, self.placement, self.homes, self.checkpoint, self.image, self.budget.carrier)
 
     def abandon(self) -> None:
         self.checkpoint.close()
@@ -115,7 +126,12 @@ class _Loading(Building):
 
 
 def deliver(
-    model: Any, placement: Placement, homes: Mapping[int, Home], checkpoint: Checkpoint, image: Image | None
+    model: Any,
+    placement: Placement,
+    homes: Mapping[int, Home],
+    checkpoint: Checkpoint,
+    image: Image | None,
+    carrier: Carrier | None = None,
 ) -> WeightSource:
     """The source of ``model``'s weights, whose parameters lie in ``homes`` (by the parameter's ``id``) or in memory.
 
@@ -134,7 +150,7 @@ def deliver(
                 raise UnsupportedModelError(
                     f"{name}.{own} is shared with a module that weights cannot be delivered to: keep it resident."
                 )
-    return WeightSource(model, placement, loads, checkpoint, image)
+    return WeightSource(model, placement, loads, checkpoint, image, carrier)
 
 
 def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
@@ -229,7 +245,9 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
         if name not in own and tied.get(name, name) not in own and name not in {tied.get(n) for n in own}
     ]
     unpacking_bytes = workspace_bytes(packed_forms(model), 4)
-    return place(cargoes, sum(small) + unpacking_bytes, budget.device_bytes, budget.host_bytes, budget.rules)
+    small_bytes = sum(small) + unpacking_bytes
+    crosses = budget.carrier is not None
+    return place(cargoes, small_bytes, budget.device_bytes, budget.host_bytes, budget.rules, crosses=crosses)
 
 
 def _units_of(units: list[Unit], placement: Placement) -> list[Unit]:

@@ -148,6 +148,8 @@ class Placement:
     ring_slots: int
     small_bytes: int
     cache_bytes: int = 0
+    crosses: bool = False
+    """Whether the device is a memory of its own: what goes through the ring is staged in host memory first."""
 
     def nbytes(self, *deliveries: Delivery) -> int:
         return sum(c.nbytes for c, d in zip(self.cargo, self.deliveries, strict=True) if d in deliveries)
@@ -164,7 +166,12 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        return self.nbytes(Delivery.MAPPED, Delivery.PREFETCH)
+        return self.nbytes(Delivery.MAPPED, Delivery.PREFETCH) + self.staging_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory through which the ring's weights cross over to the device."""
+        return self.ring_slots * self.slot_bytes if self.crosses else 0
 
     @property
     def pass_bytes(self) -> int:
@@ -211,15 +218,22 @@ def place(
     device_bytes: int | None,
     host_bytes: int = 0,
     rules: Iterable[Rule] = (),
+    *,
+    crosses: bool = False,
 ) -> Placement:
-    """Deliveries for ``cargo`` within the budgets; ``device_bytes`` of ``None`` has no limit.
+    """Deliveries for ``cargo`` within the budgets; ``device_bytes`` of ``None`` has no limit. ``crosses``: the device
+    is a memory of its own, so nothing can be computed from a mapped file, and experts come with their layer.
 
     Rules are obeyed; everything else stays in device memory while it fits, then goes to host memory while that fits,
     then is streamed; experts get what is left as a cache. Raises BudgetError when nothing fits, with the least budget
     that does; ConfigError for a rule that matches nothing.
     """
     together, apart, fixed = _ruled(cargo, tuple(rules))
+    if crosses:
+        _refuse_in_place(fixed)
+        apart = together
     whole = _placement(together, [fixed.get(c.name, Delivery.RESIDENT) for c in together], small_bytes, RING_SLOTS)
+    whole = replace(whole, crosses=crosses)
     if device_bytes is None:
         cache_bytes = cache_most_bytes(whole.cached) // _CACHED_SHARE
         return _within_host(_cached(whole, max(0, cache_bytes - whole.cache_bytes)), host_bytes)
@@ -227,7 +241,7 @@ def place(
         return _within_host(_cached(whole, device_bytes - whole.device_bytes), host_bytes)
     needs: list[int] = []
     for units in (apart, together) if len(apart) > len(together) else (together,):
-        found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs)
+        found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs, crosses)
         if found is not None:
             return found
     raise BudgetError(
@@ -238,6 +252,15 @@ def place(
     )
 
 
+def _refuse_in_place(fixed: Mapping[str, Delivery]) -> None:
+    for name, delivery in fixed.items():
+        if delivery in (Delivery.MAPPED, Delivery.EXPERTS):
+            raise ConfigError(
+                f"{name} is to be delivered as {delivery.value}, which is there on a CPU only: on another device say "
+                "resident, prefetch or stream."
+            )
+
+
 def _squeezed(
     cargo: Sequence[Cargo],
     fixed: Mapping[str, Delivery],
@@ -245,10 +268,19 @@ def _squeezed(
     device_bytes: int,
     host_bytes: int,
     needs: list[int],
+    crosses: bool,
 ) -> Placement | None:
     """``cargo`` with as little as possible read for every forward; ``None`` when it needs more: ``needs`` says what."""
+    refused: BudgetError | None = None
+    found = False
     for slots in (RING_SLOTS, RING_SLOTS_LEAST):
-        least = [_least(cargo, fixed, small_bytes, host_bytes, slots, limit) for limit in _slot_limits(cargo, fixed)]
+        least = []
+        for limit in _slot_limits(cargo, fixed, crosses):
+            try:
+                least.append(_least(cargo, fixed, small_bytes, host_bytes, slots, limit, crosses))
+            except BudgetError as error:  # a smaller ring may need less
+                refused = error
+        found = found or bool(least)
         needs += [placement.device_bytes for placement in least]
         filled = [
             _fill(placement, fixed, device_bytes, host_bytes)
@@ -257,33 +289,44 @@ def _squeezed(
         ]
         if filled:
             return min(filled, key=lambda placement: (placement.pass_bytes, placement.missed_bytes))
+    if refused is not None and not found:
+        raise refused
     return None
 
 
-def _slot_limits(cargo: Sequence[Cargo], fixed: Mapping[str, Delivery]) -> list[int]:
+def _slot_limits(cargo: Sequence[Cargo], fixed: Mapping[str, Delivery], crosses: bool) -> list[int]:
     """How large a slot of the ring may be: no ring (0), or as large as one of the units."""
     ringed = [c.ring_bytes for c in cargo if c.name in fixed and fixed[c.name].rings]
-    free = {c.ring_bytes for c in cargo if c.name not in fixed and not c.rows and not c.experts}
+    free = {c.ring_bytes for c in cargo if c.name not in fixed and not c.rows and (crosses or not c.experts)}
     return sorted(size for size in {0, *free, *ringed} if size >= max(ringed, default=0))
 
 
 def _least(
-    cargo: Sequence[Cargo], fixed: Mapping[str, Delivery], small_bytes: int, host_bytes: int, slots: int, limit: int
+    cargo: Sequence[Cargo],
+    fixed: Mapping[str, Delivery],
+    small_bytes: int,
+    host_bytes: int,
+    slots: int,
+    limit: int,
+    crosses: bool,
 ) -> Placement:
     """As little device memory as can be with slots of at most ``limit`` bytes: what is larger goes to host memory if it
     fits there, else it must be resident.
     """
-    chosen = [fixed.get(c.name, _away(c)) for c in cargo]
+    chosen = [fixed.get(c.name, _away(c, crosses)) for c in cargo]
     left_bytes = host_bytes - sum(c.nbytes for c, d in zip(cargo, chosen, strict=True) if d.on_host)
     for at in sorted(range(len(cargo)), key=lambda at: -cargo[at].nbytes):
         if cargo[at].name not in fixed and chosen[at] is Delivery.STREAM and cargo[at].ring_bytes > limit:
-            chosen[at] = Delivery.MAPPED if cargo[at].nbytes <= left_bytes else Delivery.RESIDENT
+            fits = cargo[at].nbytes <= left_bytes and not crosses
+            chosen[at] = Delivery.MAPPED if fits else Delivery.RESIDENT
             left_bytes -= cargo[at].nbytes if chosen[at] is Delivery.MAPPED else 0
-    return _within_host(_placement(cargo, chosen, small_bytes, slots), host_bytes)
+    return _within_host(replace(_placement(cargo, chosen, small_bytes, slots), crosses=crosses), host_bytes)
 
 
-def _away(cargo: Cargo) -> Delivery:
+def _away(cargo: Cargo, crosses: bool) -> Delivery:
     """What takes the least memory."""
+    if crosses:
+        return Delivery.ROWS if cargo.rows else Delivery.STREAM
     return Delivery.ROWS if cargo.rows else Delivery.EXPERTS if cargo.experts else Delivery.STREAM
 
 
@@ -301,10 +344,11 @@ def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int
             chosen[at] = Delivery.RESIDENT
             device_left -= cargo[at].nbytes
         elif cargo[at].nbytes <= host_left:
-            chosen[at] = Delivery.MAPPED
+            chosen[at] = Delivery.PREFETCH if placement.crosses else Delivery.MAPPED
             host_left -= cargo[at].nbytes
     spread = _spread(cargo, chosen, fixed)
     filled = _placement(cargo, spread, placement.small_bytes, placement.ring_slots)
+    filled = replace(filled, crosses=placement.crosses)
     filled = _cached(filled, device_bytes - filled.device_bytes)
     device_left = device_bytes - filled.device_bytes
     for at in sorted(range(len(cargo)), key=lambda at: -cargo[at].nbytes):

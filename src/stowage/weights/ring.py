@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stowage.errors import ModelError
 from stowage.weights.reading import Read, Readers, Stall, Ticket
 
@@ -69,6 +72,10 @@ class Ring:
     def nbytes(self) -> int:
         """Bytes of memory."""
         return len(self._memory)
+
+    def numpy(self) -> NDArray[np.uint8]:
+        """All of it."""
+        return np.frombuffer(self._memory, np.uint8)
 
     @property
     def stall_s(self) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.checkpoint import Checkpoint, File
+from stowage.weights.crossing import Carrier, Crossing, nbytes_of
 from stowage.weights.experts import ExpertCache, Stacks, chosen
 from stowage.weights.holds import Home, SlotLayout, layout, memory_of
 from stowage.weights.image import Image
@@ -27,23 +28,24 @@ from stowage.weights.units import Unit
 
 __all__ = ["Load", "WeightSource", "absent"]
 
+HOST = torch.device("cpu")
 TIMEOUT_S = 120.0
 """The longest wait for one module's bytes."""
 
 
-def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor that takes no memory, for a parameter that is away: NaN, or bytes of ones, which as scales of packed
-    weights are NaN. Raises UnsupportedModelError for other whole numbers.
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
+    """A tensor on ``device`` that takes no memory, for a parameter that is away: NaN, or bytes of ones, which as scales
+    of packed weights are NaN. Raises UnsupportedModelError for other whole numbers.
     """
     if dtype is torch.uint8:
-        return torch.full((1,), 0xFF, dtype=dtype).expand(tuple(shape))
+        return torch.full((1,), 0xFF, dtype=dtype, device=device).expand(tuple(shape))
     if not dtype.is_floating_point:
         raise UnsupportedModelError(
             f"a weight of type {dtype} has no value that says it is away, so it cannot be offloaded: keep its module "
             "resident."
         )
     # Not every type has NaN as a Python scalar fill (8-bit floats have): so it is made in float32 and cast.
-    return torch.full((1,), float("nan")).to(dtype).expand(tuple(shape))
+    return torch.full((1,), float("nan")).to(dtype).to(device).expand(tuple(shape))
 
 
 @dataclass(slots=True)
@@ -56,12 +58,21 @@ class Load:
 
 
 class WeightSource:
-    """Delivers ``loads`` to ``model``. Takes over ``checkpoint`` and ``image``, and closes them."""
+    """Delivers ``loads`` to ``model``. Takes over ``checkpoint`` and ``image``, and closes them. ``carrier``: brings
+    weights to the model's device, if that is a memory of its own.
+    """
 
     def __init__(
-        self, model: Any, placement: Placement, loads: Sequence[Load], checkpoint: Checkpoint, image: Image | None
+        self,
+        model: Any,
+        placement: Placement,
+        loads: Sequence[Load],
+        checkpoint: Checkpoint,
+        image: Image | None,
+        carrier: Carrier | None = None,
     ) -> None:
         self.placement = placement
+        self.device = carrier.device if carrier is not None else HOST
         self.identity = ""
         """Names the weights, where they have a name."""
         self._model = model
@@ -74,7 +85,9 @@ class WeightSource:
         self._order: list[int] | None = None
         self._closed = False
         ringed = [load for load in loads if load.delivery.rings]
-        self._streams = [_Streamed(load) for load in ringed]
+        self._streams = [_Streamed(load, self.device) for load in ringed]
+        self._crossing: Crossing | None = None
+        self._pinned: Any = None
         if ringed:
             self._ring = Ring(
                 len(ringed),
@@ -84,6 +97,10 @@ class WeightSource:
                 self._readers,
                 TIMEOUT_S,
             )
+            if carrier is not None:
+                largest = max(nbytes_of(stream.homes) for stream in self._streams)
+                self._crossing = Crossing(carrier, placement.ring_slots, largest, self._ring.give_back)
+                self._pinned = carrier.pin(self._ring.numpy())
         self._experts: ExpertCache | None = None
         cached = [load for load in loads if load.delivery is Delivery.EXPERTS]
         if cached:
@@ -105,6 +122,8 @@ class WeightSource:
     @property
     def ring_bytes(self) -> int:
         """Device memory that the ring takes."""
+        if self._crossing is not None:
+            return self._crossing.nbytes
         return self._ring.nbytes if self._ring is not None else 0
 
     @property
@@ -150,7 +169,7 @@ class WeightSource:
         """
         for tokens in (1, 5) if self._experts is not None else (1,):
             self._order = []
-            out = self._model(input_ids=torch.arange(tokens)[None], use_cache=False)
+            out = self._model(input_ids=torch.arange(tokens, device=self.device)[None], use_cache=False)
             if bool(torch.isnan(out.logits).any()):
                 raise UnsupportedModelError(
                     f"a model of type {getattr(self._model.config, 'model_type', '?')!r} uses weights outside of the "
@@ -165,7 +184,11 @@ class WeightSource:
         self._closed = True
         for handle in self._handles:
             handle.remove()  # but not the one that refuses forwards from now on
+        if self._crossing is not None:
+            self._crossing.settle()
         ended = self._readers.close()
+        if self._pinned is not None:
+            self._pinned.close()
         if self._ring is not None and ended:
             self._ring.close()
         if self._experts is not None:
@@ -178,6 +201,8 @@ class WeightSource:
         """Invariants, between forwards."""
         if self._ring is not None:
             self._ring.check()
+        if self._crossing is not None:
+            self._crossing.check()
         if self._experts is not None:
             self._experts.check()
         for stream in self._streams:
@@ -188,23 +213,29 @@ class WeightSource:
     def _hook(self, load: Load, number: int) -> None:
         module = load.unit.module
         if load.delivery is Delivery.ROWS:
-            rows = _Rows(load)
+            rows = _Rows(load, self.device)
             self._handles.append(module.register_forward_pre_hook(self._rows_hook(rows)))
             self._handles.append(module.register_forward_hook(rows.take_back, always_call=True))
         elif load.delivery.rings:
-            stream, ring = self._streams[number], self._ring
+            stream, ring, crossing = self._streams[number], self._ring, self._crossing
             assert ring is not None
 
             def before(_module: nn.Module, _args: Any) -> None:
                 if self._order is not None:
                     self._order.append(number)
+                if crossing is not None:
+                    crossing.make_way(number)
                 slot = ring.take(number)
                 stream.check()
-                stream.deliver(slot.number, slot.memory)
+                views = stream.views(slot.number, slot.memory)
+                stream.deliver(views if crossing is None else crossing.bring(number, stream.homes, views))
 
             def after(_module: nn.Module, _args: Any, _output: Any) -> None:
                 stream.take_back()
-                ring.give_back(number)
+                if crossing is None:
+                    ring.give_back(number)
+                else:
+                    crossing.computed(number)
 
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(after, always_call=True))
@@ -254,6 +285,8 @@ class WeightSource:
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._passes += 1
         self._forward_s += time.perf_counter() - self._began_s
+        if self._crossing is not None:
+            self._crossing.settle()
         order, self._order = self._order, None
         if self._ring is not None and order and output is not None and set(order) == set(range(len(self._streams))):
             self._ring.follow(order)
@@ -269,12 +302,12 @@ def _files(homes: Any) -> list[File]:
 class _Streamed:
     """A unit that computes from slots of the ring."""
 
-    def __init__(self, load: Load) -> None:
-        self._homes = list(load.homes.values())
+    def __init__(self, load: Load, device: torch.device) -> None:
+        self.homes = list(load.homes.values())
         self.parameters = [load.unit.parameters[name] for name in load.homes]
-        self.away = [absent(home.shape, home.dtype) for home in self._homes]
-        self.layout: SlotLayout = layout(self._homes)
-        self._files = _files(self._homes)
+        self.away = [absent(home.shape, home.dtype, device) for home in self.homes]
+        self.layout: SlotLayout = layout(self.homes)
+        self._files = _files(self.homes)
         self._views: dict[int, list[Tensor]] = {}
         self.take_back()
 
@@ -282,10 +315,14 @@ class _Streamed:
         for file in self._files:
             file.check()
 
-    def deliver(self, slot: int, memory: memoryview) -> None:
-        views = self._views.get(slot)
-        if views is None:
-            views = self._views[slot] = self.layout.tensors(self._homes, memory)
+    def views(self, slot: int, memory: memoryview) -> list[Tensor]:
+        """The parameters in a slot of the ring."""
+        found = self._views.get(slot)
+        if found is None:
+            found = self._views[slot] = self.layout.tensors(self.homes, memory)
+        return found
+
+    def deliver(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
 
@@ -297,7 +334,7 @@ class _Streamed:
 class _Rows:
     """An embedding whose rows are read as they are asked for."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, device: torch.device) -> None:
         ((name, home),) = load.homes.items()
         self._parameter = load.unit.parameters[name]
         self._home = home
@@ -306,7 +343,7 @@ class _Rows:
         self._table, self._begin = (
             (home.segments[0].file, home.segments[0].offset) if home.host is None else (memory_of(home.host), 0)
         )
-        self._away = absent(home.shape, home.dtype)
+        self._away = absent(home.shape, home.dtype, device)
         self._parameter.data = self._away
         module: Any = load.unit.module
         module.padding_idx = None  # only gradients want it, and it may lie outside of the rows
@@ -332,7 +369,9 @@ class _Rows:
         )
         ticket.wait(TIMEOUT_S)
         ticket.raise_error()
-        self._parameter.data = torch.from_numpy(raw).view(self._home.dtype).view(-1, *self._home.shape[1:])
+        with torch.inference_mode(False):  # parameters of other devices take no tensors of that mode
+            table = torch.from_numpy(raw).view(self._home.dtype).view(-1, *self._home.shape[1:])
+            self._parameter.data = table.to(self._away.device)
         return numbers, len(wanted) * row_bytes
 
     def take_back(self, _module: nn.Module, _args: Any, _output: Any) -> None:

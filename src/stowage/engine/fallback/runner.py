@@ -79,11 +79,11 @@ class FallbackRunner:
 
 def forward(model: Any, tokens: Sequence[int], begin: int, cache: Any, *, every_logit: bool = False) -> Tensor:
     """Compute ``tokens``, of which the first stands at ``begin``, on top of ``cache``. The logits of the last, ``[1,
-    vocab]``, or of all, ``[tokens, vocab]``; float32.
+    vocab]``, or of all, ``[tokens, vocab]``; float32, in host memory.
     """
     ids = torch.tensor([tokens], device=model.device)
     asked: dict[str, Any] = {"logits_to_keep": 0 if every_logit else 1} if takes_rows(model) else {}
     if "position_ids" in inspect.signature(model.forward).parameters:
         asked["position_ids"] = torch.arange(begin, begin + len(tokens), device=model.device)[None]
     logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **asked).logits[0]
-    return (logits if every_logit else logits[-1:]).float()
+    return (logits if every_logit else logits[-1:]).float().cpu()

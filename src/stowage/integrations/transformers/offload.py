@@ -22,6 +22,7 @@ def offload(
     disk: str = "",
     dtype: str = "auto",
     weights: str = "auto",
+    device: str = "",
     **options: Any,
 ) -> Any:
     """A model that answers as it would without a budget, and keeps no more of its weights in memory than it is given.
@@ -37,6 +38,7 @@ def offload(
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         weights: ``auto``, or rules such as ``"model.layers.*=stream"`` and ``"last 1 of 4=resident"``, with commas
         between.
+        device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
         options: for Transformers' ``from_pretrained``, such as ``attn_implementation``.
 
     Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. One thread computes
@@ -54,13 +56,15 @@ def offload(
             'such as weights="model.layers.*=stream".'
         )
     from stowage.engine import loading
+    from stowage.engine.device import carrier, device_of
     from stowage.weights.loading import Budget
 
     in_memory = not isinstance(model, str | Path)
     if in_memory:
         _refuse(model, options)
-    budget = Budget(device_bytes or None, host_bytes, image, rules)
-    return loading.load(model, dtype, None, lambda _config: budget, options).model
+    here = device_of(model, device)
+    budget = Budget(device_bytes or None, host_bytes, image, rules, carrier(here))
+    return loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
 
 
 def _size(name: str, size: int | str) -> int:
