@@ -77,6 +77,19 @@ def test_a_budget_that_cannot_be_used_is_a_problem() -> None:
     assert checks.check_budgets(settings).level == "problem"
 
 
+def test_devices() -> None:
+    assert [checks.check_device("", driver).level for driver in (False, True)] == ["ok", "note"]
+    assert checks.check_device("cpu", True).fix.startswith("Give --device cuda")
+    assert checks.check_device("gpu", True).level == "problem"
+
+
+def test_what_lies_on_another_device_takes_none_of_this_machines_memory() -> None:
+    asked = {"device_kv": "100%", "host": "10%"}
+    assert checks.check_budgets(load_settings(asked, {})).level == "problem"
+    elsewhere = checks.check_budgets(load_settings(asked | {"device": "cuda"}, {}))
+    assert elsewhere.level == "ok" and elsewhere.found.startswith("host ")
+
+
 def test_cache_directory_of_others(tmp_path: Path) -> None:
     (link := tmp_path / "link").symlink_to(tmp_path)
     (crowded := tmp_path / "crowded").mkdir(mode=0o755)

@@ -17,9 +17,8 @@ from stowage.engine.device import link
 from stowage.engine.engine import Engine
 from stowage.engine.pool import bytes_needed
 from stowage.engine.request import Completion
-from stowage.testing import tiny_models
 from stowage.transfer.pinning import is_unified, should_pin_memory
-from tests.engine.conftest import check_and_close, greedy, random_prompt
+from tests.engine.conftest import check_and_close, checkpoints_in, greedy, random_prompt
 
 pytestmark = [
     pytest.mark.cuda,
@@ -46,14 +45,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def checkpoint(family: str, context_tokens: int = 4096) -> Path:
-        path = root / f"{family}-{context_tokens}"
-        size = tiny_models.TinySize(context_tokens=context_tokens)
-        return path if path.exists() else tiny_models.write(family, path, size)
-
-    return checkpoint
+    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture

@@ -59,9 +59,8 @@ class Reference:
         return self._known[key]
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
+def checkpoints_in(root: Path) -> Callable[..., Path]:
+    """The directory of a family's tiny checkpoint, written under ``root`` when it is asked for first."""
 
     def checkpoint(family: str, context_tokens: int = 4096) -> Path:
         path = root / f"{family}-{context_tokens}"
@@ -69,6 +68,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return path if path.exists() else tiny_models.write(family, path, size)
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")

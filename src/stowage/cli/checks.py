@@ -1,7 +1,7 @@
 """What ``stowage doctor`` looks at. Each check reads the machine, changes nothing that stays, and names the fix.
 
-Versions are read from the installed packages' metadata, so nothing heavy is imported. The check of direct reads writes
-one temporary file beside the cache and removes it.
+Versions are read from the installed packages' metadata, so nothing heavy is imported unless a device is named. The
+check of direct reads writes one temporary file beside the cache and removes it.
 """
 
 import importlib.metadata
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _DIRECT_BYTES = 4096
 _SHARED_S = 5.0
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def all_checks(settings: Settings) -> list[Check]:
         *check_packages(importlib.metadata.version),
         check_cores(),
         check_instructions(_processor_flags()),
+        check_device(settings["device"], _DRIVER.exists()),
         check_budgets(settings),
         *check_disk(settings["disk"]),
         *check_protection(settings["disk_protection"], settings["disk_key_file"]),
@@ -117,19 +119,34 @@ def _processor_flags() -> frozenset[str]:
     return frozenset(next(found, []))
 
 
+def check_device(name: str, has_driver: bool) -> Check:
+    """Whether the model can be computed where it is to be. ``has_driver``: there is a driver for NVIDIA's GPUs."""
+    if name in ("", "cpu"):
+        if not has_driver:
+            return Check("device", "ok", "the CPU")
+        return Check("device", "note", "the CPU, and there is a GPU", "Give --device cuda to compute on it.")
+    from stowage.engine.device import resolve
+
+    try:
+        return Check("device", "ok", str(resolve(name)))
+    except ConfigError as error:
+        return Check("device", "problem", str(error), "Name a device that is there, or leave --device out.")
+
+
 def check_budgets(settings: Settings) -> Check:
-    """Whether the stated budgets can be used, and fit into this machine's memory."""
+    """Whether the stated budgets can be used, and fit into this machine's memory; what lies on another device than the
+    CPU does not count.
+    """
     try:
         memory: Memory = settings.memory()
     except ConfigError as error:
         return Check("budgets", "problem", str(error), "Change the setting that is named above.")
     total_bytes = ram_total_bytes()
     device_bytes = memory.device_memory_bytes or memory.device_kv_bytes
-    asked_bytes = device_bytes + memory.host_bytes
-    text = (
-        f"device {format_size(device_bytes)} + host {format_size(memory.host_bytes)} of "
-        f"{format_size(total_bytes)} memory"
-    )
+    here = settings["device"] in ("", "cpu")
+    asked_bytes = device_bytes * here + memory.host_bytes
+    text = f"device {format_size(device_bytes)} + " if here else ""
+    text += f"host {format_size(memory.host_bytes)} of {format_size(total_bytes)} memory"
     if asked_bytes > total_bytes:
         return Check("budgets", "problem", text, "Lower --device-memory or --host: weights need memory too.")
     if asked_bytes > total_bytes * 0.8 and not memory.device_memory_bytes:
