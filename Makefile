@@ -1,6 +1,6 @@
 # One command per job. `make` alone lists them. Nothing is needed beforehand but Python >= 3.11 (with venv) and make;
-# a C compiler is used for the default eviction policy, the tables of keys and the engine's kernels, which are slower
-# without, and where a package has no wheel.
+# a C compiler is used for the default eviction policy, the tables of keys, checksums and the engine's kernels, which are
+# slower without, and where a package has no wheel.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -22,7 +22,7 @@ DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 # What is compiled when the package is installed.
-KERNEL := $(wildcard src/stowage/core/*/kernel/*.[ch] src/stowage/engine/kernel/*.[ch])
+KERNEL := $(wildcard src/stowage/core/*/kernel/*.[ch] src/stowage/engine/kernel/*.[ch] src/stowage/format/kernel/*.[ch])
 CODE := src tests benchmarks scripts docs/examples
 # The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
 CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
@@ -159,5 +159,5 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 clean: ## remove environments, caches and build products; cached KV data is left alone
 	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f src/stowage/core/*/*.so src/stowage/engine/*.so
+	rm -f src/stowage/core/*/*.so src/stowage/engine/*.so src/stowage/format/*.so
 	rm -rf src/*.egg-info mutants htmlcov .coverage

@@ -22,13 +22,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks import limits, models
 from benchmarks._report import median_spread, write_result
@@ -37,6 +38,7 @@ from stowage.config import Memory
 from stowage.core.key import DIGEST_BYTES
 from stowage.engine.engine import Engine
 from stowage.engine.sampler import SamplingParams
+from stowage.format.batch import Digests, Fields
 from stowage.format.protection import Cipher, Guard, Hash, Mark, Method, Protection, SecretKey
 from stowage.tiers.disk import DiskTier
 from stowage.tiers.disk.files import RealFileSystem
@@ -66,6 +68,14 @@ class Nothing:
     def verify(self, fields: bytes, offset: int, payload: memoryview, digest: bytes) -> bool:
         return True
 
+    def digest_all(self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview]) -> Digests:
+        return np.zeros((len(payloads), 2), np.uint64)
+
+    def verify_all(
+        self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview], digests: Digests
+    ) -> NDArray[np.bool_]:
+        return np.ones(len(payloads), np.bool_)
+
 
 class Unverified(Protection):
     """Segments that look as if they had checksums, and are read whatever comes."""
@@ -78,18 +88,20 @@ class Clocked:
     """A guard that adds up the CPU time of verifying."""
 
     def __init__(self, guard: Hash, spent_s: list[float]) -> None:
-        self.method, self.digest = guard.method, guard.digest
-        self._verify, self._spent_s = guard.verify, spent_s
+        self.method, self.digest, self.digest_all = guard.method, guard.digest, guard.digest_all
+        self.verify, self._verify_all, self._spent_s = guard.verify, guard.verify_all, spent_s
 
-    def verify(self, fields: bytes, offset: int, payload: memoryview, digest: bytes) -> bool:
+    def verify_all(
+        self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview], digests: Digests
+    ) -> NDArray[np.bool_]:
         began_s = time.thread_time()
-        exact = self._verify(fields, offset, payload, digest)
+        exact = self._verify_all(fields, offsets, payloads, digests)
         self._spent_s.append(time.thread_time() - began_s)
         return exact
 
 
 class ClockedProtection(Protection):
-    """Another one's guards, clocked where they are hashes. `spent_s` has an entry per chunk."""
+    """Another one's guards, clocked where they are hashes. `spent_s` has an entry per run of chunks."""
 
     def __init__(self, inner: Protection) -> None:
         self.method, self.new_mark, self._guard = inner.method, inner.new_mark, inner.guard

@@ -97,7 +97,7 @@ def test_no_prompt_token_key_or_salt_is_logged(protection, checkpoints, tmp_path
         faults.fail("pwritev", errno.ENOSPC)
         engine.generate([PROMPT[::-1]], greedy(4), salt=TENANT_SALT)
         engine.flush()
-        monkeypatch.setattr("stowage.tiers.disk.loader.plan_runs", lambda *_: [][tokens[0]])
+        monkeypatch.setattr("stowage.tiers.disk.loader.make_plan", lambda *_: [][tokens[0]])
         faults.heal()
         ask()
         wanted = secrets_of(engine, tokens, known, secret)

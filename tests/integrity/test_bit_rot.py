@@ -13,7 +13,8 @@ import pytest
 
 from stowage.format.envelope import pack_fields
 from stowage.tiers.disk.directory import SegmentFile
-from stowage.tiers.disk.reader import Reader, Result, plan_runs
+from stowage.tiers.disk.plan import plan_runs
+from stowage.tiers.disk.reader import Reader, Result
 from stowage.tiers.disk.survey import survey
 from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
@@ -39,7 +40,7 @@ def test_every_bit_of_a_64_kib_payload_is_verified(tmp_path: Path) -> None:
         (run,) = plan_runs([name], [buffer], found, client.tier._catalog.opened, 1)
         assert Reader(client.tier._directory, NAMESPACE).read(run) == [Result.OK]
         fields = pack_fields(name, NAMESPACE, 5, CHUNK_BYTES)
-        verify, offset, (digest,) = run.guard.verify, run.offsets[0], run.digests
+        verify, offset, digest = run.guard.verify, run.offsets[0], run.digests.tobytes()
         assert verify(fields, offset, buffer, digest)
         for byte in range(CHUNK_BYTES):
             for bit in range(8):

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from stowage.format.segment import PAGE_BYTES
+from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import DiskTier
 from stowage.tiers.disk.files import RealFileSystem
 from stowage.tiers.disk.system import System, several
 from stowage.tiers.protocol import Transfer
-from tests.disk_client import NEVER_S, Client, aligned, keys_of, payload
+from tests.disk_client import NEVER_S, Client, aligned, keys_of, only_segment, payload
 from tests.inline_crew import InlineCrew
 
 CHUNK_BYTES = 1 << 20
@@ -101,6 +102,7 @@ def test_a_header_page_is_written_after_all_payloads_of_its_batch(tmp_path: Path
     with Client(tmp_path / "c", system=System(files=files), segment_bytes=32 << 20) as client:
         assert client.store(names, [256 * 1024] * 62).ok.all()
         headers = [(at, offset) for at, (offset, length) in enumerate(files.written) if length == PAGE_BYTES and offset]
+        headers.sort(key=lambda header: header[1])  # their own order does not matter
         for number, (at, offset) in enumerate(headers[:2]):
             assert offset == PAGE_BYTES + number * (PAGE_BYTES + batch_bytes)
             payloads = [place for place, length in files.written[:at] if length > PAGE_BYTES and place > offset]
@@ -121,6 +123,21 @@ def test_a_batch_whose_payloads_failed_is_absent_and_those_before_it_are_not(tmp
     with Client(tmp_path / "c") as client:
         assert client.load(names[:31], [256 * 1024] * 31).ok.all()
         assert not any(client.hits(names[31:]))
+
+
+def test_batches_that_were_whole_before_the_disk_failed_are_kept(tmp_path: Path) -> None:
+    """Their header pages were under way with payloads of later batches, of which the first failed."""
+    files = Order(held_below=0, passed_first=0)
+    names, length = keys_of(*range(186)), 256 << 10
+    with Client(tmp_path / "c", system=System(files=files), segment_bytes=56 << 20) as client:
+        files.fails_from = PAGE_BYTES + 2 * (PAGE_BYTES + 31 * length) + PAGE_BYTES  # the third batch's first payload
+        outcome = client.store(names, [length] * 186)
+        assert outcome.ok.tolist() == [True] * 62 + [False] * 124
+        assert client.stats()["faults"] == 0
+        assert client.load(names[:62], [length] * 62).ok.all()
+    with Client(tmp_path / "c") as client:
+        assert client.hits(names) == [True] * 62 + [False] * 124
+        client.check()
 
 
 def test_a_transfer_of_many_pieces_goes_on_in_the_next_segment(tmp_path: Path) -> None:
@@ -184,8 +201,8 @@ class Held(InlineCrew):
             super().wake(count)
 
 
-@pytest.mark.parametrize("same_deadline", [True, False])
-def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: Path, same_deadline: bool) -> None:
+@pytest.mark.parametrize("apart_s", [0.0, 0.02, 1.0], ids=["one deadline", "nearly one", "different deadlines"])
+def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: Path, apart_s: float) -> None:
     Held.crews.clear()
     length, count = 64 << 10, 24
     names = keys_of(*range(count))
@@ -202,7 +219,7 @@ def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: P
             1 + part,
             names[part::3] + (missing if part == 1 else []),
             length,
-            NEVER_S if same_deadline else 1e17 + part * 1e9,
+            1e9 + part * apart_s,
         )
         for part in range(3)
     ]
@@ -224,5 +241,104 @@ def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: P
         for key, buffer, ok in zip(load.keys, load.buffers, wanted, strict=True):
             assert not ok or bytes(buffer) == payload(key, length)
     calls = tier.stats()["read_calls"] - before  # type: ignore[operator]
-    assert calls <= 2 if same_deadline else calls >= 24
+    assert calls >= 24 if apart_s == 1.0 else calls <= 2
     tier.close(NEVER_S)
+
+
+def test_what_comes_while_others_are_read_is_read_with_what_is_left(tmp_path: Path) -> None:
+    """Every third chunk first; while the only reader hangs in the first of them, all others of that deadline come."""
+    files, length, count = FaultyFileSystem(), 256 << 10, 24
+    names = keys_of(*range(count))
+    with Client(tmp_path / "c", system=System(files=files), readers=1) as client:
+        assert client.store(names, [length] * count).ok.all()
+        before = client.stats()["read_calls"]
+        hang = files.hang("preadv")
+        parts = [names[0::3], names[1::3], names[2::3]]
+        loads = [client.transfer(part, aligned([length] * len(part))) for part in parts]
+        begun = [client.begin("load", loads[0])]
+        assert hang.reached.wait(PATIENCE_S)
+        begun += [client.begin("load", load) for load in loads[1:]]
+        hang.release()
+        for number, load in zip(begun, loads, strict=True):
+            assert client.outcome(number).ok.all()
+            assert [bytes(buffer) for buffer in load.buffers] == [payload(key, length) for key in load.keys]
+        # 1 MiB of the first ones, four stretches; then the pairs between these, and all that follows as one stretch.
+        assert client.stats()["read_calls"] - before == 4 + 4
+        client.check()
+
+
+def test_stores_that_wait_are_written_as_one(tmp_path: Path) -> None:
+    files, length, count = FaultyFileSystem(), 64 << 10, 21
+    names = keys_of(*range(count))
+    with Client(tmp_path / "c", system=System(files=files), refresh_s=1e9) as client:
+        hang = files.hang("pwritev", after=1)  # the header page of the segment is the first
+        transfers = [client.transfer([name], aligned([length])) for name in names]
+        for name, transfer in zip(names, transfers, strict=True):
+            transfer.buffers[0][:] = payload(name, length)
+        begun = [client.begin("store", transfers[0])]
+        assert hang.reached.wait(PATIENCE_S)
+        begun += [client.begin("store", transfer) for transfer in transfers[1:]]
+        hang.release()
+        assert all(client.outcome(number).ok.all() for number in begun)
+        assert files.calls["pwritev"] == 1 + 2 + 2, "payloads and header page of the first one, and of the others"
+        before = client.stats()["read_calls"]
+        assert client.load(names, [length] * count).ok.all()
+        assert client.stats()["read_calls"] - before == 2, "side by side"
+        client.check()
+
+
+def test_a_disk_that_fails_fails_all_that_it_was_given_and_no_more(tmp_path: Path) -> None:
+    files, length, count = FaultyFileSystem(), 64 << 10, 8
+    names = keys_of(*range(count))
+    with Client(tmp_path / "c", system=System(files=files), refresh_s=1e9) as client:
+        hang = files.hang("pwritev", after=1)
+        transfers = [client.transfer([name], aligned([length])) for name in names]
+        begun = [client.begin("store", transfers[0])]
+        assert hang.reached.wait(PATIENCE_S)
+        begun += [client.begin("store", transfer) for transfer in transfers[1:]]
+        files.fail("pwritev", errno.EIO, after=1)  # the first one's header page is still written
+        hang.release()
+        outcomes = [client.outcome(number) for number in begun]
+        assert [outcome.ok.all() for outcome in outcomes] == [True] + [False] * (count - 1)
+        assert all("the disk failed" in outcome.error for outcome in outcomes[1:])
+        assert client.stats()["write_errors"] >= 1 and client.stats()["stores_under_way"] == 0
+        assert client.hits(names) == [True] + [False] * (count - 1)
+
+
+@pytest.mark.parametrize("pure_first", [True, False])
+def test_what_c_wrote_python_reads_and_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure_first: bool
+) -> None:
+    names, lengths = keys_of(*range(70)), [64 << 10] * 62 + [5000, 1, 4096, 100_001] * 2
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", str(int(pure_first)))
+    with Client(tmp_path / "c") as client:
+        assert client.store(names, lengths).ok.all()
+    with open(only_segment(tmp_path / "c"), "r+b") as file:
+        file.seek(2 * PAGE_BYTES + (64 << 10) * 3 + 77)  # in the fourth payload
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", str(int(not pure_first)))
+    with Client(tmp_path / "c") as client:
+        assert client.load(names, lengths).ok.tolist() == [at != 3 for at in range(70)]
+        assert client.stats()["corrupt"] == 1
+        client.check()
+
+
+@pytest.mark.parametrize("pure", ["0", "1"])
+def test_memory_that_does_not_begin_on_a_page_does_not_end_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure: str
+) -> None:
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", pure)
+    names, length = keys_of(1, 2, 3), 64 << 10
+    with Client(tmp_path / "c") as client:
+        direct = client.stats()["direct"]
+        memory = aligned([4 * length])[0]
+        buffers = [memory[at * length + 8 : (at + 1) * length + 8] for at in range(3)]
+        for name, buffer in zip(names, buffers, strict=True):
+            buffer[:] = payload(name, length)
+        assert client.outcome(client.begin("store", client.transfer(names, buffers))).ok.all()
+        memory[:] = bytes(4 * length)
+        assert client.outcome(client.begin("load", client.transfer(names, buffers))).ok.all()
+        assert [bytes(buffer) for buffer in buffers] == [payload(name, length) for name in names]
+        assert client.stats()["direct"] == direct

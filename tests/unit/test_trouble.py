@@ -106,7 +106,7 @@ def test_a_bug_in_a_worker_is_counted_and_reported(
 ) -> None:
     with Client(tmp_path / "c") as client:
         client.store(keys_of(1), [100])
-        monkeypatch.setattr("stowage.tiers.disk.loader.plan_runs", lambda *_: 1 / 0)
+        monkeypatch.setattr("stowage.tiers.disk.loader.make_plan", lambda *_: 1 / 0)
         assert not client.load(keys_of(1), [100]).ok.any()
         assert client.stats()["faults"] == 1
     assert events().count("fault") == 1 and "ZeroDivisionError" in caplog.text

@@ -8,12 +8,15 @@ method of protection (`stowage.format.protection`): besides `pack_fields`, all h
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import xxhash
 
 from stowage.errors import FormatError
+from stowage.format.batch import Fields
 
 __all__ = [
     "DIGEST_BYTES",
@@ -22,6 +25,7 @@ __all__ = [
     "Envelope",
     "checksum",
     "pack_fields",
+    "pack_fields_of",
     "pack_header",
     "parse_header",
     "verify",
@@ -51,6 +55,19 @@ def pack_fields(key: bytes, namespace: bytes, mask: int, length: int, method: in
     """A header without its digest. Key and namespace have 32 bytes; mask and length are not 0."""
     assert len(key) == 32 and len(namespace) == 32 and mask and length
     return _FIELDS.pack(MAGIC, VERSION, method, key, namespace, mask, length)
+
+
+def pack_fields_of(
+    keys: Sequence[bytes], namespace: bytes, masks: Sequence[int], lengths: Sequence[int], method: int = 0
+) -> Fields:
+    """`pack_fields` of each of some chunks."""
+    assert len(namespace) == 32 and {*map(len, keys)} <= {32} and all(masks) and all(lengths)
+    pack = _FIELDS.pack
+    rows = [
+        pack(MAGIC, VERSION, method, key, namespace, mask, length)
+        for key, mask, length in zip(keys, masks, lengths, strict=True)
+    ]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, _FIELDS.size)
 
 
 def checksum(key: bytes, namespace: bytes, mask: int, payload: memoryview) -> bytes:

@@ -17,10 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
+import numpy as np
 import xxhash
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from stowage.errors import ConfigError
+from stowage.format.batch import Digests, Fields, digests_of
 
 __all__ = [
     "KEY_ID_BYTES",
@@ -113,6 +116,16 @@ class Hash(Protocol):
         """Whether this payload was stored with these fields at this place."""
         ...
 
+    def digest_all(self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview]) -> Digests:
+        """`digest` of each."""
+        ...
+
+    def verify_all(
+        self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview], digests: Digests
+    ) -> NDArray[np.bool_]:
+        """`verify` of each."""
+        ...
+
 
 class Stream(Protocol):
     """One payload on its way through a cipher, in parts, front to back. Used once."""
@@ -135,6 +148,15 @@ class _Checksum:
     def verify(self, fields: bytes, offset: int, payload: memoryview, digest: bytes) -> bool:
         return self.digest(fields, offset, payload) == digest
 
+    def digest_all(self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview]) -> Digests:
+        return digests_of(fields, payloads)
+
+    def verify_all(
+        self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview], digests: Digests
+    ) -> NDArray[np.bool_]:
+        equal: NDArray[np.bool_] = (digests_of(fields, payloads) == digests).all(axis=1)
+        return equal
+
 
 class _KeyedHash:
     """BLAKE3 under the segment's key: finds forgery too."""
@@ -153,6 +175,16 @@ class _KeyedHash:
 
     def verify(self, fields: bytes, offset: int, payload: memoryview, digest: bytes) -> bool:
         return hmac.compare_digest(self.digest(fields, offset, payload), digest)
+
+    def digest_all(self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview]) -> Digests:
+        found = map(self.digest, map(bytes, fields), offsets, payloads)
+        return np.frombuffer(b"".join(found), np.uint64).reshape(-1, 2)
+
+    def verify_all(
+        self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview], digests: Digests
+    ) -> NDArray[np.bool_]:
+        right = map(self.verify, map(bytes, fields), offsets, payloads, map(bytes, digests))
+        return np.fromiter(right, np.bool_, len(payloads))
 
 
 class Encryption:

@@ -30,6 +30,7 @@ __all__ = [
     "SegmentName",
     "Trailer",
     "batch_bytes",
+    "batch_entries",
     "fitting",
     "footer_room",
     "pack_batch_page",
@@ -89,7 +90,8 @@ def round_up(length: int) -> int:
 
 def batch_bytes(lengths: Sequence[int]) -> int:
     """What a batch of payloads of these lengths takes in the file, its header page included."""
-    return PAGE_BYTES + sum(round_up(length) for length in lengths)
+    # As `round_up`, which is a call for each: this is asked for every batch that is written.
+    return PAGE_BYTES + sum([(length + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES for length in lengths])
 
 
 def footer_room(entries: int) -> int:
@@ -189,8 +191,12 @@ def parse_segment_header(page: bytes | memoryview, name: SegmentName) -> Segment
     return SegmentHeader(namespace, Mark(method, key_id, salt))
 
 
-def pack_batch_page(segment_id: bytes, offset: int, headers: Sequence[bytes], lengths: Sequence[int]) -> bytes:
-    """The header page of a batch that begins at `offset`; `lengths` are those of its payloads."""
+def pack_batch_page(
+    segment_id: bytes, offset: int, headers: Sequence[bytes] | NDArray[np.uint8], lengths: Sequence[int]
+) -> bytes:
+    """The header page of a batch that begins at `offset`; `lengths` are those of its payloads. `headers`: 128 bytes for
+    each of them, as [n, 128] or one by one.
+    """
     assert 0 < len(headers) <= BATCH_CHUNKS_MAX and offset % PAGE_BYTES == 0
     fields = _BATCH.pack(b"STOWBAT1", VERSION, len(headers), segment_id, offset, batch_bytes(lengths))
     return _seal_page(fields, b"".join(headers))
@@ -207,9 +213,8 @@ def parse_batch_page(page: bytes | memoryview, segment_id: bytes, offset: int, f
         raise FormatError("a batch header of another place")
     if not 0 < count <= BATCH_CHUNKS_MAX or offset + length > file_bytes:
         raise FormatError("a batch that does not lie in the file")
-    entries = np.zeros(count, _ENTRY)
     raw = np.frombuffer(page, np.uint8, count * envelope.HEADER_BYTES, envelope.HEADER_BYTES)
-    entries.view(np.uint8).reshape(count, ENTRY_BYTES)[:, : envelope.HEADER_BYTES] = raw.reshape(count, -1)
+    entries = _entries(raw.reshape(count, -1))
     if (entries["length"] > file_bytes).any():
         raise FormatError("a chunk that is longer than its file")
     ends = offset + PAGE_BYTES + np.cumsum(_padded(entries["length"]))
@@ -218,6 +223,22 @@ def parse_batch_page(page: bytes | memoryview, segment_id: bytes, offset: int, f
     entries["offset"][0] = offset + PAGE_BYTES
     entries["offset"][1:] = ends[:-1]
     return entries, offset + length
+
+
+def _entries(headers: NDArray[np.uint8]) -> Entries:
+    """[n, 128] as entries whose offsets are 0."""
+    entries = np.zeros(len(headers), _ENTRY)
+    entries.view(np.uint8).reshape(-1, ENTRY_BYTES)[:, : envelope.HEADER_BYTES] = headers
+    return entries
+
+
+def batch_entries(headers: NDArray[np.uint8], offset: int, lengths: Sequence[int]) -> Entries:
+    """What `parse_batch_page` finds in the page of these headers, [n, 128], and payloads, at `offset`."""
+    entries = _entries(headers)
+    ends = np.cumsum(_padded(np.array(lengths, np.uint64)))
+    entries["offset"][0] = offset + PAGE_BYTES
+    entries["offset"][1:] = ends[:-1] + np.uint64(offset + PAGE_BYTES)
+    return entries
 
 
 def pack_footer(batches: Sequence[Entries], segment_id: bytes, footer_offset: int) -> bytes:

@@ -24,7 +24,7 @@ from stowage.core.geometry import BoolArray, MaskArray
 from stowage.core.table.native import make_rows
 from stowage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, PAGE_BYTES, footer_room, round_up
 from stowage.planner.scenario import Link
-from stowage.tiers.disk.reader import RUN_BYTES_MAX
+from stowage.tiers.disk.plan import RUN_BYTES_MAX
 from stowage.tiers.disk.room import metadata_bytes
 from stowage.tiers.disk.storer import REWRITE_SHARE, segment_bytes_for
 from stowage.tiers.disk.tier import OWN_BYTES, SEGMENT_BYTES, SEGMENT_BYTES_SMALL, SEGMENTS

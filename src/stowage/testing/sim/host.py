@@ -166,7 +166,7 @@ class Host:
         loader, storer = self.tier._loader, self.tier._storer  # the simulator looks behind the façade
         if self.tier._counters.snapshot()["faults"]:
             return "an exception reached the outermost frame of a worker"
-        if (loader._queued or loader._runs) and self.crews["read"].all_asleep():
+        if loader.waiting and self.crews["read"].all_asleep():
             return "a load waits, and every reader sleeps: a lost wake-up"
         if storer._queue and self.crews["write"].all_asleep():
             return "a store waits, and the writer sleeps: a lost wake-up"

@@ -7,7 +7,6 @@ lengths and offsets in whole pages; `pages` gives memory for what does not lie s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -18,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-import numpy as np
-
+from stowage.format.batch import all_begin_on
 from stowage.format.segment import PAGE_BYTES
 from stowage.tiers.disk.private import open_private
 
@@ -31,6 +29,7 @@ __all__ = [
     "RealDescriptors",
     "RealFileSystem",
     "Status",
+    "all_aligned",
     "in_pages",
     "is_aligned",
     "pages",
@@ -201,16 +200,20 @@ def in_pages(data: bytes) -> memoryview:
 
 
 def is_aligned(buffer: memoryview) -> bool:
-    """Whether the buffer begins on a page. Asked for every chunk that is read or written."""
-    if buffer.readonly:  # which ctypes does not take; five times slower
-        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    else:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    return address % PAGE_BYTES == 0
+    """Whether the buffer begins on a page."""
+    return all_begin_on([buffer], PAGE_BYTES)
+
+
+def all_aligned(buffers: list[memoryview]) -> bool:
+    """Whether every buffer begins on a page."""
+    return all_begin_on(buffers, PAGE_BYTES)
 
 
 def _calls(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
     """The buffers in groups that fit one system call; a larger buffer is cut, in whole pages."""
+    if len(buffers) <= BUFFERS_MAX and 0 < sum([buffer.nbytes for buffer in buffers]) <= CALL_BYTES_MAX:
+        yield buffers
+        return
     group: list[memoryview] = []
     size = 0
     for buffer in buffers:
@@ -234,6 +237,8 @@ def _calls(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
 
 def _advance(buffers: list[memoryview], done: int) -> list[memoryview]:
     """What is left of the buffers after `done` bytes."""
+    if done == sum([buffer.nbytes for buffer in buffers]):
+        return []
     for at, buffer in enumerate(buffers):
         if done < buffer.nbytes:
             return [buffer[done:], *buffers[at + 1 :]]

@@ -38,9 +38,19 @@ class Found:
     masks: NDArray[np.uint64]
     digests: NDArray[np.uint64]
 
-    def part(self, rows: slice) -> Found:
-        """Some of the rows."""
+    def part(self, rows: slice | NDArray[np.int64] | NDArray[np.bool_]) -> Found:
+        """Some of the rows, in the order of `rows` where these are numbers."""
         return Found(self.segments[rows], self.offsets[rows], self.lengths[rows], self.masks[rows], self.digests[rows])
+
+    def and_then(self, other: Found) -> Found:
+        """These rows, and those of another one."""
+        return Found(
+            np.concatenate((self.segments, other.segments)),
+            np.concatenate((self.offsets, other.offsets)),
+            np.concatenate((self.lengths, other.lengths)),
+            np.concatenate((self.masks, other.masks)),
+            np.concatenate((self.digests, other.digests)),
+        )
 
 
 def _found(segments: NDArray[np.int64], fields: NDArray[np.void]) -> Found:

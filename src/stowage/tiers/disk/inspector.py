@@ -20,8 +20,9 @@ from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
 from stowage.tiers.disk.files import pages
 from stowage.tiers.disk.index import Found
+from stowage.tiers.disk.plan import RUN_BYTES_MAX, plan_runs
 from stowage.tiers.disk.private import LOCK_NAME
-from stowage.tiers.disk.reader import RUN_BYTES_MAX, Reader, Result, plan_runs
+from stowage.tiers.disk.reader import Reader, Result
 from stowage.tiers.disk.system import System
 
 __all__ = ["CHUNK_BYTES_MAX", "FILE_BYTES_MAX", "Inspector", "open_existing"]
@@ -80,6 +81,7 @@ class Inspector:
             buffers = self._buffers(lengths)
             for run in plan_runs(records.keys[part], buffers, found.part(part), lambda _: (name, guard), 1):
                 results = reader.read(run)
+                reader.rest()
                 if Result.GONE in results:
                     raise FileNotFoundError
                 for offset, buffer, result in zip(run.offsets, run.buffers, results, strict=True):

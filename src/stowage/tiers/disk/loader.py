@@ -1,8 +1,9 @@
 """Loads: a bounded queue of transfers, and the reader threads that serve it.
 
-Transfers that wait at the same time and have one deadline are planned together by the first free reader, so that what
-one prompt asks for is read in the order of the disk, whatever the order of its chunks. The plan is cut into runs, and a
-transfer is finished by whoever reads the last run that has chunks of it. A run whose deadline has passed is not
+Transfers that wait at the same time and have nearly one deadline are planned together by the first free reader, so that
+what is asked for at one time is read in the order of the disk, whatever the order of its chunks; those that come while
+others of that deadline are being read are planned anew with what is left of these. A run is cut off the plan when a
+reader is free, and a transfer is finished by whoever reads its last chunks. A run whose deadline has passed is not
 started. A reader that hangs in the kernel keeps the transfers of its run unreported (their buffers are in the kernel's
 hands) while the other readers go on; what is queued behind expires by `expire`, which needs no reader.
 """
@@ -13,32 +14,34 @@ import math
 import threading
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.tiers.disk.reader import Reader, Result, Run, plan_runs
+from stowage.tiers.disk.plan import Plan, Run, make_plan
+from stowage.tiers.disk.reader import Reader, Result
 from stowage.tiers.disk.shared import Shared
 from stowage.tiers.protocol import Outcome, Transfer
 
 __all__ = ["Loader"]
 
+NEAR_S: Final = 0.05
+"""Deadlines that differ by no more count as one."""
 COUNTED: Final = {Result.CORRUPT: "corrupt", Result.GONE: "vanished", Result.FAILED: "read_errors"}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
-    """A transfer under way: `runs_left` runs have not reported yet."""
+    """A transfer under way. `chunks_left`: so many were planned and have not been read yet."""
 
     transfer: Transfer
     ok: NDArray[np.bool_]
     masks: NDArray[np.uint64]
-    runs_left: int = 0
+    chunks_left: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
     def outcome(self) -> Outcome:
@@ -46,22 +49,44 @@ class Flight:
         return Outcome(self.transfer.id, self.ok, self.masks, text)
 
 
-@dataclass(slots=True)
+Share = tuple[Flight, list[int], list[int]]
+"""A flight, which of some chunks are its, and where they stand in it."""
+
+
+@dataclass(slots=True, eq=False)
 class Bundle:
-    """Flights of one deadline, planned together. Their chunks are numbered through: `starts[i]` is flight i's first."""
+    """Flights of nearly one deadline, planned together. Chunks are numbered through: `starts[i]` is flight i's first.
 
-    flights: list[Flight]
-    starts: list[int]
+    Flights are added while others are being read: only at the end, so that no number changes its meaning. `first_s` is
+    the deadline of the first one, `deadline_s` the last of all.
+    """
 
-    @classmethod
-    def of(cls, flights: list[Flight]) -> Bundle:
-        return cls(flights, [0, *accumulate(len(flight.ok) for flight in flights[:-1])])
+    first_s: float
+    deadline_s: float = -math.inf
+    flights: list[Flight] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    buffers: list[memoryview] = field(default_factory=list)
+    plan: Plan | None = None
 
-    def share(self, positions: list[int]) -> list[tuple[Flight, list[int], list[int]]]:
-        """The flights that have these chunks: for each, which of the positions are its, and where they stand in it."""
+    def suits(self, flight: Flight) -> bool:
+        """Whether the flight belongs here."""
+        deadline_s = flight.transfer.deadline_s
+        return deadline_s == self.first_s or abs(deadline_s - self.first_s) <= NEAR_S
+
+    def add(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            self.deadline_s = max(self.deadline_s, flight.transfer.deadline_s)
+            self.flights.append(flight)
+            self.starts.append(len(self.keys))
+            self.keys += flight.transfer.keys
+            self.buffers += flight.transfer.buffers
+
+    def share(self, positions: list[int]) -> list[Share]:
+        """The flights that have these chunks."""
         if len(self.flights) == 1:
             return [(self.flights[0], list(range(len(positions))), positions)]
-        shares: dict[int, tuple[Flight, list[int], list[int]]] = {}
+        shares: dict[int, Share] = {}
         for at, position in enumerate(positions):
             number = bisect_right(self.starts, position) - 1
             _, mine, places = shares.setdefault(number, (self.flights[number], [], []))
@@ -71,7 +96,7 @@ class Bundle:
 
 
 class Loader:
-    """Any thread may submit."""
+    """Any thread may submit. `_queued` waits to be planned, `_planned` has runs that no reader has taken yet."""
 
     def __init__(self, shared: Shared, *, readers: int) -> None:
         self._catalog = shared.catalog
@@ -82,7 +107,7 @@ class Loader:
         self._finish = shared.finish
         self._lock = threading.Lock()
         self._queued: deque[Flight] = deque()
-        self._runs: deque[tuple[Bundle, Run]] = deque()
+        self._planned: deque[Bundle] = deque()
         self._under_way = 0
         self._closing = False
         self._readers = readers
@@ -94,6 +119,11 @@ class Loader:
         """Transfers that were taken and not reported yet."""
         return self._under_way
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something that no reader has begun."""
+        return bool(self._queued or self._planned)
+
     def submit(self, transfer: Transfer) -> bool:
         """Takes the transfer, or returns False at once when the queue is full or closed."""
         count = len(transfer.keys)
@@ -103,14 +133,16 @@ class Loader:
                 return False
             self._under_way += 1
             self._queued.append(flight)
-        self._crew.wake()
+            first = len(self._queued) == 1
+        if first:  # whoever comes for the first plans those behind it too
+            self._crew.wake()
         return True
 
     def expire(self) -> None:
         """Gives up what is queued past its deadline. Cheap when nothing is."""
-        if self._queued or self._runs:
+        if self.waiting:
             now_s = self._clock()
-            self._give_up(lambda flight: flight.transfer.deadline_s < now_s)
+            self._give_up(lambda deadline_s: deadline_s < now_s)
 
     def close(self, seconds: Callable[[], float]) -> bool:
         """Ends the threads once the queue is empty; after `seconds()` gives up what has not begun. False: one hangs."""
@@ -120,128 +152,170 @@ class Loader:
         self._give_up(lambda _: True)
         return self._crew.join(max(0.05, seconds()))
 
-    def _give_up(self, is_late: Callable[[Flight], bool]) -> None:
+    def _give_up(self, is_late: Callable[[float], bool]) -> None:
         with self._lock:
-            late = [flight for flight in self._queued if is_late(flight)]
-            late_runs = [item for item in self._runs if is_late(item[0].flights[0])]
+            late = [flight for flight in self._queued if is_late(flight.transfer.deadline_s)]
+            late_bundles = [bundle for bundle in self._planned if is_late(bundle.deadline_s)]
             if late:
-                self._queued = deque(flight for flight in self._queued if not is_late(flight))
-            if late_runs:
-                self._runs = deque(item for item in self._runs if not is_late(item[0].flights[0]))
+                self._queued = deque(flight for flight in self._queued if not is_late(flight.transfer.deadline_s))
+            if late_bundles:
+                self._planned = deque(bundle for bundle in self._planned if not is_late(bundle.deadline_s))
         for flight in late:
             self._expired(flight, len(flight.transfer.keys))
             self._report(flight)
-        for bundle, run in late_runs:
-            self._run_expired(bundle, run)
-            self._run_done(bundle, run)
+        for bundle in late_bundles:
+            self._give_up_rest(bundle)
+
+    def _give_up_rest(self, bundle: Bundle) -> None:
+        """Nobody has begun these chunks, and nobody will."""
+        assert bundle.plan is not None
+        for flight, mine, _ in bundle.share(bundle.plan.rest()[0].tolist()):
+            self._expired(flight, len(mine))
+            self._settled(flight, len(mine))
 
     def _expired(self, flight: Flight, chunks: int) -> None:
         self._counters.add("timed_out", chunks)
         with self._lock:
             flight.failures["timed out"] += chunks
 
-    def _run_expired(self, bundle: Bundle, run: Run) -> None:
-        for flight, mine, _ in bundle.share(run.positions):
-            self._expired(flight, len(mine))
-
     def _turn(self, reader: Reader) -> float | None:
         """A reader's turn: one run, or the transfers that wait to be planned."""
-        run: Run | None = None
         with self._lock:
-            if self._runs:
-                bundle, run = self._runs.popleft()
-            elif self._queued:
-                bundle = self._take()
-            else:
-                return None if self._closing else math.inf
-        try:
-            self._serve(reader, bundle, run)
-        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
-            self._counters.fault("a disk reader failed")
-            self._run_done(bundle, run)
+            fresh, bundle = self._waiting_for_a_plan()
+            run = None
+            if bundle is None and self._planned:
+                bundle = self._planned[0]
+                run = self._take(bundle)
+            closing = self._closing
+            others_wait = run is not None and bool(self._queued)
+        if others_wait:  # should this reader hang, somebody else plans them
+            self._crew.wake()
+        if bundle is None:
+            reader.rest()
+            return None if closing else math.inf
+        if run is None:
+            self._serve_fresh(bundle, fresh)
+        else:
+            self._serve_run(reader, bundle, run)
         return 0
 
-    def _take(self) -> Bundle:
-        """Takes the oldest transfer from the queue and those with its deadline. The lock is held."""
-        deadline_s = self._queued[0].transfer.deadline_s
-        bundle = Bundle.of([flight for flight in self._queued if flight.transfer.deadline_s == deadline_s])
-        self._queued = deque(flight for flight in self._queued if flight.transfer.deadline_s != deadline_s)
-        return bundle
+    def _take(self, bundle: Bundle) -> Run:
+        """The next run of the first bundle. The lock is held."""
+        assert bundle.plan is not None
+        run = bundle.plan.take(bundle.keys, bundle.buffers)
+        if not len(bundle.plan):
+            self._planned.popleft()
+        return run
 
-    def _serve(self, reader: Reader, bundle: Bundle, run: Run | None) -> None:
-        late = bundle.flights[0].transfer.deadline_s < self._clock()
-        if run is None:
-            for flight in bundle.flights:
-                flight.runs_left = 1  # a planner that fails ends the flight like a failed run
-            if late:
-                for flight in bundle.flights:
-                    self._expired(flight, len(flight.transfer.keys))
-                runs = []
-            else:
-                runs = self._plan(bundle)
-            with self._lock:
-                for planned in runs:
-                    for flight, _, _ in bundle.share(planned.positions):
-                        flight.runs_left += 1
-                self._runs.extend((bundle, planned) for planned in runs)
-            self._crew.wake(len(runs))
-        elif late:
-            self._run_expired(bundle, run)
+    def _waiting_for_a_plan(self) -> tuple[list[Flight], Bundle | None]:
+        """Takes the oldest transfer from the queue and those that suit it, with the bundle that they belong to.
+
+        None if that is not their turn: others are being read. The lock is held.
+        """
+        if not self._queued:
+            return [], None
+        if not self._planned:
+            bundle = Bundle(self._queued[0].transfer.deadline_s)
+        elif self._planned[0].suits(self._queued[0]):
+            bundle = self._planned.popleft()
         else:
-            self._settle(bundle, run, reader.read(run))
-        self._run_done(bundle, run)
+            return [], None
+        fresh = [flight for flight in self._queued if bundle.suits(flight)]
+        self._queued = deque(flight for flight in self._queued if not bundle.suits(flight))
+        return fresh, bundle
 
-    def _plan(self, bundle: Bundle) -> list[Run]:
-        """Where the chunks lie, in the order of the disk. What is absent or of another length fails here."""
-        transfers = [flight.transfer for flight in bundle.flights]
-        keys = list(chain.from_iterable(transfer.keys for transfer in transfers))
-        buffers = list(chain.from_iterable(transfer.buffers for transfer in transfers))
+    def _serve_fresh(self, bundle: Bundle, fresh: list[Flight]) -> None:
+        """Plans what is new in a bundle that nobody else can see now."""
+        first = len(bundle.flights)
+        bundle.add(fresh)
+        plan: Plan | None = None
+        try:
+            if bundle.deadline_s >= self._clock():
+                plan = self._plan(bundle, first)
+            else:
+                for flight in fresh:
+                    self._expired(flight, len(flight.transfer.keys))
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("a disk reader failed")
+        done = fresh
+        if plan is not None:
+            bundle.plan = plan
+            done = [flight for flight in fresh if not flight.chunks_left]
+        if bundle.plan is not None and len(bundle.plan):
+            with self._lock:
+                self._planned.appendleft(bundle)
+            self._crew.wake(min(self._readers, bundle.plan.runs_about))
+        for flight in done:
+            self._report(flight)
+
+    def _plan(self, bundle: Bundle, first: int) -> Plan:
+        """Where the chunks from flight `first` on lie, in the order of the disk, with what is left of those before.
+        What is absent or of another length fails here; the rest is what the flights have left.
+        """
+        begin = bundle.starts[first]
+        keys, buffers = bundle.keys[begin:], bundle.buffers[begin:]
         found = self._index.find(keys)
         lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
-        other = np.flatnonzero((found.segments >= 0) & (found.lengths != lengths))
+        is_there = (found.segments >= 0) & (found.lengths == lengths)
+        other = np.flatnonzero((found.segments >= 0) & ~is_there)
         if len(other):
             self._counters.add("mismatched", len(other))
             self._index.drop([keys[at] for at in other.tolist()])
-        runs = plan_runs(keys, buffers, found, self._catalog.opened, self._readers)
-        planned = np.zeros(len(keys), np.bool_)
-        planned[list(chain.from_iterable(run.positions for run in runs))] = True
-        for flight, start in zip(bundle.flights, bundle.starts, strict=True):
-            mine = slice(start, start + len(flight.ok))
-            flight.masks[:] = found.masks[mine]
-            absent = len(flight.ok) - int(np.count_nonzero(planned[mine]))
-            if absent:
-                flight.failures["absent"] = absent
-        return runs
+        here = np.flatnonzero(is_there)
+        plan = make_plan(here + begin, found.part(here), self._catalog.opened, self._readers, bundle.plan)
+        planned = np.zeros(len(bundle.keys), np.bool_)
+        planned[plan.positions] = True
+        for flight, start in zip(bundle.flights[first:], bundle.starts[first:], strict=True):
+            flight.masks[:] = found.masks[start - begin : start - begin + len(flight.ok)]
+            flight.chunks_left = int(np.count_nonzero(planned[start : start + len(flight.ok)]))
+            if flight.chunks_left < len(flight.ok):
+                flight.failures["absent"] = len(flight.ok) - flight.chunks_left
+        return plan
 
-    def _settle(self, bundle: Bundle, run: Run, results: list[Result]) -> None:
-        good = [at for at, result in enumerate(results) if result is Result.OK]
-        for flight, mine, places in bundle.share(run.positions):
+    def _serve_run(self, reader: Reader, bundle: Bundle, run: Run) -> None:
+        shares = bundle.share(run.positions)
+        try:
+            if bundle.deadline_s < self._clock():
+                for flight, mine, _ in shares:
+                    self._expired(flight, len(mine))
+            else:
+                self._settle(shares, run, reader.read(run))
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("a disk reader failed")
+        for flight, mine, _ in shares:
+            self._settled(flight, len(mine))
+
+    def _settle(self, shares: list[Share], run: Run, results: list[Result]) -> None:
+        all_good = results.count(Result.OK) == len(results)
+        for flight, mine, places in shares:
+            if all_good:
+                flight.ok[places] = True  # nobody else writes these
+                continue
             fine = [place for at, place in zip(mine, places, strict=True) if results[at] is Result.OK]
             bad = [results[at].name.lower() for at in mine if results[at] is not Result.OK]
+            flight.ok[fine] = True
             with self._lock:
-                flight.ok[fine] = True
                 flight.failures.update(bad)
-        self._counters.add("read_calls")
+        good = range(len(run)) if all_good else [at for at, result in enumerate(results) if result is Result.OK]
+        self._counters.add("read_calls", len(run.bounds) - 1)
         if good:
             self._counters.add("reads", len(good))
-            self._counters.add("read_bytes", sum(run.buffers[at].nbytes for at in good))
-            self._index.mark_hits([run.keys[at] for at in good])
+            self._counters.add("read_bytes", sum([run.lengths[at] for at in good]))
+            self._index.mark_hits(run.keys if all_good else [run.keys[at] for at in good])
+        if all_good:
+            return
         for at, result in enumerate(results):
             if result is not Result.OK:
                 # Even where it was only the disk that failed: forgotten, the chunk is written anew by the next store.
                 self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
                 self._counters.add(COUNTED[result], segment=str(run.name))
 
-    def _run_done(self, bundle: Bundle, run: Run | None) -> None:
-        """Reports the flights that have nothing left to wait for. None: the bundle is planned."""
-        flights = bundle.flights if run is None else [flight for flight, _, _ in bundle.share(run.positions)]
-        finished = []
+    def _settled(self, flight: Flight, chunks: int) -> None:
+        """So many chunks of a flight will not be touched any more. Reports it with the last ones."""
         with self._lock:
-            for flight in flights:
-                flight.runs_left -= 1
-                if flight.runs_left == 0:
-                    finished.append(flight)
-        for flight in finished:
+            flight.chunks_left -= chunks
+            done = flight.chunks_left == 0
+        if done:
             self._report(flight)
 
     def _report(self, flight: Flight) -> None:

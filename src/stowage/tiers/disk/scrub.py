@@ -28,7 +28,8 @@ from stowage.format.segment import ENTRY_BYTES, PAGE_BYTES, Entries, SegmentName
 from stowage.tiers.disk.directory import Directory, Entry, SegmentFile
 from stowage.tiers.disk.files import in_pages, pages
 from stowage.tiers.disk.inspector import FILE_BYTES_MAX, Inspector, open_existing
-from stowage.tiers.disk.reader import RUN_BYTES_MAX, Result
+from stowage.tiers.disk.plan import RUN_BYTES_MAX
+from stowage.tiers.disk.reader import Result
 from stowage.tiers.disk.survey import State, Survey, seal, survey
 from stowage.tiers.disk.system import System
 

@@ -1,5 +1,7 @@
 """Stores: a bounded queue of transfers, and the one thread that writes, makes room, and follows other processes.
 
+Transfers that wait are written as one stream: a disk that gets many short ones is kept as busy as by a long one. A disk
+that fails fails all that were in the stream and are not whole.
 Nothing raises into the caller. A disk that is full or failing makes the thread back off: transfers fail at once for a
 while (0.1 s, doubled up to 30 s), so that a broken disk costs hits and no time.
 """
@@ -8,21 +10,24 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stowage.format import segment
-from stowage.format.segment import PAGE_BYTES, SegmentName
+from stowage.format.segment import PAGE_BYTES, Entries, SegmentName
 from stowage.tiers.disk.catalog import Segment
 from stowage.tiers.disk.files import DISK_FULL, pages
 from stowage.tiers.disk.index import LENGTH_MAX, Found
-from stowage.tiers.disk.reader import RUN_BYTES_MAX, Reader, Result, plan_runs
+from stowage.tiers.disk.plan import RUN_BYTES_MAX, plan_runs
+from stowage.tiers.disk.reader import Reader, Result
 from stowage.tiers.disk.room import Room, metadata_bytes
 from stowage.tiers.disk.shared import Shared
-from stowage.tiers.disk.writer import STAGING_BYTES, ActiveSegment, Chunk
+from stowage.tiers.disk.stream import Chunks, Stream
+from stowage.tiers.disk.writer import STAGING_BYTES, ActiveSegment
 from stowage.tiers.protocol import Outcome, Transfer
 
 __all__ = ["Storer", "segment_bytes_for"]
@@ -32,6 +37,9 @@ BACK_OFF_S_MAX: Final = 30.0
 SHRINK_TIMEOUT_S: Final = 10.0
 REWRITE_SHARE: Final = 4
 """Still-hot chunks of the next victim may take one part in this many of a new segment."""
+INDEXED_BATCHES: Final = 8
+INDEXED_BYTES: Final = 16 << 20
+"""So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer."""
 
 
 def segment_bytes_for(chunk_bytes: int) -> int:
@@ -128,13 +136,13 @@ class Storer:
             self._counters.add("timed_out", len(transfer.keys))
             self._report(transfer, np.zeros(len(transfer.keys), np.bool_), "timed out in the queue")
 
-    def _report(self, transfer: Transfer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]], error: str = "") -> None:
+    def _report(self, transfer: Transfer, ok: NDArray[np.bool_], error: str = "") -> None:
         self._finish(Outcome(transfer.id, ok, transfer.masks.copy(), error))
         with self._lock:
             self._under_way -= 1
 
     def _turn(self) -> float | None:
-        """The worker's turn: follow the directory when that is due, then serve one transfer."""
+        """The worker's turn: follow the directory when that is due, then write what waits."""
         with self._lock:
             transfer = self._queue.popleft() if self._queue else None
             done = self._closing and transfer is None
@@ -173,20 +181,17 @@ class Storer:
             now_s = self._timer()
             self._refresh_at_s = now_s + max(self._refresh_s, 20 * (now_s - started_s))
 
-    def _serve(self, transfer: Transfer) -> None:
-        ok = np.zeros(len(transfer.keys), np.bool_)
+    def _serve(self, first: Transfer) -> None:
+        """Writes a transfer, and those that come meanwhile, as one stream. Each is reported when it is written."""
+        hopeless = self._hopeless(first)
+        if hopeless:
+            self._report(first, np.zeros(len(first.keys), np.bool_), hopeless)
+            return
+        waiting = [first]
+        stream = Stream(lambda: waiting.pop() if waiting else self._another(), self._fits)
         error = ""
-        now_s = self._clock()
         try:
-            if transfer.deadline_s < now_s:
-                self._counters.add("timed_out", len(ok))
-                error = "timed out in the queue"
-            elif now_s < self._retry_at_s:
-                self._counters.add("backed_off", len(ok))
-                error = "the disk failed lately"
-            else:
-                self._store(transfer, ok)
-                error = "" if ok.all() else "some chunks do not fit"
+            self._store(stream)
         except NoRoom:
             self._counters.add("no_room")
             self._back_off()
@@ -200,7 +205,37 @@ class Storer:
             self._counters.fault("the disk writer failed")
             self._seal()
             error = "the disk writer failed"
-        self._report(transfer, ok, error)
+        self._count_refused(stream)
+        for writing in stream.unfinished:
+            self._report(writing.transfer, writing.ok, error)
+
+    def _hopeless(self, transfer: Transfer) -> str:
+        """Why there is no use in beginning with a transfer; empty: there is."""
+        now_s = self._clock()
+        if transfer.deadline_s < now_s:
+            self._counters.add("timed_out", len(transfer.keys))
+            return "timed out in the queue"
+        if now_s < self._retry_at_s:
+            self._counters.add("backed_off", len(transfer.keys))
+            return "the disk failed lately"
+        return ""
+
+    def _another(self) -> Transfer | None:
+        """The next transfer that waits, to be written with those before. None where other work is due first."""
+        while not self._limit_changed and self._timer() < self._refresh_at_s:
+            with self._lock:
+                if not self._queue:
+                    return None
+                transfer = self._queue.popleft()
+            hopeless = self._hopeless(transfer)
+            if not hopeless:
+                return transfer
+            self._report(transfer, np.zeros(len(transfer.keys), np.bool_), hopeless)
+        return None
+
+    def _fits(self, length: int) -> bool:
+        """Whether a payload of that length can be stored within the limit."""
+        return length <= LENGTH_MAX and segment_bytes_for(length) <= self._room_bytes
 
     def _back_off(self) -> None:
         self._seal()
@@ -220,35 +255,49 @@ class Storer:
             known.complete, known.end = False, active.end
             self._counters.add("write_errors")
 
-    def _store(self, transfer: Transfer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
-        """Writes the transfer in batches; sets `ok` for what is written and indexed. Raises OSError, NoRoom."""
-        waiting: list[tuple[int, Chunk]] = []
-        for at, (key, mask, buffer) in enumerate(
-            zip(transfer.keys, transfer.masks.tolist(), transfer.buffers, strict=True)
-        ):
-            fits = buffer.nbytes <= LENGTH_MAX and segment_bytes_for(buffer.nbytes) <= self._room_bytes
-            if mask and buffer.nbytes and fits:
-                waiting.append((at, (key, mask, buffer)))
-            else:
-                self._counters.add("refused")
-        done = 0
-        while done < len(waiting):
-            active, known = self._segment_for(waiting[done][1][2].nbytes)
-            before = done
-            with closing(active.append_all([chunk for _, chunk in waiting[done:]], self._together)) as batches:
-                for entries in batches:
-                    self._catalog.index_batch(known, entries)
-                    written = waiting[done : done + len(entries)]
-                    self._count(chunk for _, chunk in written)
-                    ok[[at for at, _ in written]] = True
-                    done += len(entries)
-            assert done > before, "a new segment without room for the chunk that it was made for"
-        self._back_off_s = BACK_OFF_S_MIN
+    def _store(self, stream: Stream) -> None:
+        """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoRoom."""
+        while ahead := stream.ahead(1):
+            active, known = self._segment_for(ahead.payloads[0].nbytes)
+            began = indexed = active.end
+            whole: list[Entries] = []
+            try:
+                with closing(active.append_all(stream, self._together)) as batches:
+                    for entries in batches:
+                        whole.append(entries)
+                        if len(whole) == INDEXED_BATCHES or active.end - indexed >= INDEXED_BYTES:
+                            self._add_to_index(known, whole, stream)
+                            indexed = active.end
+            finally:  # what is whole is there, whatever happens to the rest
+                self._add_to_index(known, whole, stream)
+            assert active.end > began, "a new segment without room for the chunk that it was made for"
+            self._back_off_s = BACK_OFF_S_MIN
+        self._report_settled(stream)
 
-    def _count(self, chunks: Iterable[Chunk]) -> None:
-        lengths = [payload.nbytes for _, _, payload in chunks]
+    def _add_to_index(self, known: Segment, whole: list[Entries], stream: Stream) -> None:
+        """These batches are written: from now on they are found."""
+        if whole:
+            entries = np.concatenate(whole)
+            whole.clear()
+            self._catalog.index_batch(known, entries)
+            self._count(entries["length"])
+            stream.written(len(entries))
+            self._report_settled(stream)
+
+    def _count_refused(self, stream: Stream) -> None:
+        """Before those whose chunks they are are reported."""
+        refused, stream.refused = stream.refused, 0
+        if refused:
+            self._counters.add("refused", refused)
+
+    def _report_settled(self, stream: Stream) -> None:
+        self._count_refused(stream)
+        for writing in stream.settled():
+            self._report(writing.transfer, writing.ok, "" if writing.ok.all() else "some chunks do not fit")
+
+    def _count(self, lengths: NDArray[np.uint64]) -> None:
         self._counters.add("writes", len(lengths))
-        self._counters.add("write_bytes", sum(lengths))
+        self._counters.add("write_bytes", int(lengths.sum()))
 
     def _segment_for(self, length: int) -> tuple[ActiveSegment, Segment]:
         """The active segment if a payload of that length fits, else a new one."""
@@ -299,12 +348,14 @@ class Storer:
         for length in lengths:
             buffers.append(memory[at : at + length])
             at += segment.round_up(length)
-        chunks: list[Chunk] = []
+        chunks = Chunks()
         for run in plan_runs(keys, buffers, found, self._catalog.opened, 1):
             for n, result in enumerate(self._reader.read(run)):
                 if result is Result.OK:
-                    chunks.append((run.keys[n], run.masks[n], run.buffers[n]))
-        if chunks and active.fitting([chunk[2].nbytes for chunk in chunks]) == len(chunks):
-            self._catalog.index_batch(known, active.append(chunks))
-            self._count(chunks)
+                    chunks.add(Chunks([run.keys[n]], [run.masks[n]], [run.buffers[n]]))
+        self._reader.rest()
+        if chunks and active.fitting(chunks.lengths) == len(chunks):
+            entries = active.append(chunks)
+            self._catalog.index_batch(known, entries)
+            self._count(entries["length"])
             self._counters.add("rewritten", len(chunks))

@@ -11,9 +11,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from queue import Empty, SimpleQueue
 from typing import Final, Protocol, TypeVar
 
 from stowage.tiers.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
@@ -71,57 +74,68 @@ def some_at_once(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
 
 
 TOGETHER_THREADS: Final = 4
-"""Requests in flight of a transfer that is written: 4 of 4 MiB take all that the disks which were measured can take."""
+"""Requests in flight of what is written: 4 of 4 MiB take all that the disks which were measured can take."""
+TOGETHER_MAX: Final = 2 * TOGETHER_THREADS
+"""Items that were asked for and whose results were not: each thread has another one at once."""
 
 
 class Together(Protocol):
-    """Does something for each of some items, several at a time; yields what came out, in order.
+    """Does something for each of some items, several at a time; yields what came out, in order. Items are asked for
+    when there is room for them, by the caller's thread.
 
     However it ends (a failure is raised in its item's turn, or the caller closes it), no item is being worked on then:
     the memory that items lend is the caller's again.
     """
 
-    def __call__(self, work: Callable[[T], R], items: Sequence[T], /) -> Generator[R, None, None]: ...
+    def __call__(self, work: Callable[[T], R], items: Iterable[T], /) -> Generator[R, None, None]: ...
 
 
-def alone(work: Callable[[T], R], items: Sequence[T], /) -> Generator[R, None, None]:
+def alone(work: Callable[[T], R], items: Iterable[T], /) -> Generator[R, None, None]:
     """One item after the other, by the caller."""
     yield from map(work, items)
 
 
-def several(work: Callable[[T], R], items: Sequence[T], /) -> Generator[R, None, None]:
+def several(work: Callable[[T], R], items: Iterable[T], /) -> Generator[R, None, None]:
     """In a few threads, which end with the items; the caller only waits.
 
     They are daemons: one that hangs in the kernel must not keep the process. It keeps whoever waits for it here.
     """
-    if len(items) < 2:
-        yield from map(work, items)
+    left = iter(items)
+    first = list(islice(left, 2))
+    if len(first) < 2:
+        yield from map(work, first)
         return
-    futures: list[Future[R]] = [Future() for _ in items]
-    left = deque(zip(items, futures, strict=True))
+    ahead: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
+    under_way: deque[Future[R]] = deque()
+    threads: list[threading.Thread] = []
 
     def run() -> None:
-        while True:
-            try:
-                item, future = left.popleft()
-            except IndexError:
-                return
+        while (some := ahead.get()) is not None:
+            item, future = some
             try:
                 future.set_result(work(item))
             except BaseException as failure:  # noqa: BLE001 - raised where the result is asked for
                 future.set_exception(failure)
 
-    threads = [
-        threading.Thread(target=run, name=f"stowage-disk-piece-{number}", daemon=True)
-        for number in range(min(TOGETHER_THREADS, len(items)))
-    ]
-    for thread in threads:
-        thread.start()
     try:
-        for future in futures:
-            yield future.result()
+        for item in chain(first, left):
+            future: Future[R] = Future()
+            ahead.put((item, future))
+            under_way.append(future)
+            if len(threads) < TOGETHER_THREADS:
+                thread = threading.Thread(target=run, name=f"stowage-disk-piece-{len(threads)}", daemon=True)
+                thread.start()
+                threads.append(thread)
+            if len(under_way) == TOGETHER_MAX:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
     finally:
-        left.clear()
+        with suppress(Empty):
+            while True:
+                ahead.get_nowait()
+        for _ in threads:
+            ahead.put(None)
         for thread in threads:
             thread.join()
 

@@ -2,41 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Final
 
+import numpy as np
+
 from stowage.format import envelope, segment
+from stowage.format.batch import Digests, Fields
 from stowage.format.protection import Cipher, Guard
 from stowage.format.segment import PAGE_BYTES, Entries, SegmentName
 from stowage.tiers.disk.directory import SegmentFile
-from stowage.tiers.disk.files import CALL_BYTES_MAX, in_pages, is_aligned
+from stowage.tiers.disk.files import CALL_BYTES_MAX, all_aligned, is_aligned, pages
+from stowage.tiers.disk.stream import Chunks, Stream
 from stowage.tiers.disk.survey import seal
 from stowage.tiers.disk.system import Together
 
-__all__ = ["ActiveSegment", "Chunk"]
+__all__ = ["ActiveSegment"]
 
-Chunk = tuple[bytes, int, memoryview]
-"""Key, mask, payload."""
 Encrypt = Callable[[memoryview, memoryview], None]
 
 STAGING_BYTES: Final = CALL_BYTES_MAX
+_HOLE: Final = pages(PAGE_BYTES)
+"""What lies where the header page of a batch will be."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Chunks under one header page, which lies at `offset`. `end`: where the next batch begins."""
+
+    offset: int
+    end: int
+    chunks: Chunks
+    lengths: list[int]
+    fields: Fields
+
+
+@dataclass(slots=True)
+class Page:
+    """The header page of a batch whose payloads are written. `end`: where the batch ends."""
+
+    offset: int
+    page: memoryview
+    entries: Entries
+    end: int
 
 
 @dataclass(slots=True)
 class Piece:
-    """Payloads that lie one after the other from `offset` on, and their envelopes' fields."""
+    """What one system call writes from `offset` on: payloads with their envelopes' fields, where each of them lies, and
+    the places of header pages between them.
+    """
 
     offset: int
-    fields: list[bytes]
+    buffers: list[memoryview]
+    fields: list[Fields]
+    offsets: list[int]
     payloads: list[memoryview]
 
-
-def _goes_straight(payload: memoryview) -> bool:
-    """Whether direct I/O can take it from where it is."""
-    return payload.nbytes % PAGE_BYTES == 0 and is_aligned(payload)
+    def add(self, batch: Batch, first: int, after: int, offset: int) -> None:
+        """The payloads of a batch from `first` on, before `after`, go to `offset` and behind it."""
+        payloads = batch.chunks.payloads[first:after]
+        self.buffers += payloads
+        self.payloads += payloads
+        self.fields.append(batch.fields[first:after])
+        self.offsets += accumulate(batch.lengths[first : after - 1], initial=offset)
 
 
 class ActiveSegment:
@@ -57,6 +90,7 @@ class ActiveSegment:
         self._staging = staging
         self._batches: list[Entries] = []
         self._chunks = 0
+        self._page_memory: list[memoryview] = []  # to be used again: new pages are slow
 
     def fitting(self, lengths: Sequence[int]) -> int:
         """How many of these payloads fit as one batch, in this order."""
@@ -65,110 +99,117 @@ class ActiveSegment:
     def _fitting(self, lengths: Sequence[int], end: int, chunks: int) -> int:
         room = self.file.bytes - end - PAGE_BYTES
         limit = min(len(lengths), segment.BATCH_CHUNKS_MAX, segment.ENTRIES_MAX - chunks)
+        if room + PAGE_BYTES - segment.batch_bytes(lengths[:limit]) >= segment.footer_room(chunks + limit):
+            return limit
         for count in range(limit):
             room -= segment.round_up(lengths[count])
             if room < segment.footer_room(chunks + count + 1):
                 return count
         return limit
 
-    def append(self, chunks: Sequence[Chunk]) -> Entries:
+    def append(self, chunks: Chunks) -> Entries:
         """Writes one batch that fits. Raises OSError; then nothing was added, and the segment must be abandoned."""
-        payloads = [payload for _, _, payload in chunks]
-        lengths = [payload.nbytes for payload in payloads]
-        *offsets, _ = accumulate(map(segment.round_up, lengths), initial=self.end + PAGE_BYTES)
-        fields = self._fields(chunks)
-        return self._finish(chunks, fields, self._write_payloads(fields, offsets, payloads))
+        return self._append(self._batch(chunks, self.end))
 
-    def append_all(self, chunks: Sequence[Chunk], together: Together) -> Generator[Entries, None, None]:
-        """Writes as many of the chunks as fit, in batches; yields each once it is whole. Errors as of `append`.
+    def _append(self, batch: Batch) -> Entries:
+        *offsets, _ = accumulate(map(segment.round_up, batch.lengths), initial=batch.offset + PAGE_BYTES)
+        digests = self._write_payloads(batch.fields, offsets, batch.chunks.payloads)
+        return self._finish(self._write_page(self._page(batch, digests)))
 
-        Payloads that can go straight to the disk are written and hashed several at a time, those of later batches too.
-        What a later batch has on the disk before its turn lies where nobody looks until its header page is there.
+    def append_all(self, stream: Stream, together: Together) -> Generator[Entries, None, None]:
+        """Takes what fits of the stream, in batches; yields each once it is whole. Errors as of `append`.
+
+        Payloads that can go straight to the disk are written and hashed several pieces at a time, those of later
+        batches too, and header pages of earlier ones. What a later batch has on the disk before its turn lies where
+        nobody looks until all header pages up to its own are there.
         """
-        batches = self._cut(chunks)
-        payloads = [payload for _, _, payload in chunks]
-        if isinstance(self._guard, Cipher) or not all(map(_goes_straight, payloads)):
-            for batch in batches:
-                yield self.append(batch)
-            return
-        end = self.end
-        pieces: list[Piece] = []
-        counts = []
-        for batch in batches:
-            cut = self._pieces(batch, end + PAGE_BYTES)
-            end += segment.batch_bytes([payload.nbytes for _, _, payload in batch])
-            pieces += cut
-            counts.append(len(cut))
-        with closing(together(self._write_piece, pieces)) as written:
-            for batch, count in zip(batches, counts, strict=True):
-                done = list(islice(written, count))
-                fields = [field for piece, _ in done for field in piece.fields]
-                yield self._finish(batch, fields, [digest for _, digests in done for digest in digests])
+        while (batch := self._next(stream, self.end, self._chunks)) is not None:
+            if not self._goes_straight(batch):
+                yield self._append(batch)
+                continue
+            line = _Line(self, batch, stream)
+            failure: OSError | None = None
+            try:
+                with closing(together(self._write_job, line.jobs())) as done:
+                    for result in done:
+                        if isinstance(result, Page):
+                            line.under_way.popleft()
+                            yield self._finish(result)
+                        else:
+                            line.hashed(result)
+            except OSError as error:
+                failure = error  # it was a later batch's, maybe: those before it are kept
+            with closing(together(self._write_page, [*line.under_way, *line.pages()])) as pages_done:
+                for page in pages_done:
+                    yield self._finish(page)
+            if failure is not None:
+                raise failure
+            if line.odd is not None:
+                yield self._append(line.odd)
 
-    def _cut(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
-        """The chunks that fit, from the first one on, cut into batches."""
-        lengths = [payload.nbytes for _, _, payload in chunks]
-        batches: list[Sequence[Chunk]] = []
-        end, at = self.end, 0
-        while at < len(chunks) and (
-            count := self._fitting(lengths[at : at + segment.BATCH_CHUNKS_MAX], end, self._chunks + at)
-        ):
-            batches.append(chunks[at : at + count])
-            end += segment.batch_bytes(lengths[at : at + count])
-            at += count
-        return batches
+    def _next(self, stream: Stream, end: int, chunks: int) -> Batch | None:
+        """Takes the next batch of the stream, to be written at `end`. None: there is none, or it does not fit."""
+        ahead = stream.ahead(segment.BATCH_CHUNKS_MAX)
+        count = self._fitting(ahead.lengths, end, chunks)
+        if not count:
+            return None
+        stream.take(count)
+        return self._batch(ahead.part(0, count), end)
 
-    def _pieces(self, batch: Sequence[Chunk], offset: int) -> list[Piece]:
-        """Neighbouring chunks of a batch whose payloads begin at `offset`, as many as one system call takes."""
-        pieces: list[Piece] = []
-        size = CALL_BYTES_MAX
-        for (_, _, payload), field in zip(batch, self._fields(batch), strict=True):
-            if size + payload.nbytes > CALL_BYTES_MAX:
-                pieces.append(Piece(offset, [], []))
-                size = 0
-            pieces[-1].fields.append(field)
-            pieces[-1].payloads.append(payload)
-            size += payload.nbytes
-            offset += payload.nbytes
-        return pieces
+    def _batch(self, chunks: Chunks, offset: int) -> Batch:
+        lengths = chunks.lengths
+        fields = envelope.pack_fields_of(chunks.keys, self._namespace, chunks.masks, lengths, self._guard.method)
+        return Batch(offset, offset + segment.batch_bytes(lengths), chunks, lengths, fields)
 
-    def _write_piece(self, piece: Piece) -> tuple[Piece, list[bytes]]:
-        """In any thread. With the digests."""
+    def _goes_straight(self, batch: Batch) -> bool:
+        """Whether direct I/O can take all payloads from where they are, and nothing has to be done to them."""
+        whole_pages = batch.end - batch.offset - PAGE_BYTES == sum(batch.lengths)
+        return whole_pages and not isinstance(self._guard, Cipher) and all_aligned(batch.chunks.payloads)
+
+    def _write_job(self, job: Piece | Page) -> Digests | Page:
+        """In any thread."""
+        return self._write_page(job) if isinstance(job, Page) else self._write_piece(job)
+
+    def _write_piece(self, piece: Piece) -> Digests:
         assert not isinstance(self._guard, Cipher), "a cipher goes forward only"
-        self.file.write(list(piece.payloads), piece.offset)
-        offsets = accumulate((payload.nbytes for payload in piece.payloads), initial=piece.offset)
-        return piece, list(map(self._guard.digest, piece.fields, offsets, piece.payloads))
+        self.file.write(piece.buffers, piece.offset)
+        return self._guard.digest_all(np.concatenate(piece.fields), piece.offsets, piece.payloads)
 
-    def _fields(self, chunks: Sequence[Chunk]) -> list[bytes]:
-        return [
-            envelope.pack_fields(key, self._namespace, mask, payload.nbytes, self._guard.method)
-            for key, mask, payload in chunks
-        ]
+    def _write_page(self, page: Page) -> Page:
+        self.file.write([page.page], page.offset)
+        return page
 
-    def _finish(self, chunks: Sequence[Chunk], fields: Sequence[bytes], digests: Sequence[bytes]) -> Entries:
-        """Writes the header page of the batch at `end`, whose payloads are written."""
-        lengths = [payload.nbytes for _, _, payload in chunks]
-        headers = [field + digest for field, digest in zip(fields, digests, strict=True)]
-        page = segment.pack_batch_page(self.name.id, self.end, headers, lengths)
-        entries, end = segment.parse_batch_page(page, self.name.id, self.end, self.file.bytes)
-        self.file.write([in_pages(page)], self.end)
-        self._batches.append(entries)
-        self._chunks += len(chunks)
-        self.end = end
-        return entries
+    def _page(self, batch: Batch, digests: Digests) -> Page:
+        """The header page of a batch whose payloads are written."""
+        headers = np.empty((len(digests), envelope.HEADER_BYTES), np.uint8)
+        headers[:, : -envelope.DIGEST_BYTES] = batch.fields
+        headers[:, -envelope.DIGEST_BYTES :] = digests.view(np.uint8)
+        page = segment.pack_batch_page(self.name.id, batch.offset, headers, batch.lengths)
+        entries = segment.batch_entries(headers, batch.offset, batch.lengths)
+        memory = self._page_memory.pop() if self._page_memory else pages(PAGE_BYTES)
+        memory[:] = page
+        return Page(batch.offset, memory, entries, batch.end)
 
-    def _write_payloads(
-        self, fields: Sequence[bytes], offsets: Sequence[int], payloads: Sequence[memoryview]
-    ) -> list[bytes]:
+    def _finish(self, page: Page) -> Entries:
+        """The batch at `end` is whole."""
+        assert page.offset == self.end
+        self._page_memory.append(page.page)
+        self._batches.append(page.entries)
+        self._chunks += len(page.entries)
+        self.end = page.end
+        return page.entries
+
+    def _write_payloads(self, fields: Fields, offsets: list[int], payloads: list[memoryview]) -> Digests:
         """Writes what goes to rest of each payload; returns their digests."""
         guard = self._guard
         if isinstance(guard, Cipher):
             lengths = [payload.nbytes for payload in payloads]
-            streams = list(map(guard.encrypt, fields, offsets, lengths))
+            streams = list(map(guard.encrypt, map(bytes, fields), offsets, lengths))
             self._write(payloads, offsets[0], [stream.update for stream in streams])
-            return [stream.tag() for stream in streams]
+            tags = b"".join([stream.tag() for stream in streams])
+            return np.frombuffer(tags, np.uint64).reshape(-1, 2)
         self._write(payloads, offsets[0], [None] * len(payloads))
-        return list(map(guard.digest, fields, offsets, payloads))
+        return guard.digest_all(fields, offsets, payloads)
 
     def _write(self, payloads: Sequence[memoryview], offset: int, encrypt: Sequence[Encrypt | None]) -> None:
         """Whole pages go straight from the buffers; tails, and what is not aligned, through the staging memory.
@@ -220,3 +261,67 @@ class ActiveSegment:
         assert self.end % PAGE_BYTES == 0 and sum(map(len, self._batches)) == self._chunks
         room = segment.footer_room(self._chunks) if self._chunks else 0
         assert self.file.fd < 0 or self.end + room <= self.file.bytes, "no room for the footer"
+
+
+class _Line:
+    """Batches that are being written, several pieces at a time. Pieces are cut off when they are asked for; where a
+    batch has all its digests, its header page goes before the next piece.
+
+    `odd`: the batch that ended the line, because its payloads cannot go this way. `under_way`: header pages that were
+    asked for and are not known to be written.
+    """
+
+    def __init__(self, active: ActiveSegment, first: Batch, stream: Stream) -> None:
+        self._active = active
+        self._stream = stream
+        self._first = first
+        self._batches: deque[Batch] = deque()
+        self._digests: Digests = np.empty((0, 2), np.uint64)
+        self.odd: Batch | None = None
+        self.under_way: deque[Page] = deque()
+
+    def jobs(self) -> Iterator[Piece | Page]:
+        """Pieces of as many payloads as one system call takes, over the bounds of batches; and header pages."""
+        batch: Batch | None = self._first
+        chunks = self._active._chunks
+        piece = Piece(0, [], [], [], [])
+        size = 0
+        while batch is not None:
+            self._batches.append(batch)
+            chunks += len(batch.chunks)
+            lengths, offset, at = batch.lengths, batch.offset + PAGE_BYTES, 0
+            while at < len(lengths):
+                hole = PAGE_BYTES if at == 0 and size else 0
+                if size and size + hole + lengths[at] > CALL_BYTES_MAX:
+                    yield piece
+                    for page in self.pages():
+                        self.under_way.append(page)
+                        yield page
+                    size = hole = 0
+                if not size:
+                    piece = Piece(offset, [], [], [], [])
+                if hole:
+                    piece.buffers.append(_HOLE)
+                first, length = at, lengths[at]
+                at += 1
+                while at < len(lengths) and size + hole + length + lengths[at] <= CALL_BYTES_MAX:
+                    length += lengths[at]
+                    at += 1
+                piece.add(batch, first, at, offset)
+                size += hole + length
+                offset += length
+            batch = self._active._next(self._stream, batch.end, chunks)
+            if batch is not None and not self._active._goes_straight(batch):
+                self.odd, batch = batch, None
+        yield piece
+
+    def hashed(self, digests: Digests) -> None:
+        """The digests of the next chunks, whose payloads are written."""
+        self._digests = np.concatenate((self._digests, digests))
+
+    def pages(self) -> Iterator[Page]:
+        """The header pages of batches that have all their digests, each once."""
+        while self._batches and len(self._digests) >= len(self._batches[0].chunks):
+            batch = self._batches.popleft()
+            digests, self._digests = np.split(self._digests, [len(batch.chunks)])
+            yield self._active._page(batch, digests)
