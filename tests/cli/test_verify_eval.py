@@ -155,8 +155,8 @@ def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatc
     assert first and all(case.exact for case in first)
     whole = _Streamed.deliver
 
-    def wrong(self: Any, slot: int, data: memoryview) -> None:
-        whole(self, slot, data)
+    def wrong(self: Any, views: Any) -> None:
+        whole(self, views)
         self.parameters[0].data.view(-1)[0] += 1.0
 
     monkeypatch.setattr(_Streamed, "deliver", wrong)

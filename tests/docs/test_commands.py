@@ -77,6 +77,7 @@ def script(lines: list[str], model: Path, redis_port: int) -> str:
         line = re.sub(r"\bMODEL\b", str(model), line)
         line = re.sub(r"redis://[\w.-]+:6379/0", f"redis://127.0.0.1:{redis_port}/0", line)
         line = line.replace("s3://bucket/", f"s3://{BUCKET}/")
+        line = re.sub(r"--device cuda(:\d)?", "--device cpu", line)  # no GPU runs here
         line = re.sub(r"\b(127\.0\.0\.1|localhost|0\.0\.0\.0):8000\b", r"\1:$PORT", line)
         if line.startswith("stowage top") and "http://" not in line:
             line = line.partition(" #")[0] + " http://127.0.0.1:$PORT"

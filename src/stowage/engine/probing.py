@@ -151,7 +151,7 @@ def _attention(
         raise UnsupportedModelError(f"{name} changes keys or values after they are cached; this is not supported yet.")
     reads.append(Read(layer, layer if source is None else source, latent, options.get("sliding_window"), rule))
     out = scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def look(model: Any) -> Probe:
