@@ -280,6 +280,8 @@ class Loader:
                     self._expired(flight, len(mine))
             else:
                 self._settle(shares, run, reader.read(run))
+            if not self.waiting:
+                reader.rest()  # before anybody hears of it: who does may want the segment's room
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
             self._counters.fault("a disk reader failed")
         for flight, mine, _ in shares:
