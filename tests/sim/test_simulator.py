@@ -109,7 +109,7 @@ def lost_wake_up_of_the_engine(patch: pytest.MonkeyPatch) -> None:
 
 def outcome_before_the_last_run(patch: pytest.MonkeyPatch) -> None:
     """A transfer is reported when its first run is done; the others still write into its buffers."""
-    patch.setattr(loader.Loader, "_run_done", lambda self, flight: self._report(flight))
+    patch.setattr(loader.Loader, "_settled", lambda self, flight, chunks: self._report(flight))
 
 
 def index_after_reclaim(patch: pytest.MonkeyPatch) -> None:
