@@ -26,8 +26,8 @@ class Machine:
     the matrix comes from memory. ``attention``: operations of causal attention over a long prompt, by type.
     ``disk_read``: by number of 1 MiB reads in flight, past the page cache. ``link_in``, ``link_out``: to and from a
     device with memory of its own; 0 where the device computes from ordinary memory. ``stream_bytes_per_s``: weights
-    from the disk through a ring, 0 where only reads were measured; ``overlap_loss``: what share of the shorter one of
-    reading and computing is added to the longer one.
+    from the disk through a ring, 0 where only reads were measured; ``overlap_loss``: by what share of the time
+    that reading takes computing takes longer when both go on at once (0: not at all, 1: one waits for the other).
 
     What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
     ``sequence_s`` for each further sequence in it; ``mixture_s`` for each layer with experts, ``expert_s`` for each

@@ -1,10 +1,10 @@
 """How long a prompt and a token take, given where the weights lie. Arithmetic only; no clock, no files.
 
 What is computed, what comes over the link and what comes from the disk go on at the same time, so a step takes as long
-as the slowest of them, and what they cost one another: residency is spread evenly, and a ring is filled ahead. A layer
-that is away is fetched with all its experts, although only those that the router chooses are computed; experts that
-have a cache are read as they are chosen, while computing waits. Routers are taken to choose evenly, for which a cache
-is worst.
+as the slowest of them: residency is spread evenly, and a ring is filled ahead. Computing is slower while something is
+fetched, which costs nothing where it would have waited anyway. A layer that is away is fetched with all its experts,
+although only those that the router chooses are computed; experts that have a cache are read as they are chosen, while
+computing waits. Routers are taken to choose evenly, for which a cache is worst.
 
 More parameters in memory never make a prediction slower.
 """
@@ -81,8 +81,7 @@ class Step:
     @property
     def total_s(self) -> float:
         fetched_s = max(self.link_s, self.disk_s)
-        both_s = max(self.compute_s, fetched_s) + self.overlap_loss * min(self.compute_s, fetched_s)
-        return both_s + self.missed_s
+        return max(fetched_s, self.compute_s + self.overlap_loss * fetched_s) + self.missed_s
 
     @property
     def limit(self) -> str:

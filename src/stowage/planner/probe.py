@@ -167,7 +167,7 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
     ]
     if machine.stream_bytes_per_s:
         found.append(("weights from the disk, through a ring", _rate(machine.stream_bytes_per_s)))
-        found.append(("reading while computing: added of the shorter one", f"{machine.overlap_loss:.0%}"))
+        found.append(("computing while reading: longer by, of the time of reading", f"{machine.overlap_loss:.0%}"))
     for dtype, rates in machine.products.items():
         found += _computed(dtype, rates, machine)
     if machine.has_device:
