@@ -9,7 +9,8 @@ itself calls it. Host: a ledger with so many slots, filled, looked up in and the
 CPU time of the thread that works, so that neighbours count little; but opening is in seconds on the clock, beside the
 CPU seconds of all threads. A call is what others wait for: eviction releases a segment in many. Python's garbage
 collector is off meanwhile: its pauses are as long as the process has objects, whosever they are. Each size, disk and
-host, in a fresh interpreter. Memory is the growth of the resident set from an empty store.
+host, in a fresh interpreter. Memory is the growth of the resident set from an empty store; that of the host is what
+the ledger, the trails and the policy take, with the chunks' keys, beside the memory that the chunks themselves are in.
 """
 
 from __future__ import annotations
@@ -216,6 +217,7 @@ def _operations(tier: DiskTier, chunks: int) -> dict[str, Any]:
 
 def run_host(chunks: int) -> dict[str, Any]:
     """One size of a ledger, with the default policy."""
+    before = resident_bytes()
     ledger = Ledger([chunks], POLICIES[POLICY_DEFAULT])
     masks = np.full(BATCH, 0b1111, np.uint64)
     chance = np.random.default_rng(1)
@@ -231,10 +233,13 @@ def run_host(chunks: int) -> dict[str, Any]:
         filled += timed(store, [keys])
         if number % every == 0:
             stored.append(b"".join(keys))
+    taken = resident_bytes() - before - sum(map(len, stored))
     chance.shuffle(stored)
     found = timed(ledger.lookup, (cut(joined) for joined in stored))
     evicting = timed(store, (cut(chance.bytes(32 * BATCH)) for _ in range(CALLS)))
     return {
+        "bytes_per_chunk": round(taken / chunks, 1),
+        "resident_mb": round(taken / 1e6, 1),
         "store": summary(filled, BATCH),
         "look-up": summary(found, BATCH),
         "evicting store": summary(evicting, BATCH),
@@ -275,8 +280,8 @@ def picture(result: dict[str, Any]) -> str:
 def show(result: dict[str, Any]) -> None:
     for place, sizes in (("disk", result["disk"]), ("host", result["host"])):
         for size, of in sizes.items():
-            about = f"; opened in {of['open_s']} s, {of['bytes_per_chunk']} bytes per chunk" if "open_s" in of else ""
-            print(f"{place}, {int(size):,} chunks{about}")
+            opened = f"; opened in {of['open_s']} s" if "open_s" in of else ""
+            print(f"{place}, {int(size):,} chunks; {of['bytes_per_chunk']} bytes per chunk{opened}")
             for name, value in of.items():
                 if isinstance(value, dict):
                     print(f"  {name:20} {value['ns_per_key']:8} ns per key; a call of {value['call_us_median']:8} us, "

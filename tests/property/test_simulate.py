@@ -1,7 +1,10 @@
 """The simulation of a trace: its counts against a naive model, and what holds whatever the machine is."""
 
+from __future__ import annotations
+
+import random
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,12 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stowage.core.policy import POLICIES
-from stowage.planner.places import Objects, Segments
+from stowage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, PAGE_BYTES, footer_room, round_up
+from stowage.planner.places import Objects
 from stowage.planner.replay import Report, parts_of, replay, route
 from stowage.planner.scenario import ROUTINGS, Link, Scenario
+from stowage.planner.segments import Segments
 from stowage.planner.simulate import figures_of, simulate
 from stowage.planner.tariff import Prices
 from stowage.planner.trace import Trace
+from stowage.tiers.disk.plan import RUN_BYTES_MAX
+from stowage.tiers.disk.room import metadata_bytes
+from stowage.tiers.disk.storer import REWRITE_SHARE, segment_bytes_for
 from stowage.tiers.disk.tier import least_limit_bytes
 from tests import traces
 
@@ -157,6 +165,115 @@ def test_a_simulated_disk_keeps_its_limit(
         assert disk.put(keys) >= count * chunk_bytes
         assert disk.masks(keys[-1:]).all()
         disk.check()
+
+
+class NaiveDisk:
+    """The same as `Segments`, chunk by chunk: files with their keys, a dict, and a set of what was read in each."""
+
+    def __init__(self, model: Segments, limit_bytes: int, chunk_bytes: int) -> None:
+        self.segment_bytes, self.limit_bytes = model.segment_bytes, limit_bytes
+        self.chunk_bytes, self.least_bytes = round_up(chunk_bytes), segment_bytes_for(chunk_bytes)
+        self.files: OrderedDict[int, NaiveFile] = OrderedDict()
+        self.number_of: dict[bytes, int] = {}
+        self.number = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return 4096 + sum(file.file_bytes for file in self.files.values())
+
+    @property
+    def active(self) -> NaiveFile:
+        return self.files.get(self.number, NaiveFile(0))
+
+    def fits(self, count: int) -> bool:
+        room = self.active.file_bytes - self.active.end - PAGE_BYTES - count * self.chunk_bytes
+        held = len(self.active.keys) + count
+        return count == 0 or (held <= ENTRIES_MAX and room >= 0 and room >= footer_room(held))
+
+    def append(self, keys: list[bytes]) -> int:
+        self.active.keys += keys
+        self.active.hits -= set(keys)
+        self.active.end += PAGE_BYTES + len(keys) * self.chunk_bytes
+        self.number_of |= dict.fromkeys(keys, self.number)
+        return PAGE_BYTES + len(keys) * self.chunk_bytes
+
+    def put(self, keys: list[bytes]) -> int:
+        written = 0
+        while keys:
+            wanted = min(len(keys), BATCH_CHUNKS_MAX)
+            count = max(count for count in range(wanted + 1) if self.fits(count))
+            written += self.append(keys[:count]) if count else 0
+            keys = keys[count:]
+            written += self.next() if count < wanted else 0
+        return written
+
+    def next(self) -> int:
+        active = self.active
+        if active.file_bytes:
+            active.file_bytes = active.end + footer_room(len(active.keys))
+        while self.held_bytes + self.segment_bytes > self.limit_bytes:
+            number, _ = self.files.popitem(last=False)
+            self.number_of = {key: held for key, held in self.number_of.items() if held != number}
+        self.number += 1
+        self.files[self.number] = NaiveFile(self.segment_bytes - metadata_bytes(self.segment_bytes))
+        full = self.held_bytes + self.segment_bytes > self.limit_bytes
+        return PAGE_BYTES + (self.rewrite() if full and len(self.files) > 1 else 0)
+
+    def rewrite(self) -> int:
+        number, victim = next(iter(self.files.items()))
+        newest = list(dict.fromkeys(reversed(victim.keys)))[::-1]  # of a key that is in it twice
+        keys = [key for key in newest if key in victim.hits and self.number_of.get(key) == number]
+        budget = min(
+            self.active.file_bytes // REWRITE_SHARE, self.active.file_bytes - self.active.end - self.least_bytes
+        )
+        step = max(1, min(BATCH_CHUNKS_MAX, RUN_BYTES_MAX // self.chunk_bytes))
+        written = 0
+        for some in (keys[at : at + step] for at in range(0, len(keys), step)):
+            budget -= len(some) * self.chunk_bytes + 2 * PAGE_BYTES
+            if budget < 0:
+                break
+            written += self.append(some) if self.fits(len(some)) else 0
+        return written
+
+    def hit(self, keys: list[bytes]) -> None:
+        for key in keys:
+            if key in self.number_of:
+                self.files[self.number_of[key]].hits.add(key)
+
+
+@dataclass
+class NaiveFile:
+    file_bytes: int
+    end: int = PAGE_BYTES
+    keys: list[bytes] = field(default_factory=list)
+    hits: set[bytes] = field(default_factory=set)
+
+
+@pytest.mark.parametrize(("limit_chunks", "chunk_bytes"), [(900, 1000), (300, 70_000), (40, 5 << 20)])
+def test_a_simulated_disk_is_a_naive_one(limit_chunks: int, chunk_bytes: int) -> None:
+    """Chunks are put, once or again, read and dropped; what is there and what was written is the same after each."""
+    chance = random.Random(limit_chunks)
+    limit_bytes = least_limit_bytes(chunk_bytes) + limit_chunks * chunk_bytes
+    disk = Segments(limit_bytes, chunk_bytes)
+    naive = NaiveDisk(disk, limit_bytes, chunk_bytes)
+    every: list[bytes] = []
+    for step in range(150):
+        back = chance.choice((0, 0, 0, chance.randrange(2 * limit_chunks)))
+        first, count = max(0, len(every) - back), chance.randrange(1, 60)
+        every += [bytes(24) + at.to_bytes(8, "little") for at in range(len(every), first + count)]
+        keys = every[first : first + count]
+        assert disk.put(keys) == naive.put(list(keys))
+        known = every[-2 * limit_chunks :]
+        hit, dropped = chance.sample(known, min(len(known), 8)), chance.sample(known, step % 3)
+        disk.hit(iter(hit))
+        naive.hit(hit)
+        disk.drop(dropped)
+        for key in dropped:
+            naive.number_of.pop(key, None)
+        disk.check()
+        assert disk.masks(every).tolist() == [int(key in naive.number_of) for key in every]
+        assert disk.held_bytes == naive.held_bytes
+    assert disk.rewritten > 20 and not disk.masks(every[:100]).all()
 
 
 def test_sums_do_not_depend_on_the_processes() -> None:

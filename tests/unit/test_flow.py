@@ -274,3 +274,54 @@ def test_dropping_the_host_leaves_what_somebody_holds() -> None:
     assert at.flow.flights() == 1
     assert at.flow.drop_host() == 1
     at.flow.check()
+
+
+def test_a_store_that_fails_frees_its_slots_whether_somebody_waited_or_not() -> None:
+    at = Setup(slots=2)
+    at.flow.abort(at.flow.reserve(0, keys(1, 2), masks([FULL] * 2)))
+    assert (at.store(3, 4) >= 0).all() and at.flow.lookup(0, keys(1, 2), 0.0).tolist() == [0, 0]
+    at.flow.check()
+
+
+def test_very_many_chunks_go_in_one_transfer() -> None:
+    """More than those whose sizes are known beforehand."""
+    count = 1100
+    at = Setup(slots=count, spill_chunks=count)
+    names = list(range(1, count + 1))
+    at.store(*names)
+    (store,) = at.actions()
+    assert isinstance(store, StartStore) and store.keys == keys(*names) and store.sizes.tolist() == [PAYLOAD] * count
+    at.answer(store, [True] * (count - 1) + [False])
+    stats = at.flow.stats()
+    assert (stats["spilled_bytes"], stats["spill_failures"]) == ((count - 1) * PAYLOAD, 1)
+    at.flow.drop_host()
+    at.flow.fetch([(0, keys(*names))], 10.0, 0.0)
+    (load,) = at.actions()
+    assert isinstance(load, StartLoad) and load.sizes.tolist() == [PAYLOAD] * (count - 1)
+    at.answer(load, [False] + [True] * (count - 2))
+    assert at.flow.stats()["promoted_bytes"] == (count - 2) * PAYLOAD
+    discard = at.actions()
+    assert [action.keys for action in discard] == [keys(1)]
+
+
+def test_what_waits_to_be_written_is_looked_at_again() -> None:
+    """While it waits a chunk may leave, its slot may get another, or it may be replaced by one with more blocks."""
+    at = Setup(slots=6, spill_chunks=1)
+    at.store(1, 2)
+    at.store(3, 4, mask=0b0011)
+    (store,) = at.actions()
+    assert isinstance(store, StartStore) and store.keys == keys(1)
+    pinned = at.flow.fetch([(0, keys(3))], 10.0, 0.0)
+    at.store(3, mask=0b0111)  # beside the one that is pinned, which is stale now
+    at.flow.release(pinned)
+    at.store(5, 6, 7)  # 2 leaves, and 4 maybe
+    at.held[0] |= dict.fromkeys(keys(6), FULL)
+    written: dict[bytes, int] = {}
+    while isinstance(store, StartStore):
+        written |= dict(zip(store.keys, store.masks.tolist(), strict=True))
+        for key, slot in zip(store.keys, store.slots.tolist(), strict=True):
+            assert at.flow.ledger.find([key]).tolist() == [slot], "written from another chunk's slot"
+        at.answer(store, [True] * len(store.keys))
+        store = next(iter(at.actions()), None)  # type: ignore[assignment]
+    assert written[keys(3)[0]] == 0b0111 and written[keys(5)[0]] == written[keys(7)[0]] == FULL
+    assert keys(6)[0] not in written, "the tier had it"

@@ -283,3 +283,22 @@ def test_misuse_says_what_is_wrong(misuse: Callable[[Ledger, NDArray[np.int64]],
     ledger = Ledger([4])
     with pytest.raises(AssertionError, match=f"^{says}$"):
         misuse(ledger, store(ledger, 1))
+
+
+def test_slots_are_still_those_of_their_keys_until_they_are_not_ready_with_them() -> None:
+    ledger = Ledger([2])
+    slots = store(ledger, 1, 2)
+    assert ledger.are_still(slots, keys(1, 2)) and ledger.are_still(slots[1:], keys(2))
+    assert not ledger.are_still(slots, keys(1, 3))
+    ledger.drop()
+    assert not ledger.are_still(slots, keys(1, 2)), "evicted"
+    again = ledger.reserve(0, keys(1, 2), masks(FULL, FULL))
+    assert again.tolist() == slots.tolist() and not ledger.are_still(slots, keys(1, 2)), "its bytes are on their way"
+    ledger.abort(again)
+    old = store(ledger, 1, mask=0b0011)
+    ledger.pin(old)
+    store(ledger, 1, mask=0b0111)
+    assert not ledger.are_still(old, keys(1)), "another slot is the key's"
+    ledger.unpin(old)
+    assert ledger.are_still(ledger.find(keys(1)), keys(1))
+    ledger.check()

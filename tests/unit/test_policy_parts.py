@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stowage.core.ledger import Ledger
-from stowage.core.policy import ARC, LRU, S3FIFO, CostAware
+from stowage.core.policy import ARC, LRU, S3FIFO, CostAware, cost
 from stowage.core.policy.hazard import CLASSES, NEVER, SPANS, Hazard, class_of
 from stowage.core.policy.history import History, fingerprints
 from stowage.core.policy.native import cost_aware
@@ -34,6 +34,13 @@ def test_what_was_put_is_found_once() -> None:
     assert again.tolist() == places[:3].tolist() and left.all()
     assert history.take(prints).tolist() == places.tolist()
     assert history.take(prints).tolist() == [-1] * 50 and len(history) == 0
+
+
+def test_a_past_of_sixteen_times_the_slots_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_REMEMBERED_MAX", 4096)
+    for slots, remembered in ((100, 1600), (256, 4096), (2000, 4096), (30_000, 30_000)):
+        assert CostAware(1, slots)._history.places == History(remembered).places
+        assert History(remembered).places >= remembered
 
 
 def test_of_a_full_row_the_entry_that_was_put_first_leaves() -> None:

@@ -135,6 +135,26 @@ def test_more_rows_than_a_block_of_them_has() -> None:
 
 
 @built
+def test_keys_with_one_print_are_told_apart() -> None:
+    """A print has 32 bits: of so many keys some ten pairs have one, and whoever has it is not who was asked for."""
+    there, asked = 300_000, 600_000
+    raw = np.random.default_rng(1).bytes(32 * asked)
+    names = [raw[at : at + 32] for at in range(0, len(raw), 32)]
+    rows_of_all, slots_of_all = MODULES["C"][0](8), MODULES["C"][1](there)
+    rows_of_all.insert(0, [], np.frombuffer(raw, "V32", there), np.arange(there))
+    slots_of_all.set(names[:there], np.arange(there))
+    rows_of_all.mark(names[there - 1 :])
+    owners, values, places = (np.empty(asked, np.int64) for _ in range(3))
+    rows_of_all.find(names, owners, values)
+    slots_of_all.find(names, places)
+    assert np.array_equal(values[:there], np.arange(there)) and not owners[:there].any()
+    assert (owners[there:] == -1).all() and not values[there:].any()
+    assert np.array_equal(places, np.where(np.arange(asked) < there, np.arange(asked), -1))
+    marked, _ = rows_of_all.marked(0, list(range(-(-there // EXTENT))))
+    assert marked == names[there - 1 : there]
+
+
+@built
 def test_others_run_during_a_large_batch_and_are_kept_out() -> None:
     """Without their owner's lock they are told so; nothing is damaged."""
     table = native._table.Rows(8)

@@ -14,9 +14,12 @@ __all__ = ["Action", "Counters", "Discard", "Fetch", "SourceArray", "StartLoad",
 SourceArray = NDArray[np.int8]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Start:
-    """A transfer between slots and one tier: key, slot, size in bytes and valid blocks of each chunk."""
+    """A transfer between slots and one tier: key, slot, size in bytes and valid blocks of each chunk.
+
+    Nobody changes it. A frozen class would take longer to make than the rest of a short transfer's bookkeeping.
+    """
 
     tier: int
     id: int

@@ -31,9 +31,10 @@ from stowage.core.events import Action, Counters, Discard, Fetch, SourceArray, S
 from stowage.core.fetches import Fetches
 from stowage.core.flights import Flight, Flights
 from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, SlabClass
-from stowage.core.keymap import taken
+from stowage.core.keymap import holds, is_empty, taken
 from stowage.core.ledger import Ledger, State, gains
 from stowage.core.policy import LRU, MakePolicy
+from stowage.core.sizes import Sizes
 from stowage.core.spill import SpillQueue
 
 __all__ = ["Action", "Counters", "Discard", "Fetch", "Flow", "StartLoad", "StartStore"]
@@ -65,10 +66,7 @@ class Flow:
         self.counters = Counters()
         self.hits: NDArray[np.int64] = np.zeros(1 + len(indexes), np.int64)
         self._slab_of_group = {group: number for number, slab in enumerate(slabs) for group in slab.groups}
-        self._full_masks: MaskArray = np.array([group.full_mask for group in geometry.groups], np.uint64)
-        self._payload: IntArray = np.array([group.bytes_per_chunk for group in geometry.groups], np.int64)
-        # All 0, and not written by `reserve`, if there is but one group.
-        self._group_of: NDArray[np.int64] = np.zeros(total, np.int64)
+        self._sizes = Sizes(geometry.groups, total)
         self._indexes = list(indexes)
         self.breakers = [Breaker() for _ in indexes]
         self.spills = [SpillQueue(spill_bytes_max // len(indexes), max(total, 1)) for _ in indexes]
@@ -102,17 +100,20 @@ class Flow:
         A tier whose breaker is open has nothing, nor has any tier a key whose last read is overdue.
         """
         masks = masks.copy()
-        sources = np.negative((masks == 0).view(np.int8))
+        missing = masks == 0
+        sources = np.negative(missing.view(np.int8))
+        absent = missing.nonzero()[0]
         for tier, index in enumerate(self._indexes):
-            absent = (sources < 0).nonzero()[0]
             if not len(absent) or not self.breakers[tier].allows(now_s):
                 continue
             below = index(keys if len(absent) == len(keys) else [keys[place] for place in absent.tolist()])
             late_keys = self._flights.late_keys
             if late_keys:
                 below = np.where([keys[place] in late_keys for place in absent.tolist()], np.uint64(0), below)
-            masks[absent] = below
-            sources[absent[below != 0]] = tier + 1
+            if not is_empty(below):
+                masks[absent] = below
+                sources[absent[below != 0]] = tier + 1
+                absent = absent[below == 0]
         return masks, sources
 
     # Fetch
@@ -127,7 +128,7 @@ class Flow:
         self.counters.fetches += 1
         if now_s < deadline_s:
             for pair, (group, keys) in enumerate(wanted):
-                missing = (fetch.slots[pair] < 0).nonzero()[0]
+                missing = fetch.sources[pair].nonzero()[0]
                 if len(missing):
                     self._promote(fetch, pair, group, [keys[place] for place in missing.tolist()], missing, now_s)
         if not fetch.done:
@@ -161,8 +162,8 @@ class Flow:
         keys, masks = list(distinct), np.fromiter(distinct.values(), np.uint64, len(distinct))
         slots = self.ledger.fill(self._slab_of_group[group], keys)
         room = int(np.count_nonzero(slots >= 0))
-        self._group_of[slots[:room]] = group
-        step = max(1, TRANSFER_BYTES_MAX // max(1, int(self._payload[group])))
+        self._sizes.taken(slots, group)
+        step = max(1, TRANSFER_BYTES_MAX // max(1, self._sizes.of_group(group)))
         for begin in range(0, room, step):
             part = slice(begin, min(begin + step, room))
             if self.breakers[tier].allows(now_s):
@@ -178,9 +179,8 @@ class Flow:
     ) -> tuple[int, list[bytes], IntArray, IntArray, MaskArray]:
         """Record a flight. What its action needs: id, keys, slots, sizes, masks."""
         flight_id = self._take_id()
-        groups = self._group_of[slots]
-        sizes, full_masks = self._payload[groups], self._full_masks[groups]
-        flight = Flight(tier, is_load, keys, slots, full_masks, int(sizes.sum()), deadline_s)
+        sizes, total_bytes = self._sizes.of(slots)
+        flight = Flight(tier, is_load, keys, slots, self._sizes.full_masks(slots), total_bytes, deadline_s)
         self._flights.begin(flight_id, flight)
         self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         return flight_id, keys, slots, sizes, masks
@@ -190,8 +190,7 @@ class Flow:
     def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
         """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
         slots = self.ledger.reserve(self._slab_of_group[group], keys, masks, after)
-        if len(self._payload) > 1:
-            self._group_of[taken(slots)] = group
+        self._sizes.taken(slots, group)
         return slots
 
     def commit(self, slots: IntArray, now_s: float) -> None:
@@ -212,7 +211,7 @@ class Flow:
     def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
         """A slot with one owner per key, -1 when there is no room. In no look-up, never evicted, never spilled."""
         slots = self.ledger.take_private(self._slab_of_group[group], keys)
-        self._group_of[taken(slots)] = group
+        self._sizes.taken(slots, group)
         return slots
 
     def commit_private(self, slots: IntArray) -> None:
@@ -249,32 +248,50 @@ class Flow:
     def _spill(self, tier: int, queue: SpillQueue, now_s: float) -> bool:
         """Start one transfer of the oldest chunks that are still in host and that the tier lacks. Whether it did."""
         parts: list[IntArray] = []
+        keys: list[bytes] = []
         gathered = 0
         while queue.chunks:
-            slots = self._still_wanted(tier, queue, *queue.pop())
-            sizes = self._payload[self._group_of[slots]]
-            count = queue.fitting(sizes, gathered, TRANSFER_BYTES_MAX)
+            slots, names = self._still_wanted(tier, queue, *queue.pop())
+            sizes, total_bytes = self._sizes.of(slots)
+            if gathered + total_bytes <= queue.allowed_bytes(TRANSFER_BYTES_MAX):
+                count = len(slots)
+            else:
+                count = queue.fitting(sizes, gathered, TRANSFER_BYTES_MAX)
+            if count == len(slots):
+                parts.append(slots)
+                keys += names
+                gathered += total_bytes
+                continue
             parts.append(slots[:count])
+            keys += names[:count]
             gathered += int(sizes[:count].sum())
-            if count < len(slots):
-                queue.push_back(slots[count:], self.ledger.keys(slots[count:]))
-                break
-        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if not len(slots):
+            queue.push_back(slots[count:], names[count:])
+            break
+        if not keys:
             return False
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self.ledger.pin(slots)
         queue.begin(gathered)
         deadline_s = now_s + STORE_LIMIT_S
-        flight = self._fly(tier, False, self.ledger.keys(slots), slots, self.ledger.masks(slots), deadline_s)
-        self._actions.append(StartStore(tier, *flight, deadline_s))
+        self._actions.append(
+            StartStore(tier, *self._fly(tier, False, keys, slots, self.ledger.masks(slots), deadline_s), deadline_s)
+        )
         return True
 
-    def _still_wanted(self, tier: int, queue: SpillQueue, slots: IntArray, keys: list[bytes]) -> IntArray:
+    def _still_wanted(
+        self, tier: int, queue: SpillQueue, slots: IntArray, keys: list[bytes]
+    ) -> tuple[IntArray, list[bytes]]:
         """Which of the queued slots still hold these keys, and would give the tier blocks that it lacks."""
-        current = self.ledger.find(keys)
-        queue.dropped += int(np.count_nonzero(current < 0))
-        wanted: IntArray = slots[(current == slots) & gains(self.ledger.masks(slots), self._indexes[tier](keys))]
-        return wanted
+        held = self._indexes[tier](keys)
+        if self.ledger.are_still(slots, keys):
+            if is_empty(held):
+                return slots, keys
+            wanted = gains(self.ledger.masks(slots), held)
+        else:
+            current = self.ledger.find(keys)
+            queue.dropped += int(np.count_nonzero(current < 0))
+            wanted = (current == slots) & gains(self.ledger.masks(slots), held)
+        return slots[wanted], list(compress(keys, wanted.tolist()))
 
     # What happened
 
@@ -288,9 +305,8 @@ class Flow:
             return
         flight, ok, masks = report
         self._land(flight, ok, masks)
-        failed = list(compress(flight.keys, (~ok).tolist()))
-        if flight.is_load and failed and not (refused or flight.late or now_s >= flight.deadline_s):
-            self._actions.append(Discard(flight.tier, failed))
+        if flight.is_load and not (holds(ok) or refused or flight.late or now_s >= flight.deadline_s):
+            self._actions.append(Discard(flight.tier, list(compress(flight.keys, (~ok).tolist()))))
         self._pump(now_s)
 
     def broke(self, flight_id: int, now_s: float) -> None:
@@ -307,22 +323,24 @@ class Flow:
             self._spilled(flight, ok)
 
     def _loaded(self, flight: Flight, ok: BoolArray, masks: MaskArray) -> None:
-        good, bad = flight.slots[ok], flight.slots[~ok]
+        good = flight.slots if holds(ok) else flight.slots[ok]
         self.ledger.commit_filled(good, masks[ok])
-        self.ledger.abort(bad)
         self._fetches.arrived(good, source=flight.tier + 1)
-        self._fetches.failed(bad)
+        if len(good) < len(ok):
+            bad = flight.slots[~ok]
+            self.ledger.abort(bad)
+            self._fetches.failed(bad)
+            self.counters.load_failures += len(bad)
         self.counters.promoted += len(good)
-        self.counters.promoted_bytes += int(self._payload[self._group_of[good]].sum())
-        self.counters.load_failures += len(bad)
+        self.counters.promoted_bytes += self._sizes.of(good)[1]
         self._queue_spills(good, source=flight.tier + 1)
 
     def _spilled(self, flight: Flight, ok: BoolArray) -> None:
         self.ledger.unpin(flight.slots, used=False)
         self.spills[flight.tier].end(flight.payload_bytes)
-        done = flight.slots[ok]
+        done = flight.slots if holds(ok) else flight.slots[ok]
         self.counters.spills += len(done)
-        self.counters.spilled_bytes += int(self._payload[self._group_of[done]].sum())
+        self.counters.spilled_bytes += self._sizes.of(done)[1]
         self.counters.spill_failures += len(flight.slots) - len(done)
 
     def tick(self, now_s: float) -> None:

@@ -18,11 +18,11 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.geometry import BoolArray, IntArray
+from stowage.core.geometry import BoolArray, IntArray, MaskArray
 from stowage.core.table import make_slots
 from stowage.core.trails import Trails
 
-__all__ = ["ABSENT", "KeyMap", "holds", "taken"]
+__all__ = ["ABSENT", "KeyMap", "holds", "is_empty", "taken"]
 
 ABSENT: Final = -1
 """In an array of slots: no slot."""
@@ -40,6 +40,11 @@ def taken(slots: IntArray) -> IntArray:
 def holds(which: BoolArray) -> bool:
     """Whether all are true. For the short arrays of one prompt several times as fast as `all`."""
     return 0 not in which.tobytes()
+
+
+def is_empty(masks: MaskArray) -> bool:
+    """Whether all are 0. As `holds`."""
+    return not masks.tobytes().strip(b"\0")
 
 
 class KeyMap:

@@ -49,6 +49,7 @@ class State(enum.IntEnum):
 
 # The states as array values: an enum's attribute costs as much as a small array operation.
 _FREE, _RESERVED, _FILLING, _READY, _STALE, _PRIVATE = (np.uint8(state) for state in State)
+_ONLY_READY = bytes((State.READY,))
 _ON_THE_WAY = bytes((State.RESERVED, State.FILLING))
 
 
@@ -143,6 +144,12 @@ class Ledger:
         keys: list[bytes] = self._key_of.take(slots).tolist()
         return keys
 
+    def are_still(self, slots: IntArray, keys: list[bytes]) -> bool:
+        """True only if these are the ready slots of these keys; without a probe, so that it may be False for a few
+        that are: `find` knows.
+        """
+        return not self._stale and self.keys(slots) == keys and holds(self._masks.take(slots) != 0)
+
     def states(self, slots: IntArray) -> NDArray[np.uint8]:
         """The `State` of slots."""
         return self._state.take(slots)
@@ -229,7 +236,7 @@ class Ledger:
 
     def pin(self, slots: IntArray) -> None:
         """Keep ready slots where they are until they are unpinned as often. A repeated slot is pinned that often."""
-        assert not self._state.take(slots).tobytes().strip(_READY.tobytes()), "pin of a slot that is not ready"
+        assert not self._state.take(slots).tobytes().strip(_ONLY_READY), "pin of a slot that is not ready"
         np.add.at(self._pins, slots, 1)
         self._remove(slots)
 

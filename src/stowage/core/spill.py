@@ -66,12 +66,16 @@ class SpillQueue:
             self._batches.appendleft((slots, keys))
             self.chunks += len(keys)
 
+    def allowed_bytes(self, transfer_bytes_max: int) -> int:
+        """How many bytes a transfer that begins now may have; but see `fitting`."""
+        return min(self._bytes_max - self.bytes_under_way, transfer_bytes_max)
+
     def fitting(self, sizes: IntArray, gathered_bytes: int, transfer_bytes_max: int) -> int:
         """How many chunks of these sizes, in order, may join a transfer that has `gathered_bytes` already.
 
         The first chunk of the only transfer always may.
         """
-        allowed = min(self._bytes_max - self.bytes_under_way, transfer_bytes_max) - gathered_bytes
+        allowed = self.allowed_bytes(transfer_bytes_max) - gathered_bytes
         count = int(sizes.cumsum().searchsorted(allowed, side="right"))
         return max(count, min(1, len(sizes))) if self.transfers == 0 and gathered_bytes == 0 else count
 

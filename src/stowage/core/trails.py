@@ -74,7 +74,7 @@ class Trails:
         if 0 not in (numbers == first).tobytes():
             self._shorten(first, places)
             return
-        for number in set(numbers.tolist()):
+        for number in self._trails.keys() & numbers.tolist():
             self._shorten(number, places[numbers == number])
 
     def _shorten(self, number: int, places: IntArray) -> None:

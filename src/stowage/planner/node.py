@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -24,13 +24,14 @@ import numpy as np
 
 from stowage.core.events import Discard, Fetch, StartLoad, StartStore
 from stowage.core.flow import Flow
-from stowage.core.geometry import IntArray
+from stowage.core.geometry import IntArray, MaskArray
+from stowage.core.keymap import holds
 from stowage.core.policy import POLICIES
 from stowage.engine.pace import Pace
 from stowage.planner.places import Content, Landing, Tier
 from stowage.planner.scenario import Scenario
 
-__all__ = ["Agenda", "Node", "Outcomes"]
+__all__ = ["Agenda", "Node", "Outcomes", "keys_of"]
 
 _SPILL_BYTES_MAX: Final = 256 << 20
 _SPILL_SHARE: Final = 4
@@ -86,7 +87,7 @@ class _Prompt:
     tokens: int
     keys: list[bytes]
     answer_s: float
-    refused: set[bytes] = field(default_factory=set)
+    refused: frozenset[bytes] = frozenset()
     waited_s: float = 0.0
     began_s: float = 0.0
     fetch: Fetch | None = None
@@ -95,7 +96,7 @@ class _Prompt:
     """Chunks that need not be computed."""
     below: dict[int, int] = field(default_factory=dict)
     """Bytes that the fetch is to bring from each lower tier."""
-    by_tier: list[int] = field(default_factory=list)
+    by_tier: Sequence[int] = ()
     came: dict[bytes, int] = field(default_factory=dict)
     """Where chunks of an earlier try, which did not bring all in time, came from: now they are in host memory."""
 
@@ -130,6 +131,7 @@ class Node:
         self._ready: deque[_Prompt] = deque()
         self._computing = False
         self._forwards = 0
+        self._ones: MaskArray = np.ones(64, np.uint64)
         self._limits_s: dict[int, float] = {}
         """Known limits, by chunks: the speed of computing never changes here."""
 
@@ -138,9 +140,9 @@ class Node:
         """Whether every prompt that arrived was computed, and nothing is under way."""
         return not (self._waiting or self._loading or self._ready or self._computing or self.flow.flights())
 
-    def arrive(self, number: int, tokens: int, blocks: IntArray, now_s: float) -> None:
-        """A prompt with these whole blocks."""
-        self._waiting.append(_Prompt(number, now_s, tokens, _keys_of(blocks), now_s + self._answer_s))
+    def arrive(self, number: int, tokens: int, keys: list[bytes], now_s: float) -> None:
+        """A prompt whose whole blocks have these keys; see `keys_of`."""
+        self._waiting.append(_Prompt(number, now_s, tokens, keys, now_s + self._answer_s))
         self._turn(now_s)
 
     def _turn(self, now_s: float) -> None:
@@ -227,7 +229,7 @@ class Node:
         """The fetch has ended: what it brought is copied to the device, or the rest is done without."""
         fetch = prompt.fetch
         assert fetch is not None and fetch.done
-        missing = (fetch.slots[0] < 0).nonzero()[0].tolist()
+        missing = [] if holds(fetch.slots[0] >= 0) else (fetch.slots[0] < 0).nonzero()[0].tolist()
         prompt.fetch = None
         self.flow.release(fetch)
         sources = fetch.sources[0]
@@ -236,18 +238,18 @@ class Node:
             due = prompt.began_s < fetch.deadline_s <= now_s
             if due and prompt.began_forward == self._forwards:
                 self.pace.missed(prompt.below, self._bytes_below(by_tier), now_s - prompt.began_s)
-            prompt.refused.update(prompt.keys[at] for at in missing)
+            prompt.refused = prompt.refused.union(prompt.keys[at] for at in missing)
             prompt.came.update((prompt.keys[at], int(sources[at])) for at in (sources > 0).nonzero()[0].tolist())
             self._again(prompt, now_s)
             return
         self._loading.remove(prompt)
-        prompt.by_tier = by_tier
         if self.tiers and prompt.began_forward == self._forwards:  # while one computes, an engine sees nothing arrive
-            self.pace.delivered(self._bytes_below(prompt.by_tier), now_s - prompt.began_s)
+            self.pace.delivered(self._bytes_below(by_tier), now_s - prompt.began_s)
         for at in (sources == 0).nonzero()[0].tolist() if prompt.came else ():  # rare: most come at the first try
             tier = prompt.came.get(prompt.keys[at], 0)
-            prompt.by_tier[0] -= 1
-            prompt.by_tier[tier] += 1
+            by_tier[0] -= 1
+            by_tier[tier] += 1
+        prompt.by_tier = by_tier
         self._ready.append(prompt)
 
     def _bytes_below(self, by_tier: list[int]) -> dict[int, int]:
@@ -280,11 +282,17 @@ class Node:
         for begin in range(prompt.boundary, len(prompt.keys), step):
             keys = prompt.keys[begin : begin + step]
             after = prompt.keys[begin - 1] if begin else None
-            slots = self.flow.reserve(0, keys, np.ones(len(keys), np.uint64), after)
+            slots = self.flow.reserve(0, keys, self._whole(len(keys)), after)
             self.flow.commit(slots, now_s)
         if self.tiers:
             self._act(now_s)
         self._turn(now_s)
+
+    def _whole(self, count: int) -> MaskArray:
+        """The masks of so many chunks, not to be changed: each has the one block."""
+        if count > len(self._ones):
+            self._ones = np.ones(2 * count, np.uint64)
+        return self._ones[:count]
 
     # Tiers
 
@@ -303,7 +311,8 @@ class Node:
 
     def _landed(self, action: StartLoad | StartStore, landing: Landing, now_s: float) -> None:
         self.tiers[action.tier].land(action, landing)
-        self.flow.outcome(action.id, landing.ok, landing.ok.astype(np.uint64), now_s, landing.refused)
+        masks = self._whole(len(landing.ok)) if isinstance(action, StartStore) else landing.ok.astype(np.uint64)
+        self.flow.outcome(action.id, landing.ok, masks, now_s, landing.refused)
         self._progress(now_s)
 
     def _tick(self, now_s: float) -> None:
@@ -333,7 +342,7 @@ def _pace_of(scenario: Scenario) -> Pace:
     return pace
 
 
-def _keys_of(blocks: IntArray) -> list[bytes]:
+def keys_of(blocks: IntArray) -> list[bytes]:
     """A key of 32 bytes for each block: its id."""
     words = np.zeros((len(blocks), 4), np.int64)
     words[:, 0] = blocks

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray
-from stowage.planner.node import Agenda, Node
-from stowage.planner.places import Content, Objects, Segments
+from stowage.planner.node import Agenda, Node, keys_of
+from stowage.planner.places import Content, Objects
 from stowage.planner.scenario import Scenario
+from stowage.planner.segments import Segments
 from stowage.planner.trace import Trace
 
 __all__ = ["Part", "Report", "parts_of", "replay", "route"]
@@ -94,18 +95,22 @@ def replay(
     shared = Objects(scenario.chunk_bytes)
     contents = {number: _contents(scenario, shared) for number in part.nodes}
     nodes = {number: Node(scenario, agenda, contents[number], len(trace.blocks)) for number in part.nodes}
-    prompts, node_of, arrived_s = part.prompts.tolist(), part.node_of, trace.arrived_s
-    first, tokens, blocks = trace.first, trace.tokens, trace.blocks
-    for done, prompt in enumerate(prompts):
-        now_s = float(arrived_s[prompt])
-        agenda.run(now_s)
-        nodes[int(node_of[prompt])].arrive(
-            prompt, int(tokens[prompt]), blocks[first[prompt] : first[prompt + 1]], now_s
-        )
-        if done % _REPORT_EVERY == 0:
-            progress(done)
-    ended_s = max(agenda.run(math.inf), float(arrived_s[prompts[-1]]) if prompts else 0.0)
-    progress(len(prompts))
+    now_s = 0.0
+    for done in range(0, len(part.prompts), _REPORT_EVERY):
+        progress(done)
+        some = part.prompts[done : done + _REPORT_EVERY]
+        # As lists, made for many prompts at once: one number of an array by itself costs as much as ten of a list.
+        times_s, tokens = trace.arrived_s[some].tolist(), trace.tokens[some].tolist()
+        keys = keys_of(np.concatenate([trace.blocks_of(prompt) for prompt in some.tolist()]))
+        ends = np.cumsum(trace.first[some + 1] - trace.first[some]).tolist()
+        begin = 0
+        for at, (prompt, node) in enumerate(zip(some.tolist(), part.node_of[some].tolist(), strict=True)):
+            now_s, end = times_s[at], ends[at]
+            agenda.run(now_s)
+            nodes[node].arrive(prompt, tokens[at], keys[begin:end], now_s)
+            begin = end
+    ended_s = max(agenda.run(math.inf), now_s)
+    progress(len(part.prompts))
     return [_report(number, node, contents[number], ended_s) for number, node in nodes.items()]
 
 

@@ -35,7 +35,10 @@ from stowage.core.policy.runs import HELD, OUT, Run, Runs
 __all__ = ["PAST", "CostAware"]
 
 _REMEMBERED: Final = 16
-"""Keys that are remembered after they left, per slot."""
+"""Keys that are remembered after they left, per slot, ..."""
+_REMEMBERED_MAX: Final = 1 << 20
+"""... but not more than these, unless there are more slots: 67 MB. A bigger memory would mostly be read past the
+processor's caches, at every chunk that leaves or comes; and millions of slots are a long past themselves."""
 _LEARN_MIN: Final = 512
 """Uses before anything is learned, and between two times."""
 _MEMORY: Final = 16
@@ -98,7 +101,7 @@ class CostAware:
         self._parent: IntArray = np.full(slots, -1, np.int64)
         self._parent_serial: IntArray = np.full(slots, 0, np.int64)
         self._kids: IntArray = np.full(slots, 0, np.int64)
-        self._history = History(_REMEMBERED * capacity)
+        self._history = History(max(capacity, min(_REMEMBERED * capacity, _REMEMBERED_MAX)))
         places = self._history.places
         self._past: NDArray[np.void] = np.full(2 * places, 0, np.int64).view(PAST)
         self.hazard = Hazard(places + capacity, best_rate)

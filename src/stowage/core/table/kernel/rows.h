@@ -85,6 +85,15 @@ static void free_extent(Rows *r, int64_t number) {
     r->free_count++;
 }
 
+/* As `begin_group_found`, and what is known of the extents of these rows. */
+static inline void begin_group_owned(const Rows *r, const char *const *keys, uint32_t *prints, int64_t *likely,
+                                     int count) {
+    begin_group_found(&r->table, keys, prints, likely, count);
+    for (int i = 0; i < count; i++)
+        if (likely[i] != NO_ROW)
+            FETCH(extent_of(r, likely[i] / EXTENT));
+}
+
 /* The next row of an extent with room for one. 0; -1: no memory, and the row is nobody's. */
 static int add_row(Rows *r, int64_t number, uint32_t print, const char *key, const char *fields) {
     Extent *extent = extent_of(r, number);

@@ -164,11 +164,12 @@ static PyObject *rows_find(Rows *r, PyObject *const *arguments, Py_ssize_t given
     }
     const char *keys[GROUP];
     uint32_t prints[GROUP];
+    int64_t likely[GROUP];
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(arguments[0], first, keys);
-        begin_group_found(&r->table, keys, prints, some);
+        begin_group_owned(r, keys, prints, likely, some);
         for (int i = 0; i < some; i++) {
-            int64_t row = keys[i] == NULL ? NO_ROW : find_row(&r->table, prints[i], keys[i]), owner = FREE;
+            int64_t row = row_of(&r->table, prints[i], keys[i], likely[i]), owner = FREE;
             char *to = (char *)fields.buf + (first + i) * r->width;
             if (row == NO_ROW) {
                 memset(to, 0, (size_t)r->width);
@@ -188,12 +189,13 @@ PyDoc_STRVAR(drop_doc, "drop(keys, /)\n--\n\nSee `rows.Rows.drop`.");
 static PyObject *rows_drop(Rows *r, PyObject *list) {
     const char *keys[GROUP];
     uint32_t prints[GROUP];
+    int64_t likely[GROUP];
     Py_ssize_t count = is_busy(r) ? -1 : count_keys(list), dropped = 0;
     if (count < 0)
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_found(&r->table, keys, prints, some);
+        begin_group_owned(r, keys, prints, likely, some);
         for (int i = 0; i < some; i++)
             if (keys[i] != NULL)
                 dropped += drop_key(r, prints[i], keys[i]);
@@ -205,14 +207,15 @@ PyDoc_STRVAR(mark_doc, "mark(keys, /)\n--\n\nSee `rows.Rows.mark`.");
 static PyObject *rows_mark(Rows *r, PyObject *list) {
     const char *keys[GROUP];
     uint32_t prints[GROUP];
+    int64_t likely[GROUP];
     Py_ssize_t count = is_busy(r) ? -1 : count_keys(list);
     if (count < 0)
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_found(&r->table, keys, prints, some);
+        begin_group_owned(r, keys, prints, likely, some);
         for (int i = 0; i < some; i++) {
-            int64_t row = keys[i] == NULL ? NO_ROW : find_row(&r->table, prints[i], keys[i]);
+            int64_t row = row_of(&r->table, prints[i], keys[i], likely[i]);
             if (row != NO_ROW)
                 extent_of(r, row / EXTENT)->marked |= bit_of(row);
         }

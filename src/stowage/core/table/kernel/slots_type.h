@@ -104,11 +104,12 @@ static PyObject *slots_find(Slots *s, PyObject *const *arguments, Py_ssize_t giv
         return NULL;
     const char *keys[GROUP];
     uint32_t prints[GROUP];
+    int64_t likely[GROUP];
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(arguments[0], first, keys);
-        begin_group_found(&s->table, keys, prints, some);
+        begin_group_found(&s->table, keys, prints, likely, some);
         for (int i = 0; i < some; i++) {
-            int64_t slot = keys[i] == NULL ? NO_ROW : find_row(&s->table, prints[i], keys[i]);
+            int64_t slot = row_of(&s->table, prints[i], keys[i], likely[i]);
             memcpy((char *)slots.buf + (first + i) * sizeof slot, &slot, sizeof slot);
         }
     }
@@ -147,12 +148,13 @@ PyDoc_STRVAR(slots_drop_doc, "drop(keys, /)\n--\n\nThe keys become absent. KeyEr
 static PyObject *slots_drop(Slots *s, PyObject *list) {
     const char *keys[GROUP];
     uint32_t prints[GROUP];
+    int64_t likely[GROUP];
     Py_ssize_t count = count_keys(list);
     if (count < 0)
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_found(&s->table, keys, prints, some);
+        begin_group_found(&s->table, keys, prints, likely, some);
         for (int i = 0; i < some; i++)
             if (keys[i] == NULL || !drop_slot(s, prints[i], keys[i])) {
                 PyErr_SetObject(PyExc_KeyError, PyList_GET_ITEM(list, first + i));

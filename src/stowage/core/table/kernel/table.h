@@ -136,19 +136,31 @@ static inline void begin_group(const Table *t, const char *const *keys, uint32_t
         }
 }
 
-/* As `begin_group`, and the record of the first entry with a key's print, which is most likely the key's. */
-static inline void begin_group_found(const Table *t, const char *const *keys, uint32_t *prints, int count) {
+/* As `begin_group`, and the record of the first entry with a key's print, which is most likely the key's: its row, and
+   NO_ROW where there is no such entry, so that the key is absent. */
+static inline void begin_group_found(const Table *t, const char *const *keys, uint32_t *prints, int64_t *likely,
+                                     int count) {
     begin_group(t, keys, prints, count);
     for (int i = 0; i < count; i++) {
+        likely[i] = NO_ROW;
         if (keys[i] == NULL)
             continue;
         const Bucket *b = bucket_of(t, prints[i]);
         uint32_t mask = mask_of(b), at = prints[i] & mask;
         while (b->entries[at] != 0 && print_in(b->entries[at]) != prints[i])
             at = (at + 1) & mask;
-        if (b->entries[at] != 0)
-            FETCH(record_of(t, row_in(b->entries[at])));
+        if (b->entries[at] != 0) {
+            likely[i] = row_in(b->entries[at]);
+            FETCH(record_of(t, likely[i]));
+        }
     }
+}
+
+/* The row of a key of such a group, as long as the table has not changed since. */
+static inline int64_t row_of(const Table *t, uint32_t print, const char *key, int64_t likely) {
+    if (likely == NO_ROW || equal_keys(key, record_of(t, likely)))
+        return likely;
+    return find_row(t, print, key);
 }
 
 /* Growing. */
