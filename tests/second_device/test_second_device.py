@@ -129,7 +129,7 @@ def test_what_is_there_on_cpus_only(device: torch.device, references) -> None:  
     path = references("llama").path
     with pytest.raises(ConfigError, match="--deterministic rests on kernels for CPUs"):
         Engine(path, Memory(device_kv="2MiB"), device=str(device), deterministic=True)
-    with pytest.raises(ConfigError, match="delivered as mapped, which is there on a CPU only"):
+    with pytest.raises(ConfigError, match="delivered as mapped, and hold:0 cannot read it in host memory"):
         Engine(path, Memory(device_kv="2MiB", host="8MiB", weights="*=mapped"), device=str(device))
     with pytest.raises(ConfigError, match="give its checkpoint's directory"):
         Engine(tiny_models.build("llama").to(device), Memory(device_kv="2MiB", host="8MiB", weights="*=stream"))

@@ -129,15 +129,29 @@ def test_the_order_of_weights(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> 
     weights.pin(np.zeros(1, np.uint8))
     there, here = torch.zeros(4), torch.arange(4.0)
     synchronized = [] if pinned else [("synchronize",)]
-    ticket = weights.copy(0, [(there, here)])
+    ticket = weights.copy([0], [(there, here)])
     assert (ticket is None) is not pinned and torch.equal(there, here)
-    first = [("wait", "leaving", "computing"), ("on", "leaving"), ("record", "leaving"), ("wait", "computing", 2)]
-    assert cuda.calls == first + synchronized
-    weights.computed(0)
+    first = [("wait", "leaving", "computing"), ("on", "leaving"), ("record", "leaving")]
+    assert cuda.calls == first + synchronized, "nothing waits for it yet"
+    weights.use([0])
+    weights.use([1])
+    assert cuda.calls == first + synchronized + [("wait", "computing", 2)]
+    weights.computed([0, 2])
     recorded = len(cuda.calls) - 1
     assert cuda.calls[recorded] == ("record", "computing")
-    weights.copy(1, [(there, here)])
+    weights.copy([1], [(there, here)])
     before = len(cuda.calls)
-    weights.copy(0, [(there, here)])
+    weights.copy([0, 2], [(there, here)])
     again = [("wait", "leaving", recorded), ("on", "leaving"), ("record", "leaving")]
-    assert cuda.calls[before : before + 3] == again
+    assert cuda.calls[before:] == again + synchronized, "both were computed from at once: one wait"
+    before = len(cuda.calls)
+    weights.computed([0])
+    weights.forget()
+    weights.use([0])
+    weights.copy([0], [(there, here)])
+    assert cuda.calls[before + 1 :] == first + synchronized, "as if it had never been used"
+    weights.pin(np.zeros(1, np.uint8))
+    assert weights.alone is pinned
+    monkeypatch.setattr(cuda_module, "pin", lambda memory, device: None)
+    weights.pin(np.zeros(1, np.uint8))
+    assert not weights.alone, "some of the memory is not pinned: every copy is waited for"

@@ -35,7 +35,7 @@ def weights_budget(memory: Memory, carrier: Carrier | None, config: Any) -> Budg
     rules = parse_rules(memory.weights)
     image = (memory.disk_directory, memory.disk_bytes) if memory.disk_directory is not None else None
     if not memory.device_memory_bytes:
-        return Budget(None, memory.host_bytes, image, rules, carrier)
+        return Budget(None, memory.host_bytes, image, rules, carrier, memory.host_bytes // 2)
     steps = activation_bytes(memory, config)
     device_bytes = memory.device_memory_bytes - memory.device_kv_bytes - steps
     if device_bytes <= 0:

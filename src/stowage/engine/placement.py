@@ -42,15 +42,17 @@ def shared_tiers(engine: Engine) -> frozenset[str]:
 
 def _weights(source: WeightSource) -> list[Place]:
     placement = source.placement
+    mapped = "weights, read there by the device" if placement.crosses else "weights, mapped from the checkpoint"
     held = {
         ("device", "weights, resident"): placement.small_bytes + placement.nbytes(Delivery.RESIDENT),
         ("device", f"weights, ring of {placement.ring_slots} buffers"): source.ring_bytes,
         ("device", f"weights, cache of {source.stats()['cache_experts']} experts"): source.cache_bytes,
-        ("host", "weights, mapped from the checkpoint"): placement.nbytes(Delivery.MAPPED),
+        ("host", mapped): placement.nbytes(Delivery.MAPPED),
         ("host", "weights, copied ahead"): placement.nbytes(Delivery.PREFETCH),
         ("host", "weights, crossing over to the device"): placement.staging_bytes,
         ("disk", "weights, read for every step"): placement.pass_bytes,
-        ("disk", "experts, read as they are chosen"): placement.nbytes(Delivery.EXPERTS),
+        ("host", "experts, copied as they are chosen"): placement.held_bytes,
+        ("disk", "experts, read as they are chosen"): placement.nbytes(Delivery.EXPERTS) - placement.held_bytes,
         ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),
         ("disk", "weights, in another form than the checkpoint's"): source.image_bytes,
     }

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.errors import TransferError
+from stowage.transfer.mapped import mapped
 from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import Ticket
 from stowage.transfer.staged import Part, PlainCopies
@@ -93,33 +94,53 @@ class CudaCarrier:
         self.device = device
         self._coming: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._computed: dict[int, Any] = {}
-        self._pinned: Pinned | None = None
+        self._copied: dict[int, _Event] = {}
+        self._pinned: list[Pinned | None] = []
+
+    @property
+    def alone(self) -> bool:
+        """Whether copies go on by themselves: when all memory that they come from is pinned."""
+        return bool(self._pinned) and all(pinned is not None and pinned.whole for pinned in self._pinned)
 
     def pin(self, memory: NDArray[np.uint8]) -> Pinned | None:
         """See ``weights.crossing.Carrier``."""
-        self._pinned = pin(memory, self.device)
-        return self._pinned
+        self._pinned.append(pin(memory, self.device))
+        return self._pinned[-1]
 
-    def copy(self, buffer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket | None:
+    def view(self, memory: Tensor) -> Tensor:
         """See ``weights.crossing.Carrier``."""
-        alone = self._pinned is not None and self._pinned.whole
-        computed = self._computed.pop(buffer, None)
-        if computed is None:  # never used: its memory may have been somebody's whose work is not over
+        return mapped(memory, self.device)
+
+    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket | None:
+        """See ``weights.crossing.Carrier``."""
+        computed = {self._computed.pop(buffer, None) for buffer in buffers}
+        if None in computed:  # never used: its memory may have been somebody's whose work is not over
             self._coming.wait_stream(torch.cuda.current_stream(self.device))
-        else:
-            self._coming.wait_event(computed)
+        for event in computed - {None}:
+            self._coming.wait_event(event)
+        alone = self.alone
         with torch.cuda.stream(self._coming):
             for there, here in pairs:
                 there.copy_(here, non_blocking=alone)
         event = _Event(self._coming)
-        event.before(torch.cuda.current_stream(self.device))
+        self._copied.update(dict.fromkeys(buffers, event))
         if alone:
             return event
         event.wait()
         return None
 
-    def computed(self, buffer: int) -> None:
+    def use(self, buffers: Sequence[int]) -> None:
+        """See ``weights.crossing.Carrier``."""
+        for event in {self._copied[buffer] for buffer in buffers if buffer in self._copied}:
+            event.before(torch.cuda.current_stream(self.device))
+
+    def computed(self, buffers: Sequence[int]) -> None:
         """See ``weights.crossing.Carrier``."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
-        self._computed[buffer] = event
+        self._computed.update(dict.fromkeys(buffers, event))
+
+    def forget(self) -> None:
+        """See ``weights.crossing.Carrier``."""
+        self._computed.clear()
+        self._copied.clear()

@@ -17,15 +17,15 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Pinned", "is_unified", "pin", "should_pin_memory"]
+__all__ = ["USES_HOST_PAGE_TABLES", "CudaDriver", "Pinned", "is_unified", "pin", "should_pin_memory"]
 
 SWITCHES: Final = ("STOWAGE_DISABLE_PIN_MEMORY", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY")
 PIECE_BYTES: Final = 1 << 30
 """At a time: a driver that runs out of what it may pin then keeps what it has, and a process stays killable."""
-_INTEGRATED, _USES_HOST_PAGE_TABLES = 18, 100
+_INTEGRATED, USES_HOST_PAGE_TABLES = 18, 100
 """CU_DEVICE_ATTRIBUTE_INTEGRATED and _PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES of the CUDA driver's interface."""
-_PORTABLE: Final = 1
-"""cudaHostRegisterPortable: pinned for every context of the process."""
+_PORTABLE_MAPPED: Final = 1 | 2
+"""cudaHostRegisterPortable and -Mapped: pinned for every context of the process, and kernels may read it."""
 logger = logging.getLogger("stowage.transfer")
 
 
@@ -54,9 +54,9 @@ def should_pin_memory(device: Any, driver: Driver | None = None) -> bool:
 
 def is_unified(device: Any, driver: Driver | None = None) -> bool:
     """Whether ``device`` computes from the host's own memory, as its properties say."""
-    driver = driver or _Cuda()
+    driver = driver or CudaDriver()
     index = device.index or 0
-    return any(driver.attribute(number, index) for number in (_INTEGRATED, _USES_HOST_PAGE_TABLES))
+    return any(driver.attribute(number, index) for number in (_INTEGRATED, USES_HOST_PAGE_TABLES))
 
 
 class Pinned:
@@ -100,10 +100,10 @@ def pin(memory: NDArray[np.uint8], device: Any, driver: Driver | None = None) ->
     """
     if not should_pin_memory(device, driver):
         return None
-    return Pinned(driver or _Cuda(), memory)
+    return Pinned(driver or CudaDriver(), memory)
 
 
-class _Cuda:
+class CudaDriver:
     """CUDA's own."""
 
     def attribute(self, number: int, device: int) -> int:
@@ -116,8 +116,19 @@ class _Cuda:
             return 0
         return value.value
 
+    def device_address(self, address: int) -> int:
+        """Where the device sees pinned memory at ``address``, 0 where it does not."""
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return 0
+        there = ctypes.c_uint64(0)
+        if library.cuMemHostGetDevicePointer_v2(ctypes.byref(there), ctypes.c_void_p(address), 0):
+            return 0
+        return there.value
+
     def register(self, address: int, nbytes: int) -> int:
-        return int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
+        return int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE_MAPPED))
 
     def unregister(self, address: int) -> int:
         return int(_runtime().cudaHostUnregister(address))

@@ -106,25 +106,29 @@ class ExpertCache:
             [_Stack(p, h, layer.experts) for p, h in zip(layer.parameters, layer.homes, strict=True)]
             for layer in layers
         ]
-        self._experts = [layer.experts for layer in layers]
-        self._readers, self._stall = readers, Stall(timeout_s)
+        experts = [layer.experts for layer in layers]
         frame_bytes = max(sum(stack.whole_bytes for stack in stacks) for stacks in self._layers)
         self._edge_bytes = sum(stack.edge_bytes for stacks in self._layers for stack in stacks)
-        count = min((cache_bytes - self._edge_bytes) // frame_bytes - 1, sum(self._experts))
-        assert count >= max(self._experts), "a layer's experts fit at once"
+        count = min((cache_bytes - self._edge_bytes) // frame_bytes - 1, sum(experts))
+        self._tables(experts, count, readers, Stall(timeout_s))
         self._frames = Frames(count, frame_bytes)
-        self._frame = np.full((len(layers), max(self._experts)), -1)
+        for layer, stacks in enumerate(self._layers):
+            for expert in range(self._experts[layer]):
+                self._hide(layer, expert)
+            self._finish(self._start([read for stack in stacks for read in stack.edges()]))
+
+    def _tables(self, experts: Sequence[int], count: int, readers: Readers, stall: Stall) -> None:
+        """Nothing is in any of ``count`` frames, for layers with so many ``experts``."""
+        assert count >= max(experts), "a layer's experts fit at once"
+        self._experts, self._readers, self._stall = list(experts), readers, stall
+        self._frame = np.full((len(experts), max(experts)), -1)
         self._layer_in, self._expert_in = np.full(count, -1), np.full(count, -1)
         self._free = list(range(count))[::-1]
         self._filling: dict[int, Ticket] = {}
         self._pinned = np.zeros(count, bool)
         self._holder: tuple[int, int] | None = None
-        self._uses = Uses(len(layers), max(self._experts))
+        self._uses = Uses(len(experts), max(experts))
         self.hits = self.misses = self.read_bytes = 0
-        for layer, stacks in enumerate(self._layers):
-            for expert in range(self._experts[layer]):
-                self._hide(layer, expert)
-            self._finish(self._start([read for stack in stacks for read in stack.edges()]))
 
     @property
     def nbytes(self) -> int:
@@ -157,9 +161,8 @@ class ExpertCache:
         self._pinned[frames[frames >= 0]] = True
         self.hits += len(needed) - len(missing)
         self.misses += len(missing)
-        for expert, frame in zip(missing.tolist(), self._room(layer, len(missing)), strict=True):
-            self._fill(layer, expert, frame)
-            self._pinned[frame] = True
+        self._fill_all(layer, missing.tolist(), self._room(layer, len(missing)))
+        self._pinned[self._frame[layer, needed]] = True
         for frame in self._frame[layer, needed].tolist():
             self._await(frame)
 
@@ -178,12 +181,15 @@ class ExpertCache:
 
     def check(self) -> None:
         """Invariants, between forwards."""
+        self._check_tables()
+        assert self._frames.used_bytes <= self._frames.count * self._frames.frame_bytes
+
+    def _check_tables(self) -> None:
         there = np.flatnonzero(self._layer_in >= 0)
         assert (self._frame[self._layer_in[there], self._expert_in[there]] == there).all()
         assert np.count_nonzero(self._frame >= 0) == len(there)
-        assert sorted([*self._free, *there.tolist()]) == list(range(self._frames.count))
+        assert sorted([*self._free, *there.tolist()]) == list(range(len(self._layer_in)))
         assert self._filling.keys() <= set(there.tolist())
-        assert self._frames.used_bytes <= self._frames.count * self._frames.frame_bytes
 
     def _counts(self, layer: int, choices: Tensor) -> NDArray[np.int64]:
         """How often each expert of ``layer`` was chosen. From there on some models number choices that are none."""
@@ -222,6 +228,12 @@ class ExpertCache:
                 self._evict(frame)
         return [self._free[-1 - at] for at in range(count)]
 
+    def _fill_all(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
+        """Begin to fill ``frames``, which are free, with ``missing`` of ``layer``; nobody else is given them."""
+        for expert, frame in zip(missing, frames, strict=True):
+            self._fill(layer, expert, frame)
+            self._pinned[frame] = True
+
     def _fill(self, layer: int, expert: int, frame: int) -> None:
         """Begin to read ``expert`` into ``frame``, which is free."""
         within = 0
@@ -233,10 +245,14 @@ class ExpertCache:
         except BaseException:
             self._hide(layer, expert)
             raise
+        self._seat(layer, expert, frame)
+        self._filling[frame] = ticket
+
+    def _seat(self, layer: int, expert: int, frame: int) -> None:
+        """``frame``, which is free, is that expert's."""
         self._free.remove(frame)
         self._frame[layer, expert] = frame
         self._layer_in[frame], self._expert_in[frame] = layer, expert
-        self._filling[frame] = ticket
 
     def _await(self, frame: int) -> None:
         """Until ``frame`` is full. Raises StorageError when it will not be: its expert is away again."""

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import UnsupportedModelError
+from stowage.weights.berths import Berths
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.codes import form_of, workspace_bytes
 from stowage.weights.crossing import Carrier
+from stowage.weights.delivered import HOST, Load, absent
 from stowage.weights.holds import Home, as_bytes, copy_of, phase_of
 from stowage.weights.image import Image
 from stowage.weights.locate import Locator
 from stowage.weights.packed import packed_forms
 from stowage.weights.placement import Cargo, Delivery, Placement, Rule, place
-from stowage.weights.source import HOST, Load, WeightSource, absent
-from stowage.weights.units import Unit, arranged, divide, looks_up
+from stowage.weights.source import WeightSource
+from stowage.weights.units import Unit, arranged, divide, looks_up, renumbers
 
 __all__ = ["Budget", "adopt", "load"]
 
@@ -32,7 +34,8 @@ __all__ = ["Budget", "adopt", "load"]
 class Budget:
     """What weights may take. ``device_bytes`` of ``None`` has no limit. ``image``: a directory and a limit in bytes,
     for parameters whose final form the checkpoint does not hold. ``rules`` come before the budgets' own choice.
-    ``carrier``: to a device that is a memory of its own.
+    ``carrier``: to a device that is a memory of its own. ``held_bytes``: of ``host_bytes``, what experts that cross
+    over from there may bring them to, where no device budget decides; ``None`` is all of it.
     """
 
     device_bytes: int | None = None
@@ -40,6 +43,7 @@ class Budget:
     image: tuple[Path, int] | None = None
     rules: Sequence[Rule] = ()
     carrier: Carrier | None = None
+    held_bytes: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +72,8 @@ class _Loading(Building):
         super().__init__(checkpoint)
         self.budget = budget
         self.image: Image | None = None
+        self.berths = Berths()
+        self.held: set[str] = set()
         self.placement: Placement | None = None
         self.deliveries: dict[str, Delivery] = {}
         self.homes: dict[int, Home] = {}
@@ -78,6 +84,8 @@ class _Loading(Building):
         self.placement = place_units(units, root, self.budget)
         for unit, delivery in zip(_units_of(units, self.placement), self.placement.deliveries, strict=True):
             self.deliveries.update(dict.fromkeys(unit.parameters, delivery))
+            if unit.name in self.placement.held:
+                self.held.update(unit.parameters)
         tied: dict[str, str] = getattr(root, "all_tied_weights_keys", None) or {}
         for name, source in tied.items():
             decisive = self.deliveries.get(name), self.deliveries.get(source)
@@ -101,6 +109,8 @@ class _Loading(Building):
 
     def _home(self, path: str, values: Tensor, delivery: Delivery) -> Home:
         shape, dtype, phase = tuple(values.shape), values.dtype, phase_of(values)
+        if self.budget.carrier is not None and (delivery.on_host or path in self.held):
+            return Home(shape, dtype, host=self.berths.keep(values))
         if delivery is Delivery.PREFETCH:
             return Home(shape, dtype, host=copy_of(values), phase=phase)
         home = Home(shape, dtype, tuple(self.locator.find(path, as_bytes(values)) or ()), phase=phase)
@@ -117,9 +127,11 @@ class _Loading(Building):
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.budget.device))
-        return deliver(model, self.placement, self.homes, self.checkpoint, self.image, self.budget.carrier)
+        carrier = self.budget.carrier
+        return deliver(model, self.placement, self.homes, self.checkpoint, self.image, carrier, self.berths)
 
     def abandon(self) -> None:
+        self.berths.close()
         self.checkpoint.close()
         if self.image is not None:
             self.image.close()
@@ -132,6 +144,7 @@ def deliver(
     checkpoint: Checkpoint,
     image: Image | None,
     carrier: Carrier | None = None,
+    berths: Berths | None = None,
 ) -> WeightSource:
     """The source of ``model``'s weights, whose parameters lie in ``homes`` (by the parameter's ``id``) or in memory.
 
@@ -150,7 +163,7 @@ def deliver(
                 raise UnsupportedModelError(
                     f"{name}.{own} is shared with a module that weights cannot be delivered to: keep it resident."
                 )
-    return WeightSource(model, placement, loads, checkpoint, image, carrier)
+    return WeightSource(model, placement, loads, checkpoint, image, carrier, berths)
 
 
 def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
@@ -231,6 +244,9 @@ def _refuse_wrapped(name: str, values: Tensor) -> None:
 def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
     """The placement of ``units`` of ``model`` (which may have no bytes yet) within ``budget``."""
     layers = [unit.name for unit in units if unit.name.rpartition(".")[2].isdigit()]
+    crosses = budget.carrier is not None
+    if crosses:
+        _leave_alike(units)
 
     def cargo(unit: Unit, layer: int) -> Cargo:
         apart = tuple(cargo(part, layer) for part in unit.apart)
@@ -246,8 +262,18 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
     ]
     unpacking_bytes = workspace_bytes(packed_forms(model), 4)
     small_bytes = sum(small) + unpacking_bytes
-    crosses = budget.carrier is not None
-    return place(cargoes, small_bytes, budget.device_bytes, budget.host_bytes, budget.rules, crosses=crosses)
+    limits = budget.device_bytes, budget.host_bytes
+    return place(cargoes, small_bytes, *limits, budget.rules, crosses=crosses, held_bytes=budget.held_bytes)
+
+
+def _leave_alike(units: list[Unit]) -> None:
+    """Experts are apart on a device where they go by any number, and are all of one shape: the first that is."""
+    alike: list[tuple[torch.Size, torch.dtype]] = []
+    for unit in units:
+        parts = [part for part in unit.apart if renumbers(part.module)]
+        shapes = [[(p.shape[1:], p.dtype) for p in part.parameters.values()] for part in parts]
+        alike = alike or (shapes[0] if shapes else [])
+        unit.apart = [part for part, shape in zip(parts, shapes, strict=True) if shape == alike]
 
 
 def _units_of(units: list[Unit], placement: Placement) -> list[Unit]:

@@ -11,79 +11,18 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from stowage.errors import BudgetError, ConfigError
+from stowage.weights.cargo import PAGE_BYTES, Cargo, Delivery, cache_least_bytes, cache_most_bytes
 
-__all__ = ["Cargo", "Delivery", "Placement", "Rule", "parse_rules", "place"]
+__all__ = ["PAGE_BYTES", "Cargo", "Delivery", "Placement", "Rule", "parse_rules", "place"]
 
-PAGE_BYTES = 4096
 RING_SLOTS, RING_SLOTS_LEAST = 3, 2
+EXPERT_STAGES = 4
+"""Host memory for so many experts is between disk and device."""
 _DELIVERED = "resident, mapped, prefetch, stream, experts"
 _CACHED_SHARE = 4
 """Without a budget the cache takes one of so many experts."""
-
-
-class Delivery(StrEnum):
-    """How a module gets its parameters.
-
-    resident: they lie in device memory. mapped: a view over the checkpoint's file, mapped into memory; it counts as
-    host memory. prefetch: copied from host memory into a ring of device buffers, ahead of time. stream: read from
-    disk into that ring. rows: an embedding, of which the rows of a forward's tokens are read from disk. experts: each
-    expert is read when the router chooses it, into a cache in device memory.
-    """
-
-    RESIDENT = "resident"
-    MAPPED = "mapped"
-    PREFETCH = "prefetch"
-    STREAM = "stream"
-    ROWS = "rows"
-    EXPERTS = "experts"
-
-    @property
-    def rings(self) -> bool:
-        return self in (Delivery.PREFETCH, Delivery.STREAM)
-
-    @property
-    def on_host(self) -> bool:
-        return self in (Delivery.PREFETCH, Delivery.MAPPED)
-
-
-@dataclass(frozen=True, slots=True)
-class Cargo:
-    """One unit. ``nbytes`` of its parameters, ``pieces``: how many. ``rows``: an embedding. ``layer``: its number among
-    the model's repeated layers, -1 for another module. ``experts``: how many are stacked in it, 0 for what is not a
-    layer's experts. ``apart``: the experts that are part of this unit, and can be units of their own.
-    """
-
-    name: str
-    nbytes: int
-    pieces: int
-    rows: bool = False
-    layer: int = -1
-    experts: int = 0
-    apart: tuple[Cargo, ...] = ()
-
-    @property
-    def ring_bytes(self) -> int:
-        """Of a slot that takes it, at most: each parameter may begin and end inside of a page."""
-        return self.nbytes + 2 * PAGE_BYTES * self.pieces
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one of its experts."""
-        return self.nbytes // self.experts if self.experts else 0
-
-    @property
-    def edge_bytes(self) -> int:
-        """Pages that two neighbouring experts may share, at most; they stay."""
-        return self.pieces * (self.experts + 1) * PAGE_BYTES if self.experts else 0
-
-    def without(self, apart: Sequence[Cargo]) -> Cargo:
-        """What is left when those experts are units of their own."""
-        left_bytes = self.nbytes - sum(part.nbytes for part in apart)
-        left = tuple(part for part in self.apart if part not in apart)
-        return replace(self, nbytes=left_bytes, pieces=self.pieces - sum(p.pieces for p in apart), apart=left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +88,9 @@ class Placement:
     small_bytes: int
     cache_bytes: int = 0
     crosses: bool = False
-    """Whether the device is a memory of its own: what goes through the ring is staged in host memory first."""
+    """Whether the device is a memory of its own: what is read from disk is staged in host memory first."""
+    held: frozenset[str] = frozenset()
+    """Experts that lie in host memory and cross over from there; by their units' names."""
 
     def nbytes(self, *deliveries: Delivery) -> int:
         return sum(c.nbytes for c, d in zip(self.cargo, self.deliveries, strict=True) if d in deliveries)
@@ -166,12 +107,23 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        return self.nbytes(Delivery.MAPPED, Delivery.PREFETCH) + self.staging_bytes
+        kept = [c for c, d in zip(self.cargo, self.deliveries, strict=True) if d.on_host or c.name in self.held]
+        return sum(c.berth_bytes if self.crosses else c.nbytes for c in kept) + self.staging_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory for experts that cross over from there."""
+        return sum(c.nbytes for c in self.cached if c.name in self.held)
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory through which the ring's weights cross over to the device."""
-        return self.ring_slots * self.slot_bytes if self.crosses else 0
+        """Host memory through which what is read from disk crosses over to the device."""
+        if not self.crosses:
+            return 0
+        streamed = [c for c, d in zip(self.cargo, self.deliveries, strict=True) if d is Delivery.STREAM]
+        fetched = [c.stage_bytes for c in self.cached if c.name not in self.held]
+        slots = self.ring_slots * max((c.ring_bytes for c in streamed), default=0)
+        return slots + EXPERT_STAGES * max(fetched, default=0)
 
     @property
     def pass_bytes(self) -> int:
@@ -197,19 +149,8 @@ class Placement:
         assert (self.ring_slots >= RING_SLOTS_LEAST) == (ringed > 0)
         assert all(c.rows for c, d in zip(self.cargo, self.deliveries, strict=True) if d is Delivery.ROWS)
         assert all(c.experts for c in self.cached)
+        assert self.held <= {c.name for c in self.cached}
         assert cache_least_bytes(self.cached) <= self.cache_bytes <= cache_most_bytes(self.cached)
-
-
-def cache_least_bytes(cached: Sequence[Cargo]) -> int:
-    """A prompt may choose all experts of a layer at once. One frame more is what an expert that is away reads as."""
-    most = max((c.expert_bytes for c in cached), default=0)
-    return most * (max((c.experts for c in cached), default=-1) + 1) + sum(c.edge_bytes for c in cached)
-
-
-def cache_most_bytes(cached: Sequence[Cargo]) -> int:
-    """With all experts in it."""
-    most = max((c.expert_bytes for c in cached), default=0)
-    return most * (sum(c.experts for c in cached) + bool(cached)) + sum(c.edge_bytes for c in cached)
 
 
 def place(
@@ -220,25 +161,25 @@ def place(
     rules: Iterable[Rule] = (),
     *,
     crosses: bool = False,
+    held_bytes: int | None = None,
 ) -> Placement:
     """Deliveries for ``cargo`` within the budgets; ``device_bytes`` of ``None`` has no limit. ``crosses``: the device
-    is a memory of its own, so nothing can be computed from a mapped file, and experts come with their layer.
+    is a memory of its own: then nothing is computed from where it lies on the host unless a rule says so.
+    ``held_bytes``: of ``host_bytes``, what experts may bring them to; ``None`` is all of it.
 
     Rules are obeyed; everything else stays in device memory while it fits, then goes to host memory while that fits,
     then is streamed; experts get what is left as a cache. Raises BudgetError when nothing fits, with the least budget
     that does; ConfigError for a rule that matches nothing.
     """
     together, apart, fixed = _ruled(cargo, tuple(rules))
-    if crosses:
-        _refuse_in_place(fixed)
-        apart = together
     whole = _placement(together, [fixed.get(c.name, Delivery.RESIDENT) for c in together], small_bytes, RING_SLOTS)
     whole = replace(whole, crosses=crosses)
     if device_bytes is None:
         cache_bytes = cache_most_bytes(whole.cached) // _CACHED_SHARE
-        return _within_host(_cached(whole, max(0, cache_bytes - whole.cache_bytes)), host_bytes)
+        cached = _cached(whole, max(0, cache_bytes - whole.cache_bytes))
+        return _within_host(_held(cached, host_bytes if held_bytes is None else held_bytes), host_bytes)
     if whole.device_bytes <= device_bytes:
-        return _within_host(_cached(whole, device_bytes - whole.device_bytes), host_bytes)
+        return _within_host(_held(_cached(whole, device_bytes - whole.device_bytes), host_bytes), host_bytes)
     needs: list[int] = []
     for units in (apart, together) if len(apart) > len(together) else (together,):
         found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs, crosses)
@@ -250,15 +191,6 @@ def place(
         f"{max(c.nbytes for c in apart)} "
         "bytes must fit, with room to read the next one meanwhile. Give device_memory a larger size."
     )
-
-
-def _refuse_in_place(fixed: Mapping[str, Delivery]) -> None:
-    for name, delivery in fixed.items():
-        if delivery in (Delivery.MAPPED, Delivery.EXPERTS):
-            raise ConfigError(
-                f"{name} is to be delivered as {delivery.value}, which is there on a CPU only: on another device say "
-                "resident, prefetch or stream."
-            )
 
 
 def _squeezed(
@@ -275,7 +207,7 @@ def _squeezed(
     found = False
     for slots in (RING_SLOTS, RING_SLOTS_LEAST):
         least = []
-        for limit in _slot_limits(cargo, fixed, crosses):
+        for limit in _slot_limits(cargo, fixed):
             try:
                 least.append(_least(cargo, fixed, small_bytes, host_bytes, slots, limit, crosses))
             except BudgetError as error:  # a smaller ring may need less
@@ -294,10 +226,10 @@ def _squeezed(
     return None
 
 
-def _slot_limits(cargo: Sequence[Cargo], fixed: Mapping[str, Delivery], crosses: bool) -> list[int]:
+def _slot_limits(cargo: Sequence[Cargo], fixed: Mapping[str, Delivery]) -> list[int]:
     """How large a slot of the ring may be: no ring (0), or as large as one of the units."""
     ringed = [c.ring_bytes for c in cargo if c.name in fixed and fixed[c.name].rings]
-    free = {c.ring_bytes for c in cargo if c.name not in fixed and not c.rows and (crosses or not c.experts)}
+    free = {c.ring_bytes for c in cargo if c.name not in fixed and not c.rows and not c.experts}
     return sorted(size for size in {0, *free, *ringed} if size >= max(ringed, default=0))
 
 
@@ -313,7 +245,7 @@ def _least(
     """As little device memory as can be with slots of at most ``limit`` bytes: what is larger goes to host memory if it
     fits there, else it must be resident.
     """
-    chosen = [fixed.get(c.name, _away(c, crosses)) for c in cargo]
+    chosen = [fixed.get(c.name, _away(c)) for c in cargo]
     left_bytes = host_bytes - sum(c.nbytes for c, d in zip(cargo, chosen, strict=True) if d.on_host)
     for at in sorted(range(len(cargo)), key=lambda at: -cargo[at].nbytes):
         if cargo[at].name not in fixed and chosen[at] is Delivery.STREAM and cargo[at].ring_bytes > limit:
@@ -323,10 +255,8 @@ def _least(
     return _within_host(replace(_placement(cargo, chosen, small_bytes, slots), crosses=crosses), host_bytes)
 
 
-def _away(cargo: Cargo, crosses: bool) -> Delivery:
+def _away(cargo: Cargo) -> Delivery:
     """What takes the least memory."""
-    if crosses:
-        return Delivery.ROWS if cargo.rows else Delivery.STREAM
     return Delivery.ROWS if cargo.rows else Delivery.EXPERTS if cargo.experts else Delivery.STREAM
 
 
@@ -343,8 +273,11 @@ def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int
         if cargo[at].nbytes <= device_left and not cargo[at].experts:
             chosen[at] = Delivery.RESIDENT
             device_left -= cargo[at].nbytes
-        elif cargo[at].nbytes <= host_left:
-            chosen[at] = Delivery.PREFETCH if placement.crosses else Delivery.MAPPED
+        elif placement.crosses and not cargo[at].experts and cargo[at].berth_bytes <= host_left:
+            chosen[at] = Delivery.PREFETCH
+            host_left -= cargo[at].berth_bytes
+        elif not placement.crosses and cargo[at].nbytes <= host_left:
+            chosen[at] = Delivery.MAPPED
             host_left -= cargo[at].nbytes
     spread = _spread(cargo, chosen, fixed)
     filled = _placement(cargo, spread, placement.small_bytes, placement.ring_slots)
@@ -355,7 +288,18 @@ def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int
         if spread[at] is Delivery.ROWS and cargo[at].name not in fixed and cargo[at].nbytes <= device_left:
             spread[at] = Delivery.RESIDENT
             device_left -= cargo[at].nbytes
-    return replace(filled, deliveries=tuple(spread))
+    return _held(replace(filled, deliveries=tuple(spread)), host_bytes)
+
+
+def _held(placement: Placement, host_bytes: int) -> Placement:
+    """The same with as many experts in host memory as there is room for, where they cross over from there. On a CPU
+    they are mapped instead.
+    """
+    for cargo in placement.cached if placement.crosses else ():
+        more = replace(placement, held=placement.held | {cargo.name})
+        if more.host_bytes <= host_bytes:
+            placement = more
+    return placement
 
 
 def _cached(placement: Placement, more_bytes: int) -> Placement:

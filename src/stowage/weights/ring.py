@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,12 @@ from numpy.typing import NDArray
 from stowage.errors import ModelError
 from stowage.weights.reading import Read, Readers, Stall, Ticket
 
-__all__ = ["Ring", "Slot"]
+__all__ = ["TWO_FORWARDS", "Ring", "Slot"]
+
+TWO_FORWARDS: Final = (
+    "two forwards of this model ran at the same time, and its weights are delivered for one: let one thread compute at "
+    "a time, or load the model twice."
+)
 
 
 @dataclass(slots=True)
@@ -110,11 +116,7 @@ class Ring:
         """
         thread = threading.get_ident()
         if unit in self._lent or any(holder != thread for _, holder in self._lent.values()):
-            raise ModelError(
-                "two forwards of this model ran at the same time, and its weights are delivered for one: let one "
-                "thread "
-                "compute at a time, or load the model twice."
-            )
+            raise ModelError(TWO_FORWARDS)
         self._seek(unit)
         filling = self._filling[0]
         self._stall.wait(filling.ticket)

@@ -19,7 +19,7 @@ from torch import nn
 from stowage.weights import frames
 from stowage.weights.checkpoint import PAGE_BYTES
 
-__all__ = ["SMALL_BYTES", "Unit", "arranged", "divide", "looks_up"]
+__all__ = ["SMALL_BYTES", "Unit", "arranged", "divide", "looks_up", "renumbers"]
 
 SMALL_BYTES = 16 << 10
 """Norms and biases: reading them by themselves costs more than keeping them."""
@@ -128,6 +128,16 @@ def _in_pages(stack: nn.Parameter) -> bool:
     """Whether each expert takes whole pages, and has some of its own wherever the first begins."""
     expert_bytes = stack[0].numel() * stack.element_size()
     return expert_bytes % PAGE_BYTES == 0 and expert_bytes > PAGE_BYTES
+
+
+def renumbers(module: nn.Module) -> bool:
+    """Whether a module of experts answers the same when its experts have other numbers: Transformers' grouped and
+    batched kernels do, which add up a token's experts in the order in which they were chosen; its plain loop adds them
+    up by number.
+    """
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    own = all(hasattr(module, name) for name in ("num_experts", "has_bias", "is_transposed"))
+    return own and implementation in ("grouped_mm", "batched_mm")
 
 
 def looks_up(module: nn.Embedding) -> bool:

@@ -43,3 +43,9 @@ class Uses:
         shares = np.maximum(self._shares[units, experts], _SHARE_LEAST)
         found: NDArray[np.float64] = ahead + around * (1.0 / shares - 1.0)
         return found
+
+    def likely(self, unit: int, least: float) -> NDArray[np.int64]:
+        """Experts of ``unit`` that more than ``least`` of the recent tokens chose, the likeliest first."""
+        shares = self._shares[unit]
+        order: NDArray[np.int64] = np.argsort(-shares, kind="stable")
+        return order[: int(np.count_nonzero(shares > least))]

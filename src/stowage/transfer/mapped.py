@@ -1,0 +1,47 @@
+"""Pinned host memory as a tensor of the device: kernels read it over the link, and nothing is copied (case B).
+
+The address is asked of the driver, for both ends, and the tensor is made over it by torch without owning it: whoever
+pinned the memory keeps it, and unpins it when no such tensor is used any more. Where a device reads pageable memory
+through the host's own page tables, which its attributes say, the host's address is the device's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stowage.transfer.pinning import USES_HOST_PAGE_TABLES, CudaDriver
+
+__all__ = ["mapped"]
+
+
+class Addresses(Protocol):
+    """What is asked of a device's driver."""
+
+    def attribute(self, number: int, device: int) -> int:
+        """A device attribute, 0 where the driver does not know it."""
+        ...
+
+    def device_address(self, address: int) -> int:
+        """Where the device sees pinned host memory, 0 where it does not."""
+        ...
+
+
+def mapped(memory: Tensor, device: torch.device, driver: Addresses | None = None) -> Tensor:
+    """``memory`` (uint8, one dimension, in host memory) as a tensor on ``device``. Raises RuntimeError where it cannot
+    be.
+    """
+    driver = driver or CudaDriver()
+    first = memory.data_ptr()
+    empty = torch.empty(0, dtype=torch.uint8, device=device)  # the driver has a context of this thread from here on
+    if not driver.attribute(USES_HOST_PAGE_TABLES, device.index or 0):
+        there = driver.device_address(first)
+        if not there:
+            raise RuntimeError("the memory is not pinned")
+        if driver.device_address(first + memory.numel() - 1) != there + memory.numel() - 1:
+            raise RuntimeError("the device does not see it in one piece")
+        first = there
+    make: Any = torch._C._construct_storage_from_data_pointer
+    return empty.set_(make(first, device, memory.numel()), 0, (memory.numel(),), (1,))

@@ -1,0 +1,74 @@
+"""Host memory in which weights lie for good while a device computes from copies of them, or from itself.
+
+Owns a few large pieces of memory and who has which of their pages: each parameter begins at a page of its own. Pieces
+are pinned whole, where that is wanted, once everything is in them; only the pages that were given away are, and take
+memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stowage.weights.checkpoint import PAGE_BYTES
+
+__all__ = ["PIECE_BYTES", "Berths"]
+
+PIECE_BYTES: Final = 1 << 30
+"""Of addresses that are asked for at a time: so that few calls pin it all."""
+_MAP_NORESERVE: Final = 0x4000
+
+
+class Berths:
+    """``piece_bytes``: instead of ``PIECE_BYTES``."""
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+        assert piece_bytes % PAGE_BYTES == 0
+        self._piece_bytes = piece_bytes
+        self._pieces: list[NDArray[np.uint8]] = []
+        self._used: list[int] = []
+        self._pinned: list[Any] = []
+        self.whole = False
+        """Whether all of it is pinned."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(self._used)
+
+    def keep(self, values: Tensor) -> Tensor:
+        """The same values, contiguous, in memory that is theirs for good."""
+        nbytes = values.numel() * values.element_size()
+        taken = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        if not self._pieces or self._used[-1] + taken > self._pieces[-1].nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            memory = mmap.mmap(-1, max(taken, self._piece_bytes), flags=flags)
+            self._pieces.append(np.frombuffer(memory, np.uint8))
+            self._used.append(0)
+        begin = self._used[-1]
+        self._used[-1] = begin + taken
+        place = torch.from_numpy(self._pieces[-1][begin : begin + nbytes])
+        return place.view(values.dtype).view(values.shape).copy_(values.detach())
+
+    def pin(self, pin: Callable[[NDArray[np.uint8]], Any]) -> None:
+        """Pin what was given away, by ``pin``, which returns something to ``close``, or ``None``. Nothing more is kept
+        afterwards.
+        """
+        self._pinned = [pin(piece[:used]) for piece, used in zip(self._pieces, self._used, strict=True)]
+        self.whole = all(pinned is not None and pinned.whole for pinned in self._pinned)
+
+    def close(self) -> None:
+        """Unpin. The memory lives as long as somebody shows it. May be called twice."""
+        while self._pinned:
+            pinned = self._pinned.pop()
+            if pinned is not None:
+                pinned.close()
+        self._pieces.clear()
+        self._used.clear()
+        self.whole = False

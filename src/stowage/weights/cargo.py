@@ -1,0 +1,98 @@
+"""What is placed: a unit of weights, what it takes wherever it lies, and how it can be delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+__all__ = ["PAGE_BYTES", "Cargo", "Delivery", "cache_least_bytes", "cache_most_bytes"]
+
+PAGE_BYTES = 4096
+
+
+class Delivery(StrEnum):
+    """How a module gets its parameters.
+
+    resident: they lie in device memory. mapped: a view over the checkpoint's file, mapped into memory; it counts as
+    host memory. prefetch: copied from host memory into a ring of device buffers, ahead of time. stream: read from
+    disk into that ring. rows: an embedding, of which the rows of a forward's tokens are read from disk. experts: each
+    expert is read when the router chooses it, into a cache in device memory.
+
+    On a device that is a memory of its own what is mapped lies in host memory, which kernels read over the link, and
+    experts lie in host memory as far as it goes.
+    """
+
+    RESIDENT = "resident"
+    MAPPED = "mapped"
+    PREFETCH = "prefetch"
+    STREAM = "stream"
+    ROWS = "rows"
+    EXPERTS = "experts"
+
+    @property
+    def rings(self) -> bool:
+        return self in (Delivery.PREFETCH, Delivery.STREAM)
+
+    @property
+    def on_host(self) -> bool:
+        return self in (Delivery.PREFETCH, Delivery.MAPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """One unit. ``nbytes`` of its parameters, ``pieces``: how many. ``rows``: an embedding. ``layer``: its number among
+    the model's repeated layers, -1 for another module. ``experts``: how many are stacked in it, 0 for what is not a
+    layer's experts. ``apart``: the experts that are part of this unit, and can be units of their own.
+    """
+
+    name: str
+    nbytes: int
+    pieces: int
+    rows: bool = False
+    layer: int = -1
+    experts: int = 0
+    apart: tuple[Cargo, ...] = ()
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of a slot that takes it, at most: each parameter may begin and end inside of a page."""
+        return self.nbytes + 2 * PAGE_BYTES * self.pieces
+
+    @property
+    def berth_bytes(self) -> int:
+        """Of host memory from which it crosses over, at most: each parameter begins at a page."""
+        return self.nbytes + PAGE_BYTES * self.pieces
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of host memory for one of its experts on its way, at most."""
+        return self.expert_bytes + PAGE_BYTES * (1 + self.pieces)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one of its experts."""
+        return self.nbytes // self.experts if self.experts else 0
+
+    @property
+    def edge_bytes(self) -> int:
+        """Pages that two neighbouring experts may share, at most; they stay."""
+        return self.pieces * (self.experts + 1) * PAGE_BYTES if self.experts else 0
+
+    def without(self, apart: Sequence[Cargo]) -> Cargo:
+        """What is left when those experts are units of their own."""
+        left_bytes = self.nbytes - sum(part.nbytes for part in apart)
+        left = tuple(part for part in self.apart if part not in apart)
+        return replace(self, nbytes=left_bytes, pieces=self.pieces - sum(p.pieces for p in apart), apart=left)
+
+
+def cache_least_bytes(cached: Sequence[Cargo]) -> int:
+    """A prompt may choose all experts of a layer at once. One frame more is what an expert that is away reads as."""
+    most = max((c.expert_bytes for c in cached), default=0)
+    return most * (max((c.experts for c in cached), default=-1) + 1) + sum(c.edge_bytes for c in cached)
+
+
+def cache_most_bytes(cached: Sequence[Cargo]) -> int:
+    """With all experts in it."""
+    most = max((c.expert_bytes for c in cached), default=0)
+    return most * (sum(c.experts for c in cached) + bool(cached)) + sum(c.edge_bytes for c in cached)
