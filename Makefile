@@ -18,6 +18,7 @@ PARALLEL := --numprocesses $(JOBS) --dist worksteal
 ORDINARY := "not vllm and not cuda and not device and not lmeval and not browser and not commands"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
+TRITON_STAMP := .triton/.installed
 DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
@@ -92,8 +93,15 @@ crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OP
 load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300: nothing lost, held or leaked
 	$(PY) -m tests.server.load --seconds $(or $(SECONDS),300)
 
-second-device: $(ENV_STAMP) ## run the engine on a device that only a C++ compiler is needed for: nothing mixes two devices up
+second-device: $(ENV_STAMP) $(TRITON_STAMP) ## run the engine on a device that needs a C++ compiler only, and kernels for GPUs interpreted
 	$(PY) -m pytest -m device tests/second_device
+
+$(TRITON_STAMP): requirements/second-device.txt | $(ENV_STAMP)
+	@echo "Installing Triton into .triton: a download of some 190 MB, 640 MB in the end."
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/second-device.txt \
+		|| echo "Triton could not be installed (see above): its kernels are not tested" >&2
+	@mkdir -p $(dir $@) && touch $@
 
 cuda: $(ENV_STAMP) ## test what needs a CUDA device
 	$(PY) -m pytest -m cuda tests
@@ -157,7 +165,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .triton .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f src/stowage/core/*/*.so src/stowage/engine/*.so src/stowage/format/*.so
 	rm -rf src/*.egg-info mutants htmlcov .coverage

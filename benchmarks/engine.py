@@ -1,6 +1,7 @@
 """How fast the embedded engine computes: prefill, and decoding alone and eight at a time.
 
     python -m benchmarks.engine [--models llama,windowed,recurrent] [--ways stowage,...] [--rounds 3] [--dtype float32]
+    python -m benchmarks.engine --device cuda
 
 Ours with its kernels, deterministic, and without kernels; plain Transformers (`generate()`, eight prompts as one
 batch), its continuous batching, and vLLM's CPU build (needs `make bench-env`). 0.5 B random parameters, greedy.
@@ -8,6 +9,8 @@ Prefill: 1,024 tokens to the first one drawn. Decoding: 128 tokens in, 64 out, w
 asked twice, so nothing is reused. Each way runs in a process of its own, one at a time, in turn over the rounds.
 
 The limit of decoding is printed with it: all weights are read once for each step, at the speed of a sum over them.
+
+On a CUDA device: ours with its paged kernel and with torch's attention, and Transformers; not vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from typing import Any
 from benchmarks import models
 from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
+from stowage.engine.device import resolve
+from stowage.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "peers" / "turns.py"
 WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm")
@@ -30,16 +35,19 @@ BUILD = {
     "windowed": models.half_billion_windowed,
     "recurrent": models.half_billion_recurrent,
 }
+ON_CPU = ("deterministic", "vllm")
+"""Of the ways, those that need a CPU: our deterministic answers, and vLLM's CPU build."""
 CANNOT = {("recurrent", "continuous"), ("recurrent", "vllm")}
 """Transformers' continuous batching has attention only; vLLM wants experts in a Qwen3-Next."""
 PREFILL_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 1024, 128, 64
 DEVICE_BYTES = 1 << 30
 
 
-def measure(way: str, model: Path, dtype: str, seed: int) -> dict[str, float]:
+def measure(way: str, model: Path, dtype: str, seed: int, device: str) -> dict[str, float]:
     """Tokens per second."""
     python = PYTHON if way == "vllm" else sys.executable
-    peer = Peer([python, SCRIPT, "vllm-no-reuse" if way == "vllm" else way, model, dtype, str(DEVICE_BYTES), "0"])
+    way_there = "vllm-no-reuse" if way == "vllm" else way
+    peer = Peer([python, SCRIPT, way_there, model, dtype, str(DEVICE_BYTES), "0", device])
     asked = seed * 1000
 
     def seconds(count: int, length: int, tokens: int) -> float:
@@ -62,15 +70,15 @@ def measure(way: str, model: Path, dtype: str, seed: int) -> dict[str, float]:
     return found
 
 
-def read_bytes_per_s() -> float:
-    """How fast all cores read memory: the best of some sums over a quarter of a GiB."""
+def read_bytes_per_s(device: str) -> float:
+    """How fast ``device`` (of a CPU all cores) reads memory: the best of some sums over a quarter of a GiB."""
     import torch
 
-    numbers = torch.ones(1 << 26)
+    numbers = torch.ones(1 << 26, device=device)
     best_s = float("inf")
     for _ in range(10):
         began_s = time.perf_counter()
-        numbers.sum()
+        numbers.sum().item()
         best_s = min(best_s, time.perf_counter() - began_s)
     return numbers.nbytes / best_s
 
@@ -90,32 +98,42 @@ def report(runs: dict[str, list[dict[str, float]]], limit: float) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(BUILD))
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default="", help=f"of {','.join(WAYS)} (all that the device can run)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default=models.native_dtype(), choices=["bfloat16", "float32"])
-    parser.add_argument("--name", default="engine", help="of the result's file")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--dtype", default="", choices=["", "bfloat16", "float32"])
+    parser.add_argument("--name", default="", help="of the result's file (engine, or engine_cuda and the like)")
     options = parser.parse_args()
-    ways = options.ways.split(",")
+    on_cpu = options.device == "cpu"
+    on_device = "engine" if on_cpu else f"engine_{options.device.partition(':')[0]}"
+    dtype = options.dtype or (models.native_dtype() if on_cpu else "bfloat16")
+    ways = options.ways.split(",") if options.ways else [way for way in WAYS if on_cpu or way not in ON_CPU]
     for asked, known in ((ways, WAYS), (options.models.split(","), tuple(BUILD))):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(known)}")
+    if not on_cpu and (there := set(ways) & set(ON_CPU)):
+        parser.error(f"{', '.join(sorted(there))}: on a CPU only")
+    try:
+        resolve(options.device)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
     if "vllm" in ways and not PYTHON.exists():
         raise SystemExit("vLLM is not here. Make the peers' environment first: make bench-env")
-    results: dict[str, Any] = {"dtype": options.dtype, "rounds": options.rounds}
+    results: dict[str, Any] = {"device": options.device, "dtype": dtype, "rounds": options.rounds}
     for name in options.models.split(","):
         can = [way for way in ways if (name, way) not in CANNOT]
         with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
-            built = BUILD[name](options.dtype)
+            built = BUILD[name](dtype)
             read = sum(p.nbytes for p in built.parameters()) - built.get_input_embeddings().weight.nbytes
             built.save_pretrained(directory)
             del built
             runs: dict[str, list[dict[str, float]]] = {way: [] for way in can}
             for number in range(options.rounds):
                 for way in can[:: 1 if number % 2 == 0 else -1]:
-                    runs[way].append(measure(way, Path(directory), options.dtype, number + 1))
-            print(f"{name}, {options.dtype}", flush=True)
-            results[name] = report(runs, read_bytes_per_s() / read)
-        write_result(options.name, results)  # after each model: what follows may fail
+                    runs[way].append(measure(way, Path(directory), dtype, number + 1, options.device))
+            print(f"{name}, {dtype}", flush=True)
+            results[name] = report(runs, read_bytes_per_s(options.device) / read)
+        write_result(options.name or on_device, results)  # after each model: what follows may fail
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from stowage.testing.tiny_models import Family, TinySize
 from stowage.testing.tiny_models.outer import Outer
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+SAME = {"gpt-sw3": "gpt2"}
+"""Types whose configs are read as those of another."""
 _KINDS = {Kind.FULL: "full", Kind.SLIDING: "window", Kind.CHUNKED: "chunked", Kind.RECURRENT: "state"}
 
 HEAD = """# Models
@@ -45,8 +47,8 @@ last snapshot in it, taken every `snapshot_tokens` and at the end of a prompt. *
 several in one forward, or *in turn* (single tokens are a batch in any case).
 
 Families that are computed *alone* run on the fallback executor: with the attention that Transformers computes them
-with, one sequence at a time, their cache in the same pools and tiers (`docs/engine.md`). Of these two were made to take
-turns on a small device. *Entries*: one compressed row for several tokens.
+with, one sequence at a time, their cache in the same pools and tiers (`docs/engine.md`). Three of these were made to
+take turns on a small device. *Entries*: one compressed row for several tokens.
 
 `stowage tiny NAME DIR` writes such a tiny model.
 """
@@ -67,17 +69,23 @@ sound are refused; of Gemma 3n and Gemma 4, so is a token that stands for one, w
 REFUSED_HEAD = """
 ## Refused
 
-Each of these has a tiny model too, which the engine is seen to refuse for what it finds in it.
+Each of these has a tiny model too, which is seen to do what is said of it.
 
 | Type | Models | Why |
 |---|---|---|
 """
 REST = """
-## Not tried yet
+Transformers names these among its causal models as well; they are refused by name:
 
-Refused as well, by name: {}.
+| Types | Why |
+|---|---|
+{}
 
-Encoder-decoder models are not run, nor are models that take pictures or sound and are not named above.
+`gpt-sw3` is a `gpt2`. Encoder-decoder models are not run, nor are models that take pictures or sound and are not named
+above.
+"""
+NOT_TRIED = """
+Not tried yet, and refused: {}.
 """
 
 
@@ -125,17 +133,32 @@ def refused_rows() -> list[str]:
     ]
 
 
+def by_name_rows() -> list[str]:
+    reasons = dict.fromkeys(families.NO_TEXT_MODELS.values())
+    types = {why: ", ".join(f"`{t}`" for t, w in families.NO_TEXT_MODELS.items() if w == why) for why in reasons}
+    return [f"| {listed} | {why} |" for why, listed in types.items()]
+
+
 def not_tried() -> list[str]:
-    """Types that Transformers has a causal model for, and that are in neither table."""
+    """Types that Transformers has a causal model for, and that are in no table."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    return sorted(set(CAUSAL) - families.PROVED - families.OUTER.keys() - set(families.REFUSED))
+    known = families.PROVED | families.OUTER.keys() | families.REFUSED.keys() | families.NO_TEXT_MODELS.keys()
+    return sorted(set(CAUSAL) - known - SAME.keys())
 
 
 def tail() -> str:
     """The page after the first table."""
-    refused = f"{REFUSED_HEAD}{chr(10).join(refused_rows())}\n" + REST.format(", ".join(f"`{t}`" for t in not_tried()))
-    return outer_table() + refused
+    rest = REST.format("\n".join(by_name_rows()))
+    left = ", ".join(f"`{name}`" for name in not_tried())
+    return (
+        outer_table()
+        + REFUSED_HEAD
+        + "\n".join(refused_rows())
+        + "\n"
+        + rest
+        + (NOT_TRIED.format(left) if left else "")
+    )
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """One engine in a process of its own: answers all prompts of a round, given together. For `benchmarks.multi_turn` and
 `benchmarks.engine`.
 
-    python benchmarks/peers/turns.py WAY MODEL DTYPE DEVICE_KV_BYTES HOST_BYTES
+    python benchmarks/peers/turns.py WAY MODEL DTYPE DEVICE_KV_BYTES HOST_BYTES [DEVICE]
 
 WAY: `stowage`, `stowage-device` (no tier below the device), `deterministic`, `torch` (Stowage without its kernels),
 `transformers` (one prompt after the other, no reuse), `generate` (Transformers' `generate()` of all prompts as one
@@ -9,7 +9,8 @@ batch; they are of one length), `continuous` (its continuous batching), `vllm`, 
 `vllm-stowage` (with the plugin). Commands are JSON lines on stdin,
 {"prompts": [[...], ...], "tokens": 16}; an answer has for each prompt the seconds from the round's begin to its first
 token, how many of its tokens were reused, and its greedy tokens. All of Stowage's ways and Transformers run in
-Stowage's own environment, those of vLLM in the peers', with Stowage's sources on its path.
+Stowage's own environment, those of vLLM in the peers', with Stowage's sources on its path. DEVICE: what they compute
+on, all but vLLM; a CPU if it is left out.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ SEQUENCES_MAX, CONTEXT_TOKENS = 20, 1536
 Round = Callable[[list[list[int]], int], dict[str, Any]]
 
 
-def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int, **more: Any) -> Round:
+def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int, device: str, **more: Any) -> Round:
     from stowage import Engine, Memory, SamplingParams
 
     memory = Memory(device_kv=device_bytes, host=host_bytes, sequences_max=SEQUENCES_MAX)
-    engine = Engine(model, memory, dtype=dtype, **more)
+    engine = Engine(model, memory, dtype=dtype, device=device, **more)
 
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
@@ -44,16 +45,16 @@ def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int, **more: 
     return answer
 
 
-def without_kernels(model: str, dtype: str, device_bytes: int, host_bytes: int) -> Round:
+def without_kernels(model: str, dtype: str, device_bytes: int, host_bytes: int, device: str) -> Round:
     os.environ["STOWAGE_PURE_PYTHON"] = "1"
-    return stowage(model, dtype, device_bytes, host_bytes)
+    return stowage(model, dtype, device_bytes, host_bytes, device)
 
 
-def transformers(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -> Round:
+def transformers(model: str, dtype: str, device: str) -> Round:
     import torch
     from transformers import DynamicCache
 
-    loaded = _loaded(model, dtype)
+    loaded = _loaded(model, dtype, device)
 
     @torch.inference_mode()
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -61,12 +62,12 @@ def transformers(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -
         found: dict[str, Any] = {"ttft_s": [], "reused": [0] * len(prompts), "tokens": []}
         for prompt in prompts:
             cache = DynamicCache(config=loaded.config)
-            ids = torch.tensor([prompt])
+            ids = torch.tensor([prompt], device=device)
             drawn: list[int] = []
             while len(drawn) < tokens:
                 logits = loaded(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
                 drawn.append(int(logits[0, -1].argmax()))
-                ids = torch.tensor([drawn[-1:]])
+                ids = torch.tensor([drawn[-1:]], device=device)
                 if len(drawn) == 1:
                     found["ttft_s"].append(time.perf_counter() - began_s)
             found["tokens"].append(drawn)
@@ -75,21 +76,21 @@ def transformers(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -
     return answer
 
 
-def _loaded(model: str, dtype: str) -> Any:
+def _loaded(model: str, dtype: str, device: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
 
 
-def generate(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -> Round:
+def generate(model: str, dtype: str, device: str) -> Round:
     import torch
 
-    loaded = _loaded(model, dtype)
+    loaded = _loaded(model, dtype, device)
 
     @torch.inference_mode()
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": tokens}
         out = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return {"tokens": out[:, ids.shape[1] :].tolist()}
@@ -97,11 +98,11 @@ def generate(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -> Ro
     return answer
 
 
-def continuous(model: str, dtype: str, _device_bytes: int, _host_bytes: int) -> Round:
+def continuous(model: str, dtype: str, device: str) -> Round:
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    loaded = _loaded(model, dtype)
+    loaded = _loaded(model, dtype, device)
 
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=tokens)
@@ -159,18 +160,19 @@ def vllm(model: str, dtype: str, device_bytes: int, host_bytes: int, reuse: bool
 
 
 def main() -> None:
-    way, model, dtype, device, host = sys.argv[1:]
+    way, model, dtype, device_bytes, host_bytes, *rest = sys.argv[1:]
+    device = rest[0] if rest else "cpu"
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed goes to stderr: the answers have the pipe for themselves
-    sizes = (int(device), int(host))
+    sizes = (int(device_bytes), int(host_bytes))
     ways: dict[str, Callable[[], Round]] = {
-        "stowage": lambda: stowage(model, dtype, *sizes),
-        "stowage-device": lambda: stowage(model, dtype, sizes[0], 0),
-        "deterministic": lambda: stowage(model, dtype, sizes[0], 0, deterministic=True),
-        "torch": lambda: without_kernels(model, dtype, sizes[0], 0),
-        "generate": lambda: generate(model, dtype, *sizes),
-        "continuous": lambda: continuous(model, dtype, *sizes),
-        "transformers": lambda: transformers(model, dtype, *sizes),
+        "stowage": lambda: stowage(model, dtype, *sizes, device),
+        "stowage-device": lambda: stowage(model, dtype, sizes[0], 0, device),
+        "deterministic": lambda: stowage(model, dtype, sizes[0], 0, device, deterministic=True),
+        "torch": lambda: without_kernels(model, dtype, sizes[0], 0, device),
+        "generate": lambda: generate(model, dtype, device),
+        "continuous": lambda: continuous(model, dtype, device),
+        "transformers": lambda: transformers(model, dtype, device),
         "vllm": lambda: vllm(model, dtype, sizes[0], 0),
         "vllm-no-reuse": lambda: vllm(model, dtype, sizes[0], 0, reuse=False),
         "vllm-stowage": lambda: vllm(model, dtype, *sizes),

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as _Collector
 
-__all__ = ["BREAKER_STATES", "ENGINE", "POOL", "STORE", "TIER", "WEIGHTS", "Collector", "Row", "exposition"]
+__all__ = ["BREAKER_STATES", "ENGINE", "GRAPHS", "POOL", "STORE", "TIER", "WEIGHTS", "Collector", "Row", "exposition"]
 
 BREAKER_STATES: Final = ("closed", "half-open", "open")
 
@@ -140,6 +140,15 @@ stall_s         weights_stall_seconds_total        time that forwards waited for
 forward_s       weights_forward_seconds_total      time of those forwards
 """)
 
+GRAPHS: Final = _rows("""
+captured_steps  graphs_steps_total        decode steps that were replayed as CUDA graphs
+plain_steps     graphs_plain_steps_total  decode steps that were not, while shapes are recorded or where they cannot be
+recorded        graphs                    CUDA graphs that are recorded
+refused         graphs_refused_total      shapes that were given up: the log says why
+bytes           graphs_bytes              device memory of CUDA graphs and their inputs
+limit_bytes     graphs_limit_bytes        what of the KV budget they may take
+""")
+
 _CHUNK_HITS: Final = "stowage_chunk_hits_total", "chunks that were found, by the first place that had them"
 _BREAKER: Final = "stowage_tier_breaker_state", "1 for the state that the tier's breaker is in"
 _OPENED: Final = "stowage_tier_breaker_opened_total", "times the tier was left alone because it kept failing"
@@ -198,6 +207,8 @@ class _Families:
             self._add_rows(POOL, pool, group=str(pool["group"]), kind=pool["kind"])
         if stats.get("weights") is not None:
             self._add_rows(WEIGHTS, stats["weights"])
+        if stats.get("graphs") is not None:
+            self._add_rows(GRAPHS, stats["graphs"])
         if stats["store"] is not None:
             self._add_store(stats["store"])
 

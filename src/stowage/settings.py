@@ -62,6 +62,11 @@ def _as_seed(value: object) -> int | None:
     return None if value is None or value == "" else _as_int(value)
 
 
+def _as_maybe(value: object) -> bool | None:
+    """A switch that may be left to the program."""
+    return None if value is None or value in ("", "auto") else _as_switch(value)
+
+
 def _as_texts(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
@@ -175,6 +180,7 @@ SETTINGS: dict[str, Setting] = {
             "",
             "the same answer to the bit, however a prompt's state arrived and whatever is computed beside it",
         ),
+        Setting("cuda_graphs", None, _as_maybe, "on|off", "replay decode steps as CUDA graphs; unset = where possible"),
         *_SAMPLING_SETTINGS,
         *_SERVER_SETTINGS,
         Setting("log_format", "text", _as_text, "STYLE", "lines on stderr about trouble: text or json"),
@@ -189,6 +195,7 @@ _OTHER_VARIABLES = (
     "STOWAGE_DEBUG",
     "STOWAGE_DISABLE_PIN_MEMORY",
     "STOWAGE_PURE_PYTHON",
+    "STOWAGE_TORCH_ATTENTION",
     PASSWORD_VARIABLE,
 )
 

@@ -167,6 +167,12 @@ def test_missing_models_are_told_without_a_network(call: Stowage) -> None:
         assert result.exit_code == 2 and name in result.stderr
 
 
+def test_cuda_graphs_need_a_cuda_device(call: Stowage, tiny_llama: Path) -> None:
+    result = call("run", tiny_llama, "--prompt", "x", "--max-new-tokens", "1", "--cuda-graphs", "on")
+    assert result.exit_code == 2 and "--cuda-graphs is not possible here: it needs a CUDA device" in result.stderr
+    assert call("run", tiny_llama, "--prompt", "x", "--max-new-tokens", "1", "--cuda-graphs", "off").exit_code == 0
+
+
 def test_stats_of_what_is_no_cache(call: Stowage, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         result = call("stats", path)

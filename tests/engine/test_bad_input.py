@@ -88,9 +88,9 @@ def test_damaged_config(damaged):
 def test_family_that_is_not_supported(damaged):
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(
-        json.dumps(config | {"model_type": "bert", "architectures": ["BertLMHeadModel"]})
+        json.dumps(config | {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]})
     )
-    with pytest.raises(UnsupportedModelError, match=r"'bert' are not supported yet.*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"'t5' are not supported yet.*llama"):
         Engine(damaged)
 
 

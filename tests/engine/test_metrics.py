@@ -19,7 +19,7 @@ from stowage.metrics import Collector, exposition
 from tests.engine.conftest import greedy, random_prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-ROWS = (*metrics.ENGINE, *metrics.WEIGHTS, *metrics.POOL, *metrics.STORE, *metrics.TIER)
+ROWS = (*metrics.ENGINE, *metrics.WEIGHTS, *metrics.GRAPHS, *metrics.POOL, *metrics.STORE, *metrics.TIER)
 
 
 class OwnTier(DictTier):

@@ -60,6 +60,13 @@ def test_every_kind_of_value_reads_the_same_from_file_and_environment(tmp_path: 
     assert load_settings({"deterministic": False}, environ)["deterministic"] is False
 
 
+def test_a_switch_that_may_be_left_to_the_program() -> None:
+    for text, value in (("on", True), ("off", False), ("auto", None), ("", None)):
+        assert load_settings({"cuda_graphs": text}, {})["cuda_graphs"] is value
+        assert load_settings({}, {"STOWAGE_CUDA_GRAPHS": text})["cuda_graphs"] is value
+    assert load_settings({}, {})["cuda_graphs"] is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"), [("hots", "host"), ("device-kv", "device_kv"), ("blocktokens", "block_tok")]
 )
@@ -94,6 +101,8 @@ def test_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
         "stop = [1]",
         "deterministic = 1",
         'deterministic = "perhaps"',
+        'cuda_graphs = "perhaps"',
+        "cuda_graphs = 2",
         "group_block_tokens = 3",
         'group_block_tokens = "sliding"',
     ],

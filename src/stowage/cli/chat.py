@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import LOG, MEMORY, SAMPLING, Json, Model, with_settings
+from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json
 from stowage.cli.run import opened, stream_answer
 from stowage.settings import Settings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 
-@with_settings(*SAMPLING, *MEMORY, *LOG)
+@with_settings(*SAMPLING, *MEMORY, *GRAPHS, *LOG)
 def chat(
     model: Model,
     *,

@@ -1,12 +1,12 @@
 """``stowage config show``: every setting, its value, and where it came from."""
 
-from stowage.cli.options import LOG, MEMORY, SAMPLING, SERVER, Json, with_settings
+from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, SERVER, Json, with_settings
 from stowage.cli.output import print_json
 from stowage.config import format_size
 from stowage.settings import SETTINGS, Settings
 
 
-@with_settings(*MEMORY, *SAMPLING, *SERVER, *LOG)
+@with_settings(*MEMORY, *GRAPHS, *SAMPLING, *SERVER, *LOG)
 def show(*, settings: Settings, json: Json = False) -> None:
     """Print every setting and where it came from.
 

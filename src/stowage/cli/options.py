@@ -39,6 +39,7 @@ MEMORY = (
     "device",
     "deterministic",
 )
+GRAPHS = ("cuda_graphs",)
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")
 LOG = ("log_format", "log_level")
 SERVER = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stowage.cli.metrics_file import kept_up
-from stowage.cli.options import LOG, MEMORY, SAMPLING, Json, Model, with_settings
+from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
 from stowage.errors import RequestError
 from stowage.settings import Settings
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stowage.engine.sampler import SamplingParams
 
 
-@with_settings(*SAMPLING, *MEMORY, *LOG)
+@with_settings(*SAMPLING, *MEMORY, *GRAPHS, *LOG)
 def run(
     model: Model,
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="A prompt, as with --prompt.")] = None,
@@ -69,6 +69,7 @@ def opened(model: str, settings: Settings) -> Iterator["Engine"]:
         dtype=settings["dtype"],
         device=settings["device"],
         deterministic=settings["deterministic"],
+        cuda_graphs=settings["cuda_graphs"],
     )
     if engine.executor == "fallback":
         note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")

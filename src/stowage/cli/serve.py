@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import LOG, MEMORY, SERVER, Json, Model, with_settings
+from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, Json, Model, with_settings
 from stowage.cli.output import note, print_json
 from stowage.cli.run import opened
 from stowage.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stowage.server.listen import Place
 
 
-@with_settings(*SERVER, *MEMORY, *LOG)
+@with_settings(*SERVER, *MEMORY, *GRAPHS, *LOG)
 def serve(
     model: Model,
     *,

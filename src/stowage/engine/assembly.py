@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 
-from stowage.config import Memory
+from stowage.config import Memory, format_size
 from stowage.core.geometry import Geometry, Kind, split_arena
 from stowage.core.groups import GroupStrategy, strategy
 from stowage.core.key import Field, namespace
@@ -22,13 +23,16 @@ from stowage.engine.device import Link, link
 from stowage.engine.exactness import Pieces, check_steps, exact_grid, exact_name
 from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.families import ALONE
+from stowage.engine.graphs import SHARE, SHARE_LEAST_BYTES, Graphs, share
 from stowage.engine.layers import ModelLayout, probe
 from stowage.engine.loading import Loaded
 from stowage.engine.pool import BlockPool
 from stowage.engine.reach import Reach
+from stowage.engine.recording import Recorder, recorder
 from stowage.engine.rows import mode_of
 from stowage.engine.rowtrial import try_rows
 from stowage.engine.runner import Runner
+from stowage.errors import ConfigError
 from stowage.format import envelope, segment
 from stowage.opening import check_tiers, open_store
 from stowage.store import TieredStore
@@ -59,6 +63,13 @@ class Parts:
     snapshot_tokens: int
     pieces: Pieces
     reach: Reach
+    device_kv_bytes: int
+    """What the pools may take: the budget, less what recorded steps may."""
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """The recorded decode steps; ``None``: all are computed plainly."""
+        return self.runner.graphs if isinstance(self.runner, Runner) else None
 
     @property
     def transfer(self) -> Transfer | None:
@@ -74,11 +85,12 @@ def assemble(
     tiers: Sequence[Tier] = (),
     *,
     deterministic: bool = False,
+    cuda_graphs: bool | None = None,
 ) -> Parts:
     """Probe the model, divide the budgets, open the tiers; ``tiers`` are the caller's own, below those of ``memory``.
 
     Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory,
-    ``ConfigError`` for an unusable key file or tiers that cannot be told apart.
+    ``ConfigError`` for an unusable key file, tiers that cannot be told apart, or CUDA graphs that are not possible.
     """
     check_tiers(tiers, memory)
     grid = exact_grid(loaded.model) if deterministic else 1
@@ -89,11 +101,12 @@ def assemble(
     layout = replace(probe(loaded.model, tokens, chunk_blocks), placeholders=loaded.placeholders)
     pieces = Pieces(grid if layout.alone or (layout.recurrent is not None and layout.continues) else 1)
     check_steps(pieces, memory, layout.context_tokens)
+    records = _recorder(loaded, memory, layout, cuda_graphs) if cuda_graphs is not False else None
     if layout.alone:
-        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic)
+        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic, None)
     attention.install(loaded.model)
     try:
-        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic)
+        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic, records)
     except BaseException:
         attention.uninstall(loaded.model)
         raise
@@ -108,6 +121,7 @@ def _assemble(
     tiers: Sequence[Tier],
     pieces: Pieces,
     deterministic: bool,
+    records: Recorder | None,
 ) -> Parts:
     geometry = Geometry(layout.groups)
     computed = f"fallback/{loaded.model.config._attn_implementation}" if layout.alone else attention.NAME
@@ -120,17 +134,23 @@ def _assemble(
     snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
     slabs = split_arena(geometry, memory.host_bytes, snapshot_tokens) if memory.host_bytes else ()
     reach = Reach(layout.blocks, slabs, memory.step_tokens_max, pieces.grid, layout.context_tokens)
-    counts = reach.divide(memory.device_kv_bytes)
+    graph_bytes = share(memory.device_kv_bytes) if records is not None else 0
+    pool_bytes = memory.device_kv_bytes - graph_bytes
+    counts = reach.divide(pool_bytes)
     pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
-    assert sum(pool.nbytes for pool in pools) <= memory.device_kv_bytes, "the device budget is hard"
+    assert sum(pool.nbytes for pool in pools) <= pool_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
     runner: Runner | FallbackRunner
     placed = loaded.weights is not None
     if layout.alone:
-        mode = mode_of(loaded.model, exact=deterministic, placed=placed)
-        runner = FallbackRunner(loaded.model, layout, pools, grid=pieces.grid, mode=mode)
+        rows = mode_of(loaded.model, exact=deterministic, placed=placed)
+        runner = FallbackRunner(
+            *(loaded.model, layout, pools), grid=pieces.grid, exact=deterministic, mode=rows or nullcontext()
+        )
     else:
         runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic, placed=placed)
+        if records is not None:
+            runner.record(records, graph_bytes, memory.sequences_max)
     if deterministic:
         try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before there is a store that must be closed
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
@@ -151,7 +171,24 @@ def _assemble(
         snapshot_tokens=snapshot_tokens,
         pieces=pieces,
         reach=reach,
+        device_kv_bytes=pool_bytes,
     )
+
+
+def _recorder(loaded: Loaded, memory: Memory, layout: ModelLayout, wanted: bool | None) -> Recorder | None:
+    """What records decode steps, where that is possible. Raises ``ConfigError`` where it is ``wanted`` and is not."""
+    found, why = recorder(loaded.model.device), ""
+    if found is None:
+        why = f"it needs a CUDA device, and the model computes on {loaded.model.device}"
+    elif layout.alone:
+        why = f"{loaded.model.config.model_type} models are run with Transformers' own attention"
+    elif loaded.weights is not None:
+        why = "weights that are placed under a budget are not where a recorded step would look for them"
+    elif not share(memory.device_kv_bytes):
+        why = f"device_kv is too small to take a part from: give it {format_size(SHARE * SHARE_LEAST_BYTES)} or more"
+    if why and wanted:
+        raise ConfigError(f"--cuda-graphs is not possible here: {why}. Leave it out.")
+    return None if why else found
 
 
 def block_tokens_of(memory: Memory, grid: int = 1) -> Mapping[Kind, int]:

@@ -3,7 +3,7 @@
 Owns the arithmetic of attention on a CPU: single tokens as one padded batch with the grouped query heads folded into
 rows (1.5x faster than ``enable_gqa`` at 4,096 keys), runs of tokens one sequence at a time, multi-head latent attention
 absorbed for single tokens (the latent is multiplied into the query, DeepSeek-V2, arXiv:2405.04434, section 2.1.2) and
-expanded for runs.
+expanded for runs. Single tokens that are read where they lie (``Tables``) it hands to whoever does that.
 
 Registered under ``NAME`` with ``AttentionInterface``; the same name is left out of the mask interface, so that models
 build no masks. Reads the step from ``step.current``. Never allocates blocks.
@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from stowage.engine import native, probing, streaming
+from stowage.engine.calls import whole
 from stowage.engine.scores import Scores, attend
 from stowage.engine.step import DecodeStep, PrefillStep, current
+from stowage.engine.tables import Tables
 from stowage.errors import StowageError
 
 NAME = "stowage_paged"
@@ -53,6 +55,7 @@ def uninstall(model: Any) -> None:
     model.set_attn_implementation(before)
 
 
+@whole
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -79,6 +82,9 @@ def paged_attention(
     scores = Scores(width**-0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux"))
     latent = group.pool.layout.layers[0].latent
     away = group.pool.away.get(layer)
+    tabled = _tabled_latent if latent else _tabled
+    if isinstance(group.decode, Tables) and step.decodes == batch * length:
+        return tabled(module, flat, views, group.decode, scores).view(batch, length, heads, -1), None
     if group.runs is not None:
         paged = _paged_latent if latent else _paged
         tokens = group.runs.tokens
@@ -92,7 +98,9 @@ def paged_attention(
         assert away is not None, "blocks are away, and nobody said where"
         streamed = streaming.attend_latent if latent else streaming.attend
         out[stream.begin : stream.end] = streamed(module, flat[stream.begin : stream.end], views, away, stream, scores)
-    if group.decode is not None:
+    if isinstance(group.decode, Tables):
+        out[: step.decodes] = tabled(module, flat[: step.decodes], views, group.decode, scores)
+    elif group.decode is not None:
         decode = _decode_latent if latent else _decode
         out[: step.decodes] = decode(module, flat[: step.decodes], views, group.decode, scores)
     for run in group.prefills:
@@ -120,6 +128,16 @@ def _paged_latent(
     return native.per_head(mixed, weight[:, nope:])
 
 
+def _tabled(module: Any, query: Tensor, views: Views, tables: Tables, scores: Scores) -> Tensor:
+    return tables.read(query, views[0], views[1], scores)
+
+
+def _tabled_latent(module: Any, query: Tensor, views: Views, tables: Tables, scores: Scores) -> Tensor:
+    wide, weight = _absorbed(module, query)
+    mixed = tables.read(wide, views[0], views[0][..., : module.kv_lora_rank], scores)
+    return torch.einsum("bhr,hvr->bhv", mixed, weight)
+
+
 def _gather(view: Tensor, blocks: Tensor, keys: int) -> Tensor:
     """``[..., blocks]`` of ``view`` ``[rows, block_tokens, heads, dim]`` as ``[..., keys, heads, dim]``."""
     picked = view[blocks]
@@ -145,15 +163,22 @@ def _latents(views: Views, blocks: Tensor, keys: int) -> Tensor:
     return _gather(views[0], blocks, keys).squeeze(-2)
 
 
-def _decode_latent(module: Any, query: Tensor, views: Views, step: DecodeStep, scores: Scores) -> Tensor:
+def _absorbed(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+    """The query as latents see it ``[tokens, heads, latent + rope]``, and what expands a mixed latent into a value
+    ``[heads, value_dim, latent]``.
+    """
     rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
     weight = module.kv_b_proj.weight.view(query.shape[1], nope + width, rank)
     absorbed = torch.einsum("bhn,hnr->bhr", query[..., :nope], weight[:, :nope])
-    wide = torch.cat((absorbed, query[..., nope:]), dim=-1)[:, None]
+    return torch.cat((absorbed, query[..., nope:]), dim=-1), weight[:, nope:]
+
+
+def _decode_latent(module: Any, query: Tensor, views: Views, step: DecodeStep, scores: Scores) -> Tensor:
+    wide, weight = _absorbed(module, query)
     rows = _latents(views, step.blocks, step.keys)[:, None]
     # the value is the latent alone; the rope columns ride along, because equal widths take the fused kernel
-    mixed = attend(wide, rows, rows, step.bias, scores)[:, 0, :, :rank]
-    return torch.einsum("bhr,hvr->bhv", mixed, weight[:, nope:])
+    mixed = attend(wide[:, None], rows, rows, step.bias, scores)[:, 0, :, : module.kv_lora_rank]
+    return torch.einsum("bhr,hvr->bhv", mixed, weight)
 
 
 def _prefill_latent(module: Any, query: Tensor, views: Views, run: PrefillStep, scores: Scores) -> Tensor:

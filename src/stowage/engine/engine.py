@@ -31,6 +31,7 @@ from stowage.engine.budgets import left, weights_budget
 from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.device import carrier, check, device_of
+from stowage.engine.graphs import with_share
 from stowage.engine.holding import Holding
 from stowage.engine.loop import Loop
 from stowage.engine.meeting import Meetings
@@ -67,6 +68,7 @@ class Engine:
         (``docs/cuda.md``).
         deterministic: an answer is the same to the bit however its prompt's state arrived, whatever is computed beside
         it (``docs/deterministic.md``); on a CPU only.
+        cuda_graphs: decode steps are recorded and replayed (``docs/cuda.md``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
@@ -82,6 +84,7 @@ class Engine:
         tokenizer: Any = None,
         device: str = "",
         deterministic: bool = False,
+        cuda_graphs: bool | None = None,
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
@@ -94,7 +97,10 @@ class Engine:
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights)
-            parts = assemble(loaded, self.memory, salt, self._clock, tuple(tiers), deterministic=deterministic)
+            own = tuple(tiers)
+            parts = assemble(
+                *(loaded, self.memory, salt, self._clock, own), deterministic=deterministic, cuda_graphs=cuda_graphs
+            )
         except BaseException:
             self._close_weights()
             raise
@@ -263,9 +269,10 @@ class Engine:
         if length <= self.sequence_tokens_max:
             return
         need = bytes_needed(self.parts.layout.blocks, length, self.memory.step_tokens_max)
+        need = need if self.parts.graphs is None else with_share(need)
         memory, reach = self.memory, self.parts.reach
         behind = f"with host memory of {format_size(memory.host_bytes)}" if memory.host_bytes else "without host memory"
-        least = reach.least_host_bytes(length, memory.device_kv_bytes, self.parts.snapshot_tokens)
+        least = reach.least_host_bytes(length, self.parts.device_kv_bytes, self.parts.snapshot_tokens)
         instead = f"With this device budget it needs --host {-(-least // 1024)}KiB; alone on" if least else "On"
         raise BudgetError(
             f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} "
@@ -287,7 +294,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did: its ``executor``, ``engine`` counters, ``pools`` by group, ``store`` counters
-        (``None`` without host memory).
+        (``None`` without host memory), ``graphs`` (``None`` where no steps are recorded).
         """
         with self._lock:
             counters = self._residency.counters
@@ -298,6 +305,7 @@ class Engine:
                 "store": self.store.stats() if self.store is not None else None,
                 "prefill_tokens_per_s": self._pace.prefill_tokens_per_s,
                 "weights": self.weights.stats() if self.weights is not None else None,
+                "graphs": self.parts.graphs.stats() if self.parts.graphs is not None else None,
             }
 
     def metrics(self) -> str:
@@ -341,6 +349,9 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants of every stateful part."""
         self._loop.check()
+        if self.parts.graphs is not None:
+            with self._lock:
+                self.parts.graphs.check()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Closing again does

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import Group, Kind
-from stowage.engine.families import ALONE, OUTER, PROVED, REFUSED
+from stowage.engine.families import ALONE, DECODERS, NO_TEXT_MODELS, OUTER, PROVED, REFUSED
 from stowage.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -119,8 +119,9 @@ def refuse_unsupported(config: Any) -> None:
             f"models of type {family!r} with a text model of type {inner!r} are not supported: it is not proved that "
             f"their text is what the text model answers alone. Supported: {', '.join(sorted(OUTER[family]))}."
         )
-    if family in REFUSED:
-        raise UnsupportedModelError(f"models of type {family!r} are not supported: {REFUSED[family]}")
+    reason = REFUSED.get(family) or NO_TEXT_MODELS.get(family)
+    if reason is not None:
+        raise UnsupportedModelError(f"models of type {family!r} are not supported: {reason}")
     if family not in PROVED:
         raise UnsupportedModelError(
             f"models of type {family!r} are not supported yet, and an answer that may be wrong is not given. "
@@ -142,6 +143,11 @@ def refuse_positions(config: Any) -> None:
 
 def _refuse_bidirectional(config: Any) -> None:
     """``vision`` (Gemma 4) says that a picture's tokens see each other; text is causal all the same."""
+    if config.model_type in DECODERS and not config.is_decoder:
+        raise UnsupportedModelError(
+            f"this {config.model_type!r} reads what comes after a token too, so it cannot go on from what it computed. "
+            'One that was made to generate has "is_decoder": true in its config.json.'
+        )
     if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         raise UnsupportedModelError("bidirectional attention has no causal KV cache; it is not supported.")
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stowage.engine import native
+from stowage.engine.calls import whole
 from stowage.engine.step import current
 
 _WAYS = ((0.0, True), (0.0, False), (1.0, False))
@@ -62,6 +63,7 @@ class _Norm:
         self._own = module.forward
         self._eps, self._more, self._rounded = _eps(module), more, rounded
 
+    @whole
     def __call__(self, x: Tensor) -> Tensor:
         weight = self._parameters["weight"]
         assert weight is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from stowage.engine.calls import whole
 from stowage.engine.pool import BlockPool
 from stowage.engine.step import current
 
@@ -37,8 +38,9 @@ class PagedCache(Cache):  # type: ignore[misc]
         for index, states in self._states.items():
             layers[index] = LinearAttentionLayer(number_of_states=1 + max(place for _, place in states))
         super().__init__(layers=layers)
-        self._bound: list[int] = []
+        self._bound: list[int] | Tensor = []
 
+    @whole
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -66,15 +68,15 @@ class PagedCache(Cache):  # type: ignore[misc]
         positions = current.get().positions
         return positions - torch.arange(positions.shape[0], device=positions.device)
 
-    def bind_states(self, blocks: Sequence[int], fresh: bool) -> None:
+    def bind_states(self, blocks: Sequence[int] | Tensor, fresh: bool) -> None:
         """Point the recurrent layers at the states in ``blocks``; ``fresh`` states are at their sequence's beginning.
 
-        One sequence is bound in place, so the model's own in-place updates land in the pool; several are gathered and
-        written back by ``unbind_states``.
+        One sequence is bound in place, so the model's own in-place updates land in the pool; several, or those that a
+        tensor on the device names, are gathered and written back by ``unbind_states``.
         """
         if self._recurrent is None:
             return
-        self._bound = list(blocks)
+        self._bound = blocks if isinstance(blocks, Tensor) else list(blocks)
         for index, states in self._states.items():
             layer: Any = self.layers[index]
             for (name, place), view in zip(states, self._recurrent.views[index], strict=True):
@@ -87,15 +89,30 @@ class PagedCache(Cache):  # type: ignore[misc]
                 layer.has_previous_state[place] = not fresh
 
     def _bind(self, view: Tensor) -> Tensor:
-        if len(self._bound) == 1:
+        if self._in_place:
             return view[self._bound[0] : self._bound[0] + 1]
-        return view[torch.tensor(self._bound, device=view.device)]
+        return view[self._rows()]
+
+    @property
+    def _in_place(self) -> bool:
+        return not isinstance(self._bound, Tensor) and len(self._bound) == 1
+
+    def _rows(self) -> Tensor:
+        assert self._recurrent is not None
+        if isinstance(self._bound, Tensor):
+            return self._bound
+        return torch.tensor(self._bound, device=self._recurrent.storage.device)
+
+    def bound_states(self) -> list[Tensor]:
+        """What ``bind_states`` has bound: a forward changes it in place."""
+        return [getattr(self.layers[at], name)[place] for at, states in self._states.items() for name, place in states]
 
     def unbind_states(self) -> None:
-        """Write the states of several sequences back into their blocks."""
-        if self._recurrent is None or len(self._bound) == 1:
+        """Write the states of several sequences back into their blocks, and let go of them."""
+        if self._recurrent is None or self._in_place:
             return
-        rows = torch.tensor(self._bound, device=self._recurrent.storage.device)
+        rows = self._rows()
         for index, states in self._states.items():
             for (name, place), view in zip(states, self._recurrent.views[index], strict=True):
                 view[rows] = getattr(self.layers[index], name)[place]
+                getattr(self.layers[index], name)[place] = None

@@ -47,6 +47,19 @@ State = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Query:
+    """What attention was asked with: so many ``heads``, and how scores come to be. ``sunk``: with a sink for each head;
+    ``rank``: columns of the latent that are mixed, where there is one.
+    """
+
+    heads: int
+    scale: float
+    softcap: float | None
+    sunk: bool
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """One call of attention. ``source``: the layer whose cached tensors it reads, as they are cached or (``latent``)
     expanded from them. ``window``: as given to attention; ``rule``: its mask's, ``None`` where it was given none.
@@ -57,6 +70,7 @@ class Read:
     latent: bool
     window: int | None
     rule: Rule | None
+    query: Query | None = None
 
 
 @dataclass(slots=True)
@@ -149,7 +163,14 @@ def _attention(
     latent = source is None and layer in cache.handed and hasattr(module, "expand_kv")
     if (source is None and not latent) or (layer in cache.handed and source not in (None, layer)):
         raise UnsupportedModelError(f"{name} changes keys or values after they are cached; this is not supported yet.")
-    reads.append(Read(layer, layer if source is None else source, latent, options.get("sliding_window"), rule))
+    asked = Query(
+        heads=query.shape[1],
+        scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
+        softcap=options.get("softcap"),
+        sunk=options.get("s_aux") is not None,
+        rank=int(module.kv_lora_rank) if latent else 0,
+    )
+    reads.append(Read(layer, layer if source is None else source, latent, options.get("sliding_window"), rule, asked))
     out = scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2).contiguous(), None
 
@@ -210,13 +231,23 @@ def _forwards(
         asked = {"logits_to_keep": torch.tensor([count - 1], device=model.device)} if takes_rows(model) else {}
         try:
             out = model(
-                input_ids=ids[:, part], position_ids=positions[:, part], past_key_values=cache, use_cache=True, **asked
+                input_ids=ids[:, part],
+                position_ids=positions[:, part],
+                **{cache_name(model): cache},
+                use_cache=True,
+                **asked,
             )
         finally:
             _recording.reset(token)
         probe.logits, probe.own_rows = out.logits[:, -1], out.logits.shape[1] == 1
         begin += count
     return probe
+
+
+def cache_name(model: Any) -> str:
+    """What the model calls its cache: Mamba has a name of its own for it."""
+    own = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in own and "past_key_values" not in own else "past_key_values"
 
 
 def takes_rows(model: Any) -> bool:

@@ -15,7 +15,6 @@ was seen not to depend on other rows; ``rowtrial`` makes sure of that with the v
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -66,6 +65,20 @@ class OwnRows(TorchFunctionMode):
             return special(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
+    def instead_of(self, function: Any) -> Callable[..., Any]:
+        """What is called when ``function`` is."""
+        if function is F.linear and F.linear in self._special:
+            return _linear
+        found: Callable[..., Any] = self._special.get(function, function)
+        return found
+
+    def family(self, x: Tensor, weight: Any) -> tuple[Tensor, ...]:
+        """The weights of the linear layers that are computed in one call with the one that ``weight`` belongs to, which
+        is the first; nothing where it is not known, or is no call of the kernels.
+        """
+        ours = self._special.get(F.linear) == self._linear and type(weight) is Parameter and native.takes(x, weight)
+        return self._siblings.family(x, weight) if ours else ()
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._siblings.end()
@@ -76,10 +89,12 @@ class OwnRows(TorchFunctionMode):
         return _linear(input, weight, bias)
 
 
-def mode_of(model: Any, *, exact: bool, placed: bool = False) -> AbstractContextManager[Any]:
-    """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike."""
+def mode_of(model: Any, *, exact: bool, placed: bool = False) -> OwnRows | None:
+    """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike;
+    ``None`` where torch is to compute them.
+    """
     linear = native.wanted(model.device, model.dtype) and (exact or native.quicker(model.dtype))
-    return OwnRows(linear=linear, exact=exact, placed=placed) if linear else nullcontext()
+    return OwnRows(linear=linear, exact=exact, placed=placed) if linear else None
 
 
 def _functions() -> list[Any]:

@@ -8,18 +8,24 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
-from stowage.engine import attention, native, norms
+from stowage.engine import attention, native, norms, tables
+from stowage.engine.gpu import trial
+from stowage.engine.graphs import Graphs, Inputs
 from stowage.engine.layers import ModelLayout
 from stowage.engine.paged_cache import PagedCache
-from stowage.engine.pool import BlockPool
-from stowage.engine.probing import takes_rows
+from stowage.engine.pool import PADDING_BLOCK, BlockPool
+from stowage.engine.probing import cache_name, takes_rows
+from stowage.engine.recording import Recorder
+from stowage.engine.repeats import Steps
 from stowage.engine.rows import mode_of
 from stowage.engine.step import Step, Work, build, current, is_long, order
 
@@ -49,14 +55,36 @@ class Runner:
         self._recurrent = pools[recurrent.group.index] if recurrent else None
         self._cache = PagedCache(layout.layers, self._recurrent)
         self._takes_rows = takes_rows(model)
+        self._cache_name = cache_name(model)
         self._exact = exact
         self._kernels = native.wanted(model.device, model.dtype)
         if self._kernels:
             norms.install(model)
-        self._mode = mode_of(model, exact=exact, placed=placed)
+        rows = mode_of(model, exact=exact, placed=placed)
+        self._mode: AbstractContextManager[Any] = nullcontext() if rows is None else rows
+        self.steps = Steps(model, rows) if self._kernels and not placed else None
+        self.graphs: Graphs | None = None
+        self._paged = trial.trusted(model, pools)
+
+    def record(self, recorder: Recorder, limit_bytes: int, sequences_max: int) -> None:
+        """From now on decode steps are recorded and replayed, with up to ``limit_bytes`` of device memory."""
+        self.graphs = Graphs(
+            forward=self._recorded,
+            pools=self._pools,
+            strategies=self._strategies,
+            recorder=recorder,
+            attend=self._paged or tables.attend,
+            dtype=self._model.dtype,
+            limit_bytes=limit_bytes,
+            sequences_max=sequences_max,
+            context_tokens=self._layout.context_tokens,
+            octave=4 if self._paged is None else 1,
+        )
 
     def close(self) -> None:
-        """Give the model its own attention and norms back."""
+        """Give the model its own attention and norms back, and the memory of recordings."""
+        if self.graphs is not None:
+            self.graphs.close()
         attention.uninstall(self._model)
         if self._kernels:
             norms.uninstall(self._model)
@@ -92,21 +120,48 @@ class Runner:
         return torch.cat(logits) if work.every_logit else logits[-1]
 
     def _forward(self, work: list[Work]) -> Tensor:
+        if self.graphs is not None and self.graphs.takes(work):
+            return self.graphs.run(work, partial(self._plain, work))
+        return self._plain(work)
+
+    def _plain(self, work: list[Work]) -> Tensor:
         device = self._model.device
-        step = build(work, self._pools, self._strategies, self._model.dtype, native=self._reads_natively, device=device)
-        batched = not self._layout.ragged and len(work) > 1
-        shape = (len(work), 1) if batched else (1, step.ids.shape[0])
+        step = build(
+            *(work, self._pools, self._strategies, self._model.dtype),
+            native=self._reads_natively,
+            paged=self._paged,
+            device=device,
+        )
+        blocks: list[int] = []
         if self._recurrent is not None:
             blocks = [int(w.sequence.table(self._recurrent.group.index)[0]) for w in work]
-            self._cache.bind_states(blocks, fresh=work[0].start == 0)
+        batched = not self._layout.ragged and len(work) > 1
+        return self._compute(step, blocks, fresh=work[0].start == 0, batched=batched).cpu()
+
+    def _recorded(self, inputs: Inputs) -> Tensor:
+        """A step of static inputs, all of it on the device: what ``graphs`` records. Padding is taken back."""
+        logits = self._compute(inputs.step, inputs.states, fresh=False, batched=not self._layout.ragged)
+        for pool in self._pools:
+            pool.storage[PADDING_BLOCK].zero_()
+        return logits
+
+    def _compute(self, step: Step, states: Sequence[int] | Tensor, *, fresh: bool, batched: bool) -> Tensor:
+        """Logits of ``step``, on the device. ``states``: blocks of recurrent state; ``batched``: a row is a
+        sequence.
+        """
+        shape = (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0])
+        self._cache.bind_states(states, fresh=fresh)
         token = current.set(step)
         try:
+            forward = partial(self._call, step, shape, batched)
+            if self.steps is not None and self.graphs is None and not fresh and step.decodes == step.ids.shape[0]:
+                given = (step.ids, step.positions, step.logit_rows)
+                return self.steps.run(batched, given, self._cache.bound_states(), forward)
             with self._mode:
-                logits = self._call(step, shape, batched)
+                return forward()
         finally:
             current.reset(token)
             self._cache.unbind_states()
-        return logits
 
     def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> int:
         """Of how many of ``work``, from the first on, the kernels compute the attention. Where torch is quicker (it
@@ -125,7 +180,7 @@ class Runner:
         out = self._model(
             input_ids=step.ids.view(shape),
             position_ids=step.positions.view(shape),
-            past_key_values=self._cache,
+            **{self._cache_name: self._cache},
             use_cache=True,
             attention_mask=torch.ones(shape, device=step.ids.device)
             if self._layout.ragged
@@ -135,4 +190,4 @@ class Runner:
         logits: Tensor = out.logits
         if not self._layout.own_rows:
             logits = logits[:, -1:] if batched else logits[:, step.logit_rows]
-        return logits.reshape(-1, logits.shape[-1]).float().cpu()
+        return logits.reshape(-1, logits.shape[-1]).float()

@@ -64,6 +64,11 @@ class Siblings:
             return out
         return native.linear(x, weight)
 
+    def family(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Which layers are computed together when the one of ``weight`` is asked for; nothing if that is not known."""
+        few = x.numel() <= ROWS_MAX * x.shape[-1]
+        return self._families.get(id(weight), ()) if few else ()
+
     def end(self) -> None:
         """A forward is over: its tensors are let go."""
         if self._ready:

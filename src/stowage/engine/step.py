@@ -25,6 +25,7 @@ from stowage.engine.layers import visible
 from stowage.engine.native import Runs
 from stowage.engine.pool import PADDING_BLOCK, BlockPool
 from stowage.engine.sequence import AWAY, Sequence
+from stowage.engine.tables import Attend, Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,14 @@ class StreamStep:
 @dataclass(frozen=True, slots=True)
 class GroupStep:
     """One attention group's part of a step: where new tokens go (``rows``, ``places``: ``[tokens]``), and what the
-    queries read: those of ``runs`` by the kernels, the others as ``decode`` and ``prefills``, or as ``streams``.
+    queries read: those of ``runs`` by the kernels, the others as ``decode`` (``Tables``: where they lie) and
+    ``prefills``, or as ``streams``.
     """
 
     pool: BlockPool
     rows: torch.Tensor
     places: torch.Tensor
-    decode: DecodeStep | None = None
+    decode: DecodeStep | Tables | None = None
     prefills: tuple[PrefillStep, ...] = ()
     streams: tuple[StreamStep, ...] = ()
     runs: Runs | None = None
@@ -140,10 +142,12 @@ def build(
     dtype: torch.dtype,
     *,
     native: Callable[[BlockPool, Items[Work]], int] = lambda pool, work: 0,
+    paged: Attend | None = None,
     device: torch.device = HOST,
 ) -> Step:
     """The step that computes ``work`` (see ``order``) on ``device``, where ``pools`` lie, for those of them that are
-    attention's; ``native``: of how many of these, from the first on, the kernels compute the attention.
+    attention's; ``native``: of how many of these, from the first on, the kernels compute the attention; ``paged``: what
+    computes that of the other single tokens without gathering their keys.
     """
     decodes = sum(1 for w in work if w.count == 1)
     ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
@@ -158,7 +162,7 @@ def build(
     )
     for pool, strategy in zip(pools, strategies, strict=True):
         if pool.group.kind is not Kind.RECURRENT:
-            group_step = _group_step(work, decodes, positions, pool, strategy, dtype, native)
+            group_step = _group_step(work, decodes, positions, pool, strategy, dtype, native, paged)
             step.of_layer.update(dict.fromkeys(pool.views, group_step))
     return step
 
@@ -171,6 +175,7 @@ def _group_step(
     strategy: GroupStrategy,
     dtype: torch.dtype,
     native: Callable[[BlockPool, Items[Work]], int],
+    paged: Attend | None,
 ) -> GroupStep:
     group = pool.group
     tables = [w.sequence.tables[group.index] for w in work]
@@ -191,7 +196,9 @@ def _group_step(
     return replace(
         step,
         runs=_runs(work[:ours], begins, places[:ours], group, strategy) if ours else None,
-        decode=_decode_step(work[:decodes], places, group, strategy, dtype, device) if decodes and not ours else None,
+        decode=_decode_step(work[:decodes], places, group, strategy, dtype, device, paged)
+        if decodes and not ours
+        else None,
         prefills=tuple(
             _prefill_step(w, int(begins[i]), places[i], group, strategy, dtype, device)
             for i, w in enumerate(work)
@@ -235,7 +242,8 @@ def _decode_step(
     strategy: GroupStrategy,
     dtype: torch.dtype,
     device: torch.device,
-) -> DecodeStep:
+    paged: Attend | None,
+) -> DecodeStep | Tables:
     size = group.block_tokens
     firsts = [strategy.first_live_block(w.start) for w in work]
     seen = [tables[i][first : w.start // size + 1] for i, (w, first) in enumerate(zip(work, firsts, strict=True))]
@@ -244,6 +252,9 @@ def _decode_step(
         row[: len(table)] = table
     positions = np.array([w.start for w in work])
     bases = np.array(firsts) * size
+    if paged is not None:
+        on_device = _on(device, blocks), _on(device, bases), _on(device, positions)
+        return Tables(*on_device, group.kind, group.window, paged)
     keys = int((positions - bases).max()) + 1
     allowed = visible(group.kind, group.window, positions[:, None], bases[:, None] + np.arange(keys)[None])
     bias = None if allowed.all() else _bias(allowed, dtype, device)[:, None, None]

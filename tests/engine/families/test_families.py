@@ -13,15 +13,19 @@ from stowage.testing import tiny_models
 from tests.engine.conftest import check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
 
-LONG = random_prompt(230)
-CUTS = (161, 97)
+LONG = random_prompt(187)
+CUTS = (131, 75)
 """Where a prompt leaves the long one: after 70 % of it, and earlier."""
 
-TURNS = ("deepseek_v4", "inkling")
+TURNS = ("deepseek_v4", "inkling", "xlstm")
 """Of those that are computed alone: whatever a group can be. The executor is the same for all, and so is the pool."""
+COPIES = ("bert_generation", "electra", "ernie", "roc_bert", "falcon_mamba")
+"""Whose code is a copy of BERT's or Mamba's: what a small pool does to that one, it does to them."""
+STATES = ("mamba", "mamba2", "falcon_mamba")
+"""Those that keep a state and nothing else."""
 EXACT = frozenset(
     "llama qwen3_moe deepseek_v3 gemma2 gemma3n gemma4 gpt_oss llama4 mixtral phi3 gpt2 bitnet longcat_flash "
-    "mimo_v2_flash qwen3_next nemotron_h kimi_linear bamba falcon_h1 lfm2 zamba2 granitemoehybrid".split()
+    "mimo_v2_flash qwen3_next nemotron_h kimi_linear bamba falcon_h1 lfm2 zamba2 granitemoehybrid mamba2".split()
 )
 """One for each way to compute: all families pass, and every engine makes sure when it opens; it takes twice as long."""
 
@@ -64,7 +68,10 @@ def ask(world: World, engine: Engine, tier: str, cut: int, expected: int) -> Non
     assert completion.reused_tokens[tier] == sum(completion.reused_tokens.values()) == expected
 
 
-@pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f not in tiny_models.ALONE or f in TURNS])
+SMALL = [f for f in tiny_models.FAMILIES if f not in tiny_models.ALONE + COPIES or f in TURNS]
+
+
+@pytest.mark.parametrize("family", SMALL)
 def test_a_small_pool(family):
     """The device holds one and a half sequences: they take turns through host memory, and nothing is computed twice.
     Blocks of 32 tokens. Some are deterministic: the same to the bit as one that was asked alone and had room.
@@ -82,12 +89,14 @@ def test_a_small_pool(family):
     if alone is not None:
         assert (completions[2].token_ids, completions[2].logprobs) == (alone.token_ids, alone.logprobs)
     counters = engine.stats()["engine"]
-    assert counters["preemptions"] > counters["preemptions_recomputed"] == 0
+    grows = any(b.group.kind is not Kind.RECURRENT for b in engine.parts.layout.blocks)  # else there is room, or none
+    assert (counters["preemptions"] > 0) == grows
+    assert counters["preemptions_recomputed"] == 0
     assert counters["tokens_computed"] == sum(len(p) + 44 for p in prompts)
     check_and_close([engine])
 
 
-@pytest.mark.parametrize("family", tiny_models.HYBRIDS)
+@pytest.mark.parametrize("family", [family for family in tiny_models.HYBRIDS if family not in STATES])
 def test_a_block_forced_by_the_state(family):
     """A block of attention that takes as many bytes as a large state does: 528 tokens."""
     world = World(family, context_tokens=1024)

@@ -13,6 +13,7 @@ from stowage.config import Memory
 from stowage.core.geometry import Kind
 from stowage.engine import layers
 from stowage.engine.engine import Engine
+from stowage.engine.probing import cache_name
 from stowage.errors import RequestError, UnsupportedModelError
 from stowage.testing import tiny_models
 from tests.engine.conftest import random_prompt
@@ -31,13 +32,13 @@ def run(world: World, *prompts: list[int], memory: Memory = MEMORY, new_tokens: 
 @torch.inference_mode()
 def in_pieces(model, prompt, cut, **options):
     """Plain Transformers, the prompt in two pieces with its own cache: the last token's logits."""
-    cache = DynamicCache(config=model.config)
+    options[cache_name(model)] = DynamicCache(config=model.config)
     ids = torch.tensor([prompt])
-    model(ids[:, :cut], past_key_values=cache, use_cache=True, **options)
-    return model(ids[:, cut:], past_key_values=cache, use_cache=True, **options).logits[0, -1]
+    model(ids[:, :cut], use_cache=True, **options)
+    return model(ids[:, cut:], use_cache=True, **options).logits[0, -1]
 
 
-@pytest.mark.parametrize("family", ["jamba", "zamba"])
+@pytest.mark.parametrize("family", ["jamba", "zamba", "mamba", "recurrent_gemma"])
 def test_a_continuation_of_several_tokens_that_forgets_the_state(family):
     """Transformers begins anew where it is given more than one token; here they go in one by one."""
     world, prompt = World(family), random_prompt(50)
@@ -99,6 +100,49 @@ def test_positions_are_given_and_not_guessed():
     run(world, random_prompt(70), random_prompt(33))
     hook.remove()
     assert given and all(kwargs["position_ids"].shape == kwargs["input_ids"].shape for kwargs in given)
+
+
+def test_a_mask_that_a_model_makes_by_itself():
+    """Doge lets queries read the keys that weigh most; given no mask it counts those of the future in."""
+    world, ids = World("doge"), torch.tensor([random_prompt(90)])
+    world.model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        off = float((world.model(ids).logits[:, :60] - world.model(ids[:, :60]).logits).abs().max())
+    assert off > 1e-2, "Transformers was repaired"
+    run(world, random_prompt(90), random_prompt(20))
+    assert world.model.config._attn_implementation == "sdpa"
+
+
+def test_states_in_modules_are_taken_out_of_them():
+    """RecurrentGemma: an engine leaves nothing there that another one, or ``generate()``, would go on from."""
+    world = World("recurrent_gemma")
+    run(world, random_prompt(40), random_prompt(33))
+    blocks = [layer.temporal_block for layer in world.model.model.layers]
+    assert [block.conv1d_state for block in blocks if hasattr(block, "conv1d_state")] == [None]
+    assert [block.rg_lru.recurrent_states for block in blocks if hasattr(block, "rg_lru")] == [None]
+
+
+def test_weights_that_a_model_would_halve():
+    """RWKV: nothing is written to them, before Transformers has halved them and after; answers are the same."""
+    world, ids = World("rwkv", num_hidden_layers=4), torch.tensor([random_prompt(40)])
+    before = {name: tensor.clone() for name, tensor in world.model.state_dict().items()}
+    run(world, random_prompt(40), random_prompt(33))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in world.model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(world.model(ids).logits, world.plain(ids).logits)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in world.model.state_dict().items())
+    run(world, random_prompt(40), random_prompt(33))
+
+
+def test_a_scan_longer_than_the_context():
+    """Mamba 2: where a prompt is never cut, how it would be cut does not matter to exact answers."""
+    world = World("mamba2", context_tokens=64, chunk_size=128)
+    prompts = [random_prompt(40), random_prompt(30, 1)]
+    with Engine(world.model, Memory(device_kv="8MiB", step_tokens_max=100), deterministic=True) as engine:
+        (alone,) = engine.generate(prompts[:1], greedy(4))
+        both = engine.generate(prompts, greedy(4))
+        world.check_all(prompts, both)
+        assert (both[0].token_ids, both[0].logprobs) == (alone.token_ids, alone.logprobs)
 
 
 def test_long_rope_ends_where_its_frequencies_change():

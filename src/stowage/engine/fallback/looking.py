@@ -5,6 +5,7 @@ not known here is refused with ``UnsupportedModelError``.
 
     DynamicLayer                    keys, values of all tokens                        full
     DynamicIndexedLayer             and the keys of an indexer (DeepSeek-V3.2)        full
+    with ``idx_keys``               the same (MiniMax-M3)                             full
     DynamicSlidingWindowLayer       keys, values of the last window - 1 tokens        sliding
     with compressors (DeepSeek-V4)  the same,                                         sliding
                                     one entry for every ``compress_rate`` tokens,     full, a row for so many tokens
@@ -34,8 +35,10 @@ from transformers.cache_utils import (
 )
 
 from stowage.core.geometry import Kind
+from stowage.engine.fallback.keepers import keeper_of
 from stowage.engine.fallback.proof import prove
 from stowage.engine.fallback.runner import forward
+from stowage.engine.families import SINGLY
 from stowage.engine.layers import Layer, LayerTensor, ModelLayout, context_tokens, lay_out
 from stowage.engine.probing import RAISED_BY_MODELS, states_of
 from stowage.errors import UnsupportedModelError
@@ -64,7 +67,12 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
     try:
         layers = [layer for index, kept in enumerate(_look(model).layers) for layer in _layers(index, kept)]
         layout = _lay_out(layers, block_tokens, chunk_blocks)
-        layout = replace(layout, context_tokens=context_tokens(config), vocab=int(config.vocab_size))
+        layout = replace(
+            layout,
+            context_tokens=context_tokens(config),
+            vocab=int(config.vocab_size),
+            continues=config.model_type not in SINGLY,
+        )
         prove(model, layout)
     except RAISED_BY_MODELS as error:
         instead = "" if model.dtype is torch.float32 else f" It was tried in {model.dtype}: give --dtype float32."
@@ -77,7 +85,7 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
 @torch.inference_mode()
 def _look(model: Any) -> DynamicCache:
     """A cache after enough tokens that every layer holds all that it ever does."""
-    cache = DynamicCache(config=model.config)
+    cache = keeper_of(model).fresh(model.config)
     rates = [layer.compress_rate for layer in cache.layers if hasattr(layer, "compress_rate")]
     count = min(max([LOOK_TOKENS, *(rate + 1 for rate in rates)]), context_tokens(model.config))
     forward(model, [(7919 * place + 13) % int(model.config.vocab_size) for place in range(count)], 0, cache)
@@ -87,7 +95,7 @@ def _look(model: Any) -> DynamicCache:
 def _layers(index: int, kept: Any) -> Iterator[Layer]:
     """The parts of one cache layer, each of one geometry."""
     compressing = _is_compressing(kept)
-    if not compressing and type(kept) not in _KNOWN:
+    if not compressing and type(kept) not in _KNOWN and not _is_indexed(kept):
         raise UnsupportedModelError(f"layer {index} has a cache of class {type(kept).__name__}, which is not known.")
     if isinstance(kept, DynamicLayer) and kept.is_initialized:
         yield _attention(index, kept)
@@ -109,6 +117,12 @@ def _is_compressing(kept: Any) -> bool:
     return isinstance(kept, DynamicSlidingWindowLayer) and "compressed_kv" in own and own <= _COMPRESSED
 
 
+def _is_indexed(kept: Any) -> bool:
+    """Whether it is a layer of all tokens with ``idx_keys``, and nothing else."""
+    own = set(vars(kept)) - set(vars(DynamicLayer())) - {"dtype", "device"}
+    return isinstance(kept, DynamicLayer) and own == {"idx_keys"}
+
+
 def _attention(index: int, kept: DynamicLayer) -> Layer:
     window = int(kept.sliding_window) if isinstance(kept, DynamicSlidingWindowLayer) else 0
     if window and window < _WINDOW_LEAST:
@@ -117,6 +131,8 @@ def _attention(index: int, kept: DynamicLayer) -> Layer:
     tensors = [LayerTensor((t.shape[1], t.shape[3]), t.dtype, name) for name, t in named.items()]
     if isinstance(kept, DynamicIndexedLayer) and kept.is_indexer_initialized:
         tensors.append(LayerTensor((1, kept.indexer_keys.shape[2]), kept.indexer_keys.dtype, "indexer_keys"))
+    if getattr(kept, "idx_keys", None) is not None:
+        tensors.append(LayerTensor((1, kept.idx_keys.shape[3]), kept.idx_keys.dtype, "idx_keys"))
     return Layer(index, Kind.SLIDING if window else Kind.FULL, window, tuple(tensors))
 
 

@@ -116,13 +116,13 @@ class State:
         return self._view[block : block + 1]
 
 
-class Pooled(DynamicCache):  # type: ignore[misc]
-    """``past_key_values`` of a fallback model. One instance lives as long as its runner; ``begin`` and ``end`` enclose
-    every forward.
+class Pooled:
+    """``cache``, a new one for the fallback model, whose layers are replaced. One instance lives as long as its runner;
+    ``begin`` and ``end`` enclose every forward.
     """
 
-    def __init__(self, config: Any, layout: ModelLayout, pools: Sequence[BlockPool]) -> None:
-        super().__init__(config=config)
+    def __init__(self, cache: DynamicCache, layout: ModelLayout, pools: Sequence[BlockPool]) -> None:
+        self.cache = cache
         self._pooled: list[Any] = []
         rows: dict[int, dict[str, Rows]] = {}
         states: dict[int, dict[str, State]] = {}
@@ -134,10 +134,10 @@ class Pooled(DynamicCache):  # type: ignore[misc]
                     else:
                         rows.setdefault(layer.index, {})[tensor.name] = Rows(pool, layer.index, part)
         for index in sorted({*rows, *states}):
-            plain = self.layers[index]
+            plain = cache.layers[index]
             stand_in: Any = _pooled(type(plain), index in rows)  # type: ignore[arg-type]
             layer = stand_in(vars(plain), rows.get(index, {}), states.get(index, {}))
-            self.layers[index] = layer
+            cache.layers[index] = layer
             self._pooled.append(layer)
 
     def begin(self, at: At) -> None:
@@ -173,7 +173,7 @@ class _Layer:
 
 
 class _Full(_Layer):
-    """Of ``DynamicLayer`` and ``DynamicIndexedLayer``."""
+    """Of ``DynamicLayer`` and those with the keys of an indexer."""
 
     def begin(self, at: At) -> None:
         super().begin(at)
@@ -187,6 +187,10 @@ class _Full(_Layer):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         (keys,) = self.swap({"indexer_keys": indexer_key_states[:, None]}, 0)
         return keys[:, 0]
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        (keys,) = self.swap({"idx_keys": idx_k}, 0)
+        return keys
 
     def get_seq_length(self) -> int:
         return self.length

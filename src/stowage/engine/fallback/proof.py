@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from stowage.engine.fallback.keepers import keeper_of
 from stowage.engine.fallback.runner import FallbackRunner, forward
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool, blocks_needed
@@ -57,11 +58,11 @@ class _Trial:
         vocab = int(model.config.vocab_size)
         self._prompts = [[(step * place + 13) % vocab for place in range(count)] for step in (7919, 6007)]
         first = count // 2
-        self._sizes = [first, count - first - 2, 1, 1]
+        self._sizes = [first, *([count - first - 2, 1, 1] if layout.continues else [1] * (count - first))]
 
     def own(self) -> list[Tensor]:
         """Logits of every piece with Transformers' own cache."""
-        cache, found, begin = DynamicCache(config=self._model.config), [], 0
+        cache, found, begin = self._fresh(), [], 0
         for size in self._sizes:
             tokens = self._prompts[0][begin : begin + size]
             found.append(forward(self._model, tokens, begin, cache, every_logit=True))
@@ -69,8 +70,10 @@ class _Trial:
         return found
 
     def whole(self) -> Tensor:
-        cache = DynamicCache(config=self._model.config)
-        return forward(self._model, self._prompts[0], 0, cache)
+        return forward(self._model, self._prompts[0], 0, self._fresh())
+
+    def _fresh(self) -> DynamicCache:
+        return keeper_of(self._model).fresh(self._model.config)
 
     def pooled(self) -> list[Tensor]:
         """The same with the cache in pools, and the other prompt computed in between."""

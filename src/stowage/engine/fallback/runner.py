@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stowage.engine.fallback.keepers import keeper_of
 from stowage.engine.fallback.pooled import At, Pooled
 from stowage.engine.layers import ModelLayout
 from stowage.engine.pool import BlockPool
@@ -26,7 +27,8 @@ SCORES_BYTES_MAX = 256 << 20
 
 class FallbackRunner:
     """Computes work on a Transformers model whose cache lies in ``pools``. ``grid``: forwards end at its multiples, so
-    that a prompt's tokens are always computed in the same pieces; 1: anywhere. ``mode``: is on while the model runs.
+    that a prompt's tokens are always computed in the same pieces; 1: anywhere. ``exact``: tokens of a model that goes
+    on from a state with single ones are computed one by one from the first on. ``mode``: is on while the model runs.
     ``scores_bytes_max``: instead of ``SCORES_BYTES_MAX``.
     """
 
@@ -37,11 +39,13 @@ class FallbackRunner:
         pools: Sequence[BlockPool],
         *,
         grid: int = 1,
+        exact: bool = False,
         mode: AbstractContextManager[Any] | None = None,
         scores_bytes_max: int | None = None,
     ) -> None:
         self._model = model
-        self._cache = Pooled(model.config, layout, pools)
+        self._cache = Pooled(keeper_of(model).fresh(model.config), layout, pools)
+        self._continues, self._exact = layout.continues, exact
         self._grid = grid
         config = model.config
         heads = max(int(getattr(config, name, None) or 1) for name in ("num_attention_heads", "index_n_heads"))
@@ -63,7 +67,7 @@ class FallbackRunner:
             self._cache.begin(At(begin, end - begin, places))
             with self._mode:
                 logits = forward(
-                    self._model, work.sequence.tokens[begin:end], begin, self._cache, every_logit=work.every_logit
+                    self._model, work.sequence.tokens[begin:end], begin, self._cache.cache, every_logit=work.every_logit
                 )
             self._cache.end()
             found.append(logits)
@@ -71,6 +75,10 @@ class FallbackRunner:
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         while begin < end:
+            if not self._continues and (begin or self._exact):  # as ``Runner``: exact answers have one way to compute
+                yield begin, begin + 1
+                begin += 1
+                continue
             stop = min(end, (begin // self._grid + 1) * self._grid) if self._grid > 1 else end
             stop = min(stop, begin + max(1, self._scores_max // stop))
             yield begin, stop
@@ -81,9 +89,13 @@ def forward(model: Any, tokens: Sequence[int], begin: int, cache: Any, *, every_
     """Compute ``tokens``, of which the first stands at ``begin``, on top of ``cache``. The logits of the last, ``[1,
     vocab]``, or of all, ``[tokens, vocab]``; float32, in host memory.
     """
+    keeper = keeper_of(model)
     ids = torch.tensor([tokens], device=model.device)
     asked: dict[str, Any] = {"logits_to_keep": 0 if every_logit else 1} if takes_rows(model) else {}
     if "position_ids" in inspect.signature(model.forward).parameters:
         asked["position_ids"] = torch.arange(begin, begin + len(tokens), device=model.device)[None]
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **asked).logits[0]
+    with keeper.at_work(model):
+        out = model(input_ids=ids, use_cache=True, **keeper.hand(model, cache, begin), **asked)
+    keeper.fetch(model, cache)
+    logits: Tensor = out.logits[0]
     return (logits if every_logit else logits[-1:]).float().cpu()

@@ -54,6 +54,11 @@ def build(family: str, size: TinySize | None = None, *, seed: int = 0, **overrid
     return model.eval()
 
 
+_SPREAD = tuple(
+    "A_log dt_bias .A .D .sinks .temp position_bias gate_preact.weight igate_preact.bias proj_up_gate.weight".split()
+)
+
+
 def _spread(model: Any) -> None:
     """Give state-space parameters and expert biases values that matter: a model's own initialisation leaves some of
     them constant.
@@ -61,7 +66,7 @@ def _spread(model: Any) -> None:
     import torch
 
     for name, parameter in model.named_parameters():
-        if name.endswith(("A_log", "dt_bias", ".D", ".sinks", ".temp", "position_bias")):
+        if name.endswith(_SPREAD):
             parameter.data.copy_(torch.rand_like(parameter) + 0.2)
 
 

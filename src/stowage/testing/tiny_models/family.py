@@ -50,7 +50,8 @@ class Family:
     """One row. ``name``: as ``stowage tiny`` takes it; ``model_type``: Transformers' name of the config.
 
     ``fields``: the config's entries. ``models``: who uses it. ``note``: what to know when running it. ``layers``: the
-    least that show all it does. ``refused``: what the error says that refuses it; empty where it runs.
+    least that show all it does. ``refused``: what the error says that refuses it for what is found in it; empty where
+    it runs, and where it is refused by name alone.
     """
 
     name: str

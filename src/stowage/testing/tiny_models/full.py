@@ -121,6 +121,37 @@ def _phi4_mini(size: TinySize) -> dict[str, Any]:
 _LONG_ROPE = "runs up to the length that it was first trained with (4,096 tokens for Phi-4-mini): beyond it long rope "
 _LONG_ROPE += "changes the keys of the whole batch, those in the cache included"
 
+
+def _aria(size: TinySize) -> dict[str, Any]:
+    return common(size) | {"intermediate_size": size.hidden, "moe_num_experts": 4, "moe_topk": 2}
+
+
+def _dbrx(size: TinySize) -> dict[str, Any]:
+    return common(size) | {
+        "d_model": size.hidden,
+        "n_heads": size.heads,
+        "n_layers": size.layers,
+        "max_seq_len": size.context_tokens,
+        "attn_config": {"kv_n_heads": size.kv_heads, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": size.hidden, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    }
+
+
+def _hrm(size: TinySize) -> dict[str, Any]:
+    """Two stacks of layers, each gone through again and again, with keys of its own each time."""
+    return with_heads(size) | {"H_cycles": 2, "L_cycles": 1}
+
+
+def _decoder(size: TinySize) -> dict[str, Any]:
+    """Of the BERT kind, made to read what came before only."""
+    return common(size) | {"is_decoder": True}
+
+
+def _roc(size: TinySize) -> dict[str, Any]:
+    """Shape and sound of a letter besides; of a token alone they are always the same."""
+    return _decoder(size) | {"shape_vocab_size": 8, "pronunciation_vocab_size": 8}
+
+
 FULL: tuple[Family, ...] = (
     Family("llama", "llama", with_heads, "Llama 2, 3; Yi; DeepSeek-R1 distilled; many others"),
     Family("qwen3", "qwen3", with_heads, "Qwen3"),
@@ -174,4 +205,12 @@ FULL: tuple[Family, ...] = (
     Family("axk1", "axk1", _deepseek_v2, "A.X K1"),
     Family("youtu", "youtu", latents, "Youtu-LLM"),
     Family("hyperclovax", "hyperclovax", common, "HyperCLOVA X"),
+    Family("aria", "aria_text", _aria, "Aria, text"),
+    Family("dbrx", "dbrx", _dbrx, "DBRX"),
+    Family("hrm_text", "hrm_text", _hrm, "HRM-Text", note="prompts are read causally, as without `token_type_ids`"),
+    Family("bert", "bert", _decoder, "BERT as a decoder"),
+    Family("bert_generation", "bert-generation", _decoder, "BERT for generation, as a decoder"),
+    Family("electra", "electra", _decoder, "ELECTRA as a decoder"),
+    Family("ernie", "ernie", _decoder, "ERNIE 1 to 3 as a decoder"),
+    Family("roc_bert", "roc_bert", _roc, "RoCBert as a decoder"),
 )

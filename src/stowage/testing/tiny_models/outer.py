@@ -100,6 +100,11 @@ def _turned(kind: str, **more: Any) -> Callable[[TinySize], dict[str, Any]]:
     return changed
 
 
+def _fuyu(size: TinySize) -> dict[str, Any]:
+    """It has no tower: pictures are laid beside one another as they are."""
+    return {"hidden_size": size.hidden, "vocab_size": size.vocab, "image_token_id": PLACEHOLDERS[0], "patch_size": 2}
+
+
 @contextlib.contextmanager
 def without_timm() -> Iterator[None]:
     """Gemma 3n sees through a model of the package timm: in here it gets a small tower that needs none."""
@@ -220,5 +225,11 @@ OUTER: tuple[Outer, ...] = (
         _qwen(_QWEN3, "out_hidden_size"),
         _turned("qwen3_vl_moe_text", mrope_interleaved=True),
     ),
+    Outer("aria_vision", "aria", "aria", "Aria", _tower(projector_patch_to_query_dict={"4": 4})),
+    Outer(
+        "cohere_compass_vision", "cohere_compass", "cohere_compass", "Cohere Compass", _qwen(_QWEN3, "out_hidden_size")
+    ),
+    Outer("qwen4_exp_vision", "qwen4_exp", "qwen4_exp", "Qwen4 (experimental)", _qwen(_QWEN3, "out_hidden_size")),
+    Outer("fuyu", "fuyu", "persimmon", "Fuyu", _fuyu),
     Outer("kimi_k25", "kimi_k25", "deepseek_v3", "Kimi-K2.5", _tower(), lambda size: {"model_type": "kimi_k2"}),
 )

@@ -149,6 +149,18 @@ _SINGLY = (
     "state when it goes on with several tokens: raise `step_tokens_max` for long prompts"
 )
 
+
+def _mamba2(size: TinySize) -> dict[str, Any]:
+    """State spaces alone. Their names for sizes are not those of hybrids."""
+    return common(size) | {
+        "num_heads": 2 * size.heads,
+        "head_dim": size.head_dim,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 32,
+    }
+
+
 RECURRENT: tuple[Family, ...] = (
     Family("qwen3_next", "qwen3_next", _qwen3_next, "Qwen3-Next, Qwen3-Coder-Next"),
     Family("nemotron_h", "nemotron_h", _nemotron_h, "Nemotron-H, Nemotron 3 Nano", layers=4),
@@ -165,4 +177,7 @@ RECURRENT: tuple[Family, ...] = (
     Family("zamba", "zamba", _zamba, "Zamba", layers=6, note=_SINGLY),
     Family("zaya", "zaya", with_heads, "ZAYA1"),
     Family("jamba", "jamba", _jamba, "Jamba", note=_SINGLY),
+    Family("mamba", "mamba", common, "Mamba", note=_SINGLY),
+    Family("mamba2", "mamba2", _mamba2, "Mamba 2; Codestral Mamba"),
+    Family("falcon_mamba", "falcon_mamba", common, "Falcon Mamba", note=_SINGLY),
 )

@@ -1,39 +1,68 @@
-"""Families that the engine refuses, for what its probe finds in them; ``engine.families`` says it in a user's words."""
+"""Families that the engine refuses, for what its probe finds in them or for what Transformers does with them;
+``engine.families`` says it in a user's words.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stowage.testing.tiny_models.family import Family, TinySize, common
-from stowage.testing.tiny_models.recurrent import mamba2
 
 
-def _minimax(size: TinySize) -> dict[str, Any]:
-    return common(size) | {
-        "layer_types": size.pattern("linear_attention", "full_attention"),
-        "block_size": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+def _decoder(size: TinySize) -> dict[str, Any]:
+    return common(size) | {"is_decoder": True}
+
+
+def _big_bird(size: TinySize) -> dict[str, Any]:
+    return _decoder(size) | {"attention_type": "original_full"}
+
+
+def _cpmant(size: TinySize) -> dict[str, Any]:
+    return common(size) | {"dim_head": size.head_dim, "dim_ff": size.hidden, "prompt_length": 4}
+
+
+def _reformer(size: TinySize) -> dict[str, Any]:
+    return _decoder(size) | {
+        "attn_layers": size.pattern("local", "lsh"),
+        "axial_pos_embds": False,
+        "num_buckets": 4,
+        "feed_forward_size": size.hidden,
+        "attention_head_size": size.head_dim,
     }
 
 
-def _recurrent_gemma(size: TinySize) -> dict[str, Any]:
-    return common(size) | {
-        "attention_window_size": 72,
-        "lru_width": size.hidden,
-        "block_types": ["recurrent", "attention"],
-    }
+def _rembert(size: TinySize) -> dict[str, Any]:
+    return _decoder(size) | {"input_embedding_size": 32, "output_embedding_size": 32}
 
 
-def _mamba2(size: TinySize) -> dict[str, Any]:
-    return mamba2(size) | {"num_heads": 2 * size.heads, "head_dim": size.head_dim, "state_size": 16, "n_groups": 1}
+def _xlm(size: TinySize) -> dict[str, Any]:
+    return common(size) | {"causal": True}
 
+
+def _xlnet(size: TinySize) -> dict[str, Any]:
+    """Its sequences have no limit."""
+    fields = common(size) | {"d_head": size.head_dim, "d_inner": size.hidden}
+    del fields["max_position_embeddings"]
+    return fields
+
+
+_ITSELF = "computes attention by itself"
 
 REFUSED: tuple[Family, ...] = (
-    Family("doge", "doge", common, "Doge", refused="changes its mask by itself"),
-    Family("minimax", "minimax", _minimax, "MiniMax-Text-01, M1", refused="own dynamic cache"),
-    Family("recurrent_gemma", "recurrent_gemma", _recurrent_gemma, "RecurrentGemma", refused="state of its own"),
-    Family("mamba", "mamba", common, "Mamba", refused="keeps no state between tokens"),
-    Family("mamba2", "mamba2", _mamba2, "Mamba 2", refused="keeps no state between tokens"),
-    Family("falcon_mamba", "falcon_mamba", common, "Falcon Mamba", refused="keeps no state between tokens"),
+    Family("big_bird", "big_bird", _big_bird, "BigBird as a decoder", refused=_ITSELF),
+    Family("cpmant", "cpmant", _cpmant, "CPM-Ant", refused=_ITSELF),
+    Family("megatron_bert", "megatron-bert", _decoder, "Megatron-BERT as a decoder", refused=_ITSELF),
+    Family("rembert", "rembert", _rembert, "RemBERT as a decoder", refused=_ITSELF),
+    Family("roformer", "roformer", _decoder, "RoFormer as a decoder", refused=_ITSELF),
+    Family("xlnet", "xlnet", _xlnet, "XLNet", refused=_ITSELF),
+    Family("camembert", "camembert", _decoder, "CamemBERT as a decoder"),
+    Family("data2vec_text", "data2vec-text", _decoder, "data2vec as a decoder"),
+    Family("roberta", "roberta", _decoder, "RoBERTa as a decoder"),
+    Family("roberta_prelayernorm", "roberta-prelayernorm", _decoder, "the same, normed before its layers"),
+    Family("xlm_roberta", "xlm-roberta", _decoder, "XLM-RoBERTa as a decoder"),
+    Family("xlm_roberta_xl", "xlm-roberta-xl", _decoder, "XLM-RoBERTa XL as a decoder"),
+    Family("xmod", "xmod", lambda size: _decoder(size) | {"default_language": "en_XX"}, "X-MOD as a decoder"),
+    Family("openai_gpt", "openai-gpt", common, "GPT-1", refused=_ITSELF),
+    Family("xlm", "xlm", _xlm, "XLM", refused=_ITSELF),
+    Family("reformer", "reformer", _reformer, "Reformer", refused=_ITSELF),
 )

@@ -118,6 +118,12 @@ def _modernbert(size: TinySize) -> dict[str, Any]:
     return common(size) | {"local_attention": 2 * WINDOW_TOKENS, "layer_types": size.pattern(*_ALTERNATING)}
 
 
+def _compass(size: TinySize) -> dict[str, Any]:
+    """Positions in three parts, as of pictures, all the same for text."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    return alternating(size) | {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
+
+
 WINDOWED: tuple[Family, ...] = (
     Family("gemma3", "gemma3_text", _gemma3, "Gemma 3, text", layers=3),
     Family("llama4", "llama4_text", _llama4, "Llama 4, text"),
@@ -147,4 +153,5 @@ WINDOWED: tuple[Family, ...] = (
     Family("laguna", "laguna", _alternating_experts, "Laguna"),
     Family("mellum", "mellum", _alternating_experts, "Mellum 2"),
     Family("modernbert_decoder", "modernbert-decoder", _modernbert, "ModernBERT decoder, Ettin"),
+    Family("cohere_compass", "cohere_compass_text", _compass, "Cohere Compass, text"),
 )

@@ -1,0 +1,77 @@
+"""Compile the paged attention kernel for GPUs, as it is launched for some geometries: `python compile_paged.py CACHE`.
+
+A process of its own, because Triton either compiles or interprets. Prints a line for each; fails where one does not
+compile, needs more shared memory than small GPUs have, or multiplies halves without tensor cores.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
+
+import torch  # noqa: E402
+
+from tests.second_device.interpreting import require  # noqa: E402
+
+require()
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, compile  # noqa: E402
+from triton.runtime.jit import mangle_type  # noqa: E402
+
+from stowage.core.geometry import Kind  # noqa: E402
+from stowage.engine.gpu import kernels, paged  # noqa: E402
+from tests.second_device.paged_cases import make  # noqa: E402
+
+SHARED_BYTES_MOST = 99 << 10
+"""What a program may take on the smallest GPUs of the compute capabilities 8.x."""
+HALVES = torch.bfloat16, torch.float16
+LLAMA = {"share": 4, "width": 128, "value_width": 128}
+LATENT = {"kv_heads": 1, "share": 16, "width": 576, "value_width": 512, "latent": True}
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (90, LLAMA | {"positions": [700], "dtype": torch.bfloat16}),
+    (
+        80,
+        {"positions": [40], "kind": Kind.SLIDING, "window": 32, "width": 80, "value_width": 80, "dtype": torch.float16},
+    ),
+    (90, LATENT | {"positions": [40], "dtype": torch.bfloat16}),
+    (80, LATENT | {"positions": [40], "kind": Kind.CHUNKED, "window": 32, "sunk": True, "softcap": 30.0}),
+]
+
+
+class Noted:
+    """Stands for a kernel: compiles what it is launched with."""
+
+    def __init__(self, kernel: Any, arch: int) -> None:
+        self._kernel, self._arch = kernel, arch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._compile
+
+    def _compile(self, *args: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
+        names = self._kernel.arg_names
+        signature = {name: mangle_type(value) for name, value in zip(names, args, strict=False)}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(args) if _is_aligned(value)}
+        source = ASTSource(self._kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        made = compile(source, target=GPUTarget("cuda", self._arch, 32), options=options)
+        tensor_cores = made.asm["ptx"].count("mma")
+        print(self._kernel.__name__, self._arch, f"{made.metadata.shared} bytes shared, {tensor_cores} matrix products")
+        assert made.metadata.shared <= SHARED_BYTES_MOST
+        assert tensor_cores or self._kernel is kernels.combine or args[0].dtype not in HALVES
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+for arch, case in CASES:
+    noted = SimpleNamespace(split=Noted(kernels.split, arch), combine=Noted(kernels.combine, arch))
+    paged._kernels = lambda noted=noted: noted
+    make(**case).found()
