@@ -139,7 +139,7 @@ def test_a_question_that_does_not_fit(tiny_llama: Path, tmp_path: Path) -> None:
 
 def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every tier off all weights are in memory: one byte of a streamed layer is enough to be seen."""
-    from stowage.weights.source import _Streamed
+    from stowage.weights.delivered import Streamed
 
     memory = Memory(
         device_kv="1MiB",
@@ -153,13 +153,13 @@ def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatc
     assert report.parity
     first = [case for case in report.cases if case.name.endswith("first time")]
     assert first and all(case.exact for case in first)
-    whole = _Streamed.deliver
+    whole = Streamed.deliver
 
     def wrong(self: Any, views: Any) -> None:
         whole(self, views)
         self.parameters[0].data.view(-1)[0] += 1.0
 
-    monkeypatch.setattr(_Streamed, "deliver", wrong)
+    monkeypatch.setattr(Streamed, "deliver", wrong)
     assert not verify(tiny_llama, memory).parity
 
 
