@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--directory", type=Path, default=Path.home() / ".cache")
+    parser.add_argument("--name", default="weights", help="of the result's file")
     asked = parser.parse_args()
     ways = asked.ways.split(",")
     layers = asked.layers or (14 if asked.dtype == "bfloat16" else 6)
@@ -166,7 +167,7 @@ def main() -> None:
             rounds.append(found)
     kept = report(rounds, sizes, layers)
     reads = {f"direct_{what}_bytes_per_s": median_spread([r[what] for r in rounds]) for what in READS}
-    write_result("weights", {"dtype": asked.dtype, "layers": layers, "bytes": sizes, **reads, "results": kept})
+    write_result(asked.name, {"dtype": asked.dtype, "layers": layers, "bytes": sizes, **reads, "results": kept})
 
 
 if __name__ == "__main__":

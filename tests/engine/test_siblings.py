@@ -123,3 +123,28 @@ def test_weights_that_come_and_go_are_not_computed_ahead(net, calls):
     for seed in range(3):
         assert agree(*run(net, mode, seed))
     assert set(calls) == {1}
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, bias, placed, monkeypatch):
+    torch.manual_seed(3)
+    layer = nn.Linear(40, 24, bias=bias).requires_grad_(False).to(dtype)
+    torch_is_quick = dtype is torch.float32 or native._kernel.multiplies_halves()
+    asked = []
+    multiply = native._multiply
+    monkeypatch.setattr(native, "_multiply", lambda x, *rest: (asked.append(len(x)), multiply(x, *rest)))
+    for rows in (native.ROWS_FEW, native.ROWS_FEW + 1):
+        x = torch.randn(rows, 40).to(dtype)
+        ours = native.linear(x, layer.weight, layer.bias)
+        few = rows <= native.ROWS_FEW or not torch_is_quick
+        for exact, kernels in ((False, few), (True, True)):
+            asked.clear()
+            with OwnRows(linear=True, exact=exact, placed=placed):
+                found = layer(x)
+            assert asked == [rows] * kernels
+            assert torch.equal(found, ours if kernels else layer(x))
+        asked.clear()
+        assert torch.equal(native.product(x, layer.weight, layer.bias), ours if few else layer(x))
+        assert asked == [rows] * few

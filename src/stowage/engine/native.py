@@ -38,6 +38,10 @@ _HALVES = {torch.bfloat16: 4, torch.int8: 5}
 """The same, times inputs in bfloat16."""
 REVISION = 2
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
+ROWS_FEW = 64
+"""With more rows torch's products are quicker: it packs a matrix first, which pays then. 0.96 to 1.26 times as quick
+with 64 rows, 1.06 to 1.5 with 512 (AVX-512 with products of bfloat16, matrices of 1,024 to 5,632).
+"""
 TOGETHER = 8
 """Linear layers that are computed in one call, at most."""
 
@@ -94,6 +98,18 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` ``[..., inputs]`` times ``weight`` ``[outputs, inputs]``, plus ``bias``; see ``takes``."""
     return _linear(x, weight, None, bias)
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """Whether ``linear`` is the quicker way for ``x``; always where torch lacks instructions for its type."""
+    few = x.numel() <= ROWS_FEW * x.shape[-1]
+    return few or (x.dtype is torch.bfloat16 and not _kernel.multiplies_halves())
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear``, or torch's where that is quicker: bits depend on how many rows there are."""
+    multiply = linear if has_few_rows(x) else torch.nn.functional.linear
+    return multiply(x, weight, bias)
 
 
 def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Forwards whose rows do not depend on one another: a mode of torch for as long as a model runs.
 
     linear layers, stacked experts    -> the kernels (``native``), which sum every row by itself; several layers with
-                                         the same input at once (``siblings``)
+                                         the same input at once (``siblings``); many rows only where deterministic
     functions of single numbers       -> (deterministic only) as many numbers at a time as torch computes alike
     other products of matrices        -> (deterministic only) with rows filled up to what matrix kernels take at a time
 
@@ -46,10 +46,11 @@ class OwnRows(TorchFunctionMode):
 
     def __init__(self, *, linear: bool, exact: bool, placed: bool = False) -> None:
         super().__init__()
+        self._exact = exact
         self._special: dict[Any, Callable[..., Any]] = {}
         self._siblings = Siblings()
         if linear:
-            self._special[F.linear] = _linear if placed else self._linear
+            self._special[F.linear] = self._alone if placed else self._linear
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
                     self._special[grouped] = partial(_grouped, exact)
@@ -68,7 +69,7 @@ class OwnRows(TorchFunctionMode):
     def instead_of(self, function: Any) -> Callable[..., Any]:
         """What is called when ``function`` is."""
         if function is F.linear and F.linear in self._special:
-            return _linear
+            return self._alone
         found: Callable[..., Any] = self._special.get(function, function)
         return found
 
@@ -84,9 +85,15 @@ class OwnRows(TorchFunctionMode):
         self._siblings.end()
 
     def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        if bias is None and type(weight) is Parameter and native.takes(input, weight):
+        ours = self._exact or native.has_few_rows(input)
+        if ours and bias is None and type(weight) is Parameter and native.takes(input, weight):
             return self._siblings.linear(input, weight)
-        return _linear(input, weight, bias)
+        return self._alone(input, weight, bias)
+
+    def _alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if self._exact or native.has_few_rows(input) or isinstance(weight, PackedMatrix):
+            return _linear(input, weight, bias)
+        return F.linear(input, weight, bias)
 
 
 def mode_of(model: Any, *, exact: bool, placed: bool = False) -> OwnRows | None:
@@ -157,11 +164,12 @@ def _grouped(
         return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
     assert offs is not None and bias is None and out_dtype is None, "experts are called otherwise than they were"
     out = input.new_zeros((input.shape[0], weight.shape[2]))
+    multiply = native.linear if exact else native.product
     begin = 0
     for expert, end in enumerate(offs.tolist()):
         if end > begin:
             rows = input[begin:end]
-            out[begin:end] = native.linear(rows, experts[expert]) if ours else _filled(rows, weight[expert])
+            out[begin:end] = multiply(rows, experts[expert]) if ours else _filled(rows, weight[expert])
             begin = end
     return out
 

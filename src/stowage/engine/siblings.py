@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stowage.engine import native
 
-ROWS_MAX = 64
+ROWS_MAX = native.ROWS_FEW
 """More rows keep the threads busy for long anyway, and their results would take memory."""
 
 

@@ -83,7 +83,7 @@ def multiplier(dtype: Any, device: Any) -> Callable[[Any, Any], Any]:
     from stowage.engine import native
 
     ours = native.wanted(device, dtype) and native.quicker(dtype)
-    return native.linear if ours else torch.nn.functional.linear
+    return native.product if ours else torch.nn.functional.linear
 
 
 def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, float]:
