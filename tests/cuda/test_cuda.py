@@ -12,13 +12,12 @@ import torch
 from stowage.config import Memory
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.core.plan import CopyPlan
-from stowage.engine import pace
 from stowage.engine.device import link
 from stowage.engine.engine import Engine
 from stowage.engine.pool import bytes_needed
 from stowage.engine.request import Completion
 from stowage.transfer.pinning import is_unified, should_pin_memory
-from tests.engine.conftest import check_and_close, checkpoints_in, greedy, random_prompt
+from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 pytestmark = [
     pytest.mark.cuda,
@@ -32,20 +31,6 @@ FLOAT32_BOUND = 2e-3
 BFLOAT16_BOUND = 0.5
 """By how much log-probabilities of the same token may differ from the CPU's in float32: of tiny models with weights
 drawn wide, whose logits reach far; rounding in bfloat16 moves them most."""
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in tests/engine; and products in float32 as exact as they are on a CPU."""
-    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 30.0)
-    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
-    monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture

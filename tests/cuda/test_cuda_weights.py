@@ -17,7 +17,7 @@ from stowage.engine.engine import Engine
 from stowage.transfer.mapped import mapped
 from stowage.transfer.pinning import pin, should_pin_memory
 from stowage.weights.berths import Berths
-from tests.engine.conftest import checkpoints_in, greedy, random_prompt
+from tests.engine.conftest import greedy, random_prompt
 
 pytestmark = [
     pytest.mark.cuda,
@@ -29,11 +29,6 @@ PROMPTS = [random_prompt(length, seed=length) for length in (90, 33)]
 @pytest.fixture(autouse=True)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 def needs_pinning() -> None:

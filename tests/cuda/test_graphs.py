@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from stowage.config import Memory
-from stowage.engine import graphs, pace
+from stowage.engine import graphs
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from tests.engine.conftest import check_and_close, checkpoints_in, greedy, random_prompt
+from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 pytestmark = [
     pytest.mark.cuda,
@@ -23,18 +23,6 @@ PROMPTS = [random_prompt(length, seed=length) for length in (250, 20, 90, 33)]
 NEW_TOKENS = (60, 12, 40, 25)
 BOUNDS = {"float32": 2e-3, "bfloat16": 0.5}
 """As in test_cuda.py: by how much a log-probability may differ from plain decoding's, of tiny models drawn wide."""
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
-    monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture

@@ -70,6 +70,13 @@ def checkpoints_in(root: Path) -> Callable[..., Path]:
     return checkpoint
 
 
+def be_patient(monkeypatch: pytest.MonkeyPatch, least_s: float = 30.0) -> None:
+    """Engines load whatever a tier has, and wait at least so long for it."""
+    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", least_s)
+    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
+    monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
@@ -94,9 +101,7 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     milliseconds, and an engine that is right to load nothing slower would make any hit a matter of luck.
     """
     if request.node.get_closest_marker("hurried") is None:
-        monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 30.0)
-        monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
-        monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
+        be_patient(monkeypatch)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from stowage.engine import native
 from stowage.engine.calls import whole
 from stowage.engine.engine import Engine
 from stowage.engine.repeats import Steps
-from stowage.engine.request import Completion
 from stowage.engine.rows import OwnRows
 from stowage.engine.runner import Runner
 from stowage.engine.sampler import SamplingParams
@@ -27,26 +26,20 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def answers(model: Any, **how: Any) -> tuple[list[Completion], Runner]:
-    """Of five prompts, three at a time: they come and go."""
-    runners: list[Runner] = []
-    made = Runner.__init__
-
-    def remembered(self: Runner, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        runners.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "__init__", remembered)
-        with Engine(model, Memory(device_kv="1MiB", sequences_max=3), **how) as engine:
-            prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(5)]
-            requests = [
-                engine.submit(list(prompt), SamplingParams(10 + 3 * at, ignore_eos=True, logprobs=2))
-                for at, prompt in enumerate(prompts)
-            ]
-            assert all(request.wait(60) for request in requests)
-            done = [request.result() for request in requests]
-    return done, runners[0]
+def steps_of_an_engine(model: Any) -> Steps:
+    """After five prompts, three at a time: they come and go."""
+    with Engine(model, Memory(device_kv="1MiB", sequences_max=3)) as engine:
+        prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(5)]
+        requests = [
+            engine.submit(list(prompt), SamplingParams(10 + 3 * at, ignore_eos=True, logprobs=2))
+            for at, prompt in enumerate(prompts)
+        ]
+        assert all(request.wait(60) for request in requests)
+        for request in requests:
+            request.result()
+        runner = engine.parts.runner
+        assert isinstance(runner, Runner) and runner.steps is not None
+        return runner.steps
 
 
 @needs_kernels
@@ -71,8 +64,7 @@ def test_a_list_gives_the_model_s_own_bits(family: str, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(Steps, "run", both)
-    _, runner = answers(tiny_models.build(family))
-    assert runner.steps is not None and runner.steps.repeated > 8
+    assert steps_of_an_engine(tiny_models.build(family)).repeated > 8
     assert not wrong
 
 
@@ -86,9 +78,9 @@ def test_layers_with_one_input_are_one_call_of_a_list(monkeypatch: pytest.Monkey
         return linears(x, weights)
 
     monkeypatch.setattr(native, "linears", counted)
-    _, runner = answers(tiny_models.build("llama"))
-    assert runner.steps is not None and runner.steps.repeated > 8
-    assert sizes.count(3) == sizes.count(2) > 2 * runner.steps.repeated  # query, key and value; gate and up; two layers
+    repeated = steps_of_an_engine(tiny_models.build("llama")).repeated
+    assert repeated > 8
+    assert sizes.count(3) == sizes.count(2) > 2 * repeated  # query, key and value; gate and up; two layers
 
 
 class Own(nn.Module):

@@ -18,7 +18,6 @@ from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
 from tests.engine.tape import TapeRecorder
 from tests.second_device.interpreting import interpreting
-from tests.second_device.test_second_device import _patience, device, references  # noqa: F401
 
 pytestmark = [
     pytest.mark.device,
@@ -30,7 +29,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (57, 20, 70)]
 
 
 @pytest.fixture
-def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]  # noqa: F811
+def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(graphs, "TOKENS_LEAST", 64)
     monkeypatch.setattr(graphs, "SHARE", 2)
     monkeypatch.setattr(graphs, "SHARE_LEAST_BYTES", 1)
@@ -49,7 +48,7 @@ def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]  # 
     check_and_close(made)
 
 
-def test_the_tape_sees_copies(device: torch.device) -> None:  # noqa: F811
+def test_the_tape_sees_copies(device: torch.device) -> None:
     x = torch.arange(4.0, device=device)
     for step in (lambda: x + torch.ones(4).to(device), lambda: x.to("cpu"), lambda: x.copy_(torch.ones(4))):
         with torch.inference_mode(), pytest.raises(CaptureError, match=r"copies between devices|reads from the device"):
@@ -57,7 +56,7 @@ def test_the_tape_sees_copies(device: torch.device) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_the_cpus(family: str, opened, references) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+def test_answers_are_the_cpus(family: str, opened, references) -> None:  # type: ignore[no-untyped-def]
     engine = opened(family)
     for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, greedy(16)), strict=True):
         assert_same(completion, references(family).answer(prompt, 16))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stowage.config import Memory
-from stowage.engine import pace, packing
+from stowage.engine import packing
 from stowage.engine.engine import Engine
 from stowage.engine.pool import bytes_needed
 from stowage.errors import ConfigError
@@ -19,7 +19,6 @@ from stowage.integrations.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
 from stowage.weights.placement import Delivery
 from tests.engine.conftest import Reference, assert_same, check_and_close, greedy, random_prompt
-from tests.second_device.build import register
 
 pytestmark = [
     pytest.mark.device,
@@ -28,32 +27,6 @@ pytestmark = [
 FAMILIES = ["llama", "gemma3", "deepseek_v3", "qwen3_next", "jamba", "gpt_oss", "cohere2", "llama4", "gemma4", "bloom"]
 FAMILIES += ["deepseek_v32", "qwen3_5_moe", "lfm2", "gpt2"]
 PROMPTS = [random_prompt(length, seed=length) for length in (90, 33, 150)]
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in tests/engine: whether loading is worth it is not asked here."""
-    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 60.0)
-    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
-    monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
-
-
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    return register()
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Plain ``generate()`` on the CPU."""
-    known: dict[str, Reference] = {}
-
-    def reference(family: str) -> Reference:
-        if family not in known:
-            known[family] = Reference(tiny_models.write(family, tmp_path_factory.mktemp("checkpoints") / family))
-        return known[family]
-
-    return reference
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,12 +12,10 @@ from stowage.config import Memory
 from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
-from stowage.testing import tiny_models
 from stowage.transfer.mapped import mapped
 from stowage.weights.placement import Delivery
 from tests.engine.conftest import Reference, assert_same, greedy, random_prompt
 from tests.late_carrier import LateCarrier
-from tests.second_device.build import register
 
 pytestmark = [
     pytest.mark.device,
@@ -50,24 +47,6 @@ class SharedCarrier(LateCarrier):
 
     def view(self, memory: Tensor) -> Tensor:
         return mapped(memory, self.device, self._driver)
-
-
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    return register()
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Plain ``generate()`` on the CPU."""
-    known: dict[str, Reference] = {}
-
-    def reference(family: str) -> Reference:
-        if family not in known:
-            known[family] = Reference(tiny_models.write(family, tmp_path_factory.mktemp("checkpoints") / family))
-        return known[family]
-
-    return reference
 
 
 def answers_as_the_cpu_does(engine: Engine, reference: Reference) -> None:

@@ -176,7 +176,7 @@ class _Recording(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__") and any(_is_mask(part) for part in _flat(args[1:2])):
             return "it picks by a mask"
         makes = name in _MAKERS or name in _MAKERS_LIKE
-        if makes and (any(True for _ in _tensors(counts)) or (name == "one_hot" and not counts)):
+        if makes and (_has_tensor(counts) or (name == "one_hot" and not counts)):
             return "it makes as much as a tensor says"
         return ""
 
@@ -205,7 +205,7 @@ class _Recording(TorchFunctionMode):
 
     def _did(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
         """Write down that ``function`` was called and gave ``found``."""
-        named = {name: value for name, value in kwargs.items() if any(True for _ in _tensors(value))}
+        named = {name: value for name, value in kwargs.items() if _has_tensor(value)}
         rest = {name: value for name, value in kwargs.items() if name not in named}
         if rest:
             function = partial(function, **rest)
@@ -259,13 +259,13 @@ class _Recording(TorchFunctionMode):
                     raise self._refuse("it uses a tensor of its own that may change")
                 place = self._put(value, value)
             return place
-        if isinstance(value, (tuple, list)) and any(True for _ in _tensors(value)):
+        if isinstance(value, (tuple, list)) and _has_tensor(value):
             gathered = _gather_list if isinstance(value, list) else _gather_tuple
             places = tuple(self._bind(part) for part in value)
             place = self._put(value, None)
             self._calls.append((gathered, places, place))
             return place
-        if any(True for _ in _tensors(value)):
+        if _has_tensor(value):
             raise self._refuse(f"it hands tensors over in a {type(value).__name__}")
         self._values.append(value)
         return len(self._values) - 1
@@ -327,8 +327,8 @@ def _with_names(function: Callable[..., Any], names: tuple[str, ...], *values: A
     return function(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (part for part in _flat([value]) if isinstance(part, Tensor))
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(part, Tensor) for part in _flat([value]))
 
 
 def _flat(values: Any) -> Iterator[Any]:

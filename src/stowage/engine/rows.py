@@ -47,13 +47,14 @@ class OwnRows(TorchFunctionMode):
     def __init__(self, *, linear: bool, exact: bool, placed: bool = False) -> None:
         super().__init__()
         self._exact = exact
+        self._multiply = native.linear if exact else native.product
         self._special: dict[Any, Callable[..., Any]] = {}
         self._siblings = Siblings()
         if linear:
             self._special[F.linear] = self._alone if placed else self._linear
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
-                    self._special[grouped] = partial(_grouped, exact)
+                    self._special[grouped] = partial(_grouped, exact, self._multiply)
         if exact:
             self._special |= {function: _whole_vectors(function) for function in _functions()}
             self._special |= {function: _filled_rows(function) for function in _PRODUCTS}
@@ -91,9 +92,7 @@ class OwnRows(TorchFunctionMode):
         return self._alone(input, weight, bias)
 
     def _alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        if self._exact or native.has_few_rows(input) or isinstance(weight, PackedMatrix):
-            return _linear(input, weight, bias)
-        return F.linear(input, weight, bias)
+        return _linear(input, weight, bias, self._multiply)
 
 
 def mode_of(model: Any, *, exact: bool, placed: bool = False) -> OwnRows | None:
@@ -115,7 +114,9 @@ def _functions() -> list[Any]:
     return [*found, Tensor.__pow__]
 
 
-def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    input: Tensor, weight: Any, bias: Tensor | None = None, multiply: Callable[..., Tensor] = native.linear
+) -> Tensor:
     if isinstance(weight, PackedMatrix):  # while this runs the mode is off: the kernel would not be asked for its tiles
         parts = weight.int8_parts() or weight.int4_parts()
         if parts is not None and input.dtype in native.DTYPES:
@@ -123,7 +124,7 @@ def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
                 return native.linear_int4(input, *parts, weight.form.group, bias)
             return native.linear_int8(input, *parts, bias)
         return weight.multiply(input, bias, _linear)
-    return native.linear(input, weight, bias) if native.takes(input, weight) else F.linear(input, weight, bias)
+    return multiply(input, weight, bias) if native.takes(input, weight) else F.linear(input, weight, bias)
 
 
 def _filled_rows(function: Any) -> Callable[..., Any]:
@@ -153,7 +154,14 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 
 
 def _grouped(
-    exact: bool, input: Tensor, weight: Tensor, *, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    exact: bool,
+    multiply: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Any = None,
+    out_dtype: Any = None,
 ) -> Tensor:
     """``input`` ``[rows, in]``, sorted by expert, times ``weight`` ``[experts, in, out]``; ``offs``: where each
     expert's rows end.
@@ -164,7 +172,6 @@ def _grouped(
         return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
     assert offs is not None and bias is None and out_dtype is None, "experts are called otherwise than they were"
     out = input.new_zeros((input.shape[0], weight.shape[2]))
-    multiply = native.linear if exact else native.product
     begin = 0
     for expert, end in enumerate(offs.tolist()):
         if end > begin:

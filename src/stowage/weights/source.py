@@ -54,7 +54,6 @@ class WeightSource:
         self._checkpoint, self._image = checkpoint, image
         self._handles: list[Any] = []
         self._readers = Readers()
-        self._ring: Ring | None = None
         self._began_s = 0.0
         self._passes, self._forward_s, self._row_bytes = 0, 0.0, 0
         self._order: list[int] | None = None
@@ -63,7 +62,7 @@ class WeightSource:
         ringed = [load for load in loads if load.delivery.rings]
         self._streams = [Streamed(load, self.device) for load in ringed]
         self._in_ring = [n for n, load in enumerate(ringed) if carrier is None or load.delivery is Delivery.STREAM]
-        self._ring = self._make_ring() if self._in_ring else None
+        self._ring: Ring | None = self._make_ring() if self._in_ring else None
         self._pinned: Any = None
         self._crossing: Crossing | None = None
         self._experts: ExpertCache | None = None

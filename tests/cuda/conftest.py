@@ -1,0 +1,23 @@
+"""What the tests on a CUDA device share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.conftest import be_patient, checkpoints_in
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in tests/engine; and products in float32 as exact as they are on a CPU."""
+    be_patient(monkeypatch)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
