@@ -351,13 +351,14 @@ def test_any_schedule(family, seed, opened, tmp_path):
     host = draw.choice(["256KiB", "384KiB", "1MiB"])
     engine = opened(family, draw.choice([20, 35, 60]), host=host, disk=f"{tmp_path / 'cache'}:4MiB", sequences_max=4)
     trunks = [random_prompt(320, seed=50 + n) for n in range(2)]
-    asked = []
+    asked, cancelled = [], []
     for number in range(12):
         length = draw.choice([draw.randrange(1, 60), draw.randrange(200, 320)])
         prompt = draw.choice(trunks)[:length] + random_prompt(draw.randrange(1, 20), seed=number)
         asked.append((prompt, engine.submit(prompt, greedy(draw.randrange(1, 30)))))
         if draw.random() < 0.3:
-            engine.cancel(engine.submit(prompt, greedy(100)))
+            cancelled.append(engine.submit(prompt, greedy(100)))
+            engine.cancel(cancelled[-1])
         if draw.random() < 0.3:
             draw.choice(asked)[1].wait(30)
             engine.check()
@@ -368,5 +369,6 @@ def test_any_schedule(family, seed, opened, tmp_path):
     for prompt, request in asked:
         assert request.wait(60), "a request hangs"
         world_of(family).check(prompt, request.result())
+    assert all(request.wait(60) for request in cancelled) and engine.flush(), "a request or a spill hangs"
     engine.check()
     assert engine.store.stats()["chunks_pinned"] == 0

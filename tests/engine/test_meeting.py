@@ -119,6 +119,7 @@ def test_front_computed_and_end_loaded(family, checkpoints, references):
         assert engine.stats()["engine"]["prefixes_met"] == 1
         engine.check()
         assert not len(engine._scheduler._meetings)
+        assert engine.flush()  # what is being spilled is pinned
         assert engine.store.stats()["chunks_pinned"] == 0
         (again,) = engine.generate([prompt], greedy(NEW))  # what was joined is found on the device
         assert_same(again, expected)
@@ -203,6 +204,7 @@ def test_cancelled_in_the_middle(checkpoints, references):
         engine.cancel(request)
         assert request.wait(60)
         engine.check()
+        assert engine.flush()  # what is being spilled is pinned
         assert not len(engine._scheduler._meetings) and engine.store.stats()["chunks_pinned"] == 0
         for _, _, transfer in list(tier._held):
             DictTier.load(tier, transfer)
@@ -234,6 +236,7 @@ def test_preempted_in_the_middle(family, checkpoints, references):
         assert request.wait(60) and preempted == [0]
         assert_same(request.result(), expected)
         engine.check()
+        assert engine.flush()  # what is being spilled is pinned
         assert engine.store.stats()["chunks_pinned"] == 0
 
 
@@ -271,6 +274,7 @@ def test_many_at_once_on_a_small_device(family, checkpoints, references):
             assert_same(completion, references(family).answer(prompt, NEW))
         assert engine.stats()["engine"]["prefixes_met"] > 1
         engine.check()
+        assert engine.flush()  # what is being spilled is pinned
         assert not len(engine._scheduler._meetings) and engine.store.stats()["chunks_pinned"] == 0
 
 
