@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models, weights
+from benchmarks import models
 from benchmarks._peer import Peer
 from benchmarks._report import RESULTS, median_spread, write_result
+from stowage import openmp
 from stowage.planner import probe
 from stowage.planner.machine import Machine
 from stowage.planner.model import read_model
@@ -128,6 +129,9 @@ def _rate(batch: str, step_s: Any) -> float:
 
 
 def main() -> None:
+    openmp.wait_briefly()  # as `stowage run` and `stowage probe`
+    from benchmarks import weights  # torch comes with it
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))

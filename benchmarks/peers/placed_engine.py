@@ -64,6 +64,9 @@ def main() -> None:
     model, dtype, rules, device, host = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed goes to stderr: the answers have the pipe for themselves
+    from stowage import openmp
+
+    openmp.wait_briefly()  # as `stowage run` and `stowage serve`
     from transformers.utils import logging
 
     from stowage import Engine, Memory

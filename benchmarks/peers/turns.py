@@ -28,7 +28,10 @@ Round = Callable[[list[list[int]], int], dict[str, Any]]
 
 
 def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int, device: str, **more: Any) -> Round:
-    from stowage import Engine, Memory, SamplingParams
+    from stowage import openmp
+
+    openmp.wait_briefly()  # as `stowage run` and `stowage serve`
+    from stowage import Engine, Memory, SamplingParams  # torch comes with it
 
     memory = Memory(device_kv=device_bytes, host=host_bytes, sequences_max=SEQUENCES_MAX)
     engine = Engine(model, memory, dtype=dtype, device=device, **more)

@@ -9,6 +9,8 @@ No file here imports torch, transformers or numpy at its top, so ``--help`` answ
 
 def main() -> None:
     """Entry point of the ``stowage`` command."""
+    from stowage import openmp
     from stowage.cli.app import app
 
+    openmp.wait_briefly()
     app()

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stowage import openmp
 from stowage.demo.picture import draw, shares
 
 RUNS = ("first process: nothing is known", "second process, after a restart")
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stowage.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path("demo-out"), help="where cache, picture and numbers go")
     directory: Path = parser.parse_args(arguments).directory
+    openmp.wait_briefly()  # so do the processes that are started here
     cache = directory.resolve() / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)

@@ -72,6 +72,9 @@ class Engine:
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
+    It computes on a thread of its own: a script is quicker with ``GOMP_SPINCOUNT=1000`` in its environment
+    (``docs/engine.md#threads``).
+
     Raises ``ModelError``, ``ConfigError`` (``BudgetError``) or ``StorageError`` when it cannot be built.
     """
 

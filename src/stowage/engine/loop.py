@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from stowage import openmp
 from stowage.engine.completion import is_over, last_piece, piece
 from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.pace import Pace
@@ -59,6 +60,7 @@ class Loop:
         self._news = threading.Condition()
         self._checked_s = clock()
         self._broken: BaseException | None = None
+        _leave_cores()
         self.thread = threading.Thread(target=self._run, name="stowage-engine", daemon=True)
         self.thread.start()
 
@@ -69,6 +71,7 @@ class Loop:
 
     def submit(self, request: Request, sequence: Sequence) -> None:
         """Raises StowageError when it has ended, RequestError when too many requests are open."""
+        _leave_cores()
         with self._news:
             if self._broken is not None:
                 raise StowageError(f"the engine has stopped: {self._broken}") from self._broken
@@ -225,3 +228,9 @@ class Loop:
         sequence.times.finished_s = self._clock()
         text += sequence.text.finish()
         request.deliver(last_piece(sequence, text, reason))
+
+
+def _leave_cores() -> None:
+    """To the loop: idle threads of the calling one, which may have computed too, would be in its way (``openmp``)."""
+    if openmp.waits_briefly():
+        openmp.release_team()

@@ -10,8 +10,8 @@ has the numbers), so a CPU uses them by default. They are built with the package
 were not built, or ``STOWAGE_PURE_PYTHON`` is set, torch does the work.
 
 Threads are the kernels' own (``kernel/team.h``), as many as torch has: they wait awake for the next call of a step, a
-moment only and giving way, since torch's threads need the cores too. Where there are none they are those of torch's
-OpenMP runtime.
+moment only and giving way, since torch's threads (``stowage.openmp``) need the cores too. Where there are none they are
+those of torch's OpenMP runtime.
 """
 
 from __future__ import annotations

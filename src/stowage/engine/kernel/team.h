@@ -1,9 +1,9 @@
 /* Threads that help whoever calls a kernel: they wait for the next call awake for a moment, then asleep.
  *
- * A token takes some two hundred calls a tenth of a millisecond apart. OpenMP's threads sleep between them as soon as
- * a process has more of them than cores (every thread that calls torch has some of its own), and waking one takes as
- * long as a small matrix. Who waits awake gives its core away to any thread that wants it. One caller has the helpers
- * at a time; another takes OpenMP's meanwhile. Who has done all the work does not wait for a helper that has not begun.
+ * A token takes some two hundred calls a tenth of a millisecond apart. Between them OpenMP's threads sleep too early, or
+ * wait too long in the way of others (openmp.py), and waking one takes as long as a small matrix. Who waits awake here
+ * gives its core away to any thread that wants it. One caller has the helpers at a time; another takes OpenMP's
+ * meanwhile. Who has done all the work does not wait for a helper that has not begun.
  */
 #ifndef STOWAGE_ENGINE_TEAM_H
 #define STOWAGE_ENGINE_TEAM_H

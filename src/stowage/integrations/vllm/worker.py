@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from stowage import openmp
 from stowage.errors import StowageError
 from stowage.integrations.vllm.memory import ArenaPlace, Copies, GroupBytes, Rank, group_bytes
 from stowage.integrations.vllm.messages import Load, Part, Report, Step
@@ -122,6 +123,7 @@ class WorkerSide:
             except Exception as error:  # noqa: BLE001 a failed copy costs a recompute, whatever it was
                 failed = True
                 self._complain("load_failed", "blocks could not be filled from host memory; they are computed", error)
+            openmp.release_team()  # large copies had one; vLLM computes with its own
             with self._turn:
                 self._report.loaded_bytes += nbytes
                 self._loaded.add(load.request)
