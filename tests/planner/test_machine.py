@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from stowage.errors import ConfigError
 from stowage.planner.machine import TYPICAL, TYPICAL_CPU, TYPICAL_GPU, Machine, from_json
 
-MEASURED = replace(TYPICAL_CPU, products={"float32": {1: 4e9, 8: 2e9, 32: 1e9}}, attention={})
+MEASURED = replace(
+    TYPICAL_CPU, products={"float32": {1: 4e9, 8: 2e9, 32: 1e9}}, attention={}, overlap_loss={128: 0.2, 8: 0.8}
+)
 
 
 @pytest.mark.parametrize(("rows", "per_second"), [(1, 4e9), (8, 2e9), (32, 1e9), (64, 0.5e9), (0.5, 4e9)])
@@ -38,6 +40,12 @@ def test_a_type_that_was_not_measured_takes_as_much_longer_as_it_is_wider() -> N
     assert only.multiply_s("float32", 4e9, 1) == pytest.approx(2.0)
     assert only.multiply_s("float16", 4e9, 1) == pytest.approx(1.0)
     assert only.cache_bytes_per_s("float32") == pytest.approx(8e9)
+
+
+@pytest.mark.parametrize(("rows", "loss"), [(1, 0.8), (8, 0.8), (68, 0.5), (128, 0.2), (1000, 0.2)])
+def test_what_reading_costs_between_the_sizes_that_were_measured(rows: int, loss: float) -> None:
+    assert MEASURED.overlap_loss_of(rows) == pytest.approx(loss)
+    assert TYPICAL_CPU.overlap_loss_of(rows) == 0.0
 
 
 def test_attention_that_was_not_measured_is_as_fast_as_large_products() -> None:

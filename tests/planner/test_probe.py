@@ -131,7 +131,8 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         besides = ("step_s", "mixture_s", "expert_s", "elements_per_s", "stream_bytes_per_s")
         assert min(found[name] for name in besides) > 0
         assert found["sequence_s"] >= 0
-        assert 0 <= found["overlap_loss"] <= 1
+        assert set(found["overlap_loss"]) == set(overlap.ROWS)
+        assert all(0 <= loss <= 1 for loss in found["overlap_loss"].values())
     assert heard[0] == "matrix products in bfloat16"
 
 

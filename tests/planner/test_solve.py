@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stowage.errors import BudgetError
 from stowage.planner.machine import TYPICAL_CPU, TYPICAL_GPU, Machine
-from stowage.planner.predict import Away, Workload, decode_step, predict
+from stowage.planner.predict import Away, Workload, decode_step, predict, prompt_s
 from stowage.planner.shapes import Cache, Keeps, Layer, Model
 from stowage.planner.solve import DEVICE, DISK, HOLDS, HOST, Budgets, Room, Solution, solve, spread_order
 
@@ -331,10 +331,13 @@ def test_computing_is_slower_by_what_was_measured_while_something_is_read() -> N
     slow = replace(machine("cpu", disk=MIB), step_s=10.0)
     apart = decode_step(made, slow, WORK, away)
     assert apart.total_s == pytest.approx(30.0)
-    hidden = decode_step(made, replace(slow, overlap_loss=0.5), WORK, away)
+    hidden = decode_step(made, replace(slow, overlap_loss={1: 0.5}), WORK, away)
     assert hidden.total_s == pytest.approx(30.0)  # it would have waited for as long
-    seen = decode_step(made, replace(slow, overlap_loss=0.9), WORK, away)
+    seen = decode_step(made, replace(slow, overlap_loss={1: 0.9}), WORK, away)
     assert seen.total_s == pytest.approx(apart.compute_s + 0.9 * 30.0)
+    prompts = replace(slow, overlap_loss={1: 0.9, 2: 0.0})
+    few, many = (prompt_s(made, prompts, replace(WORK, prompt_tokens=count), away, 1) for count in (1, 2))
+    assert few - 0.9 * 30.0 == pytest.approx(apart.compute_s, rel=0.01) and many == pytest.approx(30.0)
     assert decode_step(made, replace(slow, stream_bytes_per_s=3.0 * MIB), WORK, away).disk_s == pytest.approx(10.0)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from stowage.errors import ConfigError
 from stowage.planner.config import ITEM_BYTES
 
-VERSION = 2
+VERSION = 3
 CPU, CUDA = "cpu", "cuda"
 
 
@@ -26,8 +26,9 @@ class Machine:
     the matrix comes from memory. ``attention``: operations of causal attention over a long prompt, by type.
     ``disk_read``: by number of 1 MiB reads in flight, past the page cache. ``link_in``, ``link_out``: to and from a
     device with memory of its own; 0 where the device computes from ordinary memory. ``stream_bytes_per_s``: weights
-    from the disk through a ring, 0 where only reads were measured; ``overlap_loss``: by what share of the time
-    that reading takes computing takes longer when both go on at once (0: not at all, 1: one waits for the other).
+    from the disk through a ring, 0 where only reads were measured; ``overlap_loss``: by rows that are computed at once:
+    by what share of the time that reading takes computing takes longer when both go on (0: not at all, 1: one waits for
+    the other). Few rows wait for memory, as reading does; many hardly.
 
     What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
     ``sequence_s`` for each further sequence in it; ``mixture_s`` for each layer with experts, ``expert_s`` for each
@@ -48,7 +49,7 @@ class Machine:
     link_in: float = 0.0
     link_out: float = 0.0
     stream_bytes_per_s: float = 0.0
-    overlap_loss: float = 0.0
+    overlap_loss: Mapping[int, float] = field(default_factory=dict)
     step_s: float = 0.0
     layer_s: float = 0.0
     sequence_s: float = 0.0
@@ -117,6 +118,18 @@ class Machine:
         slower, rates = self.rates(dtype)
         return rates[min(rates)] * ITEM_BYTES[dtype] / slower
 
+    def overlap_loss_of(self, rows: int) -> float:
+        """Between sizes that were measured on the line between them, beyond them as there; 0 where none was."""
+        points = sorted(self.overlap_loss.items())
+        if not points:
+            return 0.0
+        (low, loss), *_ = points
+        for high, next_loss in points:
+            if rows < high:
+                return loss + (next_loss - loss) * max(0, rows - low) / max(1, high - low)
+            low, loss = high, next_loss
+        return loss
+
     def attend_s(self, dtype: str, operations: float) -> float:
         """Seconds of causal attention in a prompt."""
         rate = self.attention.get(dtype) or min(self.attention.values(), default=0.0)
@@ -130,6 +143,11 @@ class Machine:
         return {"version": VERSION, **asdict(self)}
 
 
+def by_number(found: Mapping[str, float]) -> dict[int, float]:
+    """JSON has no numbers as names."""
+    return {int(number): float(value) for number, value in found.items()}
+
+
 def from_json(text: str) -> Machine:
     """The inverse of ``to_json``. Raises ``ConfigError``."""
     try:
@@ -138,9 +156,9 @@ def from_json(text: str) -> Machine:
             raise ConfigError(
                 "the machine's file is of another version of Stowage; measure it: stowage probe --refresh"
             )
-        products = {name: {int(n): float(r) for n, r in rates.items()} for name, rates in found.pop("products").items()}
-        reads = {int(depth): float(rate) for depth, rate in found.pop("disk_read").items()}
-        return Machine(products=products, disk_read=reads, **found)
+        products = {name: by_number(rates) for name, rates in found.pop("products").items()}
+        reads, losses = by_number(found.pop("disk_read")), by_number(found.pop("overlap_loss"))
+        return Machine(products=products, disk_read=reads, overlap_loss=losses, **found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"the machine's file is not what `stowage probe --json` prints ({type(error).__name__}: {error})."

@@ -16,12 +16,14 @@ _OUT, _IN, _MATRICES = 2048, 2048, 4
 _UNIT_BYTES = _OUT * _IN * _MATRICES * 2
 _SLOTS, _ROUNDS = 3, 3
 _TIMEOUT_S = 60.0
+ROWS = (1, 8, 128)
+"""Of decoding steps, of which the smallest waits for memory as reading does, and of a piece of a prompt."""
 _TIMES_MOST = 64
 _FILLING_TIMES = 32
 """In that time the rest of a ring is filled."""
 
 
-def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, float]:
+def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Fields of ``Machine``: ``stream_bytes_per_s`` and ``overlap_loss``. ``linear`` multiplies rows with a matrix."""
     import torch
 
@@ -39,43 +41,45 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, float]:
         readers,
         _TIMEOUT_S,
     )
-    row = torch.full((1, _IN), 0.5, dtype=torch.bfloat16)
 
-    def multiply(memory: memoryview, times: int) -> None:
+    def multiply(memory: memoryview, rows: Any, times: int) -> None:
         matrices = torch.frombuffer(memory, dtype=torch.bfloat16).view(_MATRICES, _OUT, _IN)
         for at in range(times * _MATRICES):
-            linear(row, matrices[at % _MATRICES])
+            linear(rows, matrices[at % _MATRICES])
 
-    def forward_s(times: int) -> float:
+    def forward_s(rows: Any, times: int) -> float:
         """Seconds of a forward in which each unit is computed with so often."""
         began_s = time.perf_counter()
         for unit in range(units):
             slot = ring.take(unit)
-            multiply(slot.memory, times)
+            multiply(slot.memory, rows, times)
             ring.give_back(unit)
         return time.perf_counter() - began_s
 
-    def computing_s(times: int) -> float:
+    def computing_s(rows: Any, times: int) -> float:
         """Seconds of that when nothing is read, because the ring is full: of one unit in it, for all."""
         slot = ring.take(0)
-        multiply(slot.memory, _FILLING_TIMES)
+        multiply(slot.memory, rows, _FILLING_TIMES)
         began_s = time.perf_counter()
-        multiply(slot.memory, times)
+        multiply(slot.memory, rows, times)
         elapsed_s = time.perf_counter() - began_s
         ring.give_back(0)
         return elapsed_s * units
 
-    try:
-        forward_s(0)
-        computing_s(1)
-        read_s = statistics.median(forward_s(0) for _ in range(_ROUNDS))
-        once_s = statistics.median(computing_s(4) for _ in range(_ROUNDS)) / 4
+    def loss(rows: Any) -> float:
+        computing_s(rows, 1)
+        once_s = statistics.median(computing_s(rows, 4) for _ in range(_ROUNDS)) / 4
         times = max(1, min(_TIMES_MOST, round(read_s / once_s)))
-        both_s = statistics.median(forward_s(times) for _ in range(_ROUNDS))
-        alone_s = statistics.median(computing_s(times) for _ in range(_ROUNDS))
+        both_s = statistics.median(forward_s(rows, times) for _ in range(_ROUNDS))
+        alone_s = statistics.median(computing_s(rows, times) for _ in range(_ROUNDS))
+        return min(max((both_s - alone_s) / read_s, 0.0), 1.0)
+
+    try:
+        forward_s(None, 0)
+        read_s = statistics.median(forward_s(None, 0) for _ in range(_ROUNDS))
+        losses = {count: loss(torch.full((count, _IN), 0.5, dtype=torch.bfloat16)) for count in ROWS}
     finally:
         if readers.close():
             ring.close()
         file.close()
-    loss = (both_s - alone_s) / read_s
-    return {"stream_bytes_per_s": units * _UNIT_BYTES / read_s, "overlap_loss": min(max(loss, 0.0), 1.0)}
+    return {"stream_bytes_per_s": units * _UNIT_BYTES / read_s, "overlap_loss": losses}

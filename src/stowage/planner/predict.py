@@ -66,7 +66,8 @@ class Away:
 class Step:
     """One forward: seconds of each part, and ``total_s``; bytes that are read from the disk and over the link.
 
-    ``missed_s``: reading ``missed_bytes`` of experts, for which computing waits. ``overlap_loss`` as of ``Machine``.
+    ``missed_s``: reading ``missed_bytes`` of experts, for which computing waits. ``overlap_loss``: that of ``Machine``,
+    for so many rows.
     """
 
     compute_s: float
@@ -190,7 +191,7 @@ def _step(model: Model, machine: Machine, away: Away, compute_s: float, tokens: 
         disk_s=_over(away.disk_bytes, machine.disk_bytes_per_s),
         link_bytes=away.link_bytes,
         disk_bytes=away.disk_bytes,
-        overlap_loss=machine.overlap_loss,
+        overlap_loss=machine.overlap_loss_of(tokens),
         missed_s=_over(missed_bytes, machine.disk_bytes_per_s),
         missed_bytes=missed_bytes,
     )

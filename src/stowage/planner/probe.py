@@ -21,7 +21,7 @@ from typing import Any
 from stowage.engine.identity import default_state_directory
 from stowage.errors import ConfigError, StowageError
 from stowage.planner import storage
-from stowage.planner.machine import Machine, from_json
+from stowage.planner.machine import Machine, by_number, from_json
 
 DEPTHS = (1, 4, 8)
 _TIMEOUT_S = 600.0
@@ -75,9 +75,8 @@ def measure(
         disk_read_buffered=buffered,
         disk_write=written_bytes_per_s,
         key=machine_key(directory),
-        products={
-            name: {int(n): rate for n, rate in rates.items()} for name, rates in computed.pop("products").items()
-        },
+        products={name: by_number(rates) for name, rates in computed.pop("products").items()},
+        overlap_loss=by_number(computed.pop("overlap_loss", {})),
         memcpy_one=memcpy_one,
         memcpy_all=memcpy_all,
         **computed,
@@ -167,7 +166,9 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
     ]
     if machine.stream_bytes_per_s:
         found.append(("weights from the disk, through a ring", _rate(machine.stream_bytes_per_s)))
-        found.append(("computing while reading: longer by, of the time of reading", f"{machine.overlap_loss:.0%}"))
+        for rows, loss in machine.overlap_loss.items():
+            name = f"computing {rows} row{'s' * (rows > 1)} while reading: longer by, of the time of reading"
+            found.append((name, f"{loss:.0%}"))
     for dtype, rates in machine.products.items():
         found += _computed(dtype, rates, machine)
     if machine.has_device:
