@@ -77,6 +77,12 @@ def be_patient(monkeypatch: pytest.MonkeyPatch, least_s: float = 30.0) -> None:
     monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
 
 
+def assert_nothing_is_pinned(engine: Engine) -> None:
+    """In host memory, once what is being spilled has come to its tier: until then it is."""
+    assert engine.flush()
+    assert engine.store.stats()["chunks_pinned"] == 0  # type: ignore[union-attr]
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))

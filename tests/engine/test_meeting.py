@@ -18,7 +18,7 @@ from stowage.engine import meeting, pace
 from stowage.engine.engine import Engine
 from stowage.errors import TransferError
 from stowage.tiers.protocol import Outcome, Transfer
-from tests.engine.conftest import assert_same, greedy, random_prompt
+from tests.engine.conftest import assert_nothing_is_pinned, assert_same, greedy, random_prompt
 from tests.nursery import wait_until
 
 PROMPT_TOKENS = 700
@@ -119,8 +119,7 @@ def test_front_computed_and_end_loaded(family, checkpoints, references):
         assert engine.stats()["engine"]["prefixes_met"] == 1
         engine.check()
         assert not len(engine._scheduler._meetings)
-        assert engine.flush()  # what is being spilled is pinned
-        assert engine.store.stats()["chunks_pinned"] == 0
+        assert_nothing_is_pinned(engine)
         (again,) = engine.generate([prompt], greedy(NEW))  # what was joined is found on the device
         assert_same(again, expected)
         assert again.reused_tokens["device"] > PROMPT_TOKENS - 200
@@ -204,8 +203,8 @@ def test_cancelled_in_the_middle(checkpoints, references):
         engine.cancel(request)
         assert request.wait(60)
         engine.check()
-        assert engine.flush()  # what is being spilled is pinned
-        assert not len(engine._scheduler._meetings) and engine.store.stats()["chunks_pinned"] == 0
+        assert not len(engine._scheduler._meetings)
+        assert_nothing_is_pinned(engine)
         for _, _, transfer in list(tier._held):
             DictTier.load(tier, transfer)
         tier.begin((0,))
@@ -236,8 +235,7 @@ def test_preempted_in_the_middle(family, checkpoints, references):
         assert request.wait(60) and preempted == [0]
         assert_same(request.result(), expected)
         engine.check()
-        assert engine.flush()  # what is being spilled is pinned
-        assert engine.store.stats()["chunks_pinned"] == 0
+        assert_nothing_is_pinned(engine)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -274,8 +272,8 @@ def test_many_at_once_on_a_small_device(family, checkpoints, references):
             assert_same(completion, references(family).answer(prompt, NEW))
         assert engine.stats()["engine"]["prefixes_met"] > 1
         engine.check()
-        assert engine.flush()  # what is being spilled is pinned
-        assert not len(engine._scheduler._meetings) and engine.store.stats()["chunks_pinned"] == 0
+        assert not len(engine._scheduler._meetings)
+        assert_nothing_is_pinned(engine)
 
 
 @pytest.mark.usefixtures("met")

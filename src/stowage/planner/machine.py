@@ -6,8 +6,9 @@ Owns the numbers and their file format. Measuring is ``probe``'s job, predicting
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
@@ -102,16 +103,8 @@ class Machine:
         points: list[tuple[int, float]] = []
         for size in sorted(rates):
             points.append((size, max(1 / rates[size], points[-1][1] if points else 0.0)))
-        first, last = points[0], points[-1]
-        if rows <= first[0]:
-            each_s = first[1]
-        elif rows >= last[0]:
-            each_s = last[1] * rows / last[0]
-        else:
-            at = next(at for at, (size, _) in enumerate(points) if size > rows)
-            (low, low_s), (high, high_s) = points[at - 1], points[at]
-            each_s = low_s + (high_s - low_s) * (rows - low) / (high - low)
-        return parameters * each_s * slower
+        largest = points[-1][0]
+        return parameters * _between(points, rows) * max(1.0, rows / largest) * slower
 
     def cache_bytes_per_s(self, dtype: str) -> float:
         """How fast a decoding step reads keys and values: as it reads weights."""
@@ -120,15 +113,7 @@ class Machine:
 
     def overlap_loss_of(self, rows: int) -> float:
         """Between sizes that were measured on the line between them, beyond them as there; 0 where none was."""
-        points = sorted(self.overlap_loss.items())
-        if not points:
-            return 0.0
-        (low, loss), *_ = points
-        for high, next_loss in points:
-            if rows < high:
-                return loss + (next_loss - loss) * max(0, rows - low) / max(1, high - low)
-            low, loss = high, next_loss
-        return loss
+        return _between(sorted(self.overlap_loss.items()), rows) if self.overlap_loss else 0.0
 
     def attend_s(self, dtype: str, operations: float) -> float:
         """Seconds of causal attention in a prompt."""
@@ -141,6 +126,16 @@ class Machine:
     def to_json(self) -> dict[str, Any]:
         """As ``stowage probe --json`` prints it."""
         return {"version": VERSION, **asdict(self)}
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """On the line between two of ``points``, which ascend; beyond them as there."""
+    if at <= points[0][0]:
+        return points[0][1]
+    for (low, value), (high, next_value) in pairwise(points):
+        if at < high:
+            return value + (next_value - value) * (at - low) / (high - low)
+    return points[-1][1]
 
 
 def by_number(found: Mapping[str, float]) -> dict[int, float]:

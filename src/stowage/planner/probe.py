@@ -166,8 +166,8 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
     ]
     if machine.stream_bytes_per_s:
         found.append(("weights from the disk, through a ring", _rate(machine.stream_bytes_per_s)))
-        for rows, loss in machine.overlap_loss.items():
-            name = f"computing {rows} row{'s' * (rows > 1)} while reading: longer by, of the time of reading"
+        for count, loss in machine.overlap_loss.items():
+            name = f"computing {count} row{'s' * (count > 1)} while reading: longer by, of the time of reading"
             found.append((name, f"{loss:.0%}"))
     for dtype, rates in machine.products.items():
         found += _computed(dtype, rates, machine)
