@@ -39,7 +39,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (64, 96), (1030, 33), (2048, 100)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (64, 96), (1030, 33), (2048, 100), (8300, 7)])
 def test_linear_is_right(inputs, outputs, dtype, instructions):
     x, weight, bias = numbers(70, inputs, dtype=dtype), numbers(outputs, inputs, seed=1, dtype=dtype), numbers(outputs)
     exact = x.double() @ weight.double().T + bias.to(dtype).double()
@@ -53,7 +53,7 @@ def test_linear_is_right(inputs, outputs, dtype, instructions):
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 150),
-    inputs=st.integers(1, 80) | st.sampled_from([1023, 1024, 1025, 2100]),
+    inputs=st.integers(1, 80) | st.sampled_from([1023, 1024, 1025, 2100, 4097, 8300]),
     outputs=st.integers(1, 40),
     half=st.booleans(),
     threads=st.integers(1, 3),
@@ -204,7 +204,7 @@ def test_switched_off(monkeypatch):
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 80),
-    inputs=st.integers(1, 70) | st.just(1050),
+    inputs=st.integers(1, 70) | st.sampled_from([1050, 4200]),
     outputs=st.integers(1, 30),
     half=st.booleans(),
     data=st.data(),

@@ -169,7 +169,8 @@ class _Recording(TorchFunctionMode):
         """Why this call cannot be in a list, if it cannot."""
         changes = name in _IN_PLACE or bool(kwargs.get("inplace"))
         counts = [*args[name in _MAKERS_LIKE :], *kwargs.values()]
-        if name not in (_IN_PLACE if changes else _ALLOWED) or "out" in kwargs or (name == "where" and not args[2:]):
+        elsewhere = kwargs.get("out") is not None
+        if name not in (_IN_PLACE if changes else _ALLOWED) or elsewhere or (name == "where" and not args[2:]):
             return f"it calls {name or func}"
         if changes and args[0].untyped_storage().data_ptr() in self._lasting:
             return "it changes what is not the step's own"

@@ -1,9 +1,12 @@
 /* y = x w^T of numbers in bfloat16, with instructions that multiply pairs of them (AVX512_BF16) and sum in float32.
  *
  * As in linear.h every element is summed in one order: 32 columns of HALVES_DEPTH inputs at a time, what is left of
- * them filled up with zeros. Tiles of up to 8 rows by 3 outputs stay in registers.
+ * them filled up with zeros. Tiles of up to 8 rows by 3 outputs stay in registers. Where the inputs of their rows are
+ * more than the first cache holds beside weights, all outputs of a panel go through HALVES_NEAR of them at a time, and
+ * the columns are kept meanwhile as they are.
  */
-enum { HALVES_DEPTH = 4096, HALVES_ROWS = 8, HALVES_PANEL = 96 };
+enum { HALVES_DEPTH = 4096, HALVES_ROWS = 8, HALVES_PANEL = 96, HALVES_NEAR = 8192 };
+enum { FIRST = 1, GOES_ON = 2, ENDS = 4 }; /* the first HALVES_DEPTH; in these not the first inputs, the last ones */
 
 /* 32 weights, or those of the mask and zeros: bfloat16, and codes of one byte, which bfloat16 has all. */
 static inline ALWAYS __m512bh halves_load_b(const uint16_t *from)
@@ -60,7 +63,7 @@ static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
         UNROLLED for (int c = 0; c < C; c++) {                                                                         \
             const T *from = w + c * w_row + k;                                                                         \
             weights[c] = WEIGHTS;                                                                                      \
-            FETCH(from + C * w_row);                                                                                   \
+            FETCH(from + 2 * C * w_row);                                                                               \
         }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++) {                                                                         \
             const uint16_t *from = x + r * x_row + k;                                                                  \
@@ -71,19 +74,25 @@ static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
     }
 #define TILE(F, T, R, C)                                                                                               \
     static void halves_tile_##F##R##C(const uint16_t *x, int64_t x_row, const void *at, int64_t w_row, int64_t depth,  \
-                                      float *y, int64_t y_row, int first)                                              \
+                                      __m512 *kept, float *y, int64_t y_row, int part)                                 \
     {                                                                                                                  \
         const T *w = at;                                                                                               \
         __m512 sums[R][C];                                                                                             \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             UNROLLED for (int c = 0; c < C; c++)                                                                       \
-                sums[r][c] = _mm512_setzero_ps();                                                                      \
+                sums[r][c] = part & GOES_ON ? kept[r * C + c] : _mm512_setzero_ps();                                   \
         int64_t k = 0;                                                                                                 \
         for (; k + 32 <= depth; k += 32)                                                                               \
             STEP(T, R, C, halves_load_##F(from), halves_load_b(from))                                                  \
         __mmask32 left = ((__mmask32)1 << (depth - k)) - 1;                                                            \
         if (left)                                                                                                      \
             STEP(T, R, C, halves_some_##F(left, from), halves_some_b(left, from))                                      \
+        if (!(part & ENDS)) {                                                                                          \
+            UNROLLED for (int r = 0; r < R; r++)                                                                       \
+                UNROLLED for (int c = 0; c < C; c++)                                                                   \
+                    kept[r * C + c] = sums[r][c];                                                                      \
+            return;                                                                                                    \
+        }                                                                                                              \
         UNROLLED for (int c = 0; c < C; c++) {                                                                         \
             float totals[16];                                                                                          \
             if (R >= 4) {                                                                                              \
@@ -96,7 +105,7 @@ static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
                     totals[r % 4 * 4 + r / 4] = avx512_total((avx512_vec)sums[r][c]);                                  \
             UNROLLED for (int r = 0; r < R; r++) {                                                                     \
                 float sum = totals[r % 4 * 4 + r / 4];                                                                 \
-                y[r * y_row + c] = first ? sum : y[r * y_row + c] + sum;                                               \
+                y[r * y_row + c] = part & FIRST ? sum : y[r * y_row + c] + sum;                                        \
             }                                                                                                          \
         }                                                                                                              \
     }
@@ -111,7 +120,7 @@ ALL(c, int8_t)
 #undef STEP
 #undef UNROLLED
 
-typedef void (*HalvesTile)(const uint16_t *, int64_t, const void *, int64_t, int64_t, float *, int64_t, int);
+typedef void (*HalvesTile)(const uint16_t *, int64_t, const void *, int64_t, int64_t, __m512 *, float *, int64_t, int);
 #define ROW(F, R) {halves_tile_##F##R##1, halves_tile_##F##R##2, halves_tile_##F##R##3}
 #define ALL(F) {ROW(F, 1), ROW(F, 2), ROW(F, 3), ROW(F, 4), ROW(F, 5), ROW(F, 6), ROW(F, 7), ROW(F, 8)}
 static const HalvesTile halves_tiles[2][HALVES_ROWS][3] = {ALL(b), ALL(c)};
@@ -132,25 +141,38 @@ static void halves_narrow(const float *from, uint16_t *to, int64_t count)
     }
 }
 
+/* Rows [row, row + r) against outputs [first, first + wide): their sums to `sums`, HALVES_PANEL for each row. */
+static void halves_panel(const Linear *job, int64_t row, int r, int64_t first, int64_t wide, __m512 *kept, float *sums)
+{
+    const uint16_t *x = (const uint16_t *)job->x + row * job->x_row;
+    int coded = job->form == INT8_HALVES, shift = !coded; /* bytes of a weight, as a power of two */
+    for (int64_t k = 0, depth; k < job->inputs; k += depth) {
+        int64_t block = k / HALVES_DEPTH * HALVES_DEPTH, left = job->inputs - k;
+        depth = block + HALVES_DEPTH - k < left ? block + HALVES_DEPTH - k : left;
+        int part = (block == 0 ? FIRST : 0) | (k > block ? GOES_ON : 0) | (depth <= HALVES_NEAR / r ? ENDS : 0);
+        if (!(part & ENDS))
+            depth = HALVES_NEAR / r / 32 * 32;
+        for (int64_t n = 0; n < wide; n += 3) {
+            int c = wide - n < 3 ? (int)(wide - n) : 3;
+            const char *w = (const char *)job->w + (((first + n) * job->w_row + k) << shift);
+            halves_tiles[coded][r - 1][c - 1](x + k, job->x_row, w, job->w_row, depth, kept + n * r, sums + n,
+                                              HALVES_PANEL, part);
+        }
+    }
+}
+
 /* Outputs [begin, end) of all rows: the inputs of a few rows stay in the first cache while weights pass, which come
- * from the second one after the first rows. A weight's row is read to its end, as memory likes it. */
+ * from the second one after the first rows. */
 static void halves_linear(const Linear *job, int64_t begin, int64_t end)
 {
     float part[HALVES_ROWS * HALVES_PANEL] __attribute__((aligned(64)));
-    const uint16_t *x = job->x;
-    int coded = job->form == INT8_HALVES, shift = !coded; /* bytes of a weight, as a power of two */
+    __m512 kept[HALVES_ROWS * HALVES_PANEL];
+    int coded = job->form == INT8_HALVES;
     for (int64_t first = begin; first < end; first += HALVES_PANEL) {
         int64_t wide = end - first < HALVES_PANEL ? end - first : HALVES_PANEL;
         for (int64_t row = 0; row < job->rows; row += HALVES_ROWS) {
             int r = job->rows - row < HALVES_ROWS ? (int)(job->rows - row) : HALVES_ROWS;
-            for (int64_t n = 0; n < wide; n += 3)
-                for (int64_t k = 0; k < job->inputs; k += HALVES_DEPTH) {
-                    int64_t depth = job->inputs - k < HALVES_DEPTH ? job->inputs - k : HALVES_DEPTH;
-                    int c = wide - n < 3 ? (int)(wide - n) : 3;
-                    const char *w = (const char *)job->w + (((first + n) * job->w_row + k) << shift);
-                    halves_tiles[coded][r - 1][c - 1](x + row * job->x_row + k, job->x_row, w, job->w_row, depth,
-                                                      part + n, HALVES_PANEL, k == 0);
-                }
+            halves_panel(job, row, r, first, wide, kept, part);
             for (int i = 0; i < r; i++) {
                 float *sums = part + i * HALVES_PANEL;
                 int64_t at = (row + i) * job->outputs + first;

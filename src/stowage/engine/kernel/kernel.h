@@ -17,7 +17,7 @@
 
 #define ALWAYS __attribute__((always_inline))
 #if defined(__GNUC__)
-#define FETCH(address) __builtin_prefetch(address)
+#define FETCH(address) __builtin_prefetch(address, 0, 2) /* to the second cache, which awaits more at once */
 #else
 #define FETCH(address) ((void)(address))
 #endif
@@ -31,6 +31,7 @@
 #define SETTLE(value) ((void)(value))
 #endif
 #define DEPTH 1024 /* inputs that are summed at a time */
+#define FEW 8      /* rows with which a weight's row is read to its end */
 #define PANEL 64   /* rows whose block of inputs stays in the cache */
 #define KEYS 64    /* keys that a softmax takes at a time */
 #define ROWS 64    /* query rows of one head that are worked on together */

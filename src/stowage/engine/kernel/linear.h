@@ -17,8 +17,7 @@
             NAME(vec) weights[C];                                                                                      \
             for (int c = 0; c < C; c++) {                                                                              \
                 weights[c] = NAME(load_##F)(w + c * w_row + k);                                                        \
-                if (R > 1 || sizeof(T) < 4) /* one row of floats: memory is awaited anyway */                          \
-                    FETCH(ahead.at + c * ahead.row + (k << ahead.shift));                                              \
+                FETCH(ahead.at + c * ahead.row + (k << ahead.shift));                                                  \
             }                                                                                                          \
             for (int r = 0; r < R; r++) {                                                                              \
                 NAME(vec) inputs = NAME(load)(x + r * x_row + k);                                                      \
@@ -82,7 +81,10 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
     int form = job->form, shift = bytes[form];
     const char *w = (const char *)job->w + ((n * w_row + k) << shift);
     const float *x = job->x;
-    Ahead ahead = {w + ((k + DEPTH < job->inputs ? DEPTH : 3 * w_row - k) << shift), w_row << shift, shift};
+    /* Two strips on: outputs are gone through one by one with all of their inputs (see `linear`), or inputs first. */
+    int64_t blocks = (job->inputs + DEPTH - 1) / DEPTH, then = k / DEPTH + 2;
+    int64_t on = rows <= FEW ? then / blocks * 3 * w_row + then % blocks * DEPTH - k : 6 * w_row;
+    Ahead ahead = {w + (on << shift), w_row << shift, shift};
     if (form == INT4) {
         for (int i = 0; i < c; i++)
             NAME(unpack)(job, n + i, k, k + depth, scratch + i * DEPTH);
@@ -104,7 +106,7 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
     float scratch[3 * DEPTH] __attribute__((aligned(64)));
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
-        if (rows <= 8)
+        if (rows <= FEW)
             for (int64_t n = begin; n < end; n += 3)
                 for (int64_t k = 0; k < job->inputs; k += DEPTH)
                     NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, k, scratch);
