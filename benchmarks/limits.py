@@ -42,25 +42,27 @@ def direct_read_bytes_per_s(directory: Path, nbytes: int = 128 * MIB, depth: int
         path.unlink()
 
 
-def direct_reread_bytes_per_s(path: Path, depth: int = 4) -> float:
-    """Rate of reading a file that was read before with ``O_DIRECT``, ``depth`` reads of 1 MiB in flight: a machine that
-    is virtual has its disk's answers from its host's memory by then.
+def direct_reread_bytes_per_s(path: Path, depth: int = 4, block: int = 4 * MIB, into_bytes: int = 384 * MIB) -> float:
+    """Rate of reading a file that was read before with ``O_DIRECT``, ``depth`` reads of ``block`` in flight: a machine
+    that is virtual has its disk's answers from its host's memory by then. They go to ``into_bytes`` of memory in turn,
+    as weights do: a few buffers that stay in the processor's cache are filled up to a fifth sooner.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        nbytes = os.fstat(descriptor).st_size // MIB * MIB
-        _read_all(descriptor, nbytes, depth)
-        return _read_all(descriptor, nbytes, depth)
+        nbytes = os.fstat(descriptor).st_size // block * block
+        _read_all(descriptor, nbytes, depth, block, into_bytes)
+        return _read_all(descriptor, nbytes, depth, block, into_bytes)
     finally:
         os.close(descriptor)
 
 
-def _read_all(descriptor: int, nbytes: int, depth: int) -> float:
-    buffer = huge_pages(depth * MIB)
+def _read_all(descriptor: int, nbytes: int, depth: int, block: int = MIB, into_bytes: int = 0) -> float:
+    buffer = huge_pages(max(into_bytes // (depth * block), 1) * depth * block)
 
     def read(worker: int) -> None:
-        for place in range(worker * MIB, nbytes, depth * MIB):
-            os.preadv(descriptor, [buffer[worker * MIB : (worker + 1) * MIB]], place)
+        for place in range(worker * block, nbytes, depth * block):
+            at = place % len(buffer)
+            os.preadv(descriptor, [buffer[at : at + block]], place)
 
     threads = [threading.Thread(target=read, args=(worker,)) for worker in range(depth)]
     began_s = time.perf_counter()

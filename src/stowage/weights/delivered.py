@@ -123,7 +123,8 @@ class Streamed:
         """The parameters in a slot of the ring."""
         found = self._views.get(slot)
         if found is None:
-            found = self._views[slot] = self.layout.tensors(self.homes, memory)
+            with torch.inference_mode(False):  # weights of that mode are multiplied otherwise (loading.put)
+                found = self._views[slot] = self.layout.tensors(self.homes, memory)
         return found
 
     def deliver(self, views: Sequence[Tensor]) -> None:

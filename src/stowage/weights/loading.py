@@ -95,15 +95,20 @@ class _Loading(Building):
                 self.deliveries[name] = self.deliveries[source] = ranked[0]
 
     def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
-        """The values, in memory of their own, or a stand-in."""
+        """The values, in memory of their own, or a stand-in.
+
+        Both require gradients if the model's own parameter does, although none are ever computed of what comes and goes
+        (``source``): torch multiplies a slice of a batch with a weight that does not as a batch of products, each with
+        a copy of the weight. That took half as long as the rest of a prefill, and rounds otherwise.
+        """
         delivery = self.deliveries.get(path, Delivery.RESIDENT)
         values = parameter.detach()
         _refuse_wrapped(path, values)
         if delivery is Delivery.RESIDENT:
-            return nn.Parameter(copy_of(values).to(self.budget.device), requires_grad=False)
+            return nn.Parameter(copy_of(values).to(self.budget.device), parameter.requires_grad)
         values = values.contiguous()
         home = self._home(path, values, delivery)
-        stand_in = nn.Parameter(absent(home.shape, home.dtype, self.budget.device), requires_grad=False)
+        stand_in = nn.Parameter(absent(home.shape, home.dtype, self.budget.device), parameter.requires_grad)
         self.homes[id(stand_in)] = home
         return stand_in
 

@@ -23,9 +23,11 @@ from stowage.weights.checkpoint import PAGE_BYTES, File
 
 __all__ = ["Read", "Readers", "Stall", "Ticket"]
 
-READ_BYTES: Final = 1 << 20
-"""Per system call: from here on a disk gains nothing, and several threads still share a module evenly."""
 THREADS: Final = 4
+READ_BYTES: Final = 1 << 20
+"""Per system call at least, of long reads: so that several threads share a small module evenly."""
+READ_BYTES_MAX: Final = 4 << 20
+"""Of a large module: fewer calls leave more of the processor to who computes (8 to 10 % of a step, with 1 MiB)."""
 _BUFFERED_BYTES: Final = 64 << 10
 """Shorter reads, as of an embedding's rows, are left to the page cache."""
 
@@ -113,7 +115,9 @@ class Readers:
             thread = threading.Thread(target=self._run, name="stowage-weights", daemon=True)
             self._threads.append(thread)
             thread.start()
-        parts = [part for read in reads for part in _parts(read)]
+        share_bytes = sum(read.into.nbytes for read in reads) // (2 * self._count)
+        part_bytes = min(max(share_bytes // READ_BYTES * READ_BYTES, READ_BYTES), READ_BYTES_MAX)
+        parts = [part for read in reads for part in _parts(read, part_bytes)]
         ticket = Ticket(len(parts))
         for part in parts:
             self._queue.put((part, ticket))
@@ -141,10 +145,12 @@ class Readers:
             del read, ticket, work
 
 
-def _parts(read: Read) -> list[Read]:
+def _parts(read: Read, part_bytes: int) -> list[Read]:
+    if not _in_whole_pages(read):
+        part_bytes = READ_BYTES  # they go through a thread's buffer, which is no larger
     return [
-        Read(read.source, read.offset + at, read.into[at : at + READ_BYTES])
-        for at in range(0, read.into.nbytes, READ_BYTES)
+        Read(read.source, read.offset + at, read.into[at : at + part_bytes])
+        for at in range(0, read.into.nbytes, part_bytes)
     ]
 
 
@@ -164,12 +170,16 @@ def _copy(source: memoryview, into: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # others compute meanwhile
 
 
+def _in_whole_pages(read: Read) -> bool:
+    address = int(np.frombuffer(read.into, np.uint8).__array_interface__["data"][0])
+    return not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or address % PAGE_BYTES)
+
+
 def _fill(read: Read, buffer: _Buffer) -> None:
     if isinstance(read.source, memoryview):
         _copy(read.source[read.offset : read.offset + read.into.nbytes], read.into)
         return
-    address = int(np.frombuffer(read.into, np.uint8).__array_interface__["data"][0])
-    whole_pages = not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or address % PAGE_BYTES)
+    whole_pages = _in_whole_pages(read)
     if read.source.direct >= 0 and not whole_pages and read.into.nbytes >= _BUFFERED_BYTES:
         begin = read.offset // PAGE_BYTES * PAGE_BYTES
         end = -(-(read.offset + read.into.nbytes) // PAGE_BYTES) * PAGE_BYTES

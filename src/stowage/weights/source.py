@@ -57,6 +57,8 @@ class WeightSource:
         self._began_s = 0.0
         self._passes, self._forward_s, self._row_bytes = 0, 0.0, 0
         self._order: list[int] | None = None
+        self._gradients: dict[int, bool] = {}
+        """By thread, while it is in a forward: whether it had asked for gradients."""
         self._closed = False
         self._loads, self._carrier, self._berths = loads, carrier, berths or Berths()
         ringed = [load for load in loads if load.delivery.rings]
@@ -280,6 +282,7 @@ class WeightSource:
 
         def before(_module: nn.Module, _args: Any) -> None:
             nonlocal taker
+            _refuse_gradients()
             if self._order is not None:
                 self._order.append(number)
             stream.deliver(slot() if crossing is None else crossing.take(number, slot))
@@ -303,6 +306,7 @@ class WeightSource:
         assert cache is not None
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            _refuse_gradients()
             for file in files:
                 file.check()
             choices = chosen(args, kwargs)
@@ -319,6 +323,7 @@ class WeightSource:
 
     def _rows_hook(self, rows: Rows) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            _refuse_gradients()
             if not args:
                 raise UnsupportedModelError("an embedding is called with a name for its ids: keep it resident.")
             ids, read_bytes = rows.deliver(args[0], self._readers)
@@ -330,11 +335,14 @@ class WeightSource:
     def _begin(self, _module: nn.Module, _args: Any) -> None:
         if self._closed:
             raise ModelError("the weights of this model were closed: load it again.")
+        self._gradients[threading.get_ident()] = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         self._began_s = time.perf_counter()
         if self._crossing is not None:
             self._crossing.begin_pass()
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        torch._C._set_grad_enabled(self._gradients.pop(threading.get_ident(), torch.is_grad_enabled()))
         self._passes += 1
         self._forward_s += time.perf_counter() - self._began_s
         if self._crossing is not None:
@@ -352,3 +360,12 @@ class WeightSource:
 
     def _reads(self, in_ring: int, memory: memoryview) -> list[Read]:
         return self._streams[self._in_ring[in_ring]].layout.reads(memory)
+
+
+def _refuse_gradients() -> None:
+    """Backwards, the weights would be somewhere else. A forward of the whole model never asks for gradients."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "weights that come and go have no gradients: call the whole model, or this part of it under "
+            "torch.no_grad()."
+        )

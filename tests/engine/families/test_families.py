@@ -17,10 +17,6 @@ LONG = random_prompt(187)
 CUTS = (131, 75)
 """Where a prompt leaves the long one: after 70 % of it, and earlier."""
 
-TURNS = ("deepseek_v4", "inkling", "xlstm")
-"""Of those that are computed alone: whatever a group can be. The executor is the same for all, and so is the pool."""
-COPIES = ("bert_generation", "electra", "ernie", "roc_bert", "falcon_mamba")
-"""Whose code is a copy of BERT's or Mamba's: what a small pool does to that one, it does to them."""
 STATES = ("mamba", "mamba2", "falcon_mamba")
 """Those that keep a state and nothing else."""
 EXACT = frozenset(
@@ -68,7 +64,8 @@ def ask(world: World, engine: Engine, tier: str, cut: int, expected: int) -> Non
     assert completion.reused_tokens[tier] == sum(completion.reused_tokens.values()) == expected
 
 
-SMALL = [f for f in tiny_models.FAMILIES if f not in tiny_models.ALONE + COPIES or f in TURNS]
+SMALL = [family for family in tiny_models.FAMILIES if family != "doge"]
+"""Doge reads the keys that it finds largest: of near-equal ones Transformers itself takes others token by token."""
 
 
 @pytest.mark.parametrize("family", SMALL)
