@@ -53,7 +53,11 @@ class Case:
 
     def away(self, model: Model) -> Away:
         layers = sum(model.layers[at].total_bytes for at in self.streamed)
-        return Away(0, layers + model.head_bytes * (self.head and bool(self.streamed)))
+        mapped = sum(model.layers[at].total_bytes for at in self.mapped)
+        head = model.head_bytes * self.head
+        if self.streamed:
+            return Away(0, layers + head, mapped_bytes=mapped)
+        return Away(mapped_bytes=mapped + head * bool(self.mapped))
 
     def host_bytes(self, model: Model) -> int:
         """With a little for the engine's arena, which wants some."""

@@ -133,6 +133,7 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert found["sequence_s"] >= 0
         assert set(found["overlap_loss"]) == set(overlap.ROWS)
         assert all(0 <= loss <= 1 for loss in found["overlap_loss"].values())
+        assert 0 <= found["mapped_byte_s"] < 1e-6
     assert heard[0] == "matrix products in bfloat16"
 
 

@@ -341,6 +341,17 @@ def test_computing_is_slower_by_what_was_measured_while_something_is_read() -> N
     assert decode_step(made, replace(slow, stream_bytes_per_s=3.0 * MIB), WORK, away).disk_s == pytest.approx(10.0)
 
 
+def test_mapped_weights_take_what_was_measured_longer() -> None:
+    made, on = model([8] * 4), machine("cpu")
+    slow = replace(on, mapped_byte_s=0.5 / MIB)
+    plain, longer = (solved(made, each, 0, host=24 * MIB) for each in (on, slow))
+    assert longer.away.mapped_bytes == sum(p.nbytes for p in longer.placed if p.delivery == "mapped") > 0
+    more_s = longer.prediction.decode.total_s - plain.prediction.decode.total_s
+    assert more_s == pytest.approx(0.5 * longer.away.mapped_bytes / MIB)
+    on_gpu = solved(made, machine("cuda"), 0, host=24 * MIB)
+    assert on_gpu.away.mapped_bytes == 0 < on_gpu.away.link_bytes
+
+
 def test_every_piece_of_a_prompt_fetches_again() -> None:
     made = model([8] * 4)
     slow = machine("cpu", disk=1e6)

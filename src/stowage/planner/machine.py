@@ -15,7 +15,7 @@ from typing import Any
 from stowage.errors import ConfigError
 from stowage.planner.config import ITEM_BYTES
 
-VERSION = 3
+VERSION = 4
 CPU, CUDA = "cpu", "cuda"
 
 
@@ -29,7 +29,8 @@ class Machine:
     device with memory of its own; 0 where the device computes from ordinary memory. ``stream_bytes_per_s``: weights
     from the disk through a ring, 0 where only reads were measured; ``overlap_loss``: by rows that are computed at once:
     by what share of the time that reading takes computing takes longer when both go on (0: not at all, 1: one waits for
-    the other). Few rows wait for memory, as reading does; many hardly.
+    the other). Few rows wait for memory, as reading does; many hardly. ``mapped_byte_s``: seconds by which a byte of a
+    file that is mapped and in the page cache takes longer than one in memory, whose pages are larger.
 
     What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
     ``sequence_s`` for each further sequence in it; ``mixture_s`` for each layer with experts, ``expert_s`` for each
@@ -51,6 +52,7 @@ class Machine:
     link_out: float = 0.0
     stream_bytes_per_s: float = 0.0
     overlap_loss: Mapping[int, float] = field(default_factory=dict)
+    mapped_byte_s: float = 0.0
     step_s: float = 0.0
     layer_s: float = 0.0
     sequence_s: float = 0.0

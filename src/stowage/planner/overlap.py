@@ -1,11 +1,14 @@
-"""How fast weights come from a disk, and what computing costs them meanwhile. Measured through the engine's own ring.
+"""How fast weights come from a disk, what computing costs them meanwhile, and how fast they are read in a mapped file.
 
-Runs in the process of ``compute``. Owns no number: a file is read again and again, in units of some matrices, and each
-unit is computed with not at all, or so often that computing takes about as long as reading.
+Runs in the process of ``compute``. Owns no number: a file is read again and again through the engine's own ring, in
+units of some matrices, and each unit is computed with not at all, or so often that computing takes about as long as
+reading. Then all of it is computed with where it lies in the page cache, and in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +27,9 @@ _FILLING_TIMES = 32
 
 
 def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Fields of ``Machine``: ``stream_bytes_per_s`` and ``overlap_loss``. ``linear`` multiplies rows with a matrix."""
+    """Fields of ``Machine``: ``stream_bytes_per_s``, ``overlap_loss`` and ``mapped_byte_s``. ``linear`` multiplies rows
+    with a matrix.
+    """
     import torch
 
     from stowage.weights.checkpoint import File
@@ -78,8 +83,33 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
         forward_s(None, 0)
         read_s = statistics.median(forward_s(None, 0) for _ in range(_ROUNDS))
         losses = {count: loss(torch.full((count, _IN), 0.5, dtype=torch.bfloat16)) for count in ROWS}
+        one = torch.full((1, _IN), 0.5, dtype=torch.bfloat16)
+        mapped_byte_s = _mapped_byte_s(memoryview(file.view()), units, lambda memory: multiply(memory, one, 1))
     finally:
         if readers.close():
             ring.close()
         file.close()
-    return {"stream_bytes_per_s": units * _UNIT_BYTES / read_s, "overlap_loss": losses}
+    return {
+        "stream_bytes_per_s": units * _UNIT_BYTES / read_s,
+        "overlap_loss": losses,
+        "mapped_byte_s": mapped_byte_s,
+    }
+
+
+def _mapped_byte_s(mapped: memoryview, units: int, multiply: Callable[[memoryview], None]) -> float:
+    """Seconds by which a byte of ``mapped`` takes longer than one in large pages of memory."""
+    with contextlib.closing(mmap.mmap(-1, units * _UNIT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) as memory:
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[:] = mapped[: units * _UNIT_BYTES]
+
+        def seconds(where: memoryview) -> float:
+            began_s = time.perf_counter()
+            for unit in range(units):
+                multiply(where[unit * _UNIT_BYTES : (unit + 1) * _UNIT_BYTES])
+            return time.perf_counter() - began_s
+
+        with memoryview(memory) as copied:
+            pairs = [(seconds(mapped), seconds(copied)) for _ in range(2 * _ROUNDS)][1:]
+        longer_s = statistics.median(there_s for there_s, _ in pairs) - statistics.median(here_s for _, here_s in pairs)
+    return max(longer_s, 0.0) / (units * _UNIT_BYTES)

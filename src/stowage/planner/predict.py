@@ -55,11 +55,13 @@ class Away:
     """Bytes of weights that a forward must fetch: over the device's link, and from the disk. What comes from the disk
     to a device crosses the link too, so ``link_bytes`` include ``disk_bytes``. ``missed_share``: of the experts that a
     forward meets, those that are not in their cache; each is read when its layer is computed, not ahead.
+    ``mapped_bytes`` are computed with where they lie in the page cache.
     """
 
     link_bytes: int = 0
     disk_bytes: int = 0
     missed_share: float = 0.0
+    mapped_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def _step(model: Model, machine: Machine, away: Away, compute_s: float, tokens: 
     met_bytes = sum(count * layer.distinct_experts(tokens) * layer.expert_bytes for layer, count in _alike(model))
     missed_bytes = int(met_bytes * away.missed_share)
     return Step(
-        compute_s=compute_s,
+        compute_s=compute_s + away.mapped_bytes * machine.mapped_byte_s,
         link_s=away.link_bytes / machine.link_in if machine.has_device else 0.0,
         disk_s=_over(away.disk_bytes, machine.disk_bytes_per_s),
         link_bytes=away.link_bytes,

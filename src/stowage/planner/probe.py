@@ -169,6 +169,7 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
         for count, loss in machine.overlap_loss.items():
             name = f"computing {count} row{'s' * (count > 1)} while reading: longer by, of the time of reading"
             found.append((name, f"{loss:.0%}"))
+        found.append(("weights in a mapped file: longer by", f"{machine.mapped_byte_s * 1e12:.1f} ms per GB"))
     for dtype, rates in machine.products.items():
         found += _computed(dtype, rates, machine)
     if machine.has_device:

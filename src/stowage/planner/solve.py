@@ -259,7 +259,9 @@ class Room:
             return Away(missed_share=1 - self.experts.held_share(cache_bytes))
         on_host = self.filled[host] - self.filled[device] + self.head_bytes * (choice.head == HOST)
         on_disk = self.filled[-1] - self.filled[host] + self.head_bytes * (choice.head == DISK)
-        return Away(on_host + on_disk if self.machine.has_device else 0, on_disk)
+        if self.machine.has_device:
+            return Away(on_host + on_disk, on_disk)
+        return Away(0, on_disk, mapped_bytes=on_host)
 
     def _ends(self, choice: _Choice) -> Iterator[Placed]:
         if self.embedding_bytes:

@@ -3,9 +3,10 @@
  * As in linear.h every element is summed in one order: 32 columns of HALVES_DEPTH inputs at a time, what is left of
  * them filled up with zeros. Tiles of up to 8 rows by 3 outputs stay in registers. Where the inputs of their rows are
  * more than the first cache holds beside weights, all outputs of a panel go through HALVES_NEAR of them at a time, and
- * the columns are kept meanwhile as they are.
+ * the columns are kept meanwhile as they are. These inputs are copied side by side first: rows that are 4 KiB apart
+ * would share a few lines of that cache.
  */
-enum { HALVES_DEPTH = 4096, HALVES_ROWS = 8, HALVES_PANEL = 96, HALVES_NEAR = 8192 };
+enum { HALVES_DEPTH = 4096, HALVES_ROWS = 8, HALVES_PANEL = 96, HALVES_NEAR = 8192, HALVES_APART = 32 };
 enum { FIRST = 1, GOES_ON = 2, ENDS = 4 }; /* the first HALVES_DEPTH; in these not the first inputs, the last ones */
 
 /* 32 weights, or those of the mask and zeros: bfloat16, and codes of one byte, which bfloat16 has all. */
@@ -144,7 +145,7 @@ static void halves_narrow(const float *from, uint16_t *to, int64_t count)
 /* Rows [row, row + r) against outputs [first, first + wide): their sums to `sums`, HALVES_PANEL for each row. */
 static void halves_panel(const Linear *job, int64_t row, int r, int64_t first, int64_t wide, __m512 *kept, float *sums)
 {
-    const uint16_t *x = (const uint16_t *)job->x + row * job->x_row;
+    uint16_t near[HALVES_NEAR + HALVES_ROWS * HALVES_APART] __attribute__((aligned(64)));
     int coded = job->form == INT8_HALVES, shift = !coded; /* bytes of a weight, as a power of two */
     for (int64_t k = 0, depth; k < job->inputs; k += depth) {
         int64_t block = k / HALVES_DEPTH * HALVES_DEPTH, left = job->inputs - k;
@@ -152,10 +153,18 @@ static void halves_panel(const Linear *job, int64_t row, int r, int64_t first, i
         int part = (block == 0 ? FIRST : 0) | (k > block ? GOES_ON : 0) | (depth <= HALVES_NEAR / r ? ENDS : 0);
         if (!(part & ENDS))
             depth = HALVES_NEAR / r / 32 * 32;
+        const uint16_t *x = (const uint16_t *)job->x + row * job->x_row + k;
+        int64_t x_row = job->x_row;
+        if (r > 1) {
+            x_row = depth + HALVES_APART;
+            for (int i = 0; i < r; i++)
+                memcpy(near + i * x_row, x + i * job->x_row, (size_t)depth * sizeof *x);
+            x = near;
+        }
         for (int64_t n = 0; n < wide; n += 3) {
             int c = wide - n < 3 ? (int)(wide - n) : 3;
             const char *w = (const char *)job->w + (((first + n) * job->w_row + k) << shift);
-            halves_tiles[coded][r - 1][c - 1](x + k, job->x_row, w, job->w_row, depth, kept + n * r, sums + n,
+            halves_tiles[coded][r - 1][c - 1](x, x_row, w, job->w_row, depth, kept + n * r, sums + n,
                                               HALVES_PANEL, part);
         }
     }
