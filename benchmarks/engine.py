@@ -1,6 +1,7 @@
 """How fast the embedded engine computes: prefill, and decoding alone and eight at a time.
 
-    python -m benchmarks.engine [--models llama,windowed,recurrent] [--ways stowage,...] [--rounds 3] [--dtype float32]
+    python -m benchmarks.engine [--models llama,windowed,recurrent,space] [--ways stowage,...] [--rounds 3]
+        [--dtype float32]
     python -m benchmarks.engine --device cuda
 
 Ours with its kernels, deterministic, and without kernels; plain Transformers (`generate()`, eight prompts as one
@@ -34,11 +35,12 @@ BUILD = {
     "llama": models.half_billion,
     "windowed": models.half_billion_windowed,
     "recurrent": models.half_billion_recurrent,
+    "space": models.half_billion_state_space,
 }
 ON_CPU = ("deterministic", "vllm")
 """Of the ways, those that need a CPU: our deterministic answers, and vLLM's CPU build."""
-CANNOT = {("recurrent", "continuous"), ("recurrent", "vllm")}
-"""Transformers' continuous batching has attention only; vLLM wants experts in a Qwen3-Next."""
+CANNOT = {(model, way) for model in ("recurrent", "space") for way in ("continuous", "vllm")}
+"""Transformers' continuous batching has attention only; vLLM's CPU build takes neither."""
 PREFILL_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 1024, 128, 64
 DEVICE_BYTES = 1 << 30
 

@@ -57,6 +57,21 @@ def half_billion_recurrent(dtype: str) -> Any:
     )
 
 
+def half_billion_state_space(dtype: str) -> Any:
+    """The same size as Bamba and Granite-4 have their layers: three of Mamba-2 to each with attention."""
+    return _build(
+        "bamba",
+        dtype,
+        **_HALF_BILLION,
+        mamba_n_heads=32,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=128,
+        mamba_expand=2,
+        attn_layer_indices=[at for at in range(24) if at % 4 == 3],
+    )
+
+
 def half_billion_bytes_per_token(dtype: str) -> int:
     """Of keys and values: 24 layers, 4 KV heads of 64."""
     return 24 * 2 * 4 * 64 * (2 if dtype == "bfloat16" else 4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from stowage.config import Memory
-from stowage.engine import native
+from stowage.engine import mixers, native
 from stowage.engine.engine import Engine
 from stowage.engine.exactness import Pieces
 from stowage.engine.pool import bytes_needed
@@ -78,22 +78,45 @@ def test_500_tokens(family, opened, tmp_path):
             engine.drop_device_cache()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.fixture
+def scanned(monkeypatch):
+    """Recurrent layers are computed by torch, prompts by a scan."""
+    monkeypatch.setattr(mixers, "_KNOWN", {})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
 def test_the_next_turn(family, opened):
-    """What was generated is part of the next prompt. It is reused where one computation made it, and computed again
-    where a scan would have."""
-    engine = opened(family)
+    """What was generated is part of the next prompt, and is reused: one computation made it."""
+    _next_turn(family, opened, 384)
+
+
+def test_the_next_turn_of_one_that_scans(opened, scanned):
+    """It is computed again."""
+    _next_turn("qwen3_next", opened, 320)
+
+
+def _next_turn(family, opened, reused):
+    engine = opened(family, snapshot_tokens=64)
     (first,) = engine.generate([PROMPT], greedy(60))
     question = PROMPT + first.token_ids + random_prompt(20, seed=99)
     (warm,) = engine.generate([question], greedy(20))
-    assert warm.reused_tokens["device"] == (384 if family == "llama" else 320)
+    assert warm.reused_tokens["device"] == reused
     (cold,) = opened(family).generate([question], greedy(20))
     assert bits(warm) == bits(cold)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_preempted_and_computed_again(family, opened):
-    """No host memory: what was preempted is computed again, its generated tokens one by one where they must be."""
+    """No host memory: what was preempted is computed again."""
+    _preempted(family, opened)
+
+
+def test_one_that_scans_is_preempted_and_computed_again(opened, scanned):
+    """Its generated tokens one by one."""
+    _preempted("qwen3_next", opened)
+
+
+def _preempted(family, opened):
     roomy = opened(family, 160)
     prompts = [random_prompt(60 + i, seed=i) for i in range(3)]
     expected = [bits(roomy.generate([prompt], greedy(90))[0]) for prompt in prompts]
@@ -182,7 +205,7 @@ def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_pat
     assert not (tmp_path / "cache").exists(), "no store is left open"
 
 
-def test_bad_input(checkpoints, monkeypatch):
+def test_bad_input(checkpoints, monkeypatch, scanned):
     with pytest.raises(ConfigError, match="--dtype float32"):
         Engine(checkpoints("llama"), Memory(device_kv="8MiB"), dtype="float16", deterministic=True)
     with pytest.raises(BudgetError, match="--step-tokens-max 80"):

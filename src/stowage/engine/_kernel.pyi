@@ -51,6 +51,43 @@ def norm(
     threads: int,
     /,
 ) -> None: ...
+def delta(
+    at: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    scale: float,
+    per_key: bool,
+    normed: bool,
+    half: bool,
+    threads: int,
+    /,
+) -> None:
+    """`at`: q, k, v, decay, beta, state, out."""
+
+def scan(
+    at: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    least: float,
+    most: float,
+    softplus: bool,
+    half: bool,
+    threads: int,
+    /,
+) -> None:
+    """`at`: x, b, c, dt, bias, a, d, state, out."""
+
+def convolve(
+    at: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    silu: bool,
+    half: bool,
+    threads: int,
+    /,
+) -> None:
+    """`at`: x, w, bias, state, out."""
+
 def multiplies_halves() -> bool: ...
 def use_threads(address: int, /) -> None: ...
 def use_instructions(name: str | None, /) -> str: ...

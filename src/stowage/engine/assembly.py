@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from stowage.core.groups import GroupStrategy, strategy
 from stowage.core.key import Field, namespace
 from stowage.engine import attention
 from stowage.engine.device import Link, link
-from stowage.engine.exactness import Pieces, check_steps, exact_grid, exact_name
+from stowage.engine.exactness import Pieces, check_steps, exact_grids, exact_name
 from stowage.engine.fallback.runner import FallbackRunner
 from stowage.engine.families import ALONE
 from stowage.engine.graphs import SHARE, SHARE_LEAST_BYTES, Graphs, share
@@ -32,7 +33,7 @@ from stowage.engine.recording import Recorder, recorder
 from stowage.engine.rows import mode_of
 from stowage.engine.rowtrial import try_rows
 from stowage.engine.runner import Runner
-from stowage.errors import ConfigError
+from stowage.errors import ConfigError, UnsupportedModelError
 from stowage.format import envelope, segment
 from stowage.opening import check_tiers, open_store
 from stowage.store import TieredStore
@@ -93,7 +94,28 @@ def assemble(
     ``ConfigError`` for an unusable key file, tiers that cannot be told apart, or CUDA graphs that are not possible.
     """
     check_tiers(tiers, memory)
-    grid = exact_grid(loaded.model) if deterministic else 1
+    best, *others = exact_grids(loaded.model) if deterministic else [1]
+    asked = loaded, memory, salt, clock, tiers
+    on_grid = partial(_on_grid, *asked, deterministic=deterministic, cuda_graphs=cuda_graphs)
+    try:
+        return on_grid(best)
+    except UnsupportedModelError:  # it scans where nobody looked
+        if not others:
+            raise
+    return on_grid(others[0])
+
+
+def _on_grid(
+    loaded: Loaded,
+    memory: Memory,
+    salt: str,
+    clock: Callable[[], float],
+    tiers: Sequence[Tier],
+    grid: int,
+    *,
+    deterministic: bool,
+    cuda_graphs: bool | None,
+) -> Parts:
     tokens, chunk_blocks = block_tokens_of(memory, grid), memory.chunk_blocks
     if loaded.model.config.model_type in ALONE:  # every forward of a prompt is one piece of the grid
         chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
@@ -152,7 +174,12 @@ def _assemble(
         if records is not None:
             runner.record(records, graph_bytes, memory.sequences_max)
     if deterministic:
-        try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before there is a store that must be closed
+        try:
+            try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before a store must be closed
+        except BaseException:
+            if isinstance(runner, Runner):
+                runner.give_back()
+            raise
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     if store is not None:
         arena = torch.from_numpy(store.arena.numpy())

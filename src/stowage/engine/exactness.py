@@ -1,9 +1,10 @@
 """What ``--deterministic`` asks of prompts besides exact rows: where they may be cut, and what of them is shared.
 
     attention only    any piece gives the same bits (``rows``), a generated token the same as a prompt's: nothing to ask
-    recurrent state   a prompt's scan and a single step are two computations. Prompts are cut at multiples of the scan's
-                      own chunk, so the scan is the same however they are cut; what was generated is always computed
-                      token by token, and belongs to its sequence alone: a later prompt that contains it scans it
+    recurrent state   the same where the kernels compute it (``mixers``). Where torch does, a prompt's scan and a single
+                      step are two computations. Prompts are cut at multiples of the scan's own chunk, so the scan is
+                      the same however they are cut; what was generated is always computed token by token, and belongs
+                      to its sequence alone: a later prompt that contains it scans it
 
 A model whose layers go on from a state with single tokens only is computed token by token throughout, so it has one
 computation, and nothing is asked either.
@@ -19,6 +20,8 @@ import torch
 
 from stowage.config import Memory
 from stowage.engine import native
+from stowage.engine.families import ALONE
+from stowage.engine.mixers import whole_prompts
 from stowage.engine.sequence import Sequence
 from stowage.errors import BudgetError, ConfigError
 
@@ -53,13 +56,15 @@ class Pieces:
         return (scanned if end >= scanned else end // self.grid * self.grid) - start
 
 
-def exact_grid(model: Any) -> int:
-    """The multiple of tokens at which a model's scans, if it has some, are the same however its prompt was cut. Raises
-    ``ConfigError`` where rows cannot be computed by themselves.
+def exact_grids(model: Any) -> list[int]:
+    """The multiples of tokens to try, the best one first, at which a model's scans, if it has some, are the same
+    however its prompt was cut: 1 where the kernels compute all of them. Raises ``ConfigError`` where rows cannot be
+    computed by themselves.
     """
     if not native.wanted(model.device, model.dtype):
         raise ConfigError(f"--deterministic is not possible here: {_missing(model)}")
-    return math.lcm(SCAN_TOKENS, *(int(size) for name in _CHUNKS if (size := getattr(model.config, name, None))))
+    scanned = math.lcm(SCAN_TOKENS, *(int(size) for name in _CHUNKS if (size := getattr(model.config, name, None))))
+    return [1, scanned] if model.config.model_type not in ALONE and whole_prompts(model) else [scanned]
 
 
 def _missing(model: Any) -> str:

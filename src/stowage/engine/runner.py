@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
-from stowage.engine import attention, native, norms, tables
+from stowage.engine import attention, mixers, native, norms, tables
 from stowage.engine.gpu import trial
 from stowage.engine.graphs import Graphs, Inputs
 from stowage.engine.layers import ModelLayout
@@ -60,6 +60,7 @@ class Runner:
         self._kernels = native.wanted(model.device, model.dtype)
         if self._kernels:
             norms.install(model)
+            mixers.install(model)
         rows = mode_of(model, exact=exact, placed=placed)
         self._mode: AbstractContextManager[Any] = nullcontext() if rows is None else rows
         self.steps = Steps(model, rows) if self._kernels and not placed else None
@@ -82,12 +83,17 @@ class Runner:
         )
 
     def close(self) -> None:
-        """Give the model its own attention and norms back, and the memory of recordings."""
+        """Give the model back what it computed with, its attention too, and the memory of recordings."""
         if self.graphs is not None:
             self.graphs.close()
         attention.uninstall(self._model)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the model its own norms and recurrent layers back."""
         if self._kernels:
             norms.uninstall(self._model)
+            mixers.uninstall(self._model)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
@@ -132,6 +138,7 @@ class Runner:
             paged=self._paged,
             device=device,
         )
+        step.kernels = self._kernels
         blocks: list[int] = []
         if self._recurrent is not None:
             blocks = [int(w.sequence.table(self._recurrent.group.index)[0]) for w in work]

@@ -107,6 +107,8 @@ class Step:
     logit_rows: torch.Tensor
     decodes: int
     of_layer: dict[int, GroupStep] = field(default_factory=dict)
+    kernels: bool = False
+    """Whether recurrent layers are computed by them, too."""
     written: int | None = None
     """The layer whose keys were put in place and not read yet."""
 

@@ -127,6 +127,54 @@ typedef struct {
     int half, way;
 } Norm;
 
+/* Gated delta rules. q and k are `keys` wide, v and out `values`; decay is the logarithm of what a token leaves of the
+ * state, one for each head or (`per_key`) for each of its keys; beta how much of its change a token makes. They, `state`
+ * [batch, heads, keys, values] and sums are floats; q, k, v and out bfloat16 if `half`. `normed`: q and k are brought to
+ * length 1 first. Strides are in elements; numbers of a head lie side by side, and out as if it were [batch, tokens,
+ * heads, values]. */
+typedef struct {
+    const void *q, *k, *v;
+    const float *decay, *beta;
+    float *state;
+    void *out;
+    int64_t batch, tokens, heads, keys, values;
+    int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, state_batch;
+    float scale;
+    int per_key, normed, half;
+} Delta;
+
+/* What a token of a head does to every value. `decayed`: k times decay. */
+typedef struct {
+    const float *k, *q, *decayed, *decay;
+    float beta;
+} DeltaToken;
+
+/* Selective state spaces: `state` [batch, heads, width, states]. A step's length is dt and bias through a softplus, if
+ * there is to be one, and within [least, most]; it leaves e^(length a) of the state. b and c are those of `groups` of
+ * heads; d: how much of x goes on to out, [batch, tokens, heads, width]. x, b, c and dt are bfloat16 if `half`. */
+typedef struct {
+    const void *x, *b, *c, *dt;
+    const float *bias, *a, *d;
+    float *state, *out;
+    int64_t batch, tokens, heads, groups, width, states;
+    int64_t x_batch, x_token, x_head, b_batch, b_token, b_group, c_batch, c_token, c_group, dt_batch, dt_token, dt_head;
+    int64_t state_batch;
+    float least, most;
+    int softplus, half;
+} Scan;
+
+/* Every channel's own weights w [channels, taps] over its last tokens, then a silu if there is to be one. `state`
+ * [batch, channels, before], which the only token is put into: what came before; NULL: nothing did. Channels of a token
+ * lie side by side, in x and in out [batch, tokens, channels]. All are bfloat16 if `half`. */
+typedef struct {
+    const void *x, *w, *bias;
+    void *state, *out;
+    int64_t batch, tokens, channels, taps, before, x_batch, x_token, state_batch;
+    int silu, half;
+} Convolution;
+
+enum { DELTA_VALUES = 64, SCAN_TOKENS = 16, CHANNELS = 256, TAPS = 16 }; /* what is worked on at a time; taps at most */
+
 /* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. */
 typedef struct {
     float *q, *out, *peak, *sum, *keys, *values, *weights[2];

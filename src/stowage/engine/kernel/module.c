@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
+#include "recurrence.h"
 #undef LANES
 #undef NAME
 
@@ -23,6 +24,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
+#include "recurrence.h"
 #undef LANES
 #undef NAME
 #pragma GCC pop_options
@@ -34,6 +36,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
+#include "recurrence.h"
 #undef LANES
 #undef NAME
 #pragma GCC pop_options
@@ -52,14 +55,19 @@ typedef struct {
     void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
     void (*norm)(const Norm *, int64_t, int64_t);
+    void (*delta)(const Delta *, int64_t, int64_t, int64_t, int64_t, float *);
+    void (*scan)(const Scan *, int64_t, int64_t, float *);
+    void (*convolve)(const Convolution *, int64_t, int64_t, float *);
 } Instructions;
 
-static const Instructions BASE = {"base", base_linear, NULL, base_rows, base_norm};
+#define ALL_BUT_LINEAR(set) set##_rows, set##_norm, set##_delta, set##_scan, set##_convolve
+
+static const Instructions BASE = {"base", base_linear, NULL, ALL_BUT_LINEAR(base)};
 #ifdef CHOICE
-static const Instructions AVX2 = {"avx2", avx2_linear, NULL, avx2_rows, avx2_norm};
-static const Instructions AVX512 = {"avx512", avx512_linear, NULL, avx512_rows, avx512_norm};
+static const Instructions AVX2 = {"avx2", avx2_linear, NULL, ALL_BUT_LINEAR(avx2)};
+static const Instructions AVX512 = {"avx512", avx512_linear, NULL, ALL_BUT_LINEAR(avx512)};
 #ifdef PAIRS
-static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, avx512_rows, avx512_norm};
+static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, ALL_BUT_LINEAR(avx512)};
 #endif
 #endif
 static const Instructions *used = &BASE;
@@ -314,6 +322,8 @@ static PyObject *norm(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+#include "states.h"
+
 static PyObject *use_threads(PyObject *self, PyObject *address)
 {
     (void)self;
@@ -347,6 +357,9 @@ static PyMethodDef methods[] = {
     {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
     {"norm", norm, METH_VARARGS, "Root mean square norm; addresses and sizes."},
+    {"delta", delta, METH_VARARGS, "Gated delta rules; addresses, sizes and strides."},
+    {"scan", scan, METH_VARARGS, "Selective state spaces; addresses, sizes and strides."},
+    {"convolve", convolve, METH_VARARGS, "Short convolutions over tokens; addresses, sizes and strides."},
     {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether `linear` takes x in bfloat16: forms 4 and 5."},
     {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
     {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
