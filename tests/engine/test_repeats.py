@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stowage.config import Memory
 from stowage.engine import native
-from stowage.engine.calls import whole
+from stowage.engine.calls import CallList, whole
 from stowage.engine.engine import Engine
 from stowage.engine.repeats import Steps
 from stowage.engine.rows import OwnRows
@@ -66,6 +66,33 @@ def test_a_list_gives_the_model_s_own_bits(family: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Steps, "run", both)
     assert steps_of_an_engine(tiny_models.build(family)).repeated > 8
     assert not wrong
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "lfm2", "nemotron_h", "falcon_h1"])
+def test_states_of_several_are_changed_where_they_lie(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit as if they were gathered and written back."""
+    run = Steps.run_in_place
+    wrong: list[str] = []
+    sizes: list[int] = []
+
+    def both(self: Steps, found: CallList, given: Any, states: Any) -> Tensor:
+        gathered = [state.view[state.rows] for state in states]
+        logits = run(self, found, given, states)
+        again = found.make((*given, *gathered))
+        after = [state.view[state.rows] for state in states]
+        if not all(torch.equal(*pair) for pair in zip((logits, *after), (again, *gathered), strict=True)):
+            wrong.append(f"a step of {given[0].tolist()}")
+        sizes.append(len(given[0]))
+        return logits
+
+    monkeypatch.setattr(Steps, "run_in_place", both)
+    with Engine(tiny_models.build(family), Memory(device_kv="64MiB", sequences_max=3)) as engine:
+        for count in (2, 3):
+            prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(count)]
+            engine.generate(prompts, SamplingParams(20, ignore_eos=True))
+    assert not wrong
+    assert {2, 3} <= set(sizes)
 
 
 @needs_kernels
@@ -263,6 +290,43 @@ def test_hooks_of_modules_are_called() -> None:
     model.register_forward_hook(lambda module, args, out: heard.append(out))
     _, steps = steps_of(model)
     assert len(heard) == 6 and steps.repeated == 0
+
+
+def test_states_that_somebody_asks_for_are_gathered() -> None:
+    """Only a kernel may have them as they lie, and a copy of one to itself is left out."""
+    kernel = whole(lambda x, state: (x + state, state), in_place=True)
+
+    def to_itself(own: Any, x: Tensor) -> Tensor:
+        out, state = kernel(x, own.state)
+        own.state.copy_(state)
+        return out * 2  # type: ignore[no-any-return]
+
+    def gathered(own: Any, x: Tensor) -> Tensor:
+        return kernel(x, own.state)[0] * own.state  # type: ignore[no-any-return]
+
+    def copied(own: Any, x: Tensor) -> Tensor:
+        out, state = kernel(x, own.state)
+        return out * own.state.copy_(state)  # type: ignore[no-any-return]
+
+    def another(own: Any, x: Tensor) -> Tensor:
+        out, _ = kernel(x, own.state)
+        own.state.copy_(out)
+        return out  # type: ignore[no-any-return]
+
+    def listed(own: Any, x: Tensor) -> Tensor:
+        return torch.stack([x, own.state])
+
+    for step in (to_itself, gathered, copied, another, listed):
+        model = Own(step)
+        _, steps = steps_of(model)
+        (found,) = steps._lists.values()
+        assert found is not None and (found.in_place is not None) == (step is to_itself), step
+        x = torch.zeros(3)
+        assert (steps.in_place("key", (x,)) is found) == (step is to_itself)
+        assert steps.in_place("key", (torch.zeros(2),)) is None
+        if step is to_itself:
+            assert len(found.in_place or ()) == len(found.calls) - 1
+            assert torch.equal(steps.run_in_place(found, (x,), [model.state]), model.state * 2)
 
 
 def test_other_shapes_and_keys_have_lists_of_their_own() -> None:

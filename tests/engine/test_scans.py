@@ -200,6 +200,29 @@ def test_a_convolution_is_right_and_the_same_token_by_token(channels, taps, more
     assert torch.equal(state, kept)
 
 
+def test_states_of_a_batch_may_lie_anywhere():
+    """Rows of a pool, among other things, in any order: as if they were gathered, and nothing else is touched."""
+    rows = torch.tensor([4, 1, 3])
+    calls = {
+        (2, 8, 12): lambda state: scans.delta(*deltas(3, 1, 2, 8, 12, False, torch.float32), state, normed=True),
+        (4, 5, 9): lambda state: scans.scan(
+            *spaces(3, 1, 4, 2, 5, 9, torch.float32), state, softplus=True, least=0.0, most=math.inf
+        ),
+        (300, 3): lambda state: scans.convolve(
+            numbers(3, 300, 1, seed=1), numbers(300, 4, seed=2), None, state, silu=True
+        ),
+    }
+    for shape, call in calls.items():
+        size = math.prod(shape)
+        pool = numbers(6, size + 7, seed=9)
+        before, view = pool.clone(), pool[:, 5 : 5 + size].unflatten(1, shape)
+        gathered = view[rows]
+        expected = call(gathered)
+        assert torch.equal(call(scans.Rows(view, rows)), expected) and torch.equal(view[rows], gathered)
+        view[rows] = before[:, 5 : 5 + size].unflatten(1, shape)[rows]
+        assert torch.equal(pool, before)
+
+
 def test_a_convolution_without_bias_and_what_it_refuses():
     x, weight = numbers(1, 5, 6, seed=1), numbers(5, 4, seed=2)
     nothing = scans.convolve(x, weight, torch.zeros(5), None, silu=True)

@@ -62,7 +62,7 @@ def delta(
     threads: int,
     /,
 ) -> None:
-    """`at`: q, k, v, decay, beta, state, out."""
+    """`at`: q, k, v, decay, beta, state, out, rows."""
 
 def scan(
     at: tuple[int, ...],
@@ -75,7 +75,7 @@ def scan(
     threads: int,
     /,
 ) -> None:
-    """`at`: x, b, c, dt, bias, a, d, state, out."""
+    """`at`: x, b, c, dt, bias, a, d, state, out, rows."""
 
 def convolve(
     at: tuple[int, ...],
@@ -86,7 +86,7 @@ def convolve(
     threads: int,
     /,
 ) -> None:
-    """`at`: x, w, bias, state, out."""
+    """`at`: x, w, bias, state, out, rows."""
 
 def multiplies_halves() -> bool: ...
 def use_threads(address: int, /) -> None: ...

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from stowage.engine import native
 from stowage.engine.rows import OwnRows
+from stowage.engine.scans import Rows
 
 __all__ = ["CallList", "Refused", "recorded", "whole"]
 
@@ -77,9 +78,9 @@ class Refused(Exception):
     """What a step does cannot be in a list."""
 
 
-def whole(function: _Function) -> _Function:
+def whole(function: _Function, *, in_place: bool = False) -> _Function:
     """``function`` is one call of a list, whatever it does inside: it may depend on the step, and on nothing else that
-    changes.
+    changes. ``in_place``: it takes states wherever they lie (``scans.Rows``).
     """
 
     @wraps(function)
@@ -87,7 +88,7 @@ def whole(function: _Function) -> _Function:
         recording = _recording.get()
         if recording is None:
             return function(*args, **kwargs)
-        return recording.call(function, args, kwargs)
+        return recording.call(function, args, kwargs, in_place)
 
     return call  # type: ignore[return-value]
 
@@ -105,20 +106,24 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class CallList:
     """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: where a step's
-    own tensors go; ``result``: where its logits are in the end.
+    own tensors go; ``result``: where its logits are in the end; ``in_place``: the calls where states are given as
+    ``scans.Rows``; ``None``: somebody asks for them who wants tensors.
     """
 
     calls: tuple[_Call, ...]
     values: tuple[Any, ...]
     given: tuple[int, ...]
     result: int
+    in_place: tuple[_Call, ...] | None
 
-    def make(self, given: Sequence[Tensor]) -> Tensor:
-        """Make the calls."""
+    def make(self, given: Sequence[Tensor | Rows], *, in_place: bool = False) -> Tensor:
+        """Make the calls; ``in_place``: those."""
         values = list(self.values)
         for place, tensor in zip(self.given, given, strict=True):
             values[place] = tensor
-        for call in self.calls:
+        calls = self.in_place if in_place else self.calls
+        assert calls is not None, "states are gathered for these calls"
+        for call in calls:
             values[call.result] = call.function(*call.pick(values))
             for place in call.over:
                 values[place] = None
@@ -146,7 +151,12 @@ class _Recording(TorchFunctionMode):
         self._alive: list[Any] = []
         """Everything that has a place, so that no other one gets its ``id``."""
         self._calls: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self._in_place: set[int] = set()
+        """Of the calls, those that take states wherever they lie."""
+        self._idle: set[int] = set()
+        """Those that do nothing: a copy of a tensor to itself, a conversion to the type that it has."""
         self._given = tuple(self._put(tensor, None) for tensor in (*given, *states))
+        self._states = frozenset(self._given[len(given) :])
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in (*given, *kept.values())}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,15 +191,17 @@ class _Recording(TorchFunctionMode):
             return "it makes as much as a tensor says"
         return ""
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function``, and write it down as one call."""
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
+    ) -> Any:
+        """Call ``function``, and write it down as one call; ``in_place``: as in ``whole``."""
         token = _recording.set(None)
         try:
             with torch._C.DisableTorchFunction():
                 found = function(*args, **kwargs)
         finally:
             _recording.reset(token)
-        return self._did(function, args, kwargs, found)
+        return self._did(function, args, kwargs, found, in_place)
 
     def _together(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """What a linear layer gives, if it is known which ones are computed with it: all of them are, now."""
@@ -204,8 +216,20 @@ class _Recording(TorchFunctionMode):
         self._x, self._ready = x, {id(other): out for other, out in zip(family[1:], outs[1:], strict=True)}
         return outs[0]
 
-    def _did(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
+    def _did(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: Any,
+        in_place: bool = False,
+    ) -> Any:
         """Write down that ``function`` was called and gave ``found``."""
+        idle = (
+            bool(args)
+            and found is args[0]
+            and (function is Tensor.to or (function is Tensor.copy_ and args[1] is found))
+        )
         named = {name: value for name, value in kwargs.items() if _has_tensor(value)}
         rest = {name: value for name, value in kwargs.items() if name not in named}
         if rest:
@@ -213,6 +237,10 @@ class _Recording(TorchFunctionMode):
         if named:
             function = partial(_with_names, function, tuple(named))
         places = tuple(self._bind(value) for value in (*named.values(), *args))
+        if in_place:
+            self._in_place.add(len(self._calls))
+        if idle:
+            self._idle.add(len(self._calls))
         if isinstance(found, Tensor):
             self._calls.append((function, places, self._put(found, None)))
         elif isinstance(found, (tuple, list)):
@@ -245,7 +273,19 @@ class _Recording(TorchFunctionMode):
             _Call(function, _picker(places), made, tuple(over.get(at, ())))
             for at, (function, places, made) in enumerate(self._calls)
         )
-        return CallList(calls, tuple(self._values), self._given, result)
+        return CallList(calls, tuple(self._values), self._given, result, self._where_states_lie(calls))
+
+    def _where_states_lie(self, calls: tuple[_Call, ...]) -> tuple[_Call, ...] | None:
+        """``calls`` for states that are not gathered: without those that do nothing. ``None``: other calls ask for
+        states, or for what such a one gave.
+        """
+        taken = set(self._states)
+        for at, (_, places, made) in enumerate(self._calls):
+            if at in self._idle and places[0] in taken:
+                taken.add(made)
+            elif taken.intersection(places) and (at not in self._in_place or not self._states >= taken & {*places}):
+                return None
+        return tuple(call for at, call in enumerate(calls) if at not in self._idle or call.result not in taken)
 
     def _refuse(self, why: str) -> Refused:
         self._why = why

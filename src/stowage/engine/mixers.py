@@ -81,7 +81,7 @@ def _homes(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _instead_of(name: str, own: Call) -> Call:
-    takes, compute = _KNOWN[name].takes, whole(_KNOWN[name].compute)
+    takes, compute = _KNOWN[name].takes, whole(_KNOWN[name].compute, in_place=True)
 
     @wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,17 @@ def _alike(*tensors: Tensor | None) -> bool:
 
 def _is_state(state: Tensor | None) -> bool:
     """Whether the kernels can change ``state`` where it is: a part of a batch is its own, wherever it lies."""
-    return state is None or (state.dtype is torch.float32 and state[0].is_contiguous())
+    return state is None or (state.dtype is torch.float32 and _in_pieces(state))
+
+
+def _in_pieces(state: Tensor) -> bool:
+    """Whether each part of a batch lies in one piece. Asked of its form alone: what is done to tensors is recorded."""
+    numbers = 1
+    for size, stride in zip(reversed(state.shape[1:]), reversed(state.stride()[1:]), strict=True):
+        if size != 1 and stride != numbers:
+            return False
+        numbers *= size
+    return True
 
 
 class _Delta:
@@ -280,7 +290,7 @@ class _ConvolveOne:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> bool:
-        there = hidden_states.shape[2] == 1 and conv_state[0].is_contiguous()
+        there = hidden_states.shape[2] == 1 and _in_pieces(conv_state)
         known = there and conv_state.shape[2] >= weight.shape[-1] - 1 and _alike(hidden_states, conv_state)
         return known and _Convolve.takes(hidden_states, weight, bias, activation=activation)
 

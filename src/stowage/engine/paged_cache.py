@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from stowage.engine.calls import whole
 from stowage.engine.pool import BlockPool
+from stowage.engine.scans import Rows
 from stowage.engine.step import current
 
 
@@ -104,6 +105,17 @@ class PagedCache(Cache):  # type: ignore[misc]
         if isinstance(self._bound, Tensor):
             return self._bound
         return torch.tensor(self._bound, device=self._recurrent.storage.device)
+
+    def rows_of(self, blocks: Sequence[int]) -> list[Rows] | None:
+        """What ``bind_states`` would gather, where it lies, in the order of ``bound_states``; ``None`` where states are
+        in pieces.
+        """
+        assert self._recurrent is not None
+        views = [view for index in self._states for view in self._recurrent.views[index]]
+        if not all(view[0].is_contiguous() for view in views):
+            return None
+        rows = torch.tensor(blocks)
+        return [Rows(view, rows) for view in views]
 
     def bound_states(self) -> list[Tensor]:
         """What ``bind_states`` has bound: a forward changes it in place."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from stowage.engine.calls import CallList, Refused, recorded
 from stowage.engine.rows import OwnRows
+from stowage.engine.scans import Rows
 
 __all__ = ["Steps"]
 
@@ -53,7 +54,7 @@ class Steps:
         ``states``: more of these, which the step changes; ``key``: what is the same in steps that make the same calls,
         besides the shapes of ``given``, on which those of ``states`` depend.
         """
-        key = (key, *(tensor.shape for tensor in given))
+        key = _sort(key, given)
         if self.why or (key not in self._lists and len(self._lists) >= _LISTS_MAX):
             return self._forward(forward)
         if key not in self._lists:  # the first of its kind: what the model finds out once it finds out now
@@ -66,6 +67,17 @@ class Steps:
             return self._try(key, found, given, states, forward)
         self.repeated += 1
         return found.make((*given, *states))
+
+    def in_place(self, key: Hashable, given: Sequence[Tensor]) -> CallList | None:
+        """The list for such a step, if it is trusted, and takes states wherever they lie."""
+        key = _sort(key, given)
+        found = self._lists[key] if key in self._trusted else None
+        return found if found is not None and found.in_place is not None else None
+
+    def run_in_place(self, found: CallList, given: Sequence[Tensor], states: Sequence[Rows]) -> Tensor:
+        """As ``run``, by a list of ``in_place``."""
+        self.repeated += 1
+        return found.make((*given, *states), in_place=True)
 
     def _forward(self, forward: Callable[[], Tensor]) -> Tensor:
         with self._rows or nullcontext():
@@ -113,6 +125,10 @@ class Steps:
         self._lists.clear()
         self._trusted.clear()
         _log.debug("decoding runs through the model's own code: %s", why)
+
+
+def _sort(key: Hashable, given: Sequence[Tensor]) -> Hashable:
+    return (key, *(tensor.shape for tensor in given))
 
 
 def _put_back(saved: Sequence[Tensor], states: Sequence[Tensor]) -> None:

@@ -7,8 +7,8 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -157,17 +157,30 @@ class Runner:
         sequence.
         """
         shape = (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0])
-        self._cache.bind_states(states, fresh=fresh)
+        given = (step.ids, step.positions, step.logit_rows)
+        singles = not fresh and step.decodes == step.ids.shape[0]
+        steps = self.steps if self.graphs is None and singles else None
         token = current.set(step)
         try:
-            forward = partial(self._call, step, shape, batched)
-            if self.steps is not None and self.graphs is None and not fresh and step.decodes == step.ids.shape[0]:
-                given = (step.ids, step.positions, step.logit_rows)
-                return self.steps.run(batched, given, self._cache.bound_states(), forward)
-            with self._mode:
-                return forward()
+            if steps is not None and batched and (found := steps.in_place(batched, given)) is not None:
+                assert not isinstance(states, Tensor), "graphs name states on the device"
+                if (rows := self._cache.rows_of(states)) is not None:
+                    return steps.run_in_place(found, given, rows)
+            with self._bound(states, fresh):
+                forward = partial(self._call, step, shape, batched)
+                if steps is not None:
+                    return steps.run(batched, given, self._cache.bound_states(), forward)
+                with self._mode:
+                    return forward()
         finally:
             current.reset(token)
+
+    @contextmanager
+    def _bound(self, states: Sequence[int] | Tensor, fresh: bool) -> Iterator[None]:
+        self._cache.bind_states(states, fresh=fresh)
+        try:
+            yield
+        finally:
             self._cache.unbind_states()
 
     def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> int:

@@ -127,6 +127,12 @@ typedef struct {
     int half, way;
 } Norm;
 
+/* A sequence's number among states that lie somewhere in a pool; `rows` NULL: they are one after the other. */
+static inline int64_t row_of(const int64_t *rows, int64_t b)
+{
+    return rows == NULL ? b : rows[b];
+}
+
 /* Gated delta rules. q and k are `keys` wide, v and out `values`; decay is the logarithm of what a token leaves of the
  * state, one for each head or (`per_key`) for each of its keys; beta how much of its change a token makes. They, `state`
  * [batch, heads, keys, values] and sums are floats; q, k, v and out bfloat16 if `half`. `normed`: q and k are brought to
@@ -137,6 +143,7 @@ typedef struct {
     const float *decay, *beta;
     float *state;
     void *out;
+    const int64_t *rows;
     int64_t batch, tokens, heads, keys, values;
     int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, state_batch;
     float scale;
@@ -156,6 +163,7 @@ typedef struct {
     const void *x, *b, *c, *dt;
     const float *bias, *a, *d;
     float *state, *out;
+    const int64_t *rows;
     int64_t batch, tokens, heads, groups, width, states;
     int64_t x_batch, x_token, x_head, b_batch, b_token, b_group, c_batch, c_token, c_group, dt_batch, dt_token, dt_head;
     int64_t state_batch;
@@ -169,6 +177,7 @@ typedef struct {
 typedef struct {
     const void *x, *w, *bias;
     void *state, *out;
+    const int64_t *rows;
     int64_t batch, tokens, channels, taps, before, x_batch, x_token, state_batch;
     int silu, half;
 } Convolution;

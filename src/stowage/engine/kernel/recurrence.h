@@ -127,7 +127,7 @@ static void NAME(delta)(const Delta *job, int64_t b, int64_t h, int64_t begin, i
     int64_t keys = job->keys, values = job->values, count = end - begin, pitch = values;
     float *k = room, *q = k + keys, *decayed = q + keys, *decay = decayed + keys, *v = decay + keys;
     float *out = v + DELTA_VALUES, *tile = out + DELTA_VALUES;
-    float *state = job->state + b * job->state_batch + h * keys * values + begin, *s = state;
+    float *state = job->state + row_of(job->rows, b) * job->state_batch + h * keys * values + begin, *s = state;
     int copied = job->tokens > 2;
     if (copied) { /* rows of it side by side: of whole states the first cache may have room for a part only */
         s = tile, pitch = count;
@@ -214,7 +214,7 @@ static void NAME(scan)(const Scan *job, int64_t b, int64_t h, float *room)
     int64_t states = job->states, width = job->width, group = h / (job->heads / job->groups);
     float *bs = room, *cs = bs + SCAN_TOKENS * states, *x = cs + SCAN_TOKENS * states, *y = x + SCAN_TOKENS * width;
     float length[SCAN_TOKENS], decay[SCAN_TOKENS];
-    float *state = job->state + b * job->state_batch + h * width * states;
+    float *state = job->state + row_of(job->rows, b) * job->state_batch + h * width * states;
     for (int64_t begin = 0; begin < job->tokens; begin += SCAN_TOKENS) {
         int64_t count = begin + SCAN_TOKENS < job->tokens ? SCAN_TOKENS : job->tokens - begin;
         for (int64_t i = 0; i < count; i++) {
@@ -290,7 +290,7 @@ static void NAME(convolve)(const Convolution *job, int64_t begin, int64_t end, f
         bias[c] = NAME(weight)(job->bias, job->half, begin + c);
     }
     for (int64_t b = 0; b < job->batch; b++) {
-        int64_t state = b * job->state_batch + begin * before;
+        int64_t state = row_of(job->rows, b) * job->state_batch + begin * before;
         float *seen[TAPS];
         for (int64_t j = 0; j < taps; j++) {
             seen[j] = x + j * CHANNELS;

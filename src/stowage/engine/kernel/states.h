@@ -67,15 +67,16 @@ static PyObject *delta(PyObject *self, PyObject *args)
 {
     (void)self;
     PyObject *at, *sizes, *strides;
-    int64_t a[7], n[5], s[10];
+    int64_t a[8], n[5], s[10];
     int threads;
     Delta job;
     if (!PyArg_ParseTuple(args, "O!O!O!fiiii", &PyTuple_Type, &at, &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
                           &job.scale, &job.per_key, &job.normed, &job.half, &threads)
-        || read_numbers(at, a, 7) < 0 || read_numbers(sizes, n, 5) < 0 || read_numbers(strides, s, 10) < 0)
+        || read_numbers(at, a, 8) < 0 || read_numbers(sizes, n, 5) < 0 || read_numbers(strides, s, 10) < 0)
         return NULL;
     job.q = ADDRESS(a[0]), job.k = ADDRESS(a[1]), job.v = ADDRESS(a[2]);
     job.decay = ADDRESS(a[3]), job.beta = ADDRESS(a[4]), job.state = ADDRESS(a[5]), job.out = ADDRESS(a[6]);
+    job.rows = ADDRESS(a[7]);
     job.batch = n[0], job.tokens = n[1], job.heads = n[2], job.keys = n[3], job.values = n[4];
     job.q_batch = s[0], job.q_token = s[1], job.q_head = s[2], job.k_batch = s[3], job.k_token = s[4];
     job.k_head = s[5], job.v_batch = s[6], job.v_token = s[7], job.v_head = s[8], job.state_batch = s[9];
@@ -98,16 +99,16 @@ static PyObject *scan(PyObject *self, PyObject *args)
 {
     (void)self;
     PyObject *at, *sizes, *strides;
-    int64_t a[9], n[6], s[13];
+    int64_t a[10], n[6], s[13];
     int threads;
     Scan job;
     if (!PyArg_ParseTuple(args, "O!O!O!ffiii", &PyTuple_Type, &at, &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
                           &job.least, &job.most, &job.softplus, &job.half, &threads)
-        || read_numbers(at, a, 9) < 0 || read_numbers(sizes, n, 6) < 0 || read_numbers(strides, s, 13) < 0)
+        || read_numbers(at, a, 10) < 0 || read_numbers(sizes, n, 6) < 0 || read_numbers(strides, s, 13) < 0)
         return NULL;
     job.x = ADDRESS(a[0]), job.b = ADDRESS(a[1]), job.c = ADDRESS(a[2]), job.dt = ADDRESS(a[3]);
     job.bias = ADDRESS(a[4]), job.a = ADDRESS(a[5]), job.d = ADDRESS(a[6]);
-    job.state = ADDRESS(a[7]), job.out = ADDRESS(a[8]);
+    job.state = ADDRESS(a[7]), job.out = ADDRESS(a[8]), job.rows = ADDRESS(a[9]);
     job.batch = n[0], job.tokens = n[1], job.heads = n[2], job.groups = n[3], job.width = n[4], job.states = n[5];
     job.x_batch = s[0], job.x_token = s[1], job.x_head = s[2], job.b_batch = s[3], job.b_token = s[4];
     job.b_group = s[5], job.c_batch = s[6], job.c_token = s[7], job.c_group = s[8], job.dt_batch = s[9];
@@ -132,15 +133,15 @@ static PyObject *convolve(PyObject *self, PyObject *args)
 {
     (void)self;
     PyObject *at, *sizes, *strides;
-    int64_t a[5], n[5], s[3];
+    int64_t a[6], n[5], s[3];
     int threads;
     Convolution job;
     if (!PyArg_ParseTuple(args, "O!O!O!iii", &PyTuple_Type, &at, &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
                           &job.silu, &job.half, &threads)
-        || read_numbers(at, a, 5) < 0 || read_numbers(sizes, n, 5) < 0 || read_numbers(strides, s, 3) < 0)
+        || read_numbers(at, a, 6) < 0 || read_numbers(sizes, n, 5) < 0 || read_numbers(strides, s, 3) < 0)
         return NULL;
     job.x = ADDRESS(a[0]), job.w = ADDRESS(a[1]), job.bias = ADDRESS(a[2]), job.state = ADDRESS(a[3]);
-    job.out = ADDRESS(a[4]);
+    job.out = ADDRESS(a[4]), job.rows = ADDRESS(a[5]);
     job.batch = n[0], job.tokens = n[1], job.channels = n[2], job.taps = n[3], job.before = n[4];
     job.x_batch = s[0], job.x_token = s[1], job.state_batch = s[2];
     if (job.taps > TAPS || job.before < job.taps - 1 || (job.state != NULL && (job.tokens != 1 || !job.before))) {
