@@ -5,6 +5,7 @@ against.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stowage.config import Memory
-from stowage.engine import pace
+from stowage.engine import native, pace
 from stowage.engine.engine import Engine
 from stowage.engine.sampler import SamplingParams
 from stowage.testing import tiny_models
@@ -22,6 +23,31 @@ LOGPROB_BOUND = 4e-4
 """float32 sums in another order: the largest difference of a log-probability that is not an error. Of tiny models the
 one of Qwen3-Next amplifies rounding most: against float64 plain Transformers is off by up to 1.5e-4, we by 1.3e-4.
 """
+
+INSTRUCTIONS = ["base", "avx2", "avx512", "avx512_bf16"]
+"""Sets of them that kernels are compiled for."""
+
+
+@pytest.fixture(params=INSTRUCTIONS)
+def instructions(request):
+    """Every instruction set that this processor has."""
+    try:
+        native._kernel.use_instructions(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    native._kernel.use_instructions(None)
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """As many of torch's, and so of the kernels'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

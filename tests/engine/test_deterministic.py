@@ -12,15 +12,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from stowage.config import Memory
-from stowage.engine import mixers, native
+from stowage.engine import attention, exactness, mixers, native
 from stowage.engine.engine import Engine
 from stowage.engine.exactness import Pieces
 from stowage.engine.pool import bytes_needed
 from stowage.engine.rows import OwnRows
 from stowage.engine.sequence import Sequence
-from stowage.errors import BudgetError, ConfigError, UnsupportedModelError
+from stowage.errors import BudgetError, ConfigError, DirectoryError, UnsupportedModelError
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
@@ -103,6 +104,25 @@ def _next_turn(family, opened, reused):
     assert warm.reused_tokens["device"] == reused
     (cold,) = opened(family).generate([question], greedy(20))
     assert bits(warm) == bits(cold)
+
+
+def test_a_scan_that_nobody_saw_is_found_by_the_trial(opened, scanned, monkeypatch):
+    """Then prompts are cut at its multiples."""
+    monkeypatch.setattr(exactness, "whole_prompts", lambda model: True)
+    _next_turn("qwen3_next", opened, 320)
+
+
+def test_an_engine_that_cannot_be_opened_leaves_the_model_as_it_was(checkpoints, tmp_path):
+    """It had its norms and recurrent layers computed by kernels already."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen3_next")).eval()
+    own = vars(modeling_qwen3_next).copy()
+    (tmp_path / "cache").write_text("a file")
+    memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    with pytest.raises(DirectoryError):
+        Engine(model, memory, deterministic=True)
+    assert {name: value for name, value in vars(modeling_qwen3_next).items() if value is not own.get(name)} == {}
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+    assert model.config._attn_implementation != attention.NAME
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])

@@ -17,21 +17,10 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 from stowage.engine import native
 from stowage.engine.layers import visible
+from tests.engine.conftest import INSTRUCTIONS, using_threads
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
 DTYPES = [torch.float32, torch.bfloat16]
-INSTRUCTIONS = ["base", "avx2", "avx512", "avx512_bf16"]
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def instructions(request):
-    """Every instruction set that this processor has."""
-    try:
-        native._kernel.use_instructions(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    native._kernel.use_instructions(None)
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -65,14 +54,10 @@ def test_a_row_of_a_linear_layer_is_its_own(rows, inputs, outputs, half, threads
     whole = native.linear(x, weight)
     begin = data.draw(st.integers(0, rows - 1))
     end = data.draw(st.integers(begin + 1, rows))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         assert torch.equal(native.linear(x[begin:end], weight), whole[begin:end])
         first = data.draw(st.integers(0, outputs - 1))
         assert torch.equal(native.linear(x, weight[first:]), whole[:, first:]), "an output depends on its neighbours"
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_rows_that_do_not_lie_side_by_side():
@@ -270,9 +255,7 @@ def test_several_callers_and_a_child_process():
     def ask() -> None:
         found.append(all(torch.equal(native.linear(x, weight), expected) for _ in range(100)))
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with using_threads(3):
         callers = [threading.Thread(target=ask) for _ in range(3)]
         for caller in callers:
             caller.start()
@@ -288,8 +271,6 @@ def test_several_callers_and_a_child_process():
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_layers_in_one_call_are_the_layers():

@@ -13,19 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stowage.engine import native, scans
+from tests.engine.conftest import using_threads
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
-
-
-@pytest.fixture(params=["base", "avx2", "avx512", "avx512_bf16"])
-def instructions(request):
-    """Every instruction set that this processor has."""
-    try:
-        native._kernel.use_instructions(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    native._kernel.use_instructions(None)
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,6 +51,19 @@ def exact_delta(q, k, v, decay, beta, state, normed):
 def close(found: Tensor, exact: Tensor, roundings: int = 1) -> bool:
     bound = 1e-5 if found.dtype is torch.float32 else roundings * 2**-8
     return bool((found.double() - exact).abs().max() <= bound * (1 + exact.abs().max()))
+
+
+def check_that_cuts_change_nothing(compute, states: Tensor, tokens: int, threads: int, data: st.DataObject) -> None:
+    """``compute(sequences, tokens, state)`` of all sequences at once, and of the second alone, in pieces and by so many
+    threads, from ``states``.
+    """
+    everything = slice(None)
+    whole, state = states.clone(), states[1:2].clone()
+    expected = compute(everything, everything, whole)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(tokens - 1, 1)), max_size=4)) | {0, tokens})
+    with using_threads(threads):
+        found = [compute(slice(1, 2), slice(*ends), state) for ends in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(found, 1), expected[1:2]) and torch.equal(state, whole[1:2])
 
 
 @pytest.mark.parametrize("dtype", native.DTYPES)
@@ -100,17 +103,11 @@ def test_a_delta_is_the_same_however_it_is_cut(tokens, heads, keys, values, per_
     dtype = torch.bfloat16 if half else torch.float32
     args = deltas(3, tokens, heads, keys, values, per_key, dtype)
     states = numbers(3, heads, keys, values, seed=6)
-    whole = states.clone()
-    expected = scans.delta(*args, whole, normed=True)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(tokens - 1, 1)), max_size=4)) | {0, tokens})
-    before, state, found = torch.get_num_threads(), states[1:2].clone(), []
-    torch.set_num_threads(threads)
-    try:
-        for begin, end in itertools.pairwise(cuts):
-            found.append(scans.delta(*(x[1:2, begin:end] for x in args), state, normed=True))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(torch.cat(found, 1), expected[1:2]) and torch.equal(state, whole[1:2])
+
+    def compute(sequences, tokens, state):
+        return scans.delta(*(x[sequences, tokens] for x in args), state, normed=True)
+
+    check_that_cuts_change_nothing(compute, states, tokens, threads, data)
 
 
 def spaces(batch: int, tokens: int, heads: int, groups: int, width: int, states: int, dtype: torch.dtype):
@@ -161,20 +158,12 @@ def test_a_scan_is_right(width, states, dtype, instructions):
 def test_a_scan_is_the_same_however_it_is_cut(tokens, groups, fold, width, states, half, threads, data):
     dtype, heads = torch.bfloat16 if half else torch.float32, groups * fold
     x, dt, a, b, c, d, bias = spaces(3, tokens, heads, groups, width, states, dtype)
-    more = {"softplus": True, "least": 0.0, "most": math.inf}
-    states_before = numbers(3, heads, width, states, seed=8)
-    whole = states_before.clone()
-    expected = scans.scan(x, dt, a, b, c, d, bias, whole, **more)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(tokens - 1, 1)), max_size=4)) | {0, tokens})
-    before, state, found = torch.get_num_threads(), states_before[1:2].clone(), []
-    torch.set_num_threads(threads)
-    try:
-        for begin, end in itertools.pairwise(cuts):
-            x_, dt_, b_, c_ = (part[1:2, begin:end] for part in (x, dt, b, c))
-            found.append(scans.scan(x_, dt_, a, b_, c_, d, bias, state, **more))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(torch.cat(found, 1), expected[1:2]) and torch.equal(state, whole[1:2])
+
+    def compute(sequences, tokens, state):
+        x_, dt_, b_, c_ = (part[sequences, tokens] for part in (x, dt, b, c))
+        return scans.scan(x_, dt_, a, b_, c_, d, bias, state, softplus=True, least=0.0, most=math.inf)
+
+    check_that_cuts_change_nothing(compute, numbers(3, heads, width, states, seed=8), tokens, threads, data)
 
 
 @pytest.mark.parametrize("dtype", native.DTYPES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -124,14 +124,13 @@ def _on_grid(
     pieces = Pieces(grid if layout.alone or (layout.recurrent is not None and layout.continues) else 1)
     check_steps(pieces, memory, layout.context_tokens)
     records = _recorder(loaded, memory, layout, cuda_graphs) if cuda_graphs is not False else None
-    if layout.alone:
-        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic, None)
-    attention.install(loaded.model)
-    try:
-        return _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic, records)
-    except BaseException:
-        attention.uninstall(loaded.model)
-        raise
+    with ExitStack() as put_back:  # what is put into the model, if the rest fails
+        if not layout.alone:
+            attention.install(loaded.model)
+            put_back.callback(attention.uninstall, loaded.model)
+        parts = _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic, records, put_back)
+        put_back.pop_all()
+    return parts
 
 
 def _assemble(
@@ -144,6 +143,7 @@ def _assemble(
     pieces: Pieces,
     deterministic: bool,
     records: Recorder | None,
+    put_back: ExitStack,
 ) -> Parts:
     geometry = Geometry(layout.groups)
     computed = f"fallback/{loaded.model.config._attn_implementation}" if layout.alone else attention.NAME
@@ -171,15 +171,11 @@ def _assemble(
         )
     else:
         runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic, placed=placed)
+        put_back.callback(runner.give_back)
         if records is not None:
             runner.record(records, graph_bytes, memory.sequences_max)
     if deterministic:
-        try:
-            try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before a store must be closed
-        except BaseException:
-            if isinstance(runner, Runner):
-                runner.give_back()
-            raise
+        try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before there is a store that must be closed
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     if store is not None:
         arena = torch.from_numpy(store.arena.numpy())

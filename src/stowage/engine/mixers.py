@@ -102,12 +102,12 @@ def _alike(*tensors: Tensor | None) -> bool:
 
 
 def _is_state(state: Tensor | None) -> bool:
-    """Whether the kernels can change ``state`` where it is: a part of a batch is its own, wherever it lies."""
-    return state is None or (state.dtype is torch.float32 and _in_pieces(state))
+    """Whether the kernels can change ``state`` where it is: each part of a batch in one piece."""
+    return state is None or (state.dtype is torch.float32 and _in_one_piece(state))
 
 
-def _in_pieces(state: Tensor) -> bool:
-    """Whether each part of a batch lies in one piece. Asked of its form alone: what is done to tensors is recorded."""
+def _in_one_piece(state: Tensor) -> bool:
+    """Whether each part of a batch does. Asked of its form alone: what is done to tensors is recorded."""
     numbers = 1
     for size, stride in zip(reversed(state.shape[1:]), reversed(state.stride()[1:]), strict=True):
         if size != 1 and stride != numbers:
@@ -124,8 +124,10 @@ class _Delta:
     )
 
     @staticmethod
-    def takes(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **more: Any) -> bool:
+    def takes(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *rest: Any, **more: Any) -> bool:
         heads = query.shape[:3] == key.shape[:3] == value.shape[:3] == beta.shape == g.shape[:3]
+        if rest:
+            return False
         if more.get("initial_state") is not None and not more.get("output_final_state", False):
             return False  # a state that is to stay as it is
         return heads and g.dim() in (3, 4) and _alike(query, key, value) and _is_state(more.get("initial_state"))
@@ -258,8 +260,8 @@ class _Convolve:
     parameters = frozenset("hidden_states weight bias activation kwargs".split())
 
     @staticmethod
-    def takes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **more: Any) -> bool:
-        known = more.get("activation") in (None, "silu", "swish") and weight.dim() == 2
+    def takes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **more: Any) -> bool:
+        known = not rest and more.get("activation") in (None, "silu", "swish") and weight.dim() == 2
         taps = known and weight.is_contiguous() and weight.shape[1] <= scans.TAPS_MAX
         return taps and _alike(hidden_states, weight, bias)
 
@@ -290,7 +292,7 @@ class _ConvolveOne:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> bool:
-        there = hidden_states.shape[2] == 1 and _in_pieces(conv_state)
+        there = hidden_states.shape[2] == 1 and _in_one_piece(conv_state)
         known = there and conv_state.shape[2] >= weight.shape[-1] - 1 and _alike(hidden_states, conv_state)
         return known and _Convolve.takes(hidden_states, weight, bias, activation=activation)
 

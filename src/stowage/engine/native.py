@@ -27,7 +27,7 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 
 try:
-    from stowage.engine import _kernel
+    from stowage.engine import _kernel as _kernel
 except ImportError:  # pragma: no cover - where nothing could be compiled
     _kernel = None  # type: ignore[assignment]
 

@@ -38,6 +38,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         layers: list[Any] = [_AttentionLayer() for _ in range(layer_count)]
         for index, states in self._states.items():
             layers[index] = LinearAttentionLayer(number_of_states=1 + max(place for _, place in states))
+        self._lying = [view for index in self._states for view in recurrent.views[index]] if recurrent else []
         super().__init__(layers=layers)
         self._bound: list[int] | Tensor = []
 
@@ -106,16 +107,10 @@ class PagedCache(Cache):  # type: ignore[misc]
             return self._bound
         return torch.tensor(self._bound, device=self._recurrent.storage.device)
 
-    def rows_of(self, blocks: Sequence[int]) -> list[Rows] | None:
-        """What ``bind_states`` would gather, where it lies, in the order of ``bound_states``; ``None`` where states are
-        in pieces.
-        """
-        assert self._recurrent is not None
-        views = [view for index in self._states for view in self._recurrent.views[index]]
-        if not all(view[0].is_contiguous() for view in views):
-            return None
+    def rows_of(self, blocks: Sequence[int]) -> list[Rows]:
+        """What ``bind_states`` would gather, where it lies, in the order of ``bound_states``."""
         rows = torch.tensor(blocks)
-        return [Rows(view, rows) for view in views]
+        return [Rows(view, rows) for view in self._lying]
 
     def bound_states(self) -> list[Tensor]:
         """What ``bind_states`` has bound: a forward changes it in place."""

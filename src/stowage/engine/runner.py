@@ -164,8 +164,7 @@ class Runner:
         try:
             if steps is not None and batched and (found := steps.in_place(batched, given)) is not None:
                 assert not isinstance(states, Tensor), "graphs name states on the device"
-                if (rows := self._cache.rows_of(states)) is not None:
-                    return steps.run_in_place(found, given, rows)
+                return steps.run_in_place(found, given, self._cache.rows_of(states))
             with self._bound(states, fresh):
                 forward = partial(self._call, step, shape, batched)
                 if steps is not None:

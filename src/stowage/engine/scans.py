@@ -15,10 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-try:
-    from stowage.engine import _kernel
-except ImportError:  # pragma: no cover - where nothing could be compiled
-    _kernel = None  # type: ignore[assignment]
+from stowage.engine.native import _kernel
 
 TAPS_MAX = 16
 

@@ -1,28 +1,12 @@
 /* Root mean square norms: each row divided by the root of its mean square, times weights. Included once for each
  * instruction set, after vectors.h. A row is summed in an order of its own, as everywhere here. */
 
-static inline float NAME(norm_input)(const Norm *job, int64_t i)
-{
-    return job->half ? NAME(one_b)(((const uint16_t *)job->x)[i]) : ((const float *)job->x)[i];
-}
-
 static void NAME(norm)(const Norm *job, int64_t begin, int64_t end)
 {
     int64_t width = job->width;
     for (int64_t row = begin; row < end; row++) {
-        int64_t from = row * width, i = 0;
-        NAME(vec) squares = {0};
-        for (; i + LANES <= width; i += LANES) {
-            NAME(vec) v = job->half ? NAME(load_b)((const uint16_t *)job->x + from + i)
-                                    : NAME(load_f)((const float *)job->x + from + i);
-            squares += v * v;
-        }
-        float sum = NAME(total)(squares);
-        for (; i < width; i++) {
-            float one = NAME(norm_input)(job, from + i);
-            sum += one * one;
-            SETTLE(sum);
-        }
+        int64_t from = row * width, i;
+        float sum = NAME(square_sum)((const char *)job->x + from * (job->half ? 2 : 4), job->half, width);
         float factor = 1.0f / sqrtf(sum / (float)width + job->eps);
         if (job->half) {
             const uint16_t *x = (const uint16_t *)job->x + from, *w = job->w;

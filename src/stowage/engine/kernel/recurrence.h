@@ -37,20 +37,7 @@ static inline void NAME(bring_back)(const float *from, void *to, int half, int64
 /* 1, or what brings numbers to length 1. */
 static inline float NAME(to_length)(const float *x, int64_t count, int normed)
 {
-    if (!normed)
-        return 1.0f;
-    NAME(vec) squares = {0};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        NAME(vec) v = NAME(load)(x + i);
-        squares += v * v;
-    }
-    float sum = NAME(total)(squares);
-    for (; i < count; i++) {
-        sum += x[i] * x[i];
-        SETTLE(sum);
-    }
-    return 1.0f / sqrtf(sum + 1e-6f);
+    return normed ? 1.0f / sqrtf(NAME(square_sum)(x, 0, count) + 1e-6f) : 1.0f;
 }
 
 /* One token for `wide` vectors of values of one head: s = decay s; s += k (beta (v - k s)); out = q s. */
@@ -194,7 +181,7 @@ static inline ALWAYS float NAME(scan_row)(float *s, float decay, float x, const 
 
 static inline float NAME(step_length)(const Scan *job, int64_t at, float bias)
 {
-    float dt = (job->half ? NAME(one_b)(((const uint16_t *)job->dt)[at]) : ((const float *)job->dt)[at]) + bias;
+    float dt = NAME(one)(job->dt, job->half, at) + bias;
     if (job->half)
         dt = NAME(one_b)(float_half(dt));
     if (job->softplus && dt <= 20.0f) {
@@ -245,9 +232,7 @@ static void NAME(scan)(const Scan *job, int64_t b, int64_t h, float *room)
 /* Number i of weights, which may be missing. */
 static inline float NAME(weight)(const void *from, int half, int64_t i)
 {
-    if (from == NULL)
-        return 0.0f;
-    return half ? NAME(one_b)(((const uint16_t *)from)[i]) : ((const float *)from)[i];
+    return from == NULL ? 0.0f : NAME(one)(from, half, i);
 }
 
 /* `count` channels from `begin` on of all tokens of sequence b. Of `seen`, the last `taps` tokens, the oldest first, all

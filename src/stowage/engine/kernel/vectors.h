@@ -89,6 +89,30 @@ static inline ALWAYS float NAME(one_c)(int8_t from)
     return (float)from;
 }
 
+/* Number i of bfloat16 if `half`, else of float32. */
+static inline ALWAYS float NAME(one)(const void *from, int half, int64_t i)
+{
+    return half ? NAME(one_b)(((const uint16_t *)from)[i]) : NAME(one_f)(((const float *)from)[i]);
+}
+
+/* The sum of the squares of `count` such numbers. */
+static inline float NAME(square_sum)(const void *from, int half, int64_t count)
+{
+    NAME(vec) squares = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        NAME(vec) v = half ? NAME(load_b)((const uint16_t *)from + i) : NAME(load_f)((const float *)from + i);
+        squares += v * v;
+    }
+    float sum = NAME(total)(squares);
+    for (; i < count; i++) {
+        float one = NAME(one)(from, half, i);
+        sum += one * one;
+        SETTLE(sum);
+    }
+    return sum;
+}
+
 /* `count` numbers of bfloat16 as float32. */
 static inline void NAME(widen)(const uint16_t *from, float *to, int64_t count)
 {
