@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,17 @@ PYTHON = Path(".venv-bench/bin/python")
 
 
 class Peer:
-    """Runs `command` with Stowage's sources on its path. `ready`: what it said when it was."""
+    """Runs `command` with Stowage's sources on its path. `ready`: what it said when it was. `environment`: another one
+    than this process has by now.
+    """
 
-    def __init__(self, command: Sequence[str | Path]) -> None:
-        environment = os.environ | {"PYTHONPATH": "src"}
+    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            list(map(str, command)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**(os.environ if environment is None else environment), "PYTHONPATH": "src"},
         )
         self.ready = self._read()
 

@@ -104,7 +104,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--dtype", default="", choices=["", "bfloat16", "float32"])
-    parser.add_argument("--name", default="", help="of the result's file (engine, or engine_cuda and the like)")
+    parser.add_argument(
+        "--name",
+        default="",
+        help="of the result's file (engine, engine_cuda and the like; none if not all is measured)",
+    )
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
     on_device = "engine" if on_cpu else f"engine_{options.device.partition(':')[0]}"
@@ -121,6 +125,8 @@ def main() -> None:
         raise SystemExit(str(error)) from error
     if "vllm" in ways and not PYTHON.exists():
         raise SystemExit("vLLM is not here. Make the peers' environment first: make bench-env")
+    part = bool(options.ways) or options.models != parser.get_default("models")
+    file = options.name or ("" if part else on_device)  # a part does not replace the whole
     results: dict[str, Any] = {"device": options.device, "dtype": dtype, "rounds": options.rounds}
     for name in options.models.split(","):
         can = [way for way in ways if (name, way) not in CANNOT]
@@ -135,7 +141,8 @@ def main() -> None:
                     runs[way].append(measure(way, Path(directory), dtype, number + 1, options.device))
             print(f"{name}, {dtype}", flush=True)
             results[name] = report(runs, read_bytes_per_s(options.device) / read)
-        write_result(options.name or on_device, results)  # after each model: what follows may fail
+        if file:
+            write_result(file, results)  # after each model: what follows may fail
 
 
 if __name__ == "__main__":

@@ -11,13 +11,15 @@ Every contender does one round, then the next one begins: all see the same disk 
 with the limits: `memmove` of the same bytes by one thread and by two, and reading and writing one file of that size
 with direct I/O, with the block and the number of requests in flight that were the best ones of a first trial. Buffered
 peers store into the page cache and load from it where it was not dropped; no disk is in that, so `warm` loads are
-compared apart. Without the peers' environment (`make bench-env`) only ours is measured.
+compared apart. Stowage's process waits and collects garbage as its commands do. Without the peers' environment
+(`make bench-env`) only ours is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import random
@@ -29,11 +31,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import RESULTS, describe_machine, median_spread, write_result
-from benchmarks._tiers import Stowage
+from stowage import openmp
+
+PEERS_ENVIRONMENT = dict(os.environ)
+openmp.wait_briefly()  # as `stowage run` and `stowage serve`, before torch is loaded; peers wait as they would alone
+
+import torch  # noqa: E402
+
+from benchmarks._tiers import Stowage  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 CASES = tuple((kib, count) for kib in (64, 1024, 4096) for count in (256, 4096))
@@ -195,6 +202,7 @@ def measure_case(chunk_bytes: int, count: int, rounds: int, peer: Peer | None, d
     if peer is not None:
         peer.ask(do="start", chunk_bytes=chunk_bytes, count=count)
     limits = Limits(ours, directory)
+    gc.freeze()  # as `stowage run` and `stowage serve`
     found: dict[str, Seconds] = {"host": {}, "disk": {}}
     bounds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
@@ -314,7 +322,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the disk to be measured is mounted")
     options = parser.parse_args()
     rounds = options.rounds or (2 if options.quick else 5)
-    peer = Peer([PYTHON, SCRIPT]) if PYTHON.exists() else None
+    peer = Peer([PYTHON, SCRIPT], PEERS_ENVIRONMENT) if PYTHON.exists() else None
     kept: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="stowage-bench-", dir=options.directory) as directory:
         for chunk_bytes, count in cases_from(options):

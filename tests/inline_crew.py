@@ -4,9 +4,14 @@ ask it for a chunk, a hundred thousand times; the code that runs is the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Final
 
 from stowage.tiers.disk.system import Turn
+
+MOMENT_S: Final = 0.01
+"""A worker that wants to go on so soon has work: whoever woke it waits for it."""
 
 
 class InlineCrew:
@@ -34,8 +39,9 @@ class InlineCrew:
     def _serve(turn: Turn) -> bool:
         """Whether the worker is still there afterwards."""
         while (pause_s := turn()) is not None:
-            if pause_s > 0:
+            if pause_s > MOMENT_S:
                 return True
+            time.sleep(pause_s)
         return False
 
     def join(self, timeout_s: float) -> bool:

@@ -398,6 +398,7 @@ def main() -> None:
                 pool = pool or Pool(*sizes)
                 peer = BACKENDS[command["name"]](pool)
             peer.open(Path(command["directory"]))
+            gc.freeze()  # as we do, and vLLM's server
         elif verb == "close":
             assert peer is not None
             peer.close()

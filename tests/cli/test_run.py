@@ -1,5 +1,6 @@
 """``stowage run`` and ``stowage tiny`` on a real, tiny model."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from stowage.cli.tiny import _FAMILIES
+from stowage.engine.engine import Engine
 from stowage.testing import tiny_models
 from tests.cli.conftest import OwnProcess, Stowage
 
@@ -28,6 +30,21 @@ def answers(stdout: str) -> list[dict[str, Any]]:
 
 def test_help_names_the_families_that_there_are() -> None:
     assert _FAMILIES.startswith(f"{', '.join(tiny_models.KINDS)}, ")
+
+
+def test_what_was_loaded_is_not_searched_for_cycles(
+    call: Stowage, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    generate = Engine.generate
+
+    def noted(engine: Engine, *arguments: Any, **options: Any) -> Any:
+        frozen.append(gc.get_freeze_count())
+        return generate(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    assert call("run", tiny_llama, "--prompt", "a", "--prompt", "b", "--max-new-tokens", "2", "--json").exit_code == 0
+    assert frozen and frozen[0] > 100_000 and gc.get_freeze_count() == 0
 
 
 def test_tiny_writes_the_same_checkpoint_for_the_same_seed(call: Stowage, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +19,8 @@ from stowage.format.segment import PAGE_BYTES
 from stowage.testing.faults import FaultyFileSystem
 from stowage.tiers.disk import DiskTier
 from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.system import System, several
+from stowage.tiers.disk.loader import PATIENCE, QUIET_S, SCATTERED_BYTES_PER_S
+from stowage.tiers.disk.system import System, Together, alone, several
 from stowage.tiers.protocol import Transfer
 from tests.disk_client import NEVER_S, Client, aligned, keys_of, only_segment, payload
 from tests.inline_crew import InlineCrew
@@ -37,6 +39,37 @@ def test_results_come_in_the_order_of_the_items_whichever_ends_first() -> None:
         return item * item
 
     assert list(several(work, [0, 1, 2, 3])) == [0, 1, 4, 9]
+
+
+@pytest.mark.parametrize("together", [alone, several])
+def test_where_there_is_nothing_now_it_is_asked_again_after_each_result(together: Together) -> None:
+    taken: list[int] = []
+
+    def items() -> Iterator[int | None]:
+        yield 1
+        yield None  # nothing is under way: asked again once the result was taken
+        assert taken == [1]
+        yield from (2, 3, 4)
+        while len(taken) < 4:
+            yield None
+        yield 5
+
+    with closing(together(lambda item: item, items())) as results:
+        for result in results:
+            taken.append(result)
+    assert taken == [1, 2, 3, 4, 5]
+
+
+def test_who_has_nothing_while_nothing_is_under_way_is_done() -> None:
+    asked = []
+
+    def items() -> Iterator[int | None]:
+        for item in (1, 2, None, None, None, 3):
+            asked.append(item)
+            yield item
+
+    assert list(several(lambda item: item, items())) == [1, 2]
+    assert asked == [1, 2, None, None, None]
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["a failure", "closed by the caller"])
@@ -287,17 +320,145 @@ def test_stores_that_wait_are_written_as_one(tmp_path: Path) -> None:
         client.check()
 
 
+class Continued(RealFileSystem):
+    """Has another transfer stored while the first piece is written, and holds the third one until a payload of that
+    transfer has been written.
+    """
+
+    def __init__(self) -> None:
+        self.store_another: Callable[[], object] = lambda: None
+        self.payloads: list[int] = []
+        self._continued = threading.Event()
+        self._lock = threading.Lock()
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        length = sum(buffer.nbytes for buffer in buffers)
+        if length <= PAGE_BYTES:
+            return super().pwritev(fd, buffers, offset)
+        with self._lock:
+            self.payloads.append(offset)
+            number = sum(place < offset for place in self.payloads)
+        if offset == 2 * PAGE_BYTES:
+            self.store_another()
+        elif offset == 2 * PAGE_BYTES + 2 * (4 << 20):
+            assert self._continued.wait(PATIENCE_S), "what was stored meanwhile waits for the end of what came before"
+        elif number >= 3:
+            self._continued.set()
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_what_is_stored_meanwhile_is_written_before_the_pieces_before_it_have_ended(tmp_path: Path) -> None:
+    files, names = Continued(), keys_of(*range(24))
+    with Client(tmp_path / "c", system=System(files=files), refresh_s=1e9, segment_bytes=48 << 20) as client:
+        transfers = [client.transfer(part, aligned([CHUNK_BYTES] * 12)) for part in (names[:12], names[12:])]
+        for transfer in transfers:
+            for name, buffer in zip(transfer.keys, transfer.buffers, strict=True):
+                buffer[:] = payload(name, CHUNK_BYTES)
+        files.store_another = lambda: client.begin("store", transfers[1])
+        client.begin("store", transfers[0])
+        assert all(client.outcome(transfer.id).ok.all() for transfer in transfers)
+        assert client.load(names, [CHUNK_BYTES] * 24).ok.all()
+        client.check()
+
+
+class StillTimer:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _stored_in_order(client: Client, count: int, length: int) -> list[bytes]:
+    names = keys_of(*range(count))
+    assert client.store(names, [length] * count).ok.all()
+    return names
+
+
+def _planned(client: Client) -> None:
+    """Until a reader has taken what was asked for."""
+    until_s = time.monotonic() + PATIENCE_S
+    while client.tier._loader._queued or not client.tier._loader._planned:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_scattered_chunks_wait_for_those_between_them(tmp_path: Path) -> None:
+    timer, length, count = StillTimer(), 64 << 10, 256
+    with Client(tmp_path / "c", system=System(timer=timer), refresh_s=1e9, readers=4) as client:
+        names = _stored_in_order(client, count, length)
+        before = client.stats()["read_calls"]
+        loads = [client.transfer(names[part::4], aligned([length] * 64)) for part in range(4)]
+        client.begin("load", loads[0])
+        _planned(client)
+        for load in loads[1:]:
+            client.begin("load", load)
+        assert client.stats()["read_calls"] == before, "time stands still"
+        timer.now_s += QUIET_S
+        assert all(client.outcome(load.id).ok.all() for load in loads)
+        assert client.stats()["read_calls"] - before <= 6, "16 MiB, up to 4 at a time"
+        for load in loads:
+            assert [bytes(buffer) for buffer in load.buffers] == [payload(key, length) for key in load.keys]
+        client.check()
+
+
+def test_scattered_chunks_wait_no_longer_than_a_part_of_the_time_that_they_take(tmp_path: Path) -> None:
+    timer, length, count = StillTimer(), 64 << 10, 256
+    with Client(tmp_path / "c", system=System(timer=timer), refresh_s=1e9, readers=4) as client:
+        names = _stored_in_order(client, count, length)
+        load = client.transfer(names[::3], aligned([length] * 86))
+        client.begin("load", load)
+        _planned(client)
+        (bundle,) = client.tier._loader._planned
+        assert bundle.limit_s == pytest.approx(86 * length / SCATTERED_BYTES_PER_S * PATIENCE)
+        client.tier._loader._newest_s = timer.now_s = bundle.limit_s  # as if others had come all the time
+        assert client.outcome(load.id).ok.all()
+
+
+def test_what_waits_for_others_is_read_when_the_tier_closes(tmp_path: Path) -> None:
+    timer, length, count = StillTimer(), 64 << 10, 256
+    with Client(tmp_path / "c", system=System(timer=timer), refresh_s=1e9, readers=4) as client:
+        load = client.transfer(_stored_in_order(client, count, length)[::3], aligned([length] * 86))
+        client.begin("load", load)
+        _planned(client)
+        client.close()
+        assert client.outcome(load.id).ok.all()
+
+
+@pytest.mark.parametrize("step, count", [(1, 256), (3, 60)], ids=["side by side", "too few to be worth it"])
+def test_nothing_else_waits(tmp_path: Path, step: int, count: int) -> None:
+    length = 64 << 10
+    with Client(tmp_path / "c", system=System(timer=StillTimer()), refresh_s=1e9, readers=4) as client:
+        names = _stored_in_order(client, 256, length)[::step][:count]
+        assert client.load(names, [length] * len(names)).ok.all()
+
+
+class HeldAndFailing(RealFileSystem):
+    """Holds the first payload until it is told to go on; all payloads behind it fail. Header pages are written."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 2 * PAGE_BYTES:
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE_S)
+        elif sum(buffer.nbytes for buffer in buffers) > PAGE_BYTES:
+            raise OSError(errno.EIO, "no")
+        return super().pwritev(fd, buffers, offset)
+
+
 def test_a_disk_that_fails_fails_all_that_it_was_given_and_no_more(tmp_path: Path) -> None:
-    files, length, count = FaultyFileSystem(), 64 << 10, 8
+    files, length, count = HeldAndFailing(), 64 << 10, 8
     names = keys_of(*range(count))
     with Client(tmp_path / "c", system=System(files=files), refresh_s=1e9) as client:
-        hang = files.hang("pwritev", after=1)
         transfers = [client.transfer([name], aligned([length])) for name in names]
         begun = [client.begin("store", transfers[0])]
-        assert hang.reached.wait(PATIENCE_S)
+        assert files.reached.wait(PATIENCE_S)
         begun += [client.begin("store", transfer) for transfer in transfers[1:]]
-        files.fail("pwritev", errno.EIO, after=1)  # the first one's header page is still written
-        hang.release()
+        files.go_on.set()
         outcomes = [client.outcome(number) for number in begun]
         assert [outcome.ok.all() for outcome in outcomes] == [True] + [False] * (count - 1)
         assert all("the disk failed" in outcome.error for outcome in outcomes[1:])

@@ -117,6 +117,7 @@ class Host:
             readers=chance.choice((1, 1, 2, 4)),
             transfers_max=chance.choice((2, 8, 64)),
             refresh_s=chance.choice((0.2, 1.0)),
+            patience_s=chance.choice((lambda _: 0.0, lambda scattered: 0.004 * (scattered > 0))),
             protection=self._shape.protection,
             system=system,
         )
@@ -166,7 +167,7 @@ class Host:
         loader, storer = self.tier._loader, self.tier._storer  # the simulator looks behind the façade
         if self.tier._counters.snapshot()["faults"]:
             return "an exception reached the outermost frame of a worker"
-        if loader.waiting and self.crews["read"].all_asleep():
+        if loader.waiting and self.crews["read"].all_asleep_for_good():
             return "a load waits, and every reader sleeps: a lost wake-up"
         if storer._queue and self.crews["write"].all_asleep():
             return "a store waits, and the writer sleeps: a lost wake-up"

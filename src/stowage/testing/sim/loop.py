@@ -166,6 +166,7 @@ class SimCrew:
         self._loop = process.loop
         self._signals = 0
         self._idle: list[Task] = []
+        self._for_good: dict[Task, bool] = {}
         self.tasks = [
             process.spawn(f"{name.rpartition('-')[2]}{number}", self._runner(turn)) for number, turn in enumerate(turns)
         ]
@@ -182,6 +183,7 @@ class SimCrew:
                     self._signals -= 1
                 else:
                     self._idle.append(task)
+                    self._for_good[task] = math.isinf(pause_s)
                     self._loop.schedule(task, pause_s)
                     self._loop.give_way()
                     if task in self._idle:  # the pause is over; a wake-up would have taken it out
@@ -209,6 +211,10 @@ class SimCrew:
         """Whether no worker will do anything unless it is woken, or its pause ends."""
         alive = [task for task in self.tasks if not task.ended]
         return bool(alive) and not self._signals and all(task in self._idle for task in alive)
+
+    def all_asleep_for_good(self) -> bool:
+        """Whether no worker will do anything unless it is woken."""
+        return self.all_asleep() and all(self._for_good[task] for task in self._idle if not task.ended)
 
 
 class SimSignal:

@@ -2,10 +2,11 @@
 
 Transfers that wait at the same time and have nearly one deadline are planned together by the first free reader, so that
 what is asked for at one time is read in the order of the disk, whatever the order of its chunks; those that come while
-others of that deadline are being read are planned anew with what is left of these. A run is cut off the plan when a
-reader is free, and a transfer is finished by whoever reads its last chunks. A run whose deadline has passed is not
-started. A reader that hangs in the kernel keeps the transfers of its run unreported (their buffers are in the kernel's
-hands) while the other readers go on; what is queued behind expires by `expire`, which needs no reader.
+others of that deadline are being read are planned anew with what is left of these. Where much of a plan is scattered,
+it waits for a moment first: what comes then may lie between. A run is cut off the plan when a reader is free, and a
+transfer is finished by whoever reads its last chunks. A run whose deadline has passed is not started. A reader that
+hangs in the kernel keeps the transfers of its run unreported (their buffers are in the kernel's hands) while the other
+readers go on; what is queued behind expires by `expire`, which needs no reader.
 """
 
 from __future__ import annotations
@@ -27,11 +28,25 @@ from stowage.tiers.disk.reader import Reader, Result
 from stowage.tiers.disk.shared import Shared
 from stowage.tiers.protocol import Outcome, Transfer
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "patience_s"]
 
 NEAR_S: Final = 0.05
 """Deadlines that differ by no more count as one."""
+QUIET_S: Final = 0.0015
+"""A scattered plan begins when nothing has come for so long. To ask for a thousand chunks takes a millisecond; beside
+busy readers, whoever asks for several thousand is not done before much of them has been read piece by piece."""
+SCATTERED_BYTES_MIN: Final = 4 << 20
+SCATTERED_BYTES_PER_S: Final = 1.4e9
+"""What a disk that gives twice that in one piece gives of 64 KiB here and there (docs/benchmarks.md)."""
+PATIENCE: Final = 0.25
 COUNTED: Final = {Result.CORRUPT: "corrupt", Result.GONE: "vanished", Result.FAILED: "read_errors"}
+
+
+def patience_s(scattered_bytes: int) -> float:
+    """How long a plan with so many bytes here and there waits at most, whatever comes: a quarter of the time that
+    reading these takes.
+    """
+    return scattered_bytes / SCATTERED_BYTES_PER_S * PATIENCE if scattered_bytes >= SCATTERED_BYTES_MIN else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +73,11 @@ class Bundle:
     """Flights of nearly one deadline, planned together. Chunks are numbered through: `starts[i]` is flight i's first.
 
     Flights are added while others are being read: only at the end, so that no number changes its meaning. `first_s` is
-    the deadline of the first one, `deadline_s` the last of all.
+    the deadline of the first one, `deadline_s` the last of all. It may wait for others until `limit_s`.
     """
 
     first_s: float
+    limit_s: float = -math.inf
     deadline_s: float = -math.inf
     flights: list[Flight] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -96,21 +112,28 @@ class Bundle:
 
 
 class Loader:
-    """Any thread may submit. `_queued` waits to be planned, `_planned` has runs that no reader has taken yet."""
+    """Any thread may submit. `_queued` waits to be planned, `_planned` has runs that no reader has taken yet.
 
-    def __init__(self, shared: Shared, *, readers: int) -> None:
+    A plan waits for others no longer than `patience_s` of the bytes that are scattered in it.
+    """
+
+    def __init__(self, shared: Shared, *, readers: int, patience_s: Callable[[int], float]) -> None:
         self._catalog = shared.catalog
         self._index = shared.index
         self._counters = shared.counters
         self._transfers_max = shared.transfers_max
         self._clock = shared.system.clock
+        self._timer = shared.system.timer
         self._finish = shared.finish
         self._lock = threading.Lock()
         self._queued: deque[Flight] = deque()
+        self._newest_s = -math.inf
+        self._planning = False
         self._planned: deque[Bundle] = deque()
         self._under_way = 0
         self._closing = False
         self._readers = readers
+        self._patience_s = patience_s
         turns = [partial(self._turn, Reader(shared.directory, shared.namespace)) for _ in range(readers)]
         self._crew = shared.system.crew("stowage-disk-read", turns)
 
@@ -133,6 +156,7 @@ class Loader:
                 return False
             self._under_way += 1
             self._queued.append(flight)
+            self._newest_s = self._timer()
             first = len(self._queued) == 1
         if first:  # whoever comes for the first plans those behind it too
             self._crew.wake()
@@ -180,24 +204,47 @@ class Loader:
 
     def _turn(self, reader: Reader) -> float | None:
         """A reader's turn: one run, or the transfers that wait to be planned."""
+        helpers = 0
+        run = None
         with self._lock:
-            fresh, bundle = self._waiting_for_a_plan()
-            run = None
-            if bundle is None and self._planned:
-                bundle = self._planned[0]
-                run = self._take(bundle)
             closing = self._closing
-            others_wait = run is not None and bool(self._queued)
-        if others_wait:  # should this reader hang, somebody else plans them
-            self._crew.wake()
+            pause_s = 0.0 if closing else self._pause_s()
+            fresh, bundle = ([], None) if pause_s > 0 else self._waiting_for_a_plan()
+            if pause_s <= 0 and bundle is None and self._planned:
+                bundle = self._planned[0]
+                if self._begin(bundle):
+                    helpers = self._helpers(bundle)
+                elif self._queued:
+                    helpers = 1  # should this reader hang, somebody else plans them
+                run = self._take(bundle)
+        if helpers:
+            self._crew.wake(helpers)
         if bundle is None:
             reader.rest()
-            return None if closing else math.inf
+            return None if closing else pause_s or math.inf
         if run is None:
             self._serve_fresh(bundle, fresh)
         else:
             self._serve_run(reader, bundle, run)
         return 0
+
+    def _pause_s(self) -> float:
+        """How long the first bundle still waits for others. The lock is held."""
+        if not self._planned or math.isinf(self._planned[0].limit_s):
+            return 0.0
+        return max(0.0, min(self._newest_s + QUIET_S, self._planned[0].limit_s) - self._timer())
+
+    @staticmethod
+    def _begin(bundle: Bundle) -> bool:
+        """It waits no more. Whether it did: then its readers have to be woken."""
+        held = not math.isinf(bundle.limit_s)
+        bundle.limit_s = -math.inf
+        return held
+
+    def _helpers(self, bundle: Bundle) -> int:
+        """How many readers it is worth waking."""
+        assert bundle.plan is not None
+        return min(self._readers, bundle.plan.runs_about)
 
     def _take(self, bundle: Bundle) -> Run:
         """The next run of the first bundle. The lock is held."""
@@ -210,9 +257,10 @@ class Loader:
     def _waiting_for_a_plan(self) -> tuple[list[Flight], Bundle | None]:
         """Takes the oldest transfer from the queue and those that suit it, with the bundle that they belong to.
 
-        None if that is not their turn: others are being read. The lock is held.
+        None if that is not their turn: others are being read, or are being planned (whoever does it looks here again
+        when it is done). The lock is held.
         """
-        if not self._queued:
+        if not self._queued or self._planning:
             return [], None
         if not self._planned:
             bundle = Bundle(self._queued[0].transfer.deadline_s)
@@ -222,6 +270,7 @@ class Loader:
             return [], None
         fresh = [flight for flight in self._queued if bundle.suits(flight)]
         self._queued = deque(flight for flight in self._queued if not bundle.suits(flight))
+        self._planning = True
         return fresh, bundle
 
     def _serve_fresh(self, bundle: Bundle, fresh: list[Flight]) -> None:
@@ -241,10 +290,16 @@ class Loader:
         if plan is not None:
             bundle.plan = plan
             done = [flight for flight in fresh if not flight.chunks_left]
-        if bundle.plan is not None and len(bundle.plan):
-            with self._lock:
+        left = bundle.plan if bundle.plan is not None and len(bundle.plan) else None
+        wait_s = self._patience_s(left.scattered_bytes) if left is not None and first == 0 else 0.0
+        with self._lock:
+            self._planning = False
+            if left is not None:
+                self._newest_s = self._timer()  # nobody could ask while this was planned, and held Python's lock
+                bundle.limit_s = self._newest_s + wait_s if wait_s > 0 else -math.inf
                 self._planned.appendleft(bundle)
-            self._crew.wake(min(self._readers, bundle.plan.runs_about))
+        if left is not None and wait_s <= 0:
+            self._crew.wake(self._helpers(bundle))
         for flight in done:
             self._report(flight)
 

@@ -87,7 +87,7 @@ class Plan:
     """Chunks that nobody has begun to read. Not for several threads at once. `positions`: of all, the begun ones too.
 
     `found` has a row for each position. `opened`: the segments' names and guards by number; all are there.
-    `runs_about`: how many readers it is worth waking for.
+    `runs_about`: how many readers it is worth waking for. `scattered_bytes`: in stretches too short for a disk's rate.
     """
 
     def __init__(
@@ -105,6 +105,8 @@ class Plan:
         share = int(found.lengths.sum()) // readers  # a few chunks are read by all readers
         self._run_bytes = min(max(share, RUN_BYTES_MIN), RUN_BYTES_MAX) + PAGE_BYTES
         self._scattered_bytes = min(share, RUN_BYTES_MIN)
+        stretches = np.diff(np.append(0, np.cumsum(ends - found.offsets))[self._bounds], prepend=0)
+        self.scattered_bytes = int(stretches[stretches < RUN_BYTES_MIN].sum())
         runs = len(self._bounds) + int((ends - found.offsets).sum()) // self._run_bytes
         self.runs_about = min(len(order), runs)
         self._at = 0

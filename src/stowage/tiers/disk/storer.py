@@ -39,7 +39,8 @@ REWRITE_SHARE: Final = 4
 """Still-hot chunks of the next victim may take one part in this many of a new segment."""
 INDEXED_BATCHES: Final = 8
 INDEXED_BYTES: Final = 16 << 20
-"""So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer."""
+"""So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer: where
+nothing else is to be written, a transfer is reported as soon as it can be."""
 
 
 def segment_bytes_for(chunk_bytes: int) -> int:
@@ -265,7 +266,8 @@ class Storer:
                 with closing(active.append_all(stream, self._together)) as batches:
                     for entries in batches:
                         whole.append(entries)
-                        if len(whole) == INDEXED_BATCHES or active.end - indexed >= INDEXED_BYTES:
+                        many = len(whole) == INDEXED_BATCHES or active.end - indexed >= INDEXED_BYTES
+                        if many or stream.awaits(sum(map(len, whole))):
                             self._add_to_index(known, whole, stream)
                             indexed = active.end
             finally:  # what is whole is there, whatever happens to the rest

@@ -72,15 +72,25 @@ class Stream:
         self._fits = fits
         self.unfinished: deque[Writing] = deque()
         self.refused = 0
+        self._dry = False  # nothing waited when it was last asked for
 
     def ahead(self, count: int) -> Chunks:
         """The chunks that come next, up to so many; they stay there. Empty: there is nothing to write."""
         found = Chunks()
         for writing in self.unfinished:
             found.add(writing.chunks.part(writing.taken, writing.taken + count - len(found)))
-        while len(found) < count and (transfer := self._more()) is not None:
+        while len(found) < count:
+            transfer = self._more()
+            self._dry = transfer is None
+            if transfer is None:
+                break
             found.add(self._add(transfer).chunks.part(0, count - len(found)))
         return found
+
+    def awaits(self, count: int) -> bool:
+        """Whether nothing more waits, and so many chunks that were written now would settle the oldest transfer."""
+        oldest = self.unfinished[0]
+        return self._dry and len(oldest.places) - oldest.written <= count
 
     def _add(self, transfer: Transfer) -> Writing:
         lengths = [buffer.nbytes for buffer in transfer.buffers]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Final, Protocol, TypeVar
 
@@ -81,29 +81,34 @@ TOGETHER_MAX: Final = 2 * TOGETHER_THREADS
 
 class Together(Protocol):
     """Does something for each of some items, several at a time; yields what came out, in order. Items are asked for
-    when there is room for them, by the caller's thread.
+    when there is room for them, by the caller's thread. None among them: there is nothing now. Then the next one is
+    asked for when the oldest result has been taken; where nothing is being worked on, that is the end.
 
     However it ends (a failure is raised in its item's turn, or the caller closes it), no item is being worked on then:
     the memory that items lend is the caller's again.
     """
 
-    def __call__(self, work: Callable[[T], R], items: Iterable[T], /) -> Generator[R, None, None]: ...
+    def __call__(self, work: Callable[[T], R], items: Iterable[T | None], /) -> Generator[R, None, None]: ...
 
 
-def alone(work: Callable[[T], R], items: Iterable[T], /) -> Generator[R, None, None]:
+def alone(work: Callable[[T], R], items: Iterable[T | None], /) -> Generator[R, None, None]:
     """One item after the other, by the caller."""
-    yield from map(work, items)
+    for item in items:
+        if item is not None:
+            yield work(item)
 
 
-def several(work: Callable[[T], R], items: Iterable[T], /) -> Generator[R, None, None]:
+def several(work: Callable[[T], R], items: Iterable[T | None], /) -> Generator[R, None, None]:
     """In a few threads, which end with the items; the caller only waits.
 
     They are daemons: one that hangs in the kernel must not keep the process. It keeps whoever waits for it here.
     """
     left = iter(items)
-    first = list(islice(left, 2))
-    if len(first) < 2:
-        yield from map(work, first)
+    first, second = next(left, None), next(left, None)
+    while first is not None and second is None:  # nothing to be done beside it
+        yield work(first)
+        first, second = next(left, None), next(left, None)
+    if first is None:
         return
     ahead: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
     under_way: deque[Future[R]] = deque()
@@ -118,7 +123,12 @@ def several(work: Callable[[T], R], items: Iterable[T], /) -> Generator[R, None,
                 future.set_exception(failure)
 
     try:
-        for item in chain(first, left):
+        for item in chain((first, second), left):
+            if item is None:
+                if not under_way:
+                    break
+                yield under_way.popleft().result()
+                continue
             future: Future[R] = Future()
             ahead.put((item, future))
             under_way.append(future)

@@ -24,7 +24,7 @@ from stowage.tiers.disk.catalog import Catalog
 from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
 from stowage.tiers.disk.index import Index
-from stowage.tiers.disk.loader import Loader
+from stowage.tiers.disk.loader import Loader, patience_s
 from stowage.tiers.disk.room import Room
 from stowage.tiers.disk.shared import Shared
 from stowage.tiers.disk.storer import Storer, segment_bytes_for
@@ -53,8 +53,9 @@ class DiskTier:
     `limit_bytes` bounds the whole directory, whoever writes in it. `chunk_bytes_max` (0: not known) is the longest
     payload to be stored: the limit must hold it. `segment_bytes` is what one segment takes on disk (default: an eighth
     of the limit, up to 256 MiB). `protection`: what chunks are sealed with, a checksum by default; segments under
-    another one are left alone until their turn to go. Memory: up to 4 MiB of staging for the writer and per reader,
-    and what `Index` says per chunk.
+    another one are left alone until their turn to go. Loads of chunks here and there wait for others that may lie
+    between, at most `patience_s` of their bytes. Memory: up to 4 MiB of staging for the writer and per reader, and what
+    `Index` says per chunk.
 
     Raises DirectoryError for a directory that cannot be trusted or used, BudgetError for a limit that is too small.
     """
@@ -73,6 +74,7 @@ class DiskTier:
         direct: bool = True,
         transfers_max: int = 64,
         refresh_s: float = 1.0,
+        patience_s: Callable[[int], float] = patience_s,
         protection: Protection | None = None,
         system: System | None = None,
     ) -> None:
@@ -110,7 +112,7 @@ class DiskTier:
             self._system,
             self._finish,
         )
-        self._loader = Loader(shared, readers=readers)
+        self._loader = Loader(shared, readers=readers, patience_s=patience_s)
         self._storer = Storer(
             shared, room, segment_bytes=self._segment_bytes, room_bytes=limit_bytes - OWN_BYTES, refresh_s=refresh_s
         )

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -72,6 +73,14 @@ class Piece:
         self.offsets += accumulate(batch.lengths[first : after - 1], initial=offset)
 
 
+Job = Callable[[], "Digests | list[Page]"]
+"""Writes the payloads of a piece, and says what they hash to; or writes header pages."""
+
+
+def _done(job: Job) -> Digests | list[Page]:
+    return job()
+
+
 class ActiveSegment:
     """One locked file of full length. Used by one thread.
 
@@ -130,18 +139,18 @@ class ActiveSegment:
             line = _Line(self, batch, stream)
             failure: OSError | None = None
             try:
-                with closing(together(self._write_job, line.jobs())) as done:
+                with closing(together(_done, line.jobs())) as done:
                     for result in done:
-                        if isinstance(result, Page):
-                            line.under_way.popleft()
-                            yield self._finish(result)
+                        if isinstance(result, list):
+                            for page in result:
+                                line.under_way.popleft()
+                                yield self._finish(page)
                         else:
                             line.hashed(result)
             except OSError as error:
                 failure = error  # it was a later batch's, maybe: those before it are kept
-            with closing(together(self._write_page, [*line.under_way, *line.pages()])) as pages_done:
-                for page in pages_done:
-                    yield self._finish(page)
+            for page in [*line.under_way, *line.pages()]:
+                yield self._finish(self._write_page(page))
             if failure is not None:
                 raise failure
             if line.odd is not None:
@@ -166,14 +175,15 @@ class ActiveSegment:
         whole_pages = batch.end - batch.offset - PAGE_BYTES == sum(batch.lengths)
         return whole_pages and not isinstance(self._guard, Cipher) and all_aligned(batch.chunks.payloads)
 
-    def _write_job(self, job: Piece | Page) -> Digests | Page:
-        """In any thread."""
-        return self._write_page(job) if isinstance(job, Page) else self._write_piece(job)
-
     def _write_piece(self, piece: Piece) -> Digests:
+        """In any thread."""
         assert not isinstance(self._guard, Cipher), "a cipher goes forward only"
         self.file.write(piece.buffers, piece.offset)
         return self._guard.digest_all(np.concatenate(piece.fields), piece.offsets, piece.payloads)
+
+    def _write_pages(self, pages: list[Page]) -> list[Page]:
+        """In any thread."""
+        return list(map(self._write_page, pages))
 
     def _write_page(self, page: Page) -> Page:
         self.file.write([page.page], page.offset)
@@ -277,46 +287,80 @@ class _Line:
         self._first = first
         self._batches: deque[Batch] = deque()
         self._digests: Digests = np.empty((0, 2), np.uint64)
+        self._unhashed = 0  # payloads that are being written
+        self._piece = Piece(0, [], [], [], [])
+        self._size = 0  # of the piece, its holes too
+        self._chunks, self._end = active._chunks, first.offset  # of all batches up to the last one
         self.odd: Batch | None = None
         self.under_way: deque[Page] = deque()
 
-    def jobs(self) -> Iterator[Piece | Page]:
-        """Pieces of as many payloads as one system call takes, over the bounds of batches; and header pages."""
+    def jobs(self) -> Iterator[Job | None]:
+        """What is to be written. None while the stream has nothing more and something is being written: what is
+        reported then may bring more.
+        """
         batch: Batch | None = self._first
-        chunks = self._active._chunks
-        piece = Piece(0, [], [], [], [])
-        size = 0
-        while batch is not None:
-            self._batches.append(batch)
-            chunks += len(batch.chunks)
-            lengths, offset, at = batch.lengths, batch.offset + PAGE_BYTES, 0
-            while at < len(lengths):
-                hole = PAGE_BYTES if at == 0 and size else 0
-                if size and size + hole + lengths[at] > CALL_BYTES_MAX:
-                    yield piece
-                    for page in self.pages():
-                        self.under_way.append(page)
-                        yield page
-                    size = hole = 0
-                if not size:
-                    piece = Piece(offset, [], [], [], [])
-                if hole:
-                    piece.buffers.append(_HOLE)
-                first, length = at, lengths[at]
+        while True:
+            while batch is not None:
+                self._batches.append(batch)
+                self._chunks += len(batch.chunks)
+                self._end = batch.end
+                yield from self._cut(batch)
+                batch = self._following()
+            yield from self._written()
+            if self.odd is not None or not (self._unhashed or self.under_way):
+                return
+            yield None
+            yield from self._pages_to_write()  # whoever waits for their report may be who brings more
+            batch = self._following()
+
+    def _following(self) -> Batch | None:
+        """The next batch of the stream, if it can be written this way."""
+        batch = self._active._next(self._stream, self._end, self._chunks)
+        if batch is not None and not self._active._goes_straight(batch):
+            self.odd, batch = batch, None
+        return batch
+
+    def _cut(self, batch: Batch) -> Iterator[Job]:
+        """Puts the batch into pieces of as many payloads as one system call takes, over the bounds of batches. Writes
+        those that are full.
+        """
+        lengths, offset, at = batch.lengths, batch.offset + PAGE_BYTES, 0
+        while at < len(lengths):
+            hole = PAGE_BYTES if at == 0 and self._size else 0
+            if self._size and self._size + hole + lengths[at] > CALL_BYTES_MAX:
+                yield from self._written()
+                hole = 0
+            if not self._size:
+                self._piece = Piece(offset, [], [], [], [])
+            if hole:
+                self._piece.buffers.append(_HOLE)
+            first, length = at, lengths[at]
+            at += 1
+            while at < len(lengths) and self._size + hole + length + lengths[at] <= CALL_BYTES_MAX:
+                length += lengths[at]
                 at += 1
-                while at < len(lengths) and size + hole + length + lengths[at] <= CALL_BYTES_MAX:
-                    length += lengths[at]
-                    at += 1
-                piece.add(batch, first, at, offset)
-                size += hole + length
-                offset += length
-            batch = self._active._next(self._stream, batch.end, chunks)
-            if batch is not None and not self._active._goes_straight(batch):
-                self.odd, batch = batch, None
-        yield piece
+            self._piece.add(batch, first, at, offset)
+            self._size += hole + length
+            offset += length
+
+    def _written(self) -> Iterator[Job]:
+        """Writes the piece, if there is one, and the header pages that can be written."""
+        if self._size:
+            self._unhashed += len(self._piece.payloads)
+            self._size = 0
+            yield partial(self._active._write_piece, self._piece)
+        yield from self._pages_to_write()
+
+    def _pages_to_write(self) -> Iterator[Job]:
+        """All of them at once: one by one they would stand in the way of payloads."""
+        pages = list(self.pages())
+        if pages:
+            self.under_way += pages
+            yield partial(self._active._write_pages, pages)
 
     def hashed(self, digests: Digests) -> None:
         """The digests of the next chunks, whose payloads are written."""
+        self._unhashed -= len(digests)
         self._digests = np.concatenate((self._digests, digests))
 
     def pages(self) -> Iterator[Page]:
