@@ -51,6 +51,27 @@ def test_an_address_that_cannot_be_had(call: Stowage, listen: str, words: str) -
     assert words in refused(call, "--listen", listen)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--port", "8000"),
+        ("--host", "0.0.0.0", "--port", "8000"),
+        ("--host", "0.0.0.0"),
+        ("--host", "localhost"),
+        ("--host", "::"),
+    ],
+)
+def test_the_flags_of_other_servers_lead_to_the_right_one(call: Stowage, flags: tuple[str, ...]) -> None:
+    told = refused(call, *flags)
+    assert "--listen 127.0.0.1:8000" in told and "--host 2GiB" in told
+
+
+def test_a_size_of_host_memory_is_no_address(call: Stowage) -> None:
+    for size in ("2GiB", "1073741824", "10%"):
+        assert "nowhere does not exist" in refused(call, "--host", size)
+    assert "The size 'much' is not understood" in refused(call, "--host", "much")
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", pytest.param("[::]:0", marks=IPV6)])
 def test_other_machines_need_a_key(call: Stowage, listen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no API key" in refused(call, "--listen", listen)

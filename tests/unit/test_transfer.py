@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from collections.abc import Callable
 
-from stowage.core.geometry import Geometry, Group, Kind, split_arena
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from stowage.core.geometry import Geometry, Group, IntArray, Kind, split_arena
 from stowage.core.plan import CopyPlan
-from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer
+from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer, _copy, copy_one_by_one, copy_runs
 
 BLOCK_BYTES, PER_CHUNK, ROWS = 192, 4, 17
 
@@ -52,8 +56,10 @@ def test_load_after_store_is_the_identity(data: st.DataObject) -> None:
     assert bool((device[untouched] == 99).all())
 
 
-def test_long_runs_and_short_ones_move_whole() -> None:
-    """They are copied in two ways."""
+@pytest.mark.parametrize("pure", ["0", "1"])
+def test_long_runs_and_short_ones_move_whole(monkeypatch: pytest.MonkeyPatch, pure: str) -> None:
+    """In Python they are copied in two ways; in C by several threads."""
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", pure)
     size = SHARED_BYTES_MIN // 4
     slabs = split_arena(Geometry((Group(0, Kind.FULL, 16, PER_CHUNK, size),)), 4 * SHARED_BYTES_MIN)
     arena = np.zeros(slabs[0].end_bytes, dtype=np.uint8)
@@ -68,3 +74,53 @@ def test_long_runs_and_short_ones_move_whole() -> None:
     device[:] = 0
     transfer.load(plan, device)
     assert torch.equal(device[rows], before[rows]) and not device[[0, 10, 12]].any()
+
+
+def columns(*runs: tuple[int, int, int]) -> list[IntArray]:
+    return [np.array(column, np.int64) for column in zip(*runs, strict=True)]
+
+
+def memory(array: NDArray[np.uint8]) -> tuple[int, int]:
+    return array.ctypes.data, array.nbytes
+
+
+@pytest.mark.skipif(_copy is None, reason="nothing could be compiled")
+def test_there_is_a_kernel_and_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stowage.transfer.cpu.copy_one_by_one", None)
+    source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+    copy_runs(memory(source), memory(target), *columns((2, 5, 3)))
+    assert target.tolist() == [0, 0, 0, 0, 0, 2, 3, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_threads_copy_what_one_by_one_copies(data: st.DataObject) -> None:
+    """Up to 24 MiB in runs of very different lengths: pieces end within runs, and hold many."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    longest = data.draw(st.sampled_from([1, 700, 64 << 10, 3 << 20]))
+    count = data.draw(st.integers(0, min(2000, (24 << 20) // longest)))
+    lengths = rng.integers(0, longest + 1, count)
+    begins = np.append(0, lengths.cumsum())[:-1]
+    order = rng.permutation(count)
+    places = np.empty(count, np.int64)
+    places[order] = np.append(0, (lengths[order] + 1).cumsum())[:-1]  # a byte between any two stays as it is
+    source = rng.integers(1, 255, int(lengths.sum()) + 1, dtype=np.uint8)
+    found, expected = (np.zeros(int(lengths.sum()) + count + 1, np.uint8) for _ in range(2))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(data.draw(st.sampled_from([1, 2, 7])))
+        copy_runs(memory(source), memory(found), begins, places, lengths)
+    finally:
+        torch.set_num_threads(threads)
+    copy_one_by_one(memory(source), memory(expected), begins, places, lengths)
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("copy", [copy_runs, copy_one_by_one])
+@pytest.mark.parametrize("run", [(-1, 0, 1), (0, -1, 1), (0, 0, -1), (8, 0, 1), (0, 6, 3), (0, 0, 9), (9, 9, 0)])
+def test_nothing_is_copied_from_or_to_beside_the_memory(copy: Callable[..., None], run: tuple[int, int, int]) -> None:
+    source, target = np.ones(8, np.uint8), np.zeros(8, np.uint8)
+    with pytest.raises(ValueError, match="do not lie in their memory"):
+        copy(memory(source), memory(target), *columns((0, 0, 4), run))
+    assert not target.any()
+    copy(memory(source), memory(target), *columns((8, 8, 0)))

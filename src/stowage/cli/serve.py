@@ -3,6 +3,7 @@
 import os
 from dataclasses import fields
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,11 +30,17 @@ def serve(
         bool, typer.Option("--insecure", help="Let other machines ask without an API key. They can see all you serve.")
     ] = False,
     json: Json = False,
+    port: Annotated[str | None, typer.Option("--port", hidden=True)] = None,
 ) -> None:
     """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"The server needs {' and '.join(missing)}. Way out: pip install 'stowage[server]'")
+    if port is not None or _is_address(settings["host"]):
+        raise ConfigError(
+            "Where to listen is one option: --listen HOST:PORT, such as --listen 127.0.0.1:8000. --host is the size of "
+            "host memory for chunks, such as --host 2GiB."
+        )
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
     from stowage.server.limits import Limits
@@ -54,6 +61,14 @@ def serve(
         name = settings["served_name"] or _name_of(model)
         run(engine, name, place, limits, keys, lambda: _tell(engine, name, place, keys, json=json))
         note("Stopping: writing what is held to the tiers below ..." if engine.memory.disk else "Stopping.")
+
+
+def _is_address(host: object) -> bool:
+    """Whether somebody means the network, as ``--host`` does in other servers."""
+    try:
+        return host == "localhost" or (isinstance(host, str) and bool(ip_address(host)))
+    except ValueError:
+        return False
 
 
 def _name_of(model: str) -> str:

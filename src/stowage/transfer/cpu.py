@@ -2,12 +2,14 @@
 
 Owns no memory: it is lent the arena and is handed the device storage. A block is one run of bytes on either side (the
 pool keeps all layers of a group together), so a chunk moves in as few copies as it has blocks, and neighbouring blocks
-move as one.
+move as one. A plan is one call of C (`kernel/module.c`, built with the package where there is a compiler), in which
+several threads take pieces off it; else Python copies run by run. Python does it too if `STOWAGE_PURE_PYTHON` is set.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,14 +17,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stowage.core.geometry import SlabClass
+from stowage.core.geometry import IntArray, SlabClass
 from stowage.core.plan import CopyPlan
-from stowage.transfer.runs import runs
+from stowage.transfer.runs import columns_of_runs
+
+try:
+    from stowage.transfer import _copy
+except ImportError:  # pragma: no cover - where nothing could be compiled
+    _copy = None  # type: ignore[assignment]
+
+Memory = tuple[int, int]
+"""Its address and its length in bytes."""
 
 SHARED_BYTES_MIN: Final = 8 << 20
-"""Longer runs are copied by all of torch's threads. For shorter ones waking them, and torch's own call, cost as much as
-the copy: 64 KiB at a time moved at 7 GB/s by torch and at 12 by `memmove`, on a machine whose memory copies at 13. On
-one whose cores are taken, torch's threads wait for each other at every run: 1 MiB at a time moved at 1 GB/s."""
+"""In Python, longer runs are copied by all of torch's threads. For shorter ones waking them, and torch's own call, cost
+as much as the copy: 64 KiB at a time moved at 7 GB/s by torch and at 12 by `memmove`, on a machine whose memory copies
+at 13. On one whose cores are taken, torch's threads wait for each other at every run: 1 MiB at a time at 1 GB/s."""
 
 
 class CpuTransfer:
@@ -39,34 +49,53 @@ class CpuTransfer:
 
     def store(self, plan: CopyPlan, storage: torch.Tensor) -> None:
         """Device to host; see ``Transfer``."""
-        size = storage.shape[1]
-        host, device = self._arena.data_ptr(), _address(storage)
-        for row, place, count in runs(plan, self._slab_of[plan.group], size):
-            nbytes = count * size
-            if nbytes < SHARED_BYTES_MIN:
-                assert 0 <= row <= len(storage) - count and 0 <= place <= len(self._arena) - nbytes
-                ctypes.memmove(host + place, device + row * size, nbytes)
-            else:
-                self._arena[place : place + nbytes].copy_(storage[row : row + count].view(-1))
+        rows, places, lengths = self._runs(plan, storage)
+        copy_runs(_memory(storage), _memory(self._arena), rows, places, lengths)
 
     def load(self, plan: CopyPlan, storage: torch.Tensor) -> None:
         """Host to device; see ``Transfer``."""
+        rows, places, lengths = self._runs(plan, storage)
+        copy_runs(_memory(self._arena), _memory(storage), places, rows, lengths)
+
+    def _runs(self, plan: CopyPlan, storage: torch.Tensor) -> tuple[IntArray, IntArray, IntArray]:
+        """In bytes: where each run lies on the device and in the arena, and how long it is."""
         size = storage.shape[1]
-        host, device = self._arena.data_ptr(), _address(storage)
-        for row, place, count in runs(plan, self._slab_of[plan.group], size):
-            nbytes = count * size
-            if nbytes < SHARED_BYTES_MIN:
-                assert 0 <= row <= len(storage) - count and 0 <= place <= len(self._arena) - nbytes
-                ctypes.memmove(device + row * size, host + place, nbytes)
-            else:
-                storage[row : row + count].view(-1).copy_(self._arena[place : place + nbytes])
+        rows, places, counts = columns_of_runs(plan, self._slab_of[plan.group], size)
+        return rows * size, places, counts * size
 
     def close(self) -> None:
         """Give the arena back."""
         self._arena = torch.empty(0, dtype=torch.uint8)
 
 
-def _address(storage: torch.Tensor) -> int:
-    """Where the rows begin; they lie one after the other."""
+def copy_runs(source: Memory, target: Memory, begins: IntArray, places: IntArray, lengths: IntArray) -> None:
+    """Copies `lengths[i]` bytes from `begins[i]` of the source to `places[i]` of the target. Raises ValueError where a
+    run does not lie in its memory; then nothing was copied. Memories and targets do not overlap.
+    """
+    if _copy is not None and os.environ.get("STOWAGE_PURE_PYTHON", "") in ("", "0"):
+        begins, places, lengths = (np.ascontiguousarray(column, np.int64) for column in (begins, places, lengths))
+        _copy.copy_runs(source, target, begins, places, lengths, torch.get_num_threads())
+    else:
+        copy_one_by_one(source, target, begins, places, lengths)
+
+
+def copy_one_by_one(source: Memory, target: Memory, begins: IntArray, places: IntArray, lengths: IntArray) -> None:
+    """As `copy_runs`, in Python."""
+    bad = (lengths < 0) | (begins < 0) | (places < 0)
+    if (bad | (lengths > source[1] - begins) | (lengths > target[1] - places)).any():
+        raise ValueError("runs that do not lie in their memory")
+    for begin, place, length in zip(begins.tolist(), places.tolist(), lengths.tolist(), strict=True):
+        if length < SHARED_BYTES_MIN:
+            ctypes.memmove(target[0] + place, source[0] + begin, length)
+        else:
+            _tensor(target[0] + place, length).copy_(_tensor(source[0] + begin, length))
+
+
+def _tensor(address: int, length: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * length).from_address(address), dtype=torch.uint8)
+
+
+def _memory(storage: torch.Tensor) -> Memory:
+    """Its rows lie one after the other."""
     assert storage.device.type == "cpu" and storage.dtype == torch.uint8 and storage.is_contiguous()
-    return storage.data_ptr()
+    return storage.data_ptr(), storage.nbytes
