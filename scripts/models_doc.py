@@ -47,8 +47,8 @@ last snapshot in it, taken every `snapshot_tokens` and at the end of a prompt. *
 several in one forward, or *in turn* (single tokens are a batch in any case).
 
 Families that are computed *alone* run on the fallback executor: with the attention that Transformers computes them
-with, one sequence at a time, their cache in the same pools and tiers (`docs/engine.md`). Three of these were made to
-take turns on a small device. *Entries*: one compressed row for several tokens.
+with, one sequence at a time, their cache in the same pools and tiers (`docs/engine.md`). All but Doge were made to take
+turns on a small device too. *Entries*: one compressed row for several tokens.
 
 `stowage tiny NAME DIR` writes such a tiny model.
 """
