@@ -5,7 +5,6 @@ against.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,17 +36,6 @@ def instructions(request):
         pytest.skip(str(error))
     yield request.param
     native._kernel.use_instructions(None)
-
-
-@contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """As many of torch's, and so of the kernels'."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

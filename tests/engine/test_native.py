@@ -17,7 +17,8 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 from stowage.engine import native
 from stowage.engine.layers import visible
-from tests.engine.conftest import INSTRUCTIONS, using_threads
+from tests.engine.conftest import INSTRUCTIONS
+from tests.threads import using_threads
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stowage.engine import native, scans
-from tests.engine.conftest import using_threads
+from tests.threads import using_threads
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
 

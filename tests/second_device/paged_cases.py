@@ -15,9 +15,9 @@ from stowage.engine.pool import PADDING_BLOCK
 from stowage.engine.scores import Scores
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""By how much an answer may differ, of values drawn from a normal distribution."""
 ROUNDINGS = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Of large numbers: weights are rounded once before they are multiplied with values, and sums once more."""
-"""By how much an answer may differ, of values drawn from a normal distribution."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stowage.core.geometry import Geometry, Group, IntArray, Kind, split_arena
 from stowage.core.plan import CopyPlan
 from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer, _copy, copy_one_by_one, copy_runs
+from tests.threads import using_threads
 
 BLOCK_BYTES, PER_CHUNK, ROWS = 192, 4, 17
 
@@ -106,12 +107,8 @@ def test_threads_copy_what_one_by_one_copies(data: st.DataObject) -> None:
     places[order] = np.append(0, (lengths[order] + 1).cumsum())[:-1]  # a byte between any two stays as it is
     source = rng.integers(1, 255, int(lengths.sum()) + 1, dtype=np.uint8)
     found, expected = (np.zeros(int(lengths.sum()) + count + 1, np.uint8) for _ in range(2))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(data.draw(st.sampled_from([1, 2, 7])))
+    with using_threads(data.draw(st.sampled_from([1, 2, 7]))):
         copy_runs(memory(source), memory(found), begins, places, lengths)
-    finally:
-        torch.set_num_threads(threads)
     copy_one_by_one(memory(source), memory(expected), begins, places, lengths)
     assert np.array_equal(found, expected)
 

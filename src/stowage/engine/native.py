@@ -17,7 +17,6 @@ those of torch's OpenMP runtime.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
+from stowage.core.switches import PURE_PYTHON, is_on
 
 try:
     from stowage.engine import _kernel as _kernel
@@ -65,8 +65,7 @@ def is_built() -> bool:
 
 def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether they are to compute a model of this kind."""
-    pure = os.environ.get("STOWAGE_PURE_PYTHON", "") not in ("", "0")
-    return is_built() and not pure and device.type == "cpu" and dtype in DTYPES
+    return is_built() and not is_on(PURE_PYTHON) and device.type == "cpu" and dtype in DTYPES
 
 
 def quicker(dtype: torch.dtype) -> bool:

@@ -9,12 +9,13 @@ if the library hides its functions, if they do not give what the package gives, 
 from __future__ import annotations
 
 import ctypes
-import os
 from typing import Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from stowage.core.switches import PURE_PYTHON, is_on
 
 try:
     from stowage.format import _batch
@@ -82,7 +83,7 @@ def is_built() -> bool:
 
 def is_wanted() -> bool:
     """Whether it is used."""
-    return _BUILT and os.environ.get("STOWAGE_PURE_PYTHON", "") in ("", "0")
+    return _BUILT and not is_on(PURE_PYTHON)
 
 
 def digests_of(fields: Fields, payloads: list[memoryview]) -> Digests:

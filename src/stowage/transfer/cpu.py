@@ -9,7 +9,6 @@ several threads take pieces off it; else Python copies run by run. Python does i
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray, SlabClass
 from stowage.core.plan import CopyPlan
+from stowage.core.switches import PURE_PYTHON, is_on
 from stowage.transfer.runs import columns_of_runs
 
 try:
@@ -72,7 +72,7 @@ def copy_runs(source: Memory, target: Memory, begins: IntArray, places: IntArray
     """Copies `lengths[i]` bytes from `begins[i]` of the source to `places[i]` of the target. Raises ValueError where a
     run does not lie in its memory; then nothing was copied. Memories and targets do not overlap.
     """
-    if _copy is not None and os.environ.get("STOWAGE_PURE_PYTHON", "") in ("", "0"):
+    if _copy is not None and not is_on(PURE_PYTHON):
         begins, places, lengths = (np.ascontiguousarray(column, np.int64) for column in (begins, places, lengths))
         _copy.copy_runs(source, target, begins, places, lengths, torch.get_num_threads())
     else:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stowage.core.switches import is_on
 
 __all__ = ["USES_HOST_PAGE_TABLES", "CudaDriver", "Pinned", "is_unified", "pin", "should_pin_memory"]
 
@@ -47,7 +48,7 @@ class Driver(Protocol):
 
 def should_pin_memory(device: Any, driver: Driver | None = None) -> bool:
     """Whether host memory that ``device`` (a ``torch.device``) copies from or to is to be pinned."""
-    if device.type != "cuda" or any(os.environ.get(name, "") not in ("", "0") for name in SWITCHES):
+    if device.type != "cuda" or is_on(*SWITCHES):
         return False
     return not is_unified(device, driver)
 

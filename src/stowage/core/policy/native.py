@@ -11,13 +11,12 @@ it was not built, or `STOWAGE_PURE_PYTHON` is set, `cost.py` does the work; a te
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
 from stowage.core.geometry import IntArray
 from stowage.core.policy.cost import CostAware
 from stowage.core.policy.hazard import Floats
+from stowage.core.switches import PURE_PYTHON, is_on
 
 try:
     from stowage.core.policy._cost import Kernel, best_rates
@@ -34,7 +33,7 @@ def is_built() -> bool:
 
 def cost_aware(slots: int, capacity: int | None = None) -> CostAware:
     """The quicker of both, unless it is not there or not wanted."""
-    if is_built() and os.environ.get("STOWAGE_PURE_PYTHON", "") in ("", "0"):
+    if is_built() and not is_on(PURE_PYTHON):
         return NativeCostAware(slots, capacity)
     return CostAware(slots, capacity)
 

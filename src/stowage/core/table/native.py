@@ -7,8 +7,7 @@ grows is a part of the table that always has the same size.
 
 from __future__ import annotations
 
-import os
-
+from stowage.core.switches import PURE_PYTHON, is_on
 from stowage.core.table import rows, slots
 
 try:
@@ -26,7 +25,7 @@ def is_built() -> bool:
 
 def is_wanted() -> bool:
     """Whether it is used."""
-    return is_built() and os.environ.get("STOWAGE_PURE_PYTHON", "") in ("", "0")
+    return is_built() and not is_on(PURE_PYTHON)
 
 
 def make_rows(width: int) -> rows.Rows | _table.Rows:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
+from stowage.core.switches import PURE_PYTHON, is_on
 from stowage.engine.scores import Scores
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,8 +38,12 @@ def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels are to compute a model of this kind: on a CUDA device where Triton is there, unless torch's
     way was asked for.
     """
-    off = any(os.environ.get(name, "") not in ("", "0") for name in (SWITCH, "STOWAGE_PURE_PYTHON"))
-    return device.type == "cuda" and not off and dtype in DTYPES and importlib.util.find_spec("triton") is not None
+    return (
+        device.type == "cuda"
+        and not is_on(SWITCH, PURE_PYTHON)
+        and dtype in DTYPES
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def attend(

@@ -230,7 +230,7 @@ class Loader:
 
     def _pause_s(self) -> float:
         """How long the first bundle still waits for others. The lock is held."""
-        if not self._planned or math.isinf(self._planned[0].limit_s):
+        if not self._planned:
             return 0.0
         return max(0.0, min(self._newest_s + QUIET_S, self._planned[0].limit_s) - self._timer())
 

@@ -97,7 +97,8 @@ class Plan:
         self.positions = positions[order]
         self._found = found = found.part(order)
         self._opened = opened
-        ends = found.offsets + (found.lengths + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
+        sizes = (found.lengths + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
+        ends = found.offsets + sizes
         gaps = found.offsets[1:] - ends[:-1]
         apart = (found.segments[1:] != found.segments[:-1]) | (gaps < 0) | (gaps > GAP_BYTES_MAX)
         self._bounds = [*((apart.nonzero()[0] + 1).tolist()), len(order)]
@@ -105,9 +106,9 @@ class Plan:
         share = int(found.lengths.sum()) // readers  # a few chunks are read by all readers
         self._run_bytes = min(max(share, RUN_BYTES_MIN), RUN_BYTES_MAX) + PAGE_BYTES
         self._scattered_bytes = min(share, RUN_BYTES_MIN)
-        stretches = np.diff(np.append(0, np.cumsum(ends - found.offsets))[self._bounds], prepend=0)
+        stretches = np.diff(np.append(0, np.cumsum(sizes))[self._bounds], prepend=0)
         self.scattered_bytes = int(stretches[stretches < RUN_BYTES_MIN].sum())
-        runs = len(self._bounds) + int((ends - found.offsets).sum()) // self._run_bytes
+        runs = len(self._bounds) + int(sizes.sum()) // self._run_bytes
         self.runs_about = min(len(order), runs)
         self._at = 0
         self._bound = 0

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from operator import call
 from typing import Final
 
 import numpy as np
@@ -77,10 +78,6 @@ Job = Callable[[], "Digests | list[Page]"]
 """Writes the payloads of a piece, and says what they hash to; or writes header pages."""
 
 
-def _done(job: Job) -> Digests | list[Page]:
-    return job()
-
-
 class ActiveSegment:
     """One locked file of full length. Used by one thread.
 
@@ -139,7 +136,7 @@ class ActiveSegment:
             line = _Line(self, batch, stream)
             failure: OSError | None = None
             try:
-                with closing(together(_done, line.jobs())) as done:
+                with closing(together(call, line.jobs())) as done:
                     for result in done:
                         if isinstance(result, list):
                             for page in result:
@@ -287,7 +284,6 @@ class _Line:
         self._first = first
         self._batches: deque[Batch] = deque()
         self._digests: Digests = np.empty((0, 2), np.uint64)
-        self._unhashed = 0  # payloads that are being written
         self._piece = Piece(0, [], [], [], [])
         self._size = 0  # of the piece, its holes too
         self._chunks, self._end = active._chunks, first.offset  # of all batches up to the last one
@@ -307,7 +303,7 @@ class _Line:
                 yield from self._cut(batch)
                 batch = self._following()
             yield from self._written()
-            if self.odd is not None or not (self._unhashed or self.under_way):
+            if self.odd is not None or not (self._batches or self.under_way):
                 return
             yield None
             yield from self._pages_to_write()  # whoever waits for their report may be who brings more
@@ -346,7 +342,6 @@ class _Line:
     def _written(self) -> Iterator[Job]:
         """Writes the piece, if there is one, and the header pages that can be written."""
         if self._size:
-            self._unhashed += len(self._piece.payloads)
             self._size = 0
             yield partial(self._active._write_piece, self._piece)
         yield from self._pages_to_write()
@@ -360,7 +355,6 @@ class _Line:
 
     def hashed(self, digests: Digests) -> None:
         """The digests of the next chunks, whose payloads are written."""
-        self._unhashed -= len(digests)
         self._digests = np.concatenate((self._digests, digests))
 
     def pages(self) -> Iterator[Page]:
