@@ -202,14 +202,19 @@ class Busy(Setup):
         self.flow.check()
 
     def end_the_fetch_by_half(self) -> None:
-        self.fetch.waiting.clear()
-        self.flow._fetches._awaited.clear()
+        self.fetch.coming.clear()
+        self.flow._fetches._waits[:] = 0
 
 
 FLOW_DAMAGE: list[tuple[str, Callable[[Busy], object]]] = [
     ("a slot is free twice", lambda busy: free_one_twice(busy.flow.ledger)),
-    ("a fetch waits for a slot that does not know it", lambda busy: busy.flow._fetches._awaited.clear()),
-    ("a fetch waits for a slot that does not know it", lambda busy: busy.fetch.waiting.clear()),
+    ("a fetch waits for a slot that does not know it", lambda busy: busy.flow._fetches._waits.fill(0)),
+    ("a fetch waits for nothing", lambda busy: busy.fetch.coming.update({1: (busy.coming[:0],) * 2})),
+    (
+        "a slot knows a fetch that does not wait for it",
+        lambda busy: busy.fetch.coming.update({0: tuple(column[:1] for column in busy.fetch.coming[0])}),
+    ),
+    ("", lambda busy: busy.fetch.coming.clear()),
     ("a fetch waits for what is not on its way", lambda busy: busy.flow.ledger.commit(busy.coming)),
     ("", lambda busy: setattr(busy.fetch, "done", True)),
     ("", lambda busy: busy.flow._fetches._pending.clear()),

@@ -194,7 +194,7 @@ def test_what_is_overdue_hides_nothing_else() -> None:
     fetch = at.flow.fetch([(0, keys(1, 2, 3))], 10.0, 1.0)
     (load,) = at.actions()
     assert isinstance(load, StartLoad) and load.keys == keys(2)
-    assert fetch.waiting.keys() == set(load.slots.tolist()), "nobody waits for what nobody brings"
+    assert [slots.tolist() for _, slots in fetch.coming.values()] == [load.slots.tolist()], "nobody brings the others"
     at.answer(load, [True], now_s=2.0)
     assert fetch.done and fetch.sources[0].tolist() == [-1, 1, -1]
 

@@ -67,8 +67,8 @@ class Fetch:
     masks: list[MaskArray] = field(default_factory=list)
     sources: list[SourceArray] = field(default_factory=list)
     done: bool = False
-    waiting: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Slot on its way -> the (pair, place) that it will serve."""
+    coming: dict[int, tuple[IntArray, IntArray]] = field(default_factory=dict)
+    """Pair -> places whose chunks are on their way, and the slots that will serve them."""
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class Flow:
         self._indexes = list(indexes)
         self.breakers = [Breaker() for _ in indexes]
         self.spills = [SpillQueue(spill_bytes_max // len(indexes), max(total, 1)) for _ in indexes]
-        self._fetches = Fetches(self.ledger)
+        self._fetches = Fetches(self.ledger, total)
         self._flights = Flights(self.breakers)
         self._actions: list[Action] = []
         self._next_id = 0
@@ -158,8 +158,9 @@ class Flow:
         self, tier: int, group: int, keys: list[bytes], masks: MaskArray, deadline_s: float, now_s: float
     ) -> None:
         """Start flights for keys that the tier has and that are neither in host nor on their way."""
-        distinct = dict(zip(keys, masks.tolist(), strict=True))
-        keys, masks = list(distinct), np.fromiter(distinct.values(), np.uint64, len(distinct))
+        if len(set(keys)) < len(keys):
+            distinct = dict(zip(keys, masks.tolist(), strict=True))
+            keys, masks = list(distinct), np.fromiter(distinct.values(), np.uint64, len(distinct))
         slots = self.ledger.fill(self._slab_of_group[group], keys)
         room = int(np.count_nonzero(slots >= 0))
         self._sizes.taken(slots, group)
