@@ -49,7 +49,12 @@ class RowsLife:
         self.last = 0
 
     def step(self) -> None:
-        some = self.chance.choices(KEYS, k=self.chance.choice((0, 1, 5, EXTENT, 150)))
+        count = self.chance.choice((0, 1, 5, EXTENT, 150))
+        if self.chance.random() < 0.5:  # a prompt: keys that follow one another
+            first = self.chance.randrange(len(KEYS) - count)
+            some = KEYS[first : first + count]
+        else:
+            some = self.chance.choices(KEYS, k=count)
         self.chance.choice((self.insert, self.insert, self.drop, self.mark, self.release))(some)
 
     def insert(self, some: list[bytes]) -> None:
@@ -87,7 +92,8 @@ class RowsLife:
         self.table.check()
         assert len(self.table) == len(self.newest)
         assert self.table.extents_used() == sum(map(len, self.extents.values()))
-        asked = [*KEYS, *STRANGERS]
+        first = self.chance.randrange(len(KEYS))
+        asked = [*KEYS[first:], *STRANGERS, *KEYS[:first]]
         owners, fields = np.full(len(asked), 7, np.int64), np.full((len(asked), 2), 7, np.int64)
         self.table.find(asked, owners, fields)
         owner_of = {number: owner for owner, numbers in self.rows_of.items() for number in numbers}

@@ -163,13 +163,13 @@ static PyObject *rows_find(Rows *r, PyObject *const *arguments, Py_ssize_t given
         return NULL;
     }
     const char *keys[GROUP];
-    uint32_t prints[GROUP];
-    int64_t likely[GROUP];
+    int64_t rows[GROUP];
+    Way way = BEGINNING;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(arguments[0], first, keys);
-        begin_group_owned(r, keys, prints, likely, some);
+        find_rows(r, &way, keys, rows, some);
         for (int i = 0; i < some; i++) {
-            int64_t row = row_of(&r->table, prints[i], keys[i], likely[i]), owner = FREE;
+            int64_t row = rows[i], owner = FREE;
             char *to = (char *)fields.buf + (first + i) * r->width;
             if (row == NO_ROW) {
                 memset(to, 0, (size_t)r->width);
@@ -206,19 +206,17 @@ static PyObject *rows_drop(Rows *r, PyObject *list) {
 PyDoc_STRVAR(mark_doc, "mark(keys, /)\n--\n\nSee `rows.Rows.mark`.");
 static PyObject *rows_mark(Rows *r, PyObject *list) {
     const char *keys[GROUP];
-    uint32_t prints[GROUP];
-    int64_t likely[GROUP];
+    int64_t rows[GROUP];
+    Way way = BEGINNING;
     Py_ssize_t count = is_busy(r) ? -1 : count_keys(list);
     if (count < 0)
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_owned(r, keys, prints, likely, some);
-        for (int i = 0; i < some; i++) {
-            int64_t row = row_of(&r->table, prints[i], keys[i], likely[i]);
-            if (row != NO_ROW)
-                extent_of(r, row / EXTENT)->marked |= bit_of(row);
-        }
+        find_rows(r, &way, keys, rows, some);
+        for (int i = 0; i < some; i++)
+            if (rows[i] != NO_ROW)
+                extent_of(r, rows[i] / EXTENT)->marked |= bit_of(rows[i]);
     }
     Py_RETURN_NONE;
 }
