@@ -1,4 +1,4 @@
-"""How much of a trace's reuse can be foreseen: by a predictor that no policy could afford, as a bound of them all.
+"""How much of a trace's reuse can be foreseen: by a predictor that no policy could afford.
 
     PYTHONPATH=src .venv-bench/bin/python -m benchmarks.foresight TRACE [--json] [--capacity 1000 10000] [--save]
 
@@ -9,8 +9,8 @@ four fifths of the conversations of the whole trace, those to come included, and
 that learns while it runs can know as much. What is kept is then chosen as the policy `cost` does: of the prompt with
 the least uses expected per time held the deepest block leaves (Gittins' index).
 
-What a real policy finds beside that says how much is left to be gained by a better one, which the clairvoyant optimum
-does not: that knows what nothing tells.
+What a policy finds beside that says how much a better one could gain, about: these trees do not follow a workload as it
+changes, and others may see a little more. The clairvoyant optimum does not say it: it knows what nothing tells.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from stowage.core.switches import is_on
 from stowage.log import configure
 from stowage.settings import SETTINGS, Setting, find_config, load_settings
 
@@ -66,7 +65,7 @@ _DEBUG_KEY = "stowage.debug"
 
 def wants_traceback(ctx: Any) -> bool:
     """Whether ``--debug`` was given, or STOWAGE_DEBUG is set."""
-    return bool(ctx.meta.get(_DEBUG_KEY)) or is_on("STOWAGE_DEBUG")
+    return bool(ctx.meta.get(_DEBUG_KEY)) or os.environ.get("STOWAGE_DEBUG", "") not in ("", "0")
 
 
 def _note_debug(ctx: typer.Context, wanted: bool) -> bool:
