@@ -11,7 +11,9 @@ from __future__ import annotations
 import heapq
 import json
 from collections import OrderedDict
+from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +21,20 @@ from stowage.core.flow import Flow
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 from stowage.core.policy import MakePolicy
 
-__all__ = ["Prompt", "belady", "prefix_lru", "read_trace", "through_flow", "through_policy"]
+__all__ = [
+    "Line",
+    "Prompt",
+    "belady",
+    "leading",
+    "prefix_lru",
+    "read_lines",
+    "read_trace",
+    "through_flow",
+    "through_policy",
+]
 
 Prompt = list[int]
+Line = dict[str, Any]
 
 _BLOCK_TOKENS = 512
 _NEVER = 1 << 60
@@ -30,14 +43,20 @@ _FULL = np.uint64(1)
 
 def read_trace(path: Path) -> list[Prompt]:
     """The blocks of every prompt, in order of arrival."""
+    return [line["hash_ids"] for line in read_lines(path)]
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All that a trace says of every prompt."""
     with path.open(encoding="utf-8") as lines:
-        return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
+        return [json.loads(line) for line in lines if line.strip()]
 
 
-def _leading(prompt: Prompt, there: object) -> int:
+def leading(prompt: Prompt, there: Container[int]) -> int:
+    """How many blocks are there with all blocks before them."""
     count = 0
     for block in prompt:
-        if block not in there:  # type: ignore[operator]
+        if block not in there:
             break
         count += 1
     return count
@@ -48,7 +67,7 @@ def prefix_lru(prompts: list[Prompt], capacity: int) -> int:
     order: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for prompt in prompts:
-        hits += _leading(prompt, order)
+        hits += leading(prompt, order)
         for block in reversed(prompt):
             order[block] = None
             order.move_to_end(block)
@@ -71,7 +90,7 @@ def belady(prompts: list[Prompt], capacity: int) -> int:
     furthest: list[tuple[int, int, int]] = []
     hits = 0
     for prompt in prompts:
-        hits += _leading(prompt, next_use)
+        hits += leading(prompt, next_use)
         # Those of this prompt are used now, before all others: they leave only if nothing else is left.
         room = capacity - sum(block not in next_use for block in prompt)
         while len(next_use) > max(room, 0):
@@ -116,7 +135,7 @@ def through_policy(prompts: list[Prompt], capacity: int, policy: MakePolicy) -> 
     free = list(range(capacity - 1, -1, -1))
     hits = 0
     for prompt in prompts:
-        found = _leading(prompt, slot_of)
+        found = leading(prompt, slot_of)
         hits += found
         held = _slots(slot_of[block] for block in prompt[:found])
         order.remove(held)

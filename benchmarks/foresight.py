@@ -18,19 +18,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.model_selection import GroupKFold
 
-from benchmarks._replay import belady, prefix_lru, through_policy
+try:
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.model_selection import GroupKFold
+except ModuleNotFoundError:
+    command = "PYTHONPATH=src .venv-bench/bin/python -m benchmarks.foresight TRACE"
+    raise SystemExit(
+        f"scikit-learn is not here, but where `make bench-env` installs it. Run that, and: {command}"
+    ) from None
+
+from benchmarks._replay import Line, belady, leading, prefix_lru, read_lines, through_policy
 from benchmarks._report import write_result
 from stowage.core.policy import POLICIES, POLICY_DEFAULT
+from stowage.core.policy.hazard import best_rate
 
 AGES = np.array([0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 1 << 30])
 """Bounds of ages, in prompts."""
@@ -70,17 +77,14 @@ class Seen:
     conversation: int
 
 
-Line = dict[str, Any]
-
-
 def what_is_known(lines: list[Line]) -> tuple[list[Known], NDArray[np.int64]]:
     """Of each prompt, and its conversation."""
     seen: dict[int, Seen] = {}
+    often: set[int] = set()
     every, conversations = [], []
     for number, line in enumerate(lines):
         blocks = line["hash_ids"]
-        found = _leading(block in seen for block in blocks)
-        common = _leading(block in seen and seen[block].uses > COMMON_USES for block in blocks)
+        found, common = leading(blocks, seen), leading(blocks, often)
         known = Known(
             len(blocks), found, line["input_length"], line["output_length"], line["timestamp"], common, blocks[0]
         )
@@ -88,8 +92,8 @@ def what_is_known(lines: list[Line]) -> tuple[list[Known], NDArray[np.int64]]:
         if found > common:
             last = seen[blocks[found - 1]]
             before = lines[last.prompt]
-            known = Known(
-                *astuple(known)[:7],
+            known = replace(
+                known,
                 uses=last.uses,
                 age=number - last.prompt,
                 age_ms=line["timestamp"] - before["timestamp"],
@@ -105,18 +109,11 @@ def what_is_known(lines: list[Line]) -> tuple[list[Known], NDArray[np.int64]]:
             else:
                 past.shortest_age = np.fmin(past.shortest_age, number - past.prompt)
                 past.uses, past.prompt = past.uses + 1, number
+                if past.uses > COMMON_USES:
+                    often.add(block)
         every.append(known)
         conversations.append(conversation)
     return every, np.array(conversations)
-
-
-def _leading(good: Iterable[bool]) -> int:
-    count = 0
-    for one in good:
-        if not one:
-            break
-        count += 1
-    return count
 
 
 def next_uses(lines: list[Line], known: list[Known]) -> NDArray[np.int64]:
@@ -166,20 +163,6 @@ def hazards(
     return told
 
 
-def best_rates(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The most uses that can be expected per prompt of time, over all later buckets at which to give up."""
-    rates = np.zeros_like(hazard)
-    for first in range(len(WIDTHS)):
-        left, uses, time = np.ones(len(hazard)), np.zeros(len(hazard)), np.zeros(len(hazard))
-        for bucket in range(first, len(WIDTHS)):
-            chance = hazard[:, bucket]
-            uses += left * chance
-            time += left * WIDTHS[bucket] * (1 - chance / 2)
-            left *= 1 - chance
-            rates[:, first] = np.maximum(rates[:, first], uses / time)
-    return rates
-
-
 def hits(lines: list[Line], rates: NDArray[np.float64], capacity: int) -> int:
     """Blocks found, where the prompt with the least rate loses its deepest block first. A block is that of the last
     prompt that used it.
@@ -189,14 +172,15 @@ def hits(lines: list[Line], rates: NDArray[np.float64], capacity: int) -> int:
     total = 0
     for number, line in enumerate(lines):
         blocks = line["hash_ids"]
-        total += _leading(block in owner for block in blocks)
+        total += leading(blocks, owner)
         for block in blocks:
-            before = owner.get(block)
-            if before is not None and held[before].pop(block, block) is None and not held[before]:
-                del held[before]
+            if block in owner:
+                before = held[owner[block]]
+                del before[block]
+                if not before:
+                    del held[owner[block]]
             owner[block] = number
-            held.setdefault(number, {}).pop(block, None)
-            held[number][block] = None
+            held.setdefault(number, {})[block] = None
         if len(owner) > capacity:
             prompts = np.fromiter(held, np.int64, len(held))
             rate = rates[prompts, np.searchsorted(AGES, number - prompts, side="right") - 1]
@@ -219,8 +203,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write results/foresight.json")
     options = parser.parse_args()
     try:
-        text = options.trace.read_text(encoding="utf-8")
-        lines = [line for line in map(json.loads, filter(str.strip, text.splitlines())) if line["hash_ids"]]
+        lines = [line for line in read_lines(options.trace) if line["hash_ids"]]
         known, conversations = what_is_known(lines)
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"the trace {options.trace} cannot be read: {error!r}")
@@ -230,7 +213,7 @@ def main() -> int:
     asked = sum(map(len, prompts))
     print("learning", file=sys.stderr, flush=True)
     columns = np.array([astuple(one) for one in known], float)
-    rates = best_rates(hazards(columns, conversations, next_uses(lines, known)))
+    rates = best_rate(hazards(columns, conversations, next_uses(lines, known)), WIDTHS)
     result: dict[str, Any] = {"prompts": len(lines), "hit_rate": {}}
     for capacity in options.capacity:
         print(f"{capacity} blocks", file=sys.stderr, flush=True)

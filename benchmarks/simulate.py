@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._replay import read_lines
 from benchmarks._report import RESULTS, write_result
 from stowage.config import Memory
 from stowage.engine.engine import Engine
@@ -54,7 +55,7 @@ LENGTHS = (16, 64, 128, 192, 256, 320, 384, 512)
 
 def repeated(source: Path, target: Path, requests: int) -> None:
     """So many prompts: the trace again and again, with other ids but for those that every prompt has."""
-    lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = read_lines(source)
     common = set.intersection(*(set(line["hash_ids"]) for line in lines))
     span_ms = lines[-1]["timestamp"] - lines[0]["timestamp"] + 1000
     shift = max(max(line["hash_ids"], default=0) for line in lines) + 1
@@ -103,7 +104,7 @@ def _children_cpu_s() -> float:
 
 def scaled(source: Path, prompts: int) -> list[dict[str, Any]]:
     """Prompts of conversations that come back often, with blocks of 16 tokens; far apart in time."""
-    lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = read_lines(source)
     often = Counter(line["hash_ids"][1] for line in lines if len(line["hash_ids"]) > 1)
     chosen: list[dict[str, Any]] = []
     for line in lines:

@@ -17,7 +17,7 @@ WAITS, SOURCE = -2, 3
 
 class World:
     """Fetches of two groups over slots that are all on their way. `expected`: the slot at each place of each fetch,
-    WAITS while it is on its way, -1 where it will not come.
+    WAITS while it is on its way, -1 where it will not come. `sources`: where a slot that is there came from.
     """
 
     def __init__(self) -> None:
@@ -26,18 +26,20 @@ class World:
         self.on_the_way = {name: int(slot) for name, slot in enumerate(self.ledger.fill(0, keys(*range(SLOTS))))}
         self.wanted: dict[int, list[list[int]]] = {}
         self.expected: dict[int, list[list[int]]] = {}
+        self.sources: dict[int, list[list[int]]] = {}
         self.opened: dict[int, Fetch] = {}
 
     def open(self, wanted: list[list[int]]) -> None:
         number = len(self.wanted) + 1
         fetch = self.fetches.open(number, [(pair, keys(*names)) for pair, names in enumerate(wanted)], float(number))
         self.opened[number], self.wanted[number] = fetch, wanted
-        self.expected[number] = []
+        self.expected[number], self.sources[number] = [], []
         for pair, names in enumerate(wanted):
             found = self.ledger.find(keys(*names))
             coming = np.array([name in self.on_the_way for name in names], bool)
             found[coming] = WAITS
             self.expected[number].append(found.tolist())
+            self.sources[number].append(np.where(coming, SOURCE, 0).tolist())
             places = np.flatnonzero(coming)
             slots = np.array([self.on_the_way[names[place]] for place in places.tolist()], np.int64)
             self.fetches.wait(fetch, pair, places, slots)
@@ -81,7 +83,8 @@ class World:
                 seen = [-1 if slot == WAITS else slot for slot in slots]
                 assert fetch.slots[pair].tolist() == seen
                 assert fetch.masks[pair].tolist() == [FULL if slot >= 0 else 0 for slot in seen]
-                assert [source >= 0 for source in fetch.sources[pair].tolist()] == [slot >= 0 for slot in seen]
+                came_from = zip(seen, self.sources[number][pair], strict=True)
+                assert fetch.sources[pair].tolist() == [source if slot >= 0 else -1 for slot, source in came_from]
 
 
 @settings(max_examples=200, deadline=None)

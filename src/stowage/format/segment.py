@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import xxhash
@@ -83,8 +83,11 @@ Entries = NDArray[np.void]
 """Envelopes and payload offsets, one footer entry each: what a footer holds, bit for bit."""
 
 
-def round_up(length: int) -> int:
-    """The length in whole pages."""
+Length = TypeVar("Length", int, NDArray[np.int64])
+
+
+def round_up(length: Length) -> Length:
+    """The length, or each of them, in whole pages."""
     return (length + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
 
 

@@ -97,7 +97,7 @@ class Plan:
         self.positions = positions[order]
         self._found = found = found.part(order)
         self._opened = opened
-        sizes = (found.lengths + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
+        sizes = round_up(found.lengths)
         ends = found.offsets + sizes
         gaps = found.offsets[1:] - ends[:-1]
         apart = (found.segments[1:] != found.segments[:-1]) | (gaps < 0) | (gaps > GAP_BYTES_MAX)
