@@ -23,14 +23,24 @@ def waiting(*batches: tuple[int, ...], bytes_max: int = 100, chunks_max: int = 1
 
 def test_the_oldest_batch_comes_first_and_what_did_not_fit_goes_back_to_its_place() -> None:
     queue = waiting((1, 2, 3), (4,))
-    slots, keys = queue.pop()
+    slots, keys = queue.pop(9)
     assert slots.tolist() == [1, 2, 3] and queue.chunks == 1
     queue.push_back(slots[1:], keys[1:])
     queue.check()
     assert queue.chunks == 3
-    assert queue.pop()[0].tolist() == [2, 3] and queue.pop()[0].tolist() == [4] and queue.chunks == 0
+    assert queue.pop(2)[0].tolist() == [2, 3] and queue.pop(1)[0].tolist() == [4] and queue.chunks == 0
     queue.push_back(slots[3:], keys[3:])
     assert queue.idle() and queue.dropped == 0
+
+
+def test_of_a_long_batch_some_can_be_had_and_the_others_stay() -> None:
+    queue = waiting((1, 2, 3), (4,))
+    slots, keys = queue.pop(2)
+    assert slots.tolist() == [1, 2] and keys == batch(1, 2)[1] and queue.chunks == 2
+    queue.check()
+    queue.push_back(slots[1:], keys[1:])
+    queue.check()
+    assert [queue.pop(2)[0].tolist() for _ in range(3)] == [[2], [3], [4]]
 
 
 def test_when_too_many_wait_the_oldest_are_dropped_and_counted() -> None:
@@ -39,7 +49,7 @@ def test_when_too_many_wait_the_oldest_are_dropped_and_counted() -> None:
     queue.add(*batch(6))
     assert (queue.chunks, queue.dropped) == (4, 2)
     queue.add(*batch(7, 8, 9))
-    assert (queue.chunks, queue.dropped) == (4, 5) and queue.pop()[0].tolist() == [6]
+    assert (queue.chunks, queue.dropped) == (4, 5) and queue.pop(9)[0].tolist() == [6]
     queue.add(*batch(*range(10, 16)))
     assert (queue.chunks, queue.dropped) == (0, 14), "a batch that is too long is dropped whole"
     queue.check()
@@ -67,7 +77,7 @@ def test_room_for_another_transfer() -> None:
         assert queue.room()
         queue.begin(0)
     assert not queue.room(), "as many transfers as may be"
-    queue.pop()
+    queue.pop(1)
     queue.end(0)
     assert not queue.room(), "nothing waits"
 
@@ -85,23 +95,25 @@ def test_one_transfer_may_always_be_under_way() -> None:
 @pytest.mark.parametrize(
     ("under_way", "gathered", "transfer_max", "fitting"),
     [
-        (0, 0, 99, 3),  # 4 + 3 + 3 of 10
+        (0, 0, 99, 3),  # 4 + 3 + 3 of 10, a quarter of what may be under way
         (0, 0, 9, 2),
         (0, 0, 7, 2),
         (0, 3, 99, 2),
         (0, 3, 6, 0),  # something was gathered: nothing must go with it
-        (0, 0, 3, 1),  # the first chunk of the only transfer goes, however long it is
+        (0, 0, 3, 1),  # the first chunk of a transfer goes, however long it is
         (0, 0, 0, 1),
-        (3, 0, 99, 2),
-        (3, 3, 99, 1),
-        (3, 4, 99, 0),
-        (7, 0, 99, 0),
-        (7, 0, 3, 0),
-        (3, 0, 4, 1),
+        (30, 0, 99, 3),
+        (33, 0, 99, 2),
+        (33, 3, 99, 1),
+        (33, 4, 99, 0),
+        (36, 0, 3, 1),
+        (37, 0, 99, 0),  # but not beyond what may be under way
+        (37, 0, 3, 0),
+        (33, 0, 4, 1),
     ],
 )
 def test_how_many_chunks_may_join_a_transfer(under_way: int, gathered: int, transfer_max: int, fitting: int) -> None:
-    queue = waiting((1, 2, 3, 4), bytes_max=10)
+    queue = waiting((1, 2, 3, 4), bytes_max=40)
     if under_way:
         queue.begin(under_way)
     assert queue.fitting(np.array([4, 3, 3, 2]), gathered, transfer_max) == fitting
@@ -111,7 +123,7 @@ def test_how_many_chunks_may_join_a_transfer(under_way: int, gathered: int, tran
 def test_idle_is_nothing_waiting_and_nothing_under_way() -> None:
     queue = waiting((1,))
     assert not queue.idle()
-    queue.pop()
+    queue.pop(1)
     assert queue.idle()
     queue.begin(3)
     assert not queue.idle()

@@ -252,11 +252,14 @@ class Flow:
         keys: list[bytes] = []
         gathered = 0
         while queue.chunks:
-            slots, names = self._still_wanted(tier, queue, *queue.pop())
+            allowed = queue.allowed_bytes(gathered, TRANSFER_BYTES_MAX)
+            if gathered and allowed < self._sizes.least:
+                break
+            most = max(1, allowed // self._sizes.least)  # those behind them are not looked up for nothing
+            slots, names = self._still_wanted(tier, queue, *queue.pop(most))
             sizes, total_bytes = self._sizes.of(slots)
-            if gathered + total_bytes <= queue.allowed_bytes(TRANSFER_BYTES_MAX):
-                count = len(slots)
-            else:
+            count = len(slots)
+            if total_bytes > allowed:
                 count = queue.fitting(sizes, gathered, TRANSFER_BYTES_MAX)
             if count == len(slots):
                 parts.append(slots)

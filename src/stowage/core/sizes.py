@@ -41,6 +41,11 @@ class Sizes:
         if not self._is_one:
             self._group_of[slots[slots >= 0]] = group
 
+    @property
+    def least(self) -> int:
+        """The bytes of a chunk of the group with the smallest ones; at least 1."""
+        return max(1, int(self._bytes.min()))
+
     def of_group(self, group: int) -> int:
         """The bytes of a chunk of this group."""
         return int(self._bytes[group])

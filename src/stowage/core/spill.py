@@ -2,7 +2,8 @@
 
 Chunks wait in host without being pinned: a wait costs no room, and a chunk that is evicted first is dropped, counted.
 Only chunks that a transfer reads right now are pinned, at most `bytes_max` of them and `TRANSFERS_MAX` transfers, so
-that a slow tier gathers larger batches and never holds the arena. One chunk may always be under way.
+that a slow tier gathers larger batches and never holds the arena. One chunk may always be under way. No transfer takes
+all that may be under way: a tier that has reported one has others while the next one is made.
 """
 
 from __future__ import annotations
@@ -54,9 +55,12 @@ class SpillQueue:
         full = self.transfers >= TRANSFERS_MAX or self.bytes_under_way >= self._bytes_max
         return bool(self._batches) and (not full or self.transfers == 0)
 
-    def pop(self) -> tuple[IntArray, list[bytes]]:
-        """The oldest batch."""
+    def pop(self, count: int) -> tuple[IntArray, list[bytes]]:
+        """The oldest batch, or so many of its chunks."""
         slots, keys = self._batches.popleft()
+        if count < len(keys):
+            self._batches.appendleft((slots[count:], keys[count:]))
+            slots, keys = slots[:count], keys[:count]
         self.chunks -= len(keys)
         return slots, keys
 
@@ -66,18 +70,20 @@ class SpillQueue:
             self._batches.appendleft((slots, keys))
             self.chunks += len(keys)
 
-    def allowed_bytes(self, transfer_bytes_max: int) -> int:
-        """How many bytes a transfer that begins now may have; but see `fitting`."""
-        return min(self._bytes_max - self.bytes_under_way, transfer_bytes_max)
+    def allowed_bytes(self, gathered_bytes: int, transfer_bytes_max: int) -> int:
+        """How many bytes may join a transfer that has `gathered_bytes` and has not begun; but see `fitting`."""
+        share = self._bytes_max // TRANSFERS_MAX
+        return min(self._bytes_max - self.bytes_under_way, share, transfer_bytes_max) - gathered_bytes
 
     def fitting(self, sizes: IntArray, gathered_bytes: int, transfer_bytes_max: int) -> int:
-        """How many chunks of these sizes, in order, may join a transfer that has `gathered_bytes` already.
+        """How many chunks of these sizes, in order, may join such a transfer.
 
-        The first chunk of the only transfer always may.
+        One chunk is a transfer, however long it is, while no more is under way than may be; the only one, always.
         """
-        allowed = self.allowed_bytes(transfer_bytes_max) - gathered_bytes
-        count = int(sizes.cumsum().searchsorted(allowed, side="right"))
-        return max(count, min(1, len(sizes))) if self.transfers == 0 and gathered_bytes == 0 else count
+        count = int(sizes.cumsum().searchsorted(self.allowed_bytes(gathered_bytes, transfer_bytes_max), side="right"))
+        if count or gathered_bytes or not len(sizes):
+            return count
+        return int(self.transfers == 0 or self.bytes_under_way + int(sizes[0]) <= self._bytes_max)
 
     def begin(self, payload_bytes: int) -> None:
         """A transfer of so many bytes starts."""
