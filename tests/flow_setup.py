@@ -39,13 +39,6 @@ class Setup:
         self.flow.check()
         return self.flow.take_actions()
 
-    def stores(self) -> list[StartStore]:
-        """The actions, which are stores and nothing else."""
-        actions = self.actions()
-        stores = [action for action in actions if isinstance(action, StartStore)]
-        assert stores == actions
-        return stores
-
     def answer(self, action: Action, ok: Sequence[bool], now_s: float = 0.0, mask: int = FULL) -> None:
         assert not isinstance(action, Discard)
         if isinstance(action, StartStore):

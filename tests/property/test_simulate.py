@@ -26,7 +26,9 @@ from stowage.tiers.disk.plan import RUN_BYTES_MAX
 from stowage.tiers.disk.room import metadata_bytes
 from stowage.tiers.disk.storer import REWRITE_SHARE, segment_bytes_for
 from stowage.tiers.disk.tier import least_limit_bytes
+from stowage.tiers.disk.writer import BATCH_BYTES_MAX
 from tests import traces
+from tests.disk_client import Client, aligned, used_bytes
 
 BLOCK_TOKENS = 16
 CHUNK_BYTES = 4096
@@ -200,7 +202,7 @@ class NaiveDisk:
     def put(self, keys: list[bytes]) -> int:
         written = 0
         while keys:
-            wanted = min(len(keys), BATCH_CHUNKS_MAX)
+            wanted = min(len(keys), BATCH_CHUNKS_MAX, max(1, BATCH_BYTES_MAX // self.chunk_bytes))
             count = max(count for count in range(wanted + 1) if self.fits(count))
             written += self.append(keys[:count]) if count else 0
             keys = keys[count:]
@@ -208,16 +210,24 @@ class NaiveDisk:
         return written
 
     def next(self) -> int:
-        active = self.active
-        if active.file_bytes:
-            active.file_bytes = active.end + footer_room(len(active.keys))
+        before = self.active
+        if 4096 + before.file_bytes + self.segment_bytes > self.limit_bytes:
+            before.seal()
+            if self.held_bytes + self.segment_bytes > self.limit_bytes:
+                self.remove_oldest()
         while self.held_bytes + self.segment_bytes > self.limit_bytes:
-            number, _ = self.files.popitem(last=False)
-            self.number_of = {key: held for key, held in self.number_of.items() if held != number}
+            self.remove_oldest()
         self.number += 1
         self.files[self.number] = NaiveFile(self.segment_bytes - metadata_bytes(self.segment_bytes))
         full = self.held_bytes + self.segment_bytes > self.limit_bytes
-        return PAGE_BYTES + (self.rewrite() if full and len(self.files) > 1 else 0)
+        victims = len(self.files) - (1 if before.sealed or not before.file_bytes else 2)
+        written = PAGE_BYTES + (self.rewrite() if full and victims > 0 else 0)
+        before.seal()
+        return written
+
+    def remove_oldest(self) -> None:
+        number, _ = self.files.popitem(last=False)
+        self.number_of = {key: held for key, held in self.number_of.items() if held != number}
 
     def rewrite(self) -> int:
         number, victim = next(iter(self.files.items()))
@@ -247,6 +257,12 @@ class NaiveFile:
     end: int = PAGE_BYTES
     keys: list[bytes] = field(default_factory=list)
     hits: set[bytes] = field(default_factory=set)
+    sealed: bool = False
+
+    def seal(self) -> None:
+        if self.keys:
+            self.file_bytes = self.end + footer_room(len(self.keys))
+        self.sealed = True
 
 
 @pytest.mark.parametrize(("limit_chunks", "chunk_bytes"), [(900, 1000), (300, 70_000), (40, 5 << 20)])
@@ -274,6 +290,35 @@ def test_a_simulated_disk_is_a_naive_one(limit_chunks: int, chunk_bytes: int) ->
         assert disk.masks(every).tolist() == [int(key in naive.number_of) for key in every]
         assert disk.held_bytes == naive.held_bytes
     assert disk.rewritten > 20 and not disk.masks(every[:100]).all()
+
+
+@pytest.mark.parametrize(("limit_chunks", "chunk_bytes"), [(260, 64 << 10), (300, 70_000), (24, 5 << 20), (3, 9 << 20)])
+def test_a_simulated_disk_is_the_real_one(tmp_path: Path, limit_chunks: int, chunk_bytes: int) -> None:
+    """What is there after each transfer, some of it stored again and some read, and how much the directory takes."""
+    chance = random.Random(limit_chunks)
+    limit_bytes = least_limit_bytes(chunk_bytes) + limit_chunks * chunk_bytes
+    disk = Segments(limit_bytes, chunk_bytes)
+    memory = aligned([chunk_bytes] * 60)
+    every: list[bytes] = []
+    with Client(tmp_path / "c", limit_bytes, chunk_bytes_max=chunk_bytes, refresh_s=1e9) as client:
+        while len(every) < 4 * limit_chunks:
+            back = chance.choice((0, 0, chance.randrange(1 + limit_chunks // 4)))
+            first, count = max(0, len(every) - back), chance.randrange(1, min(60, 1 + limit_chunks))
+            every += [bytes(24) + at.to_bytes(8, "little") for at in range(len(every), first + count)]
+            keys = every[first : first + count]
+            disk.put(keys)
+            assert client.outcome(client.begin("store", client.transfer(keys, memory[: len(keys)]))).ok.all()
+            hit = chance.sample(every[-2 * limit_chunks :], min(len(every), 3))
+            disk.hit(iter(hit))
+            there = [key for key, mask in zip(hit, disk.masks(hit), strict=True) if mask]
+            assert client.outcome(client.begin("load", client.transfer(there, memory[: len(there)]))).ok.all()
+            assert [int(found) for found in client.hits(every)] == disk.masks(every).tolist()
+            assert client.stats()["rewritten"] == disk.rewritten
+        client.check()
+    disk.check()
+    assert not disk.masks(every[:2]).any()
+    # The last segment was sealed by closing the tier; all that is there takes no more than was simulated.
+    assert used_bytes(tmp_path / "c") <= disk.held_bytes
 
 
 def test_sums_do_not_depend_on_the_processes() -> None:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.core.spill import TRANSFERS_MAX, SpillQueue
+from stowage.core.spill import TRANSFER_BYTES_MIN, TRANSFERS_MAX, SpillQueue
+
+MIB = 1 << 20
 
 
 def batch(*names: int) -> tuple[NDArray[np.int64], list[bytes]]:
@@ -95,7 +97,7 @@ def test_one_transfer_may_always_be_under_way() -> None:
 @pytest.mark.parametrize(
     ("under_way", "gathered", "transfer_max", "fitting"),
     [
-        (0, 0, 99, 3),  # 4 + 3 + 3 of 10, a quarter of what may be under way
+        (0, 0, 99, 3),  # MiB: 4 + 3 + 3 of 10, a quarter of what may be under way
         (0, 0, 9, 2),
         (0, 0, 7, 2),
         (0, 3, 99, 2),
@@ -113,11 +115,19 @@ def test_one_transfer_may_always_be_under_way() -> None:
     ],
 )
 def test_how_many_chunks_may_join_a_transfer(under_way: int, gathered: int, transfer_max: int, fitting: int) -> None:
-    queue = waiting((1, 2, 3, 4), bytes_max=40)
+    queue = waiting((1, 2, 3, 4), bytes_max=40 * MIB)
     if under_way:
-        queue.begin(under_way)
-    assert queue.fitting(np.array([4, 3, 3, 2]), gathered, transfer_max) == fitting
+        queue.begin(under_way * MIB)
+    assert queue.fitting(np.array([4, 3, 3, 2]) * MIB, gathered * MIB, transfer_max * MIB) == fitting
     assert queue.fitting(np.array([], np.int64), gathered, transfer_max) == 0
+
+
+def test_of_little_a_transfer_may_have_all() -> None:
+    queue = waiting((1, 2, 3), bytes_max=3 * TRANSFER_BYTES_MIN)
+    sizes = np.array([1, 2, 3]) * TRANSFER_BYTES_MIN // 3
+    assert queue.fitting(sizes, 0, 1 << 30) == 2
+    queue = waiting((1, 2, 3), bytes_max=TRANSFER_BYTES_MIN // 2)
+    assert queue.fitting(sizes // 4, 0, 1 << 30) == 3
 
 
 def test_idle_is_nothing_waiting_and_nothing_under_way() -> None:

@@ -2,8 +2,8 @@
 
 Chunks wait in host without being pinned: a wait costs no room, and a chunk that is evicted first is dropped, counted.
 Only chunks that a transfer reads right now are pinned, at most `bytes_max` of them and `TRANSFERS_MAX` transfers, so
-that a slow tier gathers larger batches and never holds the arena. One chunk may always be under way. No transfer takes
-all that may be under way: a tier that has reported one has others while the next one is made.
+that a slow tier gathers larger batches and never holds the arena. One chunk may always be under way. A transfer takes a
+part of what may be under way, unless that is little: a tier that has reported one has others while the next is made.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ __all__ = ["TRANSFERS_MAX", "SpillQueue"]
 
 TRANSFERS_MAX: Final = 4
 """Stores under way at a tier. More would only be smaller ones."""
+
+TRANSFER_BYTES_MIN: Final = 4 << 20
+"""What a transfer may have at least. Tiers have something to write with each, which is little beside so much."""
 
 
 class SpillQueue:
@@ -72,7 +75,7 @@ class SpillQueue:
 
     def allowed_bytes(self, gathered_bytes: int, transfer_bytes_max: int) -> int:
         """How many bytes may join a transfer that has `gathered_bytes` and has not begun; but see `fitting`."""
-        share = self._bytes_max // TRANSFERS_MAX
+        share = max(self._bytes_max // TRANSFERS_MAX, TRANSFER_BYTES_MIN)
         return min(self._bytes_max - self.bytes_under_way, share, transfer_bytes_max) - gathered_bytes
 
     def fitting(self, sizes: IntArray, gathered_bytes: int, transfer_bytes_max: int) -> int:

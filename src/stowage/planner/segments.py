@@ -16,6 +16,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from functools import cache
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from stowage.tiers.disk.plan import RUN_BYTES_MAX
 from stowage.tiers.disk.room import metadata_bytes
 from stowage.tiers.disk.storer import REWRITE_SHARE, segment_bytes_for
 from stowage.tiers.disk.tier import OWN_BYTES, SEGMENT_BYTES, SEGMENT_BYTES_SMALL, SEGMENTS
+from stowage.tiers.disk.writer import BATCH_BYTES_MAX
 
 __all__ = ["Segments"]
 
@@ -52,6 +54,7 @@ class Segments:
         room = limit_bytes - OWN_BYTES
         wanted = min(SEGMENT_BYTES, max(room // SEGMENTS, min(SEGMENT_BYTES_SMALL, room // 4)))
         self.segment_bytes = min(round_up(max(wanted, self._least_bytes)), room // PAGE_BYTES * PAGE_BYTES)
+        self._batch_chunks = max(1, min(BATCH_CHUNKS_MAX, BATCH_BYTES_MAX // self._chunk_bytes))
         self._rewrite_chunks = max(1, min(BATCH_CHUNKS_MAX, RUN_BYTES_MAX // self._chunk_bytes))
         self._rows = make_rows(_POSITION_BYTES)
         self._extents: list[int] = []
@@ -64,6 +67,8 @@ class Segments:
         """First position, end in bytes, length of the file; the oldest first."""
         self._first = self._end = self._file_bytes = 0
         """The same of the active segment. Nothing fits: the first chunk makes one."""
+        self._full: tuple[int, int, int] | None = None
+        """The same of the one before it, until that is sealed."""
         self._oldest = 0
         self._behind = 0
         """The first position behind the oldest segment."""
@@ -85,7 +90,7 @@ class Segments:
         """The chunks were written. How many bytes that were, and what else that made necessary."""
         written, begin, added, left = 0, 0, 0, len(keys)
         while left:
-            wanted = min(left, BATCH_CHUNKS_MAX)
+            wanted = min(left, self._batch_chunks)
             count = self._fitting(wanted)
             if count:
                 written += self._append(count)
@@ -96,6 +101,7 @@ class Segments:
                     self._add(keys[added:begin])
                     added = begin
                     written += self._rewrite()
+                self._seal()
         self._add(keys[added:])
         self._release()
         return written
@@ -129,7 +135,7 @@ class Segments:
     def _fitting_behind(self, end: int, held: int, file_bytes: int) -> int:
         """As many as fit behind so many chunks, which end there, as one batch."""
         room = file_bytes - end - PAGE_BYTES
-        count = min(BATCH_CHUNKS_MAX, ENTRIES_MAX - held, room // self._chunk_bytes)
+        count = min(self._batch_chunks, ENTRIES_MAX - held, room // self._chunk_bytes)
         while count > 0 and room - count * self._chunk_bytes < _footer_room(held + count):
             count -= 1
         return max(count, 0)
@@ -151,19 +157,29 @@ class Segments:
         self._rows.insert(_OWNER, self._extents, joined, np.arange(first, first + len(keys)))
 
     def _next(self) -> int:
-        """A new segment, room made for it first. Bytes written."""
-        if self._file_bytes:  # sealed: only what is written stays
-            sealed_bytes = self._end + _footer_room(self._next_position - self._first)
-            self.held_bytes -= self._file_bytes - sealed_bytes
-            self._sealed.append((self._first, self._end, sealed_bytes))
+        """A new segment, room made for it first, beside the one before if there can be any. Bytes written."""
+        if self._file_bytes:
+            self._full = self._first, self._end, self._file_bytes
+            if _DIRECTORY_BYTES + self._file_bytes + self.segment_bytes > self._limit_bytes:
+                self._seal()
         while self.held_bytes + self.segment_bytes > self._limit_bytes:
             self.held_bytes -= self._sealed.popleft()[2]
         self._first, self._end, self._file_bytes = self._next_position, PAGE_BYTES, self._file_bytes_new
-        sealed = self._sealed
-        self._oldest = sealed[0][0] if sealed else self._first
-        self._behind = sealed[1][0] if len(sealed) > 1 else self._first
+        firsts = [one[0] for one in islice(self._sealed, 2)]
+        firsts += [self._full[0]] if self._full else []
+        self._oldest, self._behind = [*firsts, self._first, self._first][:2]
         self.held_bytes += self._file_bytes
         return PAGE_BYTES
+
+    def _seal(self) -> None:
+        """Of the segment that is full only what is written stays."""
+        if self._full:
+            first, end, file_bytes = self._full
+            behind = self._next_position if self._first == first else self._first
+            sealed_bytes = end + _footer_room(behind - first)
+            self.held_bytes -= file_bytes - sealed_bytes
+            self._sealed.append((first, end, sealed_bytes))
+            self._full = None
 
     def _is_victim_hit(self) -> bool:
         """Whether a segment goes next, and some chunk of it was read."""
@@ -205,6 +221,7 @@ class Segments:
     def check(self) -> None:
         """Assert the invariants: the limit holds, every segment has room for its footer, and a row for each chunk."""
         self._rows.check()
+        assert self._full is None, "a segment that is full and not sealed"
         assert self.held_bytes == _DIRECTORY_BYTES + self._file_bytes + sum(one[2] for one in self._sealed)
         assert self.held_bytes <= self._limit_bytes, "more than the limit"
         firsts = [*(one[0] for one in self._sealed), self._first, self._next_position]

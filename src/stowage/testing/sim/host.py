@@ -15,9 +15,10 @@ from stowage.testing.sim.client import Client, Prompts
 from stowage.testing.sim.content import Device, Violation
 from stowage.testing.sim.disk import SimDisk, SimFiles
 from stowage.testing.sim.loop import Loop, Process, SimCrew, SimSignal
+from stowage.testing.sim.together import SimTogether
 from stowage.testing.sim.weather import Weather
 from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.system import System, Turn, alone, one_by_one
+from stowage.tiers.disk.system import System, Turn, one_by_one
 
 __all__ = ["Host", "Shape"]
 
@@ -106,7 +107,7 @@ class Host:
             random_bytes=chance.randbytes,
             crew=self._crew,
             ahead=one_by_one,
-            together=alone,
+            together=SimTogether(self.process),
         )
         return DiskTier(
             Path("/simulated"),

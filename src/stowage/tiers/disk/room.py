@@ -18,7 +18,7 @@ from stowage.tiers.disk.directory import Directory, Entry, SegmentFile
 from stowage.tiers.disk.files import DISK_FULL, in_pages
 from stowage.tiers.disk.survey import State, is_sealed, repair
 
-__all__ = ["Created", "Room", "metadata_bytes"]
+__all__ = ["LOCK_TIMEOUT_S", "Created", "Room", "metadata_bytes"]
 
 LOCK_TIMEOUT_S: Final = 2.0
 SEQUENCE_MAX: Final = (1 << 63) - 1
@@ -59,13 +59,14 @@ class Room:
                 entries = self._directory.entries()
                 self._reclaim(entries, _sum(entries) - self._directory.limit_bytes, partly=True)
 
-    def create(self, segment_bytes: int, sealed: Set[SegmentName]) -> Created | None:
-        """A new segment that takes at most `segment_bytes`, or None if there is no room for it within the limit.
+    def create(self, segment_bytes: int, sealed: Set[SegmentName], timeout_s: float = LOCK_TIMEOUT_S) -> Created | None:
+        """A new segment that takes at most `segment_bytes`, or None if there is no room for it within the limit, or
+        somebody has the directory's lock for longer than `timeout_s`.
 
         `sealed` are segments that need no repair. Raises OSError (a full disk only after old segments went in vain).
         """
         directory = self._directory
-        with directory.locked(LOCK_TIMEOUT_S) as held:
+        with directory.locked(timeout_s) as held:
             if not held:
                 return None
             self._repair(directory.entries(), sealed)

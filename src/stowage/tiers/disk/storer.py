@@ -22,9 +22,10 @@ from stowage.format.segment import PAGE_BYTES, Entries, SegmentName
 from stowage.tiers.disk.catalog import Segment
 from stowage.tiers.disk.files import DISK_FULL, pages
 from stowage.tiers.disk.index import LENGTH_MAX, Found
+from stowage.tiers.disk.line import Line
 from stowage.tiers.disk.plan import RUN_BYTES_MAX, plan_runs
 from stowage.tiers.disk.reader import Reader, Result
-from stowage.tiers.disk.room import Room, metadata_bytes
+from stowage.tiers.disk.room import LOCK_TIMEOUT_S, Room, metadata_bytes
 from stowage.tiers.disk.shared import Shared
 from stowage.tiers.disk.stream import Chunks, Stream
 from stowage.tiers.disk.writer import STAGING_BYTES, ActiveSegment
@@ -79,7 +80,7 @@ class Storer:
         self._queue: deque[Transfer] = deque()
         self._under_way = 0
         self._closing = False
-        self._active: tuple[ActiveSegment, Segment] | None = None
+        self._open: dict[ActiveSegment, Segment] = {}  # oldest first; into the last one goes what comes
         self._back_off_s = BACK_OFF_S_MIN
         self._retry_at_s = float("-inf")
         self._limit_changed = False
@@ -124,9 +125,8 @@ class Storer:
 
     def check(self) -> None:
         """Asserts the invariants. Only while nothing is stored."""
-        active = self._active
-        if active is not None:
-            active[0].check()
+        for active in self._open:
+            active.check()
 
     def _give_up(self, is_late: Callable[[Transfer], bool]) -> None:
         with self._lock:
@@ -189,7 +189,7 @@ class Storer:
             self._report(first, np.zeros(len(first.keys), np.bool_), hopeless)
             return
         waiting = [first]
-        stream = Stream(lambda: waiting.pop() if waiting else self._another(), self._fits)
+        stream = Stream(lambda: waiting.pop() if waiting else self._next(), self._fits)
         error = ""
         try:
             self._store(stream)
@@ -221,7 +221,7 @@ class Storer:
             return "the disk failed lately"
         return ""
 
-    def _another(self) -> Transfer | None:
+    def _next(self) -> Transfer | None:
         """The next transfer that waits, to be written with those before. None where other work is due first."""
         while not self._limit_changed and self._timer() < self._refresh_at_s:
             with self._lock:
@@ -243,36 +243,42 @@ class Storer:
         self._retry_at_s = self._clock() + self._back_off_s
         self._back_off_s = min(2 * self._back_off_s, BACK_OFF_S_MAX)
 
-    def _seal(self) -> None:
-        """Closes the active segment. One that cannot be sealed is scanned by whoever opens it."""
-        if self._active is None:
-            return
-        active, known = self._active
-        self._active = None
-        try:
-            active.seal()
+    def _seal(self, keep: int = 0) -> None:
+        """Closes the open segments but the last `keep`."""
+        for active in list(self._open)[: len(self._open) - keep]:
+            self._close(active)
+
+    def _close(self, active: ActiveSegment) -> None:
+        """One that cannot be sealed is scanned by whoever opens it."""
+        known = self._open.pop(active)
+        if active.seal():
             self._counters.add("sealed_segments")
-        except OSError:
+        else:
             known.complete, known.end = False, active.end
             self._counters.add("write_errors")
 
     def _store(self, stream: Stream) -> None:
         """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoRoom."""
         while ahead := stream.ahead(1):
-            active, known = self._segment_for(ahead.payloads[0].nbytes)
-            began = indexed = active.end
+            active = self._make_ready(ahead.payloads[0].nbytes)
+            known = self._open[active]
+            line = Line(stream, active, self._another, self._close)
             whole: list[Entries] = []
+            gathered = 0
             try:
-                with closing(active.append_all(stream, self._together)) as batches:
-                    for entries in batches:
+                with closing(line.write(self._together)) as batches:
+                    for active, entries in batches:
+                        if self._open[active] is not known:
+                            self._add_to_index(known, whole, stream)
+                            known, gathered = self._open[active], 0
                         whole.append(entries)
-                        many = len(whole) == INDEXED_BATCHES or active.end - indexed >= INDEXED_BYTES
+                        gathered += int(entries["length"].sum())
+                        many = len(whole) == INDEXED_BATCHES or gathered >= INDEXED_BYTES
                         if many or stream.awaits(sum(map(len, whole))):
                             self._add_to_index(known, whole, stream)
-                            indexed = active.end
+                            gathered = 0
             finally:  # what is whole is there, whatever happens to the rest
                 self._add_to_index(known, whole, stream)
-            assert active.end > began, "a new segment without room for the chunk that it was made for"
             self._back_off_s = BACK_OFF_S_MIN
         self._report_settled(stream)
 
@@ -281,7 +287,8 @@ class Storer:
         if whole:
             entries = np.concatenate(whole)
             whole.clear()
-            self._catalog.index_batch(known, entries)
+            if not self._is_gone(known):
+                self._catalog.index_batch(known, entries)
             self._count(entries["length"])
             stream.written(len(entries))
             self._report_settled(stream)
@@ -301,24 +308,50 @@ class Storer:
         self._counters.add("writes", len(lengths))
         self._counters.add("write_bytes", int(lengths.sum()))
 
-    def _segment_for(self, length: int) -> tuple[ActiveSegment, Segment]:
-        """The active segment if a payload of that length fits, else a new one."""
-        if self._active is not None:
-            active, known = self._active
-            gone = self._catalog.name_of(known.number) is None  # somebody removed the file
-            if active.fitting([length]) and not gone:
-                return self._active
-        self._seal()
-        created = self._room.create(max(self._segment_bytes, segment_bytes_for(length)), self._catalog.complete())
-        if created is None:
+    def _is_gone(self, known: Segment) -> bool:
+        """Whether somebody removed the file."""
+        return self._catalog.name_of(known.number) is None
+
+    def _make_ready(self, length: int) -> ActiveSegment:
+        """The only open segment: one that a payload of that length fits into. Raises OSError, NoRoom."""
+        if self._open:
+            active, known = next(reversed(self._open.items()))
+            if active.fitting([length]) and not self._is_gone(known):
+                return active
+        begun = self._begin(length, LOCK_TIMEOUT_S)
+        if begun is None:
+            self._seal()  # gives back what was not needed, and may be reclaimed
+            begun = self._begin(length, LOCK_TIMEOUT_S)
+        if begun is None:
             raise NoRoom
+        self._seal(keep=1)
+        return begun
+
+    def _another(self, length: int) -> ActiveSegment | None:
+        """A new segment for a payload of that length, while the one before it is written. None: not now, but it can be
+        tried again when that has ended.
+        """
+        before = set(self._open)
+        try:
+            return self._begin(length, lock_timeout_s=0)
+        except OSError:
+            for active in self._open.keys() - before:
+                self._close(active)
+            return None
+
+    def _begin(self, length: int, lock_timeout_s: float) -> ActiveSegment | None:
+        """Makes a new segment for a payload of that length, if there is room. Raises OSError."""
+        wanted = max(self._segment_bytes, segment_bytes_for(length))
+        created = self._room.create(wanted, self._catalog.complete(), lock_timeout_s)
+        if created is None:
+            return None
         active = ActiveSegment(created.file, created.name, self._namespace, created.guard, self._staging)
         known = self._catalog.add(created.name, guard=created.guard, complete=True, end=PAGE_BYTES)
-        self._active = active, known
+        self._open[active] = known
         self._catalog.refresh()
         if created.victim is not None:
             self._rewrite(active, known, created.victim, length)
-        return self._active
+        return active
 
     def _rewrite(self, active: ActiveSegment, known: Segment, victim: SegmentName, keep_bytes: int) -> None:
         """Copies chunks that were hit, from the segment that goes next. Leaves room for a chunk of `keep_bytes`."""

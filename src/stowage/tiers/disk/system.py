@@ -11,26 +11,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
-from queue import Empty, SimpleQueue
 from typing import Final, Protocol, TypeVar
 
 from stowage.tiers.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
+from stowage.tiers.disk.jobs import Together, several
 
 __all__ = [
     "Ahead",
     "Crew",
     "System",
     "ThreadCrew",
-    "Together",
     "Turn",
-    "alone",
     "one_by_one",
-    "several",
     "some_at_once",
 ]
 
@@ -71,83 +66,6 @@ def some_at_once(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
-
-
-TOGETHER_THREADS: Final = 4
-"""Requests in flight of what is written: 4 of 4 MiB take all that the disks which were measured can take."""
-TOGETHER_MAX: Final = 2 * TOGETHER_THREADS
-"""Items that were asked for and whose results were not: each thread has another one at once."""
-
-
-class Together(Protocol):
-    """Does something for each of some items, several at a time; yields what came out, in order. Items are asked for
-    when there is room for them, by the caller's thread. None among them: there is nothing now. Then the next one is
-    asked for when the oldest result has been taken; where nothing is being worked on, that is the end.
-
-    However it ends (a failure is raised in its item's turn, or the caller closes it), no item is being worked on then:
-    the memory that items lend is the caller's again.
-    """
-
-    def __call__(self, work: Callable[[T], R], items: Iterable[T | None], /) -> Generator[R, None, None]: ...
-
-
-def alone(work: Callable[[T], R], items: Iterable[T | None], /) -> Generator[R, None, None]:
-    """One item after the other, by the caller."""
-    for item in items:
-        if item is not None:
-            yield work(item)
-
-
-def several(work: Callable[[T], R], items: Iterable[T | None], /) -> Generator[R, None, None]:
-    """In a few threads, which end with the items; the caller only waits.
-
-    They are daemons: one that hangs in the kernel must not keep the process. It keeps whoever waits for it here.
-    """
-    left = iter(items)
-    first, second = next(left, None), next(left, None)
-    while first is not None and second is None:  # nothing to be done beside it
-        yield work(first)
-        first, second = next(left, None), next(left, None)
-    if first is None:
-        return
-    ahead: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
-    under_way: deque[Future[R]] = deque()
-    threads: list[threading.Thread] = []
-
-    def run() -> None:
-        while (some := ahead.get()) is not None:
-            item, future = some
-            try:
-                future.set_result(work(item))
-            except BaseException as failure:  # noqa: BLE001 - raised where the result is asked for
-                future.set_exception(failure)
-
-    try:
-        for item in chain((first, second), left):
-            if item is None:
-                if not under_way:
-                    break
-                yield under_way.popleft().result()
-                continue
-            future: Future[R] = Future()
-            ahead.put((item, future))
-            under_way.append(future)
-            if len(threads) < TOGETHER_THREADS:
-                thread = threading.Thread(target=run, name=f"stowage-disk-piece-{len(threads)}", daemon=True)
-                thread.start()
-                threads.append(thread)
-            if len(under_way) == TOGETHER_MAX:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:
-        with suppress(Empty):
-            while True:
-                ahead.get_nowait()
-        for _ in threads:
-            ahead.put(None)
-        for thread in threads:
-            thread.join()
 
 
 class Crew(Protocol):
