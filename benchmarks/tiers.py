@@ -7,11 +7,11 @@ says how many. Host: device memory to host memory and back. Disk: host memory to
 (`load`), verified on every load. In the order of the prefix and in random order, by one client and by four at once,
 with the page cache dropped (`posix_fadvise` for each file after `sync`) and as it is after storing (`warm`).
 
-Every contender does one round, then the next one begins: all see the same disk and the same neighbours. A round begins
-with the limits: `memmove` of the same bytes by one thread and by two, and reading and writing one file of that size
-with direct I/O, with the block and the number of requests in flight that were the best ones of a first trial. Buffered
-peers store into the page cache and load from it where it was not dropped; no disk is in that, so `warm` loads are
-compared apart. Stowage's process waits and collects garbage as its commands do. Without the peers' environment
+Every contender does one round, then the next one begins: all see the same disk and the same neighbours. Memory and disk
+begin with their limits: `memmove` of the same bytes by one thread and by two, and writing and reading one file of that
+size with direct I/O, with the block and the number of requests in flight that were the best ones of a first trial.
+Buffered peers store into the page cache and load from it where it was not dropped; no disk is in that, so `warm` loads
+are compared apart. Stowage's process waits and collects garbage as its commands do. Without the peers' environment
 (`make bench-env`) only ours is measured.
 """
 
@@ -82,14 +82,13 @@ class Limits:
         self.read_access = min(ACCESSES, key=lambda access: min(trial[access]))
         self.write_access = min(ACCESSES, key=lambda access: min(writes[access]))
 
-    def measure(self) -> dict[str, float]:
+    def of_memory(self) -> dict[str, float]:
+        """Seconds for all bytes, by limit: the better of two, since peers have just pressed the memory."""
+        return {"memcpy": min(self._copy(1), self._copy(1)), "memcpy, 2 threads": min(self._copy(2), self._copy(2))}
+
+    def of_disk(self) -> dict[str, float]:
         """Seconds for all bytes, by limit."""
-        return {
-            "memcpy": self._copy(1),
-            "memcpy, 2 threads": self._copy(2),
-            "write": self._write(self.write_access),
-            "read": self._read(self.read_access),
-        }
+        return {"write": self._write(self.write_access), "read": self._read(self.read_access)}
 
     def close(self) -> None:
         self._path.unlink()
@@ -207,17 +206,21 @@ def measure_case(chunk_bytes: int, count: int, rounds: int, peer: Peer | None, d
     bounds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         kept = number > 0  # the first round warms up
-        for name, seconds in limits.measure().items():
-            if kept:
-                bounds.setdefault(name, []).append(seconds)
+
+        def bound(measured: dict[str, float], kept: bool = kept) -> None:
+            for name, seconds in measured.items():
+                if kept:
+                    bounds.setdefault(name, []).append(seconds)
 
         def note(tier: str, what: str, name: str, seconds: float, kept: bool = kept) -> None:
             if kept:
                 found[tier].setdefault(what, {}).setdefault(name, []).append(seconds)
 
+        bound(limits.of_memory())
         for name in ("stowage", *(HOST_PEERS if peer else ())):
             contender = Contender(name, ours, None if name == "stowage" else peer)
             run_host(contender, count, note)
+        bound(limits.of_disk())
         for name in ("stowage", *(DISK_PEERS if peer else ())):
             contender = Contender(name, ours, None if name == "stowage" else peer)
             run_disk(contender, count, directory / "chunks", note)

@@ -83,7 +83,8 @@ def several(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
         if job is not None:
             few.append(job)
         elif few:
-            yield from [job.work() for job in few]
+            for job in few:
+                yield job.work()
             few = []
         else:
             return
