@@ -23,8 +23,8 @@ from stowage.planner.simulate import figures_of, simulate
 from stowage.planner.tariff import Prices
 from stowage.planner.trace import Trace
 from stowage.tiers.disk.plan import RUN_BYTES_MAX
-from stowage.tiers.disk.room import metadata_bytes
-from stowage.tiers.disk.storer import REWRITE_SHARE, segment_bytes_for
+from stowage.tiers.disk.rewrite import REWRITE_SHARE
+from stowage.tiers.disk.room import metadata_bytes, segment_bytes_for
 from stowage.tiers.disk.tier import least_limit_bytes
 from stowage.tiers.disk.writer import BATCH_BYTES_MAX
 from tests import traces

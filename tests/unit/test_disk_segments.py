@@ -227,6 +227,43 @@ def test_chunks_of_a_segment_that_was_removed_while_it_was_written_are_not_found
         client.check()
 
 
+class GoesOnFirst(RealFileSystem):
+    """Once armed, what lies behind the first megabytes of a segment waits until a payload is in another one."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self._first = -1
+        self.gone_on = threading.Event()
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        inode, is_payload = os.fstat(fd).st_ino, sum(buffer.nbytes for buffer in buffers) > PAGE_BYTES
+        if self.armed and is_payload:
+            if self._first < 0:
+                self._first = inode
+            if inode != self._first:
+                self.gone_on.set()
+            elif offset > 6 * MIB:
+                assert self.gone_on.wait(PATIENCE_S), "the next segment waits for the end of the one before"
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_what_is_being_written_is_not_copied_from_the_segment_that_goes_next(tmp_path: Path) -> None:
+    """The copy would lie behind it, and be taken for the newest one by whoever opens the directory."""
+    files, names = GoesOnFirst(), keys_of(*range(44))
+    again, before = names[9], names[10]
+    with Client(tmp_path / "c", 42 * MIB, system=System(files=files), refresh_s=1e9, segment_bytes=10 * MIB) as client:
+        assert client.store(names[:28], [MIB] * 28).ok.all()  # nine in each of three segments, one in the fourth
+        assert client.load([again, before], [MIB] * 2).ok.all()
+        files.armed = True
+        some = [*names[28:35], again, *names[35:]]
+        assert client.store(some, [MIB] * len(some), [3 if name == again else 1 for name in some]).ok.all()
+        assert files.gone_on.is_set() and client.stats()["rewritten"] == 1
+        assert client.tier.lookup([again, before]).tolist() == [3, 1]
+        client.check()
+    with Client(tmp_path / "c", 42 * MIB) as client:
+        assert client.tier.lookup([again, before]).tolist() == [3, 1]
+
+
 @pytest.mark.parametrize("odd_at", [3, 12, 19])
 def test_payloads_that_do_not_go_straight_to_the_disk_do_so_in_their_turn(tmp_path: Path, odd_at: int) -> None:
     """One that does not fill its last page, among those that do."""

@@ -25,8 +25,8 @@ from stowage.core.geometry import MaskArray
 from stowage.core.table import EXTENT, make_rows
 from stowage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, PAGE_BYTES, footer_room, round_up
 from stowage.tiers.disk.plan import RUN_BYTES_MAX
-from stowage.tiers.disk.room import metadata_bytes
-from stowage.tiers.disk.storer import REWRITE_SHARE, segment_bytes_for
+from stowage.tiers.disk.rewrite import REWRITE_SHARE
+from stowage.tiers.disk.room import metadata_bytes, segment_bytes_for
 from stowage.tiers.disk.tier import OWN_BYTES, SEGMENT_BYTES, SEGMENT_BYTES_SMALL, SEGMENTS
 from stowage.tiers.disk.writer import BATCH_BYTES_MAX
 

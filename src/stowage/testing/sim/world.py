@@ -27,7 +27,7 @@ from stowage.testing.sim.host import Host, Shape
 from stowage.testing.sim.loop import Loop
 from stowage.testing.sim.weather import Weather
 from stowage.tiers.disk import least_limit_bytes
-from stowage.tiers.disk.storer import segment_bytes_for
+from stowage.tiers.disk.room import segment_bytes_for
 
 __all__ = ["Failure", "Result", "simulate"]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stowage.errors import FormatError
+from stowage.format import segment
 from stowage.format.protection import Guard, Mark, Protection
 from stowage.format.segment import PAGE_BYTES, SegmentName, pack_segment_header
 from stowage.tiers.disk.counters import Counters
@@ -18,7 +19,7 @@ from stowage.tiers.disk.directory import Directory, Entry, SegmentFile
 from stowage.tiers.disk.files import DISK_FULL, in_pages
 from stowage.tiers.disk.survey import State, is_sealed, repair
 
-__all__ = ["LOCK_TIMEOUT_S", "Created", "Room", "metadata_bytes"]
+__all__ = ["LOCK_TIMEOUT_S", "Created", "Room", "metadata_bytes", "segment_bytes_for"]
 
 LOCK_TIMEOUT_S: Final = 2.0
 SEQUENCE_MAX: Final = (1 << 63) - 1
@@ -27,6 +28,15 @@ SEQUENCE_MAX: Final = (1 << 63) - 1
 def metadata_bytes(segment_bytes: int) -> int:
     """What a segment leaves free for blocks that the file system adds (extent trees: below 1/340 at the very worst)."""
     return max(16 << 10, segment_bytes // 256 // PAGE_BYTES * PAGE_BYTES)
+
+
+def segment_bytes_for(chunk_bytes: int) -> int:
+    """The least that a segment with one such chunk takes on disk."""
+    length = PAGE_BYTES + segment.batch_bytes([chunk_bytes]) + segment.footer_room(1)
+    total = length + metadata_bytes(length)
+    while total - metadata_bytes(total) < length:
+        total += PAGE_BYTES
+    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,45 +12,33 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.format import segment
-from stowage.format.segment import PAGE_BYTES, Entries, SegmentName
+from stowage.format.segment import PAGE_BYTES, Entries
 from stowage.tiers.disk.catalog import Segment
 from stowage.tiers.disk.files import DISK_FULL, pages
-from stowage.tiers.disk.index import LENGTH_MAX, Found
+from stowage.tiers.disk.index import LENGTH_MAX
 from stowage.tiers.disk.line import Line
-from stowage.tiers.disk.plan import RUN_BYTES_MAX, plan_runs
-from stowage.tiers.disk.reader import Reader, Result
-from stowage.tiers.disk.room import LOCK_TIMEOUT_S, Room, metadata_bytes
+from stowage.tiers.disk.rewrite import Rewriter
+from stowage.tiers.disk.room import LOCK_TIMEOUT_S, Room, segment_bytes_for
 from stowage.tiers.disk.shared import Shared
-from stowage.tiers.disk.stream import Chunks, Stream
+from stowage.tiers.disk.stream import Stream
 from stowage.tiers.disk.writer import STAGING_BYTES, ActiveSegment
 from stowage.tiers.protocol import Outcome, Transfer
 
-__all__ = ["Storer", "segment_bytes_for"]
+__all__ = ["Storer"]
 
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 30.0
 SHRINK_TIMEOUT_S: Final = 10.0
-REWRITE_SHARE: Final = 4
-"""Still-hot chunks of the next victim may take one part in this many of a new segment."""
 INDEXED_BATCHES: Final = 8
 INDEXED_BYTES: Final = 16 << 20
 """So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer: where
 nothing else is to be written, a transfer is reported as soon as it can be."""
-
-
-def segment_bytes_for(chunk_bytes: int) -> int:
-    """The least that a segment with one such chunk takes on disk."""
-    length = PAGE_BYTES + segment.batch_bytes([chunk_bytes]) + segment.footer_room(1)
-    total = length + metadata_bytes(length)
-    while total - metadata_bytes(total) < length:
-        total += PAGE_BYTES
-    return total
 
 
 class NoRoom(Exception):
@@ -75,7 +63,7 @@ class Storer:
         self._finish = shared.finish
         self._together = shared.system.together
         self._staging = pages(STAGING_BYTES)
-        self._reader = Reader(shared.directory, shared.namespace)
+        self._rewriter = Rewriter(shared)
         self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
         self._under_way = 0
@@ -260,9 +248,9 @@ class Storer:
     def _store(self, stream: Stream) -> None:
         """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoRoom."""
         while ahead := stream.ahead(1):
-            active = self._make_ready(ahead.payloads[0].nbytes)
+            active = self._make_ready(stream, ahead.payloads[0].nbytes)
             known = self._open[active]
-            line = Line(stream, active, self._another, self._close)
+            line = Line(stream, active, partial(self._another, stream), self._close)
             whole: list[Entries] = []
             gathered = 0
             try:
@@ -312,35 +300,37 @@ class Storer:
         """Whether somebody removed the file."""
         return self._catalog.name_of(known.number) is None
 
-    def _make_ready(self, length: int) -> ActiveSegment:
+    def _make_ready(self, stream: Stream, length: int) -> ActiveSegment:
         """The only open segment: one that a payload of that length fits into. Raises OSError, NoRoom."""
         if self._open:
             active, known = next(reversed(self._open.items()))
             if active.fitting([length]) and not self._is_gone(known):
                 return active
-        begun = self._begin(length, LOCK_TIMEOUT_S)
+        begun = self._begin(stream, length, LOCK_TIMEOUT_S)
         if begun is None:
             self._seal()  # gives back what was not needed, and may be reclaimed
-            begun = self._begin(length, LOCK_TIMEOUT_S)
+            begun = self._begin(stream, length, LOCK_TIMEOUT_S)
         if begun is None:
             raise NoRoom
         self._seal(keep=1)
         return begun
 
-    def _another(self, length: int) -> ActiveSegment | None:
+    def _another(self, stream: Stream, length: int) -> ActiveSegment | None:
         """A new segment for a payload of that length, while the one before it is written. None: not now, but it can be
         tried again when that has ended.
         """
         before = set(self._open)
         try:
-            return self._begin(length, lock_timeout_s=0)
+            return self._begin(stream, length, lock_timeout_s=0)
         except OSError:
             for active in self._open.keys() - before:
                 self._close(active)
             return None
 
-    def _begin(self, length: int, lock_timeout_s: float) -> ActiveSegment | None:
-        """Makes a new segment for a payload of that length, if there is room. Raises OSError."""
+    def _begin(self, stream: Stream, length: int, lock_timeout_s: float) -> ActiveSegment | None:
+        """Makes a new segment for a payload of that length, the next one of the stream, if there is room. Raises
+        OSError.
+        """
         wanted = max(self._segment_bytes, segment_bytes_for(length))
         created = self._room.create(wanted, self._catalog.complete(), lock_timeout_s)
         if created is None:
@@ -350,47 +340,7 @@ class Storer:
         self._open[active] = known
         self._catalog.refresh()
         if created.victim is not None:
-            self._rewrite(active, known, created.victim, length)
+            for entries in self._rewriter.copy(created.victim, active, keep_bytes=length, except_for=stream.keys()):
+                self._catalog.index_batch(known, entries)
+                self._count(entries["length"])
         return active
-
-    def _rewrite(self, active: ActiveSegment, known: Segment, victim: SegmentName, keep_bytes: int) -> None:
-        """Copies chunks that were hit, from the segment that goes next. Leaves room for a chunk of `keep_bytes`."""
-        number = self._catalog.number_of(victim)
-        if number is None:
-            return
-        keys, found = self._index.hits(number)
-        padded = [segment.round_up(length) for length in found.lengths.tolist()]
-        room = active.file.bytes - active.end - segment_bytes_for(keep_bytes)
-        budget = min(active.file.bytes // REWRITE_SHARE, room)
-        at = 0
-        while at < len(keys):
-            start = at
-            while at < len(keys) and at - start < segment.BATCH_CHUNKS_MAX:
-                if at > start and sum(padded[start : at + 1]) > RUN_BYTES_MAX:
-                    break
-                at += 1
-            budget -= sum(padded[start:at]) + 2 * PAGE_BYTES
-            if budget < 0:
-                return
-            self._copy(active, known, keys[start:at], found.part(slice(start, at)))
-
-    def _copy(self, active: ActiveSegment, known: Segment, keys: list[bytes], found: Found) -> None:
-        """Reads the chunks of one batch, and appends what verifies."""
-        lengths = found.lengths.tolist()
-        memory = pages(sum(map(segment.round_up, lengths)))
-        buffers = []
-        at = 0
-        for length in lengths:
-            buffers.append(memory[at : at + length])
-            at += segment.round_up(length)
-        chunks = Chunks()
-        for run in plan_runs(keys, buffers, found, self._catalog.opened, 1):
-            for n, result in enumerate(self._reader.read(run)):
-                if result is Result.OK:
-                    chunks.add(Chunks([run.keys[n]], [run.masks[n]], [run.buffers[n]]))
-        self._reader.rest()
-        if chunks and active.fitting(chunks.lengths) == len(chunks):
-            entries = active.append(chunks)
-            self._catalog.index_batch(known, entries)
-            self._count(entries["length"])
-            self._counters.add("rewritten", len(chunks))

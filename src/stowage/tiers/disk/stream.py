@@ -92,6 +92,10 @@ class Stream:
         oldest = self.unfinished[0]
         return self._dry and len(oldest.places) - oldest.written <= count
 
+    def keys(self) -> set[bytes]:
+        """Of transfers that are not settled."""
+        return {key for writing in self.unfinished for key in writing.transfer.keys}
+
     def _add(self, transfer: Transfer) -> Writing:
         lengths = [buffer.nbytes for buffer in transfer.buffers]
         fitting = {length for length in set(lengths) if length and self._fits(length)}

@@ -25,9 +25,9 @@ from stowage.tiers.disk.counters import Counters
 from stowage.tiers.disk.directory import Directory
 from stowage.tiers.disk.index import Index
 from stowage.tiers.disk.loader import Loader, patience_s
-from stowage.tiers.disk.room import Room
+from stowage.tiers.disk.room import Room, segment_bytes_for
 from stowage.tiers.disk.shared import Shared
-from stowage.tiers.disk.storer import Storer, segment_bytes_for
+from stowage.tiers.disk.storer import Storer
 from stowage.tiers.disk.system import System
 from stowage.tiers.protocol import Outcome, Transfer
 
