@@ -255,7 +255,7 @@ def suite_of(tier: Callable[[], Tier], keeps: int = KEEPS) -> TierConformance:
         (AllBlocksValid, r"with the valid blocks 0xffffffffffffffff; it was stored with 0x"),
         (KeepsTheOldMask, r"has the valid blocks 0x.*; it should be|with the valid blocks 0x"),
         (KeepsTheOldBytes, r"which a later store had replaced|lookup says that key"),
-        (MixesTwoStores, r"only the first 40 bytes are those of store"),
+        (MixesTwoStores, r"only the first 4\d bytes are those of store"),  # the next ones may be equal by chance
         (Truncates, r"only the first 4096 bytes are those of store"),
         (Blocks, r"discard did not return for 1 s: no method but close may block. The steps on this tier:\n"),
         (NeverCloses, r"close did not return for 1 s: close must end by its deadline"),

@@ -61,6 +61,21 @@ class TestSmallDiskTier(TierConformance):
 
 
 @pytest.mark.slow
+class TestTinyDiskTier(TierConformance):
+    """Whole pages, which go straight to the disk, and segments that are full after a few of them: most stores go on
+    into the next one, into which chunks that were hit are copied at the same time.
+    """
+
+    persistent = True
+    lengths = (8 * KIB, 16 * KIB)
+    examples = 120
+    steps = 60
+
+    def make_tier(self, directory: Path) -> DiskTier:
+        return DiskTier(directory, 300 * KIB, NAMESPACE, readers=2, segment_bytes=96 * KIB, refresh_s=1e9)
+
+
+@pytest.mark.slow
 class TestEncryptedDiskTier(TierConformance):
     """Everything passes through the staging memory."""
 

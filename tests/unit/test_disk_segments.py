@@ -264,6 +264,40 @@ def test_what_is_being_written_is_not_copied_from_the_segment_that_goes_next(tmp
         assert client.tier.lookup([again, before]).tolist() == [3, 1]
 
 
+class CopyWaits(RealFileSystem):
+    """Once armed, the first payload that is written waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        if self.armed and sum(buffer.nbytes for buffer in buffers) > PAGE_BYTES:
+            self.armed = False
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE_S)
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_what_is_discarded_while_it_is_copied_does_not_come_back(tmp_path: Path) -> None:
+    files, names = CopyWaits(), keys_of(*range(40))
+    gone, kept = names[9], names[10]
+    with Client(tmp_path / "c", 42 * MIB, system=System(files=files), refresh_s=1e9, segment_bytes=10 * MIB) as client:
+        assert client.store(names[:36], [MIB] * 36).ok.all()  # nine in each of four segments
+        assert client.load([gone, kept], [MIB] * 2).ok.all()
+        files.armed = True  # the next that is written is a copy: nothing fits into the last segment
+        transfer = client.transfer(names[36:37], aligned([MIB]))
+        number = client.begin("store", transfer)
+        assert files.reached.wait(PATIENCE_S)
+        client.tier.discard([gone])
+        files.go_on.set()
+        assert client.outcome(number).ok.all()
+        assert client.stats()["rewritten"] == 2
+        assert client.tier.lookup([gone, kept]).tolist() == [0, 1]
+        client.check()
+
+
 @pytest.mark.parametrize("odd_at", [3, 12, 19])
 def test_payloads_that_do_not_go_straight_to_the_disk_do_so_in_their_turn(tmp_path: Path, odd_at: int) -> None:
     """One that does not fill its last page, among those that do."""

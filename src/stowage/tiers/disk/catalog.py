@@ -113,9 +113,9 @@ class Catalog:
             self._by_name[name] = known
             return known
 
-    def index_batch(self, known: Segment, entries: segment.Entries) -> None:
-        """Chunks of our namespace that were written to a segment."""
-        self._index_columns(known, *self._columns(entries))
+    def index_batch(self, known: Segment, entries: segment.Entries, copied_from: int = -1) -> None:
+        """Chunks of our namespace that were written to a segment. `copied_from`: see `Index.insert`."""
+        self._index_columns(known, *self._columns(entries), copied_from=copied_from)
 
     def _columns(self, entries: segment.Entries) -> tuple[Columns, int]:
         """Those chunks that can be read, and the number of others. Any thread."""
@@ -125,10 +125,12 @@ class Catalog:
         ours = segment.fitting(entries, self._namespace, self._protection.method)
         return Columns.of(ours), len(entries) - len(ours)
 
-    def _index_columns(self, known: Segment, columns: Columns, others: int, rows_at_once: int = ROWS_AT_ONCE) -> None:
+    def _index_columns(
+        self, known: Segment, columns: Columns, others: int, rows_at_once: int = ROWS_AT_ONCE, copied_from: int = -1
+    ) -> None:
         if others:  # nobody writes such envelopes into a segment of this namespace and method
             self._counters.add("corrupt", others, segment=str(known.name))
-        self._index.insert(known.number, columns, rows_at_once)
+        self._index.insert(known.number, columns, rows_at_once, copied_from)
 
     def forget(self, name: SegmentName) -> None:
         """The segment is gone: so are its chunks."""

@@ -103,16 +103,21 @@ class Index:
         """Where each key's newest record lies."""
         return _found(*self._find(keys))
 
-    def insert(self, segment: int, columns: Columns, at_once: int = ROWS_AT_ONCE) -> None:
+    def insert(self, segment: int, columns: Columns, at_once: int = ROWS_AT_ONCE, copied_from: int = -1) -> None:
         """Adds chunks of a segment, in the order of writing. They replace older ones of the same keys.
 
-        `at_once`: after so many others have their turn.
+        `at_once`: after so many others have their turn. `copied_from`: they are copies of what lay there; where that is
+        not a key's newest record any more, because it was dropped or replaced meanwhile, its copy is not added.
         """
         for begin in range(0, len(columns.keys), at_once):
-            some = slice(begin, begin + at_once)
+            keys, fields = (column[begin : begin + at_once] for column in (columns.keys, columns.fields))
             with self._lock:
-                extents = self._extents_of.setdefault(segment, [])
-                self._rows.insert(segment, extents, columns.keys[some], columns.fields[some])
+                if copied_from >= 0:
+                    found = np.empty(len(keys), np.int64)
+                    self._rows.find(keys.tolist(), found, np.empty(len(keys), _FIELDS))
+                    keys, fields = keys[found == copied_from], fields[found == copied_from]
+                if len(keys):
+                    self._rows.insert(segment, self._extents_of.setdefault(segment, []), keys, fields)
 
     def mark_hits(self, keys: list[bytes]) -> None:
         """These chunks were read and verified: they are worth keeping when their segment goes."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from stowage.format import segment
 from stowage.format.segment import PAGE_BYTES, Entries, SegmentName
+from stowage.tiers.disk.catalog import Segment
 from stowage.tiers.disk.files import pages
 from stowage.tiers.disk.index import Found
 from stowage.tiers.disk.plan import RUN_BYTES_MAX, plan_runs
@@ -35,10 +36,11 @@ class Rewriter:
         self._reader = Reader(shared.directory, shared.namespace)
 
     def copy(
-        self, victim: SegmentName, active: ActiveSegment, *, keep_bytes: int, except_for: Set[bytes]
+        self, victim: SegmentName, active: ActiveSegment, known: Segment, *, keep_bytes: int, except_for: Set[bytes]
     ) -> Iterator[Entries]:
-        """Copies chunks that were hit from the segment that goes next into a new one, in batches. Leaves room for a
-        chunk of `keep_bytes`. Raises OSError.
+        """Copies chunks that were hit from the segment that goes next into a new one, `active`, which the catalog knows
+        as `known`. Yields each batch when its chunks are found there. Leaves room for one of `keep_bytes`. Raises
+        OSError.
 
         `except_for`: keys that are being written, maybe into the segment before. A copy behind them would be taken for
         the newest record, and has fewer blocks.
@@ -65,8 +67,10 @@ class Rewriter:
                 return
             chunks = self._read(keys[start:at], found.part(slice(start, at)))
             if chunks and active.fitting(chunks.lengths) == len(chunks):
+                entries = active.append(chunks)
+                self._catalog.index_batch(known, entries, copied_from=number)
                 self._counters.add("rewritten", len(chunks))
-                yield active.append(chunks)
+                yield entries
 
     def _read(self, keys: list[bytes], found: Found) -> Chunks:
         """Those that verify."""

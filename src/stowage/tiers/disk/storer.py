@@ -340,7 +340,7 @@ class Storer:
         self._open[active] = known
         self._catalog.refresh()
         if created.victim is not None:
-            for entries in self._rewriter.copy(created.victim, active, keep_bytes=length, except_for=stream.keys()):
-                self._catalog.index_batch(known, entries)
+            waiting = stream.keys()
+            for entries in self._rewriter.copy(created.victim, active, known, keep_bytes=length, except_for=waiting):
                 self._count(entries["length"])
         return active
