@@ -23,7 +23,7 @@ DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 # What is compiled when the package is installed.
-KERNEL := $(wildcard src/stowage/core/*/kernel/*.[ch] src/stowage/engine/kernel/*.[ch] src/stowage/format/kernel/*.[ch] \
+KERNEL := $(wildcard src/stowage/c*/*/kernel/*.[ch] src/stowage/engine/kernel/*.[ch] src/stowage/storage/format/kernel/*.[ch] \
 	src/stowage/transfer/kernel/*.[ch])
 CODE := src tests benchmarks scripts docs/examples
 # The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
@@ -70,7 +70,7 @@ coverage: $(ENV_STAMP) ## branch coverage of core and format, which must be whol
 	$(if $(HTML),$(PY) -m coverage html --quiet)
 	$(PY) -m coverage report
 
-mutation: $(MUTATION_STAMP) ## do the tests notice each change to core and format? ONLY=core/ledger.py for one file
+mutation: $(MUTATION_STAMP) ## do the tests notice each change to core and format? ONLY=cache/ledger.py for one file
 	$(PY) scripts/mutation.py $(ONLY)
 
 $(MUTATION_STAMP): $(ENV_STAMP) requirements/mutation.txt
@@ -168,5 +168,5 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 clean: ## remove environments, caches and build products; cached KV data is left alone
 	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .triton .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f src/stowage/core/*/*.so src/stowage/engine/*.so src/stowage/format/*.so src/stowage/transfer/*.so
+	find src/stowage -name "*.so" -delete
 	rm -rf src/*.egg-info mutants htmlcov .coverage

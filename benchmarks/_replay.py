@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from stowage.core.flow import Flow
+from stowage.cache.flow import Flow
+from stowage.cache.policy import MakePolicy
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
-from stowage.core.policy import MakePolicy
 
 __all__ = [
     "Line",

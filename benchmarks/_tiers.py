@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stowage.cache.store import TieredStore
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, IntArray, Kind
 from stowage.core.key import DIGEST_BYTES
-from stowage.core.plan import CopyPlan
-from stowage.store import TieredStore
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.protocol import Tier
+from stowage.storage.disk import DiskTier
+from stowage.storage.protocol import Tier
 from stowage.transfer.cpu import CpuTransfer
 
 BLOCKS_PER_CHUNK = 4

@@ -36,8 +36,8 @@ from benchmarks._peer import PYTHON
 from benchmarks._report import RESULTS, write_result
 from stowage.core.geometry import ALIGNMENT_BYTES, Geometry, Group, Kind, round_up, split_arena
 from stowage.core.groups import strategy
-from stowage.core.points import tail_of
-from stowage.integrations.vllm.settings import Options, read, resume_points, state_spacing
+from stowage.core.resume_points import tail_of
+from stowage.plugins.vllm.settings import Options, read, resume_points, state_spacing
 
 GIB = 1 << 30
 LENGTHS = (4096, 8192, 32768)
@@ -106,7 +106,7 @@ MODELS: Mapping[str, Model] = {
 
 
 @dataclass(frozen=True)
-class Held:
+class SwappedBlocks:
     """Of full host memory: prompts, and tokens that need not be computed."""
 
     prompts: float
@@ -140,7 +140,7 @@ def _groups(model: Model, options: Options) -> list[Group]:
     return groups
 
 
-def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOKENS, **extra: Any) -> Held:
+def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOKENS, **extra: Any) -> SwappedBlocks:
     """With the plugin's settings, default but for ``extra``."""
     options = read({"host": host, **extra})
     groups, block = _groups(model, options), model.block_tokens
@@ -166,10 +166,10 @@ def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOK
     boundaries = np.flatnonzero(np.logical_and.reduce(served)) * block
     again, _ = reused(length, boundaries.tolist())
     _, parted = reused(length, boundaries[boundaries % groups[0].chunk_tokens == 0].tolist())  # a chunk is found whole
-    return Held(prompts, prompts * again, prompts * parted)
+    return SwappedBlocks(prompts, prompts * again, prompts * parted)
 
 
-def vllms(model: Model, length: int, interval: int | None, host: int = GIB) -> Held:
+def vllms(model: Model, length: int, interval: int | None, host: int = GIB) -> SwappedBlocks:
     """``interval``: ``--prefix-cache-retention-interval``, ``None``: without one, everything is kept."""
     block, groups = model.block_tokens, model.groups()
     chunk_bytes = round_up(max(layers for _, layers in groups) * block * model.token_bytes, ALIGNMENT_BYTES)
@@ -181,7 +181,7 @@ def vllms(model: Model, length: int, interval: int | None, host: int = GIB) -> H
     ]
     again, parted = reused(length, [at * block for at in held])
     prompts = host // chunk_bytes / chunks
-    return Held(prompts, prompts * again, prompts * parted)
+    return SwappedBlocks(prompts, prompts * again, prompts * parted)
 
 
 def tail_blocks(model: Model, length: int, interval: int | None) -> set[int]:
@@ -200,7 +200,7 @@ def _behind(model: Model) -> int:
     return 1 if model.recurrent else math.ceil((model.window - 1) / model.block_tokens)
 
 
-def compare(model: Model, length: int) -> dict[str, Held]:
+def compare(model: Model, length: int) -> dict[str, SwappedBlocks]:
     """All ways of keeping prompts of that length."""
     return {
         "Stowage": ours(model, length),
@@ -246,7 +246,7 @@ def measure(name: str, host: int, length: int, directory: Path) -> dict[str, Any
         command = [str(PYTHON), str(SCRIPT), json.dumps(told), str(directory)]
         answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True).stdout
         found[peer] = json.loads(answer.splitlines()[-1])
-        compute: Mapping[str, Callable[[], Held]] = {
+        compute: Mapping[str, Callable[[], SwappedBlocks]] = {
             "Stowage": lambda: ours(model, length, host, 512),
             "vLLM, default": lambda: vllms(model, length, 0, host),
             "vLLM, everything": lambda: vllms(model, length, None, host),
@@ -256,7 +256,7 @@ def measure(name: str, host: int, length: int, directory: Path) -> dict[str, Any
     return found
 
 
-def _show(results: Mapping[str, Mapping[int, Mapping[str, Held]]]) -> None:
+def _show(results: Mapping[str, Mapping[int, Mapping[str, SwappedBlocks]]]) -> None:
     for name, by_length in results.items():
         for length, held in by_length.items():
             print(f"{name}, prompts of {length:,} tokens; thousand tokens per GiB, and times vLLM's")
@@ -269,7 +269,7 @@ def _show(results: Mapping[str, Mapping[int, Mapping[str, Held]]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Held):
+    if isinstance(value, SwappedBlocks):
         return {name: round(number, 1) for name, number in asdict(value).items()}
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}

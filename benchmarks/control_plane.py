@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks._report import median_spread, write_result
+from stowage.cache.store import TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
-from stowage.store import TieredStore
 
 KEYS = 100_000
 BATCH = 256

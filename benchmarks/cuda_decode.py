@@ -27,10 +27,10 @@ from torch import Tensor
 
 from benchmarks._report import median_spread, write_result
 from stowage.core.geometry import Kind
-from stowage.engine import attention
-from stowage.engine.gpu import paged
-from stowage.engine.scores import Scores
-from stowage.engine.step import DecodeStep
+from stowage.executor import attention
+from stowage.executor.attention_scores import Scores
+from stowage.executor.batch import DecodeStep
+from stowage.experimental.paged_attention import launch
 
 BLOCK_TOKENS = 16
 POOL_BYTES_MOST = 16 << 30
@@ -92,7 +92,7 @@ def questions(shape: Shape, context: int, batch: int, device: torch.device) -> d
         return attention._decode(None, query, views, step, scores)[..., : shape.rank or shape.width]
 
     def in_place() -> Tensor:
-        return paged.attend(query, keys, values, blocks, bases, positions, kind, shape.window, scores)
+        return launch.attend(query, keys, values, blocks, bases, positions, kind, shape.window, scores)
 
     return {"kernel": in_place, "torch": gathered}
 

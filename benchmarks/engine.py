@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks import models
 from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
-from stowage.engine.device import resolve
 from stowage.errors import ConfigError
+from stowage.executor.device import resolve
 
 SCRIPT = Path(__file__).parent / "peers" / "turns.py"
 WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm")

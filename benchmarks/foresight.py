@@ -36,8 +36,8 @@ except ModuleNotFoundError:
 
 from benchmarks._replay import Line, belady, leading, prefix_lru, read_lines, through_policy
 from benchmarks._report import write_result
-from stowage.core.policy import POLICIES, POLICY_DEFAULT
-from stowage.core.policy.hazard import best_rate
+from stowage.cache.policy import POLICIES, POLICY_DEFAULT
+from stowage.cache.policy.hazard import best_rate
 
 AGES = np.array([0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 1 << 30])
 """Bounds of ages, in prompts."""

@@ -33,17 +33,17 @@ from numpy.typing import NDArray
 
 from benchmarks import limits, models
 from benchmarks._report import median_spread, write_result
-from stowage import opening
-from stowage.config import Memory
+from stowage.cache import opening
+from stowage.config.memory import Memory
 from stowage.core.key import DIGEST_BYTES
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
-from stowage.format.batch import Digests, Fields
-from stowage.format.protection import Cipher, Guard, Hash, Mark, Method, Protection, SecretKey
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.system import System
-from stowage.tiers.protocol import Outcome, Transfer
+from stowage.engine.sampling import SamplingParams
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.files import RealFileSystem
+from stowage.storage.disk.system import System
+from stowage.storage.format.batch import Digests, Fields
+from stowage.storage.format.protection import Cipher, Guard, Hash, Mark, Method, Protection, SecretKey
+from stowage.storage.protocol import Outcome, Transfer
 
 MIB = 1 << 20
 TOTAL_BYTES = 256 * MIB

@@ -21,18 +21,18 @@ from typing import Any
 from benchmarks import models
 from benchmarks._report import median_spread, write_result
 from benchmarks.integrity import SlowFiles
-from stowage import opening
-from stowage.config import Memory
+from stowage.cache import opening
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.system import System
+from stowage.engine.sampling import SamplingParams
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.system import System
 
 WAYS = ("load", "compute", "engine")
 GOAL = 1.1
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "load": {"worth_loading": True, "worth_meeting": False, "load_limit_s": math.inf},
-    "compute": {"worth_loading": False, "worth_meeting": False},
+    "load": {"worth_loading": True, "worth_overlapping": False, "load_limit_s": math.inf},
+    "compute": {"worth_loading": False, "worth_overlapping": False},
     "engine": {},
 }
 UNBOUNDED = 1e12
@@ -44,12 +44,12 @@ def ask(engine: Engine, prompt: list[int], way: str) -> tuple[float, int]:
         raise SystemExit("the prompt is not on disk yet")
     engine.drop_device_cache()
     engine.drop_host()
-    pace = engine._pace
+    cost_model = engine._cost_model
     for name, value in OVERRIDES[way].items():
-        setattr(pace, name, lambda *_, value=value: value)
+        setattr(cost_model, name, lambda *_, value=value: value)
     (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))
     for name in OVERRIDES[way]:
-        delattr(pace, name)
+        delattr(cost_model, name)
     return completion.ttft_s, sum(completion.reused_tokens.values())
 
 
@@ -63,7 +63,7 @@ def measure(engine: Engine, files: SlowFiles, tokens: int, ratios: list[float], 
     rows = []
     for ratio in ratios:
         files.bytes_per_s = nbytes / (ratio * compute_s)
-        engine._pace.bytes_per_s.clear()
+        engine._cost_model.bytes_per_s.clear()
         ask(engine, prompt, "load")  # the engine measures this disk
         found: dict[str, list[float]] = {way: [] for way in WAYS}
         reused = []

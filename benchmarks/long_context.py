@@ -18,11 +18,11 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks._report import median_spread, write_result
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.pool import bytes_needed
 from stowage.engine.request import Completion
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
+from stowage.executor.block_pool import bytes_needed
 
 PERCENTS = (100, 50, 25, 10)
 NEW_TOKENS = 48
@@ -44,7 +44,7 @@ def measure(model: Any, way: str, device_bytes: int, host_bytes: int, prompt: li
         engine.generate([prompt[:64][::-1]], SamplingParams(max_new_tokens=2, ignore_eos=True))  # warm
         cold = ask(engine, prompt)
         engine.drop_device_cache()
-        engine.forget_pace()
+        engine.forget_costs()
         warm = ask(engine, prompt)
         if not warm.reused_tokens["host"] or not cold.logprobs:
             raise SystemExit("the prompt did not come from host memory")

@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks._report import median_spread, write_result
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 2, 256, 16
 

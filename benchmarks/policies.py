@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._replay import Prompt, belady, prefix_lru, read_trace, through_flow, through_policy
-from stowage.core.policy import POLICIES, POLICY_DEFAULT
+from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 
 CAPACITIES = ("1000", "10000", "50000", "infinite")
 RESULTS = Path(__file__).parent / "results"

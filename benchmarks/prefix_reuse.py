@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks import _prefix, limits, models
 from benchmarks._report import median_spread
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 
 QUESTION_TOKENS = 32
 WAYS = ("transformers", "cold", "device", "host", "disk")

@@ -32,12 +32,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks._report import RESULTS, write_result
-from stowage.core.ledger import Ledger
-from stowage.core.policy import POLICIES, POLICY_DEFAULT
-from stowage.format import envelope, segment
-from stowage.format.segment import PAGE_BYTES, SegmentName
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.index import Columns
+from stowage.cache.ledger import Ledger
+from stowage.cache.policy import POLICIES, POLICY_DEFAULT
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.index import Columns
+from stowage.storage.format import envelope, segment
+from stowage.storage.format.segment import PAGE_BYTES, SegmentName
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 NAMESPACE = bytes(range(32))

@@ -26,13 +26,13 @@ import numpy as np
 
 from benchmarks import models
 from benchmarks._report import median_spread, write_result
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
-from stowage.tiers.objects import ObjectTier
-from stowage.tiers.protocol import Inquiry, Probe, Transfer
-from stowage.tiers.remote.tier import RemoteTier
-from stowage.tiers.valkey import ValkeyTier
+from stowage.engine.sampling import SamplingParams
+from stowage.storage.objects import ObjectTier
+from stowage.storage.protocol import Inquiry, Probe, Transfer
+from stowage.storage.remote.tier import RemoteTier
+from stowage.storage.valkey import ValkeyTier
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, credentials
 
 MIB = 1 << 20

@@ -31,12 +31,12 @@ import numpy as np
 
 from benchmarks._replay import read_lines
 from benchmarks._report import RESULTS, write_result
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
-from stowage.planner.replay import parts_of, replay
-from stowage.planner.scenario import Link, Scenario
-from stowage.planner.trace import read_trace
+from stowage.engine.sampling import SamplingParams
+from stowage.simulator.replay import parts_of, replay
+from stowage.simulator.scenario import Link, Scenario
+from stowage.simulator.trace import read_trace
 from stowage.testing import tiny_models
 
 BLOCK_TOKENS = 16
@@ -143,7 +143,7 @@ def engine_replay(lines: list[dict[str, Any]], host_bytes: int, disk_bytes: int,
             probe.ask(length)
         probe.seconds.clear()
         for number, line in enumerate(lines):
-            engine.forget_pace()
+            engine.forget_costs()
             (completion,) = engine.generate([tokens_of(line)], ONE_TOKEN)
             for name in ("host", "disk"):
                 result[name].append(completion.reused_tokens.get(name, 0))
@@ -177,7 +177,7 @@ class Probe:
 
     def _time(self, place: str, length: int, prompt: list[int], reused: int) -> None:
         engine = self._engine
-        engine.forget_pace()  # loads, however quick computing would be
+        engine.forget_costs()  # loads, however quick computing would be
         (completion,) = engine.generate([prompt], ONE_TOKEN)
         assert completion.reused_tokens.get(place, 0) == reused, completion.reused_tokens
         self.seconds.setdefault(place, {}).setdefault(length, []).append(completion.ttft_s)

@@ -73,7 +73,7 @@ def live(place: str, socket: str, dtype: str, memory: dict[str, Any], environ: d
     import os
 
     os.environ.update(environ)
-    from stowage.config import Memory
+    from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
 
     with Engine(models.half_billion(dtype), Memory(**memory)) as engine:

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks import limits, models
 from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
-from stowage.engine.packing import pack
+from stowage.evaluation.pack import pack
 
 SCRIPT = Path(__file__).parent / "peers" / "weights_engine.py"
 PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))

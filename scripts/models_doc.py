@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
-from stowage.engine import families
-from stowage.engine.assembly import block_tokens_of
-from stowage.engine.layers import BlockLayout, ModelLayout, probe
+from stowage.models import families
+from stowage.models.layout import BlockLayout, ModelLayout, probe
+from stowage.models.namespace import block_tokens_of
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import Family, TinySize
 from stowage.testing.tiny_models.outer import Outer

@@ -6,7 +6,7 @@ kept of a run: `tests/mutation.json` with the score of each file and every survi
 new tests; what was killed is not, unless its function changed. `rm -r mutants` begins anew.
 
     python scripts/mutation.py                   # everything
-    python scripts/mutation.py core/ledger.py    # one file, all of it
+    python scripts/mutation.py cache/ledger.py    # one file, all of it
     python scripts/mutation.py --report          # no run: write down what the last one found
 """
 
@@ -147,7 +147,7 @@ def _survivors(file: dict[str, list[object]]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", help="below src/stowage, for example core/ledger.py")
+    parser.add_argument("file", nargs="?", help="below src/stowage, for example cache/ledger.py")
     parser.add_argument("--report", action="store_true", help="run nothing")
     arguments = parser.parse_args()
     if arguments.file and not (ROOT / PACKAGE / arguments.file).is_file():

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.protocol import Outcome, Transfer
+from stowage.storage.disk import DiskTier
+from stowage.storage.protocol import Outcome, Transfer
 
 NAMESPACE = hashlib.sha256(b"a namespace").digest()
 NEVER_S = 1e18

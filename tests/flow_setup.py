@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.events import Action, Discard, StartStore
-from stowage.core.flow import Flow
+from stowage.cache.events import Action, Discard, StartStore
+from stowage.cache.flow import Flow
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 
 FULL = 0b1111

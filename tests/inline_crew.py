@@ -8,14 +8,14 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from stowage.tiers.disk.system import Turn
+from stowage.storage.disk.system import Turn
 
 MOMENT_S: Final = 0.01
 """A worker that wants to go on so soon has work: whoever woke it waits for it."""
 
 
 class InlineCrew:
-    """Implements Crew (stowage.tiers.disk.system)."""
+    """Implements Crew (stowage.storage.disk.system)."""
 
     def __init__(self, name: str, turns: Sequence[Turn]) -> None:
         self._turns = list(turns)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stowage.weights.crossing import PlainCarrier
+from stowage.weights.device_prefetcher import PlainCarrier
 from tests.late_copies import Lane, Late
 
 RUBBISH = 0xFF

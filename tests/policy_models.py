@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stowage.core.policy import Policy
+from stowage.cache.policy import Policy
 
 
 def array(slots: list[int]) -> np.ndarray:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stowage.format import segment
-from stowage.format.envelope import HEADER_BYTES
-from stowage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format import segment
+from stowage.storage.format.envelope import HEADER_BYTES
+from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
 
 FRAME_BYTES = 128
 """What a page begins with before its content: magic, version, fields, checksum."""

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from stowage.planner.trace import Trace, read_trace
+from stowage.simulator.trace import Trace, read_trace
 
 
 def conversations(

@@ -49,7 +49,7 @@ def link() -> dict[str, Any]:
     import torch
 
     from stowage.transfer.pinning import pin
-    from stowage.weights.berths import Berths
+    from stowage.weights.host_buffers import Berths
 
     device, berths = torch.device("cuda", 0), Berths()
     here = berths.keep(torch.ones(LINK_BYTES, dtype=torch.uint8))

@@ -31,7 +31,7 @@ def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int, device: 
     from stowage import openmp
 
     openmp.wait_briefly()  # as `stowage run` and `stowage serve`
-    from stowage import Engine, Memory, SamplingParams  # torch comes with it
+    from stowage import Engine, Memory, SamplingParams
 
     memory = Memory(device_kv=device_bytes, host=host_bytes, sequences_max=SEQUENCES_MAX)
     engine = Engine(model, memory, dtype=dtype, device=device, **more)

@@ -33,7 +33,7 @@ def start(model: str, dtype: str, plugin: dict[str, Any] | None, **more: Any) ->
     if plugin is not None:
         more["kv_transfer_config"] = {
             "kv_connector": "StowageConnector",
-            "kv_connector_module_path": "stowage.integrations.vllm",
+            "kv_connector_module_path": "stowage.plugins.vllm",
             "kv_role": "kv_both",
             "kv_connector_extra_config": plugin,
         }
@@ -126,7 +126,7 @@ def main() -> None:
     )
     watch = Watch()
     if rest:
-        from stowage.integrations.vllm import StowageConnector
+        from stowage.plugins.vllm import StowageConnector
 
         watch.wrap(StowageConnector)
     print(json.dumps({"ready": True}), file=answers, flush=True)

@@ -31,7 +31,7 @@ def load(way: str, path: str, dtype: str, scratch: str) -> Any:
 
     logging.disable_progress_bar()
     if way.endswith("-memory"):
-        from stowage.engine import loading
+        from stowage.models import loading
 
         return _in_memory(loading.load(path, dtype).model)
     if way.partition(":")[0] in OURS:

@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from stowage.tiers.protocol import Outcome, Transfer
+from stowage.storage.protocol import Outcome, Transfer
 
 
 class DictTier:

@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stowage.config import Memory
+    from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
     from stowage.engine.request import Completion, Delta
-    from stowage.engine.sampler import SamplingParams, TokenLogprob
+    from stowage.engine.sampling import SamplingParams, TokenLogprob
     from stowage.errors import (
         BudgetError,
         CheckpointError,
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
         TransferError,
         UnsupportedModelError,
     )
-    from stowage.integrations.transformers.offload import offload
-    from stowage.integrations.transformers.prefix_cache import PrefixCache
+    from stowage.plugins.transformers.offload import offload
+    from stowage.plugins.transformers.prefix_cache import PrefixCache
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Memory": "stowage.config",
-    "offload": "stowage.integrations.transformers.offload",
-    "PrefixCache": "stowage.integrations.transformers.prefix_cache",
+    "Memory": "stowage.config.memory",
+    "offload": "stowage.plugins.transformers.offload",
+    "PrefixCache": "stowage.plugins.transformers.prefix_cache",
     "Engine": "stowage.engine.engine",
     "Completion": "stowage.engine.request",
     "Delta": "stowage.engine.request",
-    "SamplingParams": "stowage.engine.sampler",
-    "TokenLogprob": "stowage.engine.sampler",
+    "SamplingParams": "stowage.engine.sampling",
+    "TokenLogprob": "stowage.engine.sampling",
     "BudgetError": "stowage.errors",
     "CheckpointError": "stowage.errors",
     "ConfigError": "stowage.errors",

@@ -1,7 +1,7 @@
 """What goes wrong, as lines of a log: through the standard `logging` module, under the loggers `stowage.*`.
 
 Nothing is configured on import. `configure` is for the command line; a program of your own adds handlers as it likes,
-and may use `JsonFormatter`. The loggers: `stowage.engine`, `stowage.store`, `stowage.disk`.
+and may use `JsonFormatter`. The loggers: `stowage.engine`, `stowage.cache.store`, `stowage.disk`.
 
 A line says what happened (`event`), where, and how often. It never holds a prompt, a token, a chunk's key, a salt or a
 secret: whoever reports an event passes numbers, names of tiers and segments, and texts of the operating system.

@@ -26,15 +26,15 @@ except ImportError:
     atheris = None
 
 if atheris is not None and __name__ == "__main__":
-    with atheris.instrument_imports(include=["stowage.format", "stowage.tiers.disk.survey"]):
-        from stowage.format import envelope, segment
-        from stowage.tiers.disk import survey
+    with atheris.instrument_imports(include=["stowage.storage.format", "stowage.storage.disk.recovery"]):
+        from stowage.storage.disk import recovery
+        from stowage.storage.format import envelope, segment
 else:
-    from stowage.format import envelope, segment
-    from stowage.tiers.disk import survey
+    from stowage.storage.disk import recovery
+    from stowage.storage.format import envelope, segment
 
 from stowage.errors import FormatError
-from stowage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentName
 
 NAME = SegmentName(7, b"\1\2\3\4\5\6\7\x08")
 NAMESPACE = bytes(range(32))
@@ -185,8 +185,8 @@ def _patched_file(data: bytes) -> None:
     if flags & 4:
         file = file[: length % len(file)] if flags & 8 else file + bytes(length)
     memory = MemoryFile(bytes(file))
-    found = survey.survey(memory, NAME, FILE_BYTES_MAX)  # type: ignore[arg-type]
-    assert memory.asked <= max(len(file) + PAGE_BYTES, survey.AHEAD_BYTES)
+    found = recovery.survey(memory, NAME, FILE_BYTES_MAX)  # type: ignore[arg-type]
+    assert memory.asked <= max(len(file) + PAGE_BYTES, recovery.AHEAD_BYTES)
     assert PAGE_BYTES <= found.end <= max(PAGE_BYTES, len(file))
     for entries in found.batches:
         records = segment.select(entries, NAMESPACE)

@@ -15,8 +15,8 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from stowage.format import envelope, segment
-from stowage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format import envelope, segment
+from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
 from tests.disk_client import NAMESPACE, key, only_segment
 from tests.segment_surgery import Surgery, reseal
 

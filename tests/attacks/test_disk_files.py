@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from stowage.format import segment
-from stowage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format import segment
+from stowage.storage.format.segment import PAGE_BYTES, SegmentName
 from tests.disk_client import Client, key, only_segment, payload, segments
 from tests.segment_surgery import flip
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from stowage.format import envelope, segment
-from stowage.format.protection import NO_MARK, Mark, Method, Protection, SecretKey
-from stowage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format import envelope, segment
+from stowage.storage.format.protection import NO_MARK, Mark, Method, Protection, SecretKey
+from stowage.storage.format.segment import PAGE_BYTES, SegmentName
 from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment, segments
 
 NAMES = [key(n) for n in range(5)]

@@ -12,8 +12,8 @@ import struct
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stowage.format import envelope, segment
-from stowage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format import envelope, segment
+from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
 from tests.attacks import fuzz_format
 from tests.attacks.fuzz_format import NAME, NAMESPACE, one_input
 
@@ -156,7 +156,7 @@ def test_names(text: str) -> None:
 
 def test_the_good_file_is_found_whole() -> None:
     """The fuzzing starts from what is right, or it would show nothing."""
-    found = fuzz_format.survey.survey(fuzz_format.MemoryFile(fuzz_format.GOOD), NAME, 1 << 20)  # type: ignore[arg-type]
-    assert [len(entries) for entries in found.batches] == [3] and found.state is fuzz_format.survey.State.SEALED
+    found = fuzz_format.recovery.survey(fuzz_format.MemoryFile(fuzz_format.GOOD), NAME, 1 << 20)  # type: ignore[arg-type]
+    assert [len(entries) for entries in found.batches] == [3] and found.state is fuzz_format.recovery.State.SEALED
     keys = segment.select(found.batches[0], NAMESPACE).keys
     assert keys == list(fuzz_format.PAYLOADS) and envelope.VERSION == 1

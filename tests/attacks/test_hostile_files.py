@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from stowage.errors import FormatError
-from stowage.format import envelope, segment
-from stowage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.disk import recovery
+from stowage.storage.disk.system import System
+from stowage.storage.format import envelope, segment
+from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk import survey
-from stowage.tiers.disk.system import System
 from tests.attacks.hostile import ANOTHER, HOSTILE, LIMIT, hostile
 from tests.disk_client import NAMESPACE, Client, key
 from tests.inline_crew import InlineCrew
@@ -56,7 +56,7 @@ def directory(tmp_path: Path) -> Path:
 def test_it_gets_nowhere(directory: Path, make: object) -> None:
     held = make(directory)  # type: ignore[operator]
     counting = FaultyFileSystem()
-    system = System(files=counting, crew=InlineCrew)
+    system = System(files=counting, worker_pool=InlineCrew)
     with memory_bounded(MEMORY_BYTES_MAX), Client(directory, LIMIT, readers=1, system=system) as client:
         client.load(NAMES, LENGTHS)  # asserts that what is found is exact
         assert counting.calls["preadv"] <= READS_MAX
@@ -65,7 +65,7 @@ def test_it_gets_nowhere(directory: Path, make: object) -> None:
         assert client.store([NAMES[n] for n in missing], [LENGTHS[n] for n in missing]).ok.all()
         assert client.load(NAMES, LENGTHS).ok.all()
         client.check()
-    with Client(directory, LIMIT, readers=1, system=System(crew=InlineCrew)) as client:
+    with Client(directory, LIMIT, readers=1, system=System(worker_pool=InlineCrew)) as client:
         assert client.load(NAMES, LENGTHS).ok.all(), "for good"
     assert not list((directory.parent / "outside").iterdir())
     del held
@@ -89,7 +89,7 @@ def test_a_reader_that_believed_the_file_would_be_caught(directory: Path, monkey
     monkeypatch.setattr(segment, "parse_trailer", lambda *_: trailer)
     with (
         memory_bounded(MEMORY_BYTES_MAX),
-        Client(directory, LIMIT, readers=1, system=System(crew=InlineCrew)) as client,
+        Client(directory, LIMIT, readers=1, system=System(worker_pool=InlineCrew)) as client,
     ):
         assert client.stats()["read_errors"]
 
@@ -118,7 +118,7 @@ def test_giving_up_batches_takes_no_square_of_their_number() -> None:
     entries["offset"] = PAGE_BYTES * (2 + 2 * np.arange(count))
     end = PAGE_BYTES * (1 + 2 * count)
     file = SealedInMemory(end)
-    assert survey.seal(file, ANOTHER, np.split(entries, count), end)  # type: ignore[arg-type]
+    assert recovery.seal(file, ANOTHER, np.split(entries, count), end)  # type: ignore[arg-type]
     kept = file.written // ENTRY_BYTES
     assert count * 0.95 < kept < count and file.bytes <= end
 
@@ -164,7 +164,7 @@ def test_a_bad_sector_among_read_ahead_pages_costs_nothing(directory: Path) -> N
         return real(fd, buffers, offset)
 
     files.preadv = preadv  # type: ignore[method-assign]
-    with Client(directory, LIMIT, readers=1, system=System(files=files, crew=InlineCrew)) as client:
+    with Client(directory, LIMIT, readers=1, system=System(files=files, worker_pool=InlineCrew)) as client:
         assert client.stats()["chunks"] == 5 + 40 and client.stats()["read_errors"] == 0
 
 

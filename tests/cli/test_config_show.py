@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stowage.settings import SETTINGS
+from stowage.config.settings import SETTINGS
 from tests.cli.conftest import Stowage
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stowage.cli import checks
-from stowage.settings import load_settings
+from stowage.config.settings import load_settings
 from tests.cli.conftest import Stowage
 
 

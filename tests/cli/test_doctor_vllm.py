@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from stowage.cli import vllm_checks
-from stowage.settings import load_settings
+from stowage.config.settings import load_settings
 from stowage.testing import tiny_models
 from tests.cli.conftest import Stowage
 
-OURS = EntryPoint("stowage", "stowage.integrations.vllm:register", "vllm.general_plugins")
+OURS = EntryPoint("stowage", "stowage.plugins.vllm:register", "vllm.general_plugins")
 OTHER = EntryPoint("lora", "vllm.plugins:register", "vllm.general_plugins")
 
 
@@ -55,7 +55,7 @@ def test_the_entry_point_and_what_hides_it() -> None:
 
 def test_the_package_registers_what_vllm_looks_for() -> None:
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    assert [point.value for point in points if point.name == "stowage"] == ["stowage.integrations.vllm:register"]
+    assert [point.value for point in points if point.name == "stowage"] == ["stowage.plugins.vllm:register"]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import json
 import stat
 from pathlib import Path
 
-from stowage import keys
-from stowage.format.protection import Method, Protection, SecretKey
+from stowage.storage import key_file
+from stowage.storage.format.protection import Method, Protection, SecretKey
 from tests.cli.conftest import Stowage
 from tests.disk_client import Client, keys_of
 
@@ -21,17 +21,17 @@ def test_the_life_of_a_key_file(call: Stowage, tmp_path: Path) -> None:
         return result.stdout
 
     made = json.loads(run("new", file, "--json"))
-    assert made == {"file": str(file), "key": keys.read(file)[0].id.hex()}
+    assert made == {"file": str(file), "key": key_file.read(file)[0].id.hex()}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     rotated = json.loads(run("rotate", file, "--json"))["key"]
-    secrets = [key.reveal() for key in keys.read(file)]
+    secrets = [key.reveal() for key in key_file.read(file)]
     assert json.loads(run("show", file, "--json"))["keys"] == [rotated, made["key"]]
     assert run("show", file).splitlines() == [f"{rotated}  writes and reads", f"{made['key']}  reads"]
     assert json.loads(run("drop", file, made["key"], "--json"))["dropped"] == made["key"]
     assert json.loads(run("show", file, "--json"))["keys"] == [rotated]
     run("rotate", file)
     run("drop", file, rotated)
-    secrets += [key.reveal() for key in keys.read(file)]
+    secrets += [key.reveal() for key in key_file.read(file)]
     assert len(set(secrets)) == 3 and not any(secret in text for secret in secrets for text in shown)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stowage import keys
-from stowage.format.protection import Method
+from stowage.storage import key_file
+from stowage.storage.format.protection import Method
 from tests.cli.conftest import SOURCE, Stowage
 from tests.disk_client import Client, key, segments
 from tests.unit.test_scrub import fill
@@ -58,8 +58,8 @@ def test_a_live_writer_keeps_its_bad_chunk_and_the_status_says_so(call: Stowage,
 
 
 def test_keys(call: Stowage, tmp_path: Path) -> None:
-    keys.make(tmp_path / "k")
-    protection = keys.protection(Method.AES_256_GCM.label, tmp_path / "k")
+    key_file.make(tmp_path / "k")
+    protection = key_file.protection(Method.AES_256_GCM.label, tmp_path / "k")
     cache = fill(tmp_path / "c", COUNT, protection)
     cache.flip(5)
     result = call("scrub", tmp_path / "c")
@@ -100,7 +100,7 @@ def test_killed_for_real_it_loses_nothing_good(tmp_path: Path) -> None:
     cache.flip(*bad)
     good = [n for n in range(200) if n not in bad]
     program = (
-        "import sys, pathlib; from stowage.tiers.disk.scrub import scrub\n"
+        "import sys, pathlib; from stowage.storage.disk.scrub import scrub\n"
         "print('go', flush=True)\n"
         "report = scrub(pathlib.Path(sys.argv[1]), bytes_per_s_max=float(sys.argv[2]))\n"
         "sys.exit(not report.is_clean)"

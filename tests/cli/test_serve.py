@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from stowage.config.settings import SETTINGS
 from stowage.server.limits import Limits
-from stowage.settings import SETTINGS
 from tests.cli.conftest import Stowage
 
 KEY = "k" * 32

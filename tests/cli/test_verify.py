@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stowage.config import Memory
-from stowage.engine.verify import DIFFERENT, OK, SHORT, UNUSED, Report, verify
-from stowage.store import TieredStore
+from stowage.cache.store import TieredStore
+from stowage.config.memory import Memory
+from stowage.evaluation.parity import DIFFERENT, OK, SHORT, UNUSED, Report, verify
 from stowage.testing import tiny_models
 from stowage.transfer.cpu import CpuTransfer
 from tests.cli.conftest import Stowage

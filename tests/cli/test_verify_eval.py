@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from stowage.config import Memory
-from stowage.engine import evaluation
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.evaluation import evaluate, questions, right
-from stowage.engine.sampler import SamplingParams
-from stowage.engine.verify import verify
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, RequestError
+from stowage.evaluation import tasks
+from stowage.evaluation.parity import verify
+from stowage.evaluation.tasks import evaluate, questions, right
 from stowage.transfer.cpu import CpuTransfer
 from tests.cli.conftest import Stowage
 
@@ -134,12 +134,12 @@ def test_a_question_that_does_not_fit(tiny_llama: Path, tmp_path: Path) -> None:
     asked = questions(write(tmp_path / "q.jsonl", [{"prompt": "word " * 5000, "answer": "b"}]), shots=0)
     with pytest.raises(RequestError, match="above the context"):
         evaluate(tiny_llama, SMALL, asked)
-    assert evaluation.NEW_TOKENS == 256
+    assert tasks.NEW_TOKENS == 256
 
 
 def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every tier off all weights are in memory: one byte of a streamed layer is enough to be seen."""
-    from stowage.weights.delivered import Streamed
+    from stowage.weights.delivery import Streamed
 
     memory = Memory(
         device_kv="1MiB",

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import Phase, settings
 
 from docs.examples.dict_tier import DictTier
+from stowage.storage.protocol import Outcome, Tier, Transfer
 from stowage.testing.conformance import NonConformance, TierConformance
-from stowage.tiers.protocol import Outcome, Tier, Transfer
 
 KEEPS = 1 << 20
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from docs.examples.dict_tier import DictTier
-from stowage.format.protection import Method, Protection, SecretKey
+from stowage.storage.disk import DiskTier
+from stowage.storage.format.protection import Method, Protection, SecretKey
 from stowage.testing import TierConformance
-from stowage.tiers.disk import DiskTier
 
 KIB = 1 << 10
 MIB = 1 << 20

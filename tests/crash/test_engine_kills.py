@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from stowage.testing import tiny_models
 from tests.disk_client import used_bytes
 from tests.nursery import Child, Nursery, wait_until
@@ -88,7 +88,7 @@ def serve_until_killed(board_path: str, answers_path: str, directory: str, seed:
 
 
 @dataclass
-class Crew:
+class WorkerPool:
     """Kills the engines of one directory, one after the other."""
 
     directory: Path
@@ -137,12 +137,15 @@ class Crew:
 
 
 def test_random_kills_of_a_loaded_engine(tmp_path: Path) -> None:
-    crews = [Crew(tmp_path / str(number), KILLS // CREWS, number) for number in range(CREWS)]
+    worker_pools = [WorkerPool(tmp_path / str(number), KILLS // CREWS, number) for number in range(CREWS)]
     began_s = time.monotonic()
     with ThreadPoolExecutor(CREWS) as pool:
-        list(pool.map(Crew.run, crews))
-    opened_s = sorted(seconds for crew in crews for seconds in crew.opened_s)
-    answers, disk_tokens = sum(crew.answers for crew in crews), sum(crew.disk_tokens for crew in crews)
+        list(pool.map(WorkerPool.run, worker_pools))
+    opened_s = sorted(seconds for worker_pool in worker_pools for seconds in worker_pool.opened_s)
+    answers, disk_tokens = (
+        sum(worker_pool.answers for worker_pool in worker_pools),
+        sum(worker_pool.disk_tokens for worker_pool in worker_pools),
+    )
     print(
         f"{KILLS} kills in {time.monotonic() - began_s:.0f} s, {answers} right answers, {disk_tokens} tokens from "
         f"disk, opened in {opened_s[len(opened_s) // 2]:.3f} s (median), {opened_s[-1]:.3f} s (longest)"

@@ -2,7 +2,7 @@
 processes are killed and started again. Nothing wrong is ever read, the limit holds throughout, and the dead hold no
 lock.
 
-A tier is driven by one thread (the contract of `stowage.tiers.protocol`), so each thread has a tier of its own, as four
+A tier is driven by one thread (the contract of `storage.protocol`), so each thread has a tier of its own, as four
 engines in one process have. An operation is one key looked up, loaded, stored or discarded.
 `STOWAGE_SHARING_OPERATIONS` says how many.
 """
@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.protocol import Outcome, Transfer
+from stowage.storage.disk import DiskTier
+from stowage.storage.protocol import Outcome, Transfer
 from tests.disk_client import NAMESPACE, NEVER_S, aligned, key, steady_bytes, used_bytes
 from tests.nursery import Child, Nursery
 from tests.syscall_trap import Board

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
-from stowage.core.plan import CopyPlan
-from stowage.engine.device import link
 from stowage.engine.engine import Engine
-from stowage.engine.pool import bytes_needed
 from stowage.engine.request import Completion
+from stowage.executor.block_pool import bytes_needed
+from stowage.executor.device import link
 from stowage.transfer.pinning import is_unified, should_pin_memory
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import stowage
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.transfer.mapped import mapped
+from stowage.experimental.cuda_mapped import mapped
 from stowage.transfer.pinning import pin, should_pin_memory
-from stowage.weights.berths import Berths
+from stowage.weights.host_buffers import Berths
 from tests.engine.conftest import greedy, random_prompt
 
 pytestmark = [

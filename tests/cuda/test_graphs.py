@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stowage.config import Memory
-from stowage.engine import graphs
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
+from stowage.executor.replay import graphs
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 pytestmark = [

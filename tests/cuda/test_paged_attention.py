@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
-from stowage.engine.gpu import paged
+from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import greedy, random_prompt
 from tests.second_device.paged_cases import BOUND, EDGES, make
@@ -68,9 +68,9 @@ def test_engines_use_it(family: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     prompts = [random_prompt(length, seed=length) for length in (150, 33)]
     found = []
     for switch in ("", "1"):
-        monkeypatch.setenv(paged.SWITCH, switch)
+        monkeypatch.setenv(launch.SWITCH, switch)
         with Engine(model, Memory(device_kv="8MiB"), cuda_graphs=False) as engine:
-            assert (engine.parts.runner._paged is paged.attend) is (switch == "")
+            assert (engine.parts.runner._paged is launch.attend) is (switch == "")
             found.append(engine.generate(prompts, greedy(12)))
     for in_place, gathered in zip(*found, strict=True):
         for one, other in zip(in_place.logprobs, gathered.logprobs, strict=True):

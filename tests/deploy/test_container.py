@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stowage.settings import SETTINGS
+from stowage.config.settings import SETTINGS
 from tests.deploy.conftest import DEPLOY, ROOT
 
 DOCKER = DEPLOY / "docker"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
-from stowage.engine.placement import placement
+from stowage.engine.placement_report import placement
 from stowage.testing import tiny_models
 from tests.deploy.conftest import ROOT
 

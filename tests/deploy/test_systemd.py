@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stowage.cli.app import app
-from stowage.settings import SETTINGS
+from stowage.config.settings import SETTINGS
 from tests.deploy.conftest import DEPLOY
 
 SYSTEMD = DEPLOY / "systemd"

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stowage.config import Memory
-from stowage.engine import native, pace
+from stowage.cache import cost_model
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
+from stowage.executor import kernels
 from stowage.testing import tiny_models
 
 LOGPROB_BOUND = 4e-4
@@ -31,11 +32,11 @@ INSTRUCTIONS = ["base", "avx2", "avx512", "avx512_bf16"]
 def instructions(request):
     """Every instruction set that this processor has."""
     try:
-        native._kernel.use_instructions(request.param)
+        kernels._kernel.use_instructions(request.param)
     except ValueError as error:
         pytest.skip(str(error))
     yield request.param
-    native._kernel.use_instructions(None)
+    kernels._kernel.use_instructions(None)
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ def checkpoints_in(root: Path) -> Callable[..., Path]:
 
 def be_patient(monkeypatch: pytest.MonkeyPatch, least_s: float = 30.0) -> None:
     """Engines load whatever a tier has, and wait at least so long for it."""
-    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", least_s)
-    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
-    monkeypatch.setattr(pace.Pace, "worth_meeting", lambda *_: False)
+    monkeypatch.setattr(cost_model, "_DEADLINE_LEAST_S", least_s)
+    monkeypatch.setattr(cost_model.CostModel, "worth_loading", lambda *_: True)
+    monkeypatch.setattr(cost_model.CostModel, "worth_overlapping", lambda *_: False)
 
 
 def assert_nothing_is_pinned(engine: Engine) -> None:

@@ -8,9 +8,8 @@ import shutil
 
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.loading import find
 from stowage.errors import (
     BudgetError,
     CheckpointError,
@@ -19,6 +18,7 @@ from stowage.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from stowage.models.loading import find
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
@@ -179,7 +179,7 @@ def test_directory_of_another_user(checkpoints, tmp_path):
 
 
 def test_stop_strings_without_a_tokenizer(references):
-    from stowage.engine.sampler import SamplingParams
+    from stowage.engine.sampling import SamplingParams
 
     model = tiny_models.build("llama")
     with Engine(model, Memory(device_kv="8MiB")) as engine:

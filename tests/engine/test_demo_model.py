@@ -11,11 +11,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from transformers import AutoTokenizer
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.demo.__main__ import main
 from stowage.demo.corpus import heldout_text, model_path
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 
 WINDOW_TOKENS, SHARED_TOKENS, WINDOWS = 512, 256, 6
 SCORE = SamplingParams(max_new_tokens=1, prompt_logprobs=0, prompt_logprobs_from=SHARED_TOKENS + 1)

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from stowage.config import Memory
-from stowage.engine import attention, exactness, mixers, native
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.exactness import Pieces
-from stowage.engine.pool import bytes_needed
-from stowage.engine.rows import OwnRows
 from stowage.engine.sequence import Sequence
 from stowage.errors import BudgetError, ConfigError, DirectoryError, UnsupportedModelError
+from stowage.executor import attention, kernels
+from stowage.executor.block_pool import bytes_needed
+from stowage.executor.determinism import cuts
+from stowage.executor.determinism.cuts import Pieces
+from stowage.executor.determinism.row_invariance import OwnRows
+from stowage.executor.fused import mixers
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
@@ -108,7 +110,7 @@ def _next_turn(family, opened, reused):
 
 def test_a_scan_that_nobody_saw_is_found_by_the_trial(opened, scanned, monkeypatch):
     """Then prompts are cut at its multiples."""
-    monkeypatch.setattr(exactness, "whole_prompts", lambda model: True)
+    monkeypatch.setattr(cuts, "whole_prompts", lambda model: True)
     _next_turn("qwen3_next", opened, 320)
 
 
@@ -212,13 +214,13 @@ def test_caches_of_others_are_not_reused(checkpoints, tmp_path):
 
 def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_path):
     """The trial at the start finds a kernel whose rows depend on how many there are."""
-    honest = native.linear
+    honest = kernels.linear
 
     def other_with_few_rows(x, weight, bias=None):
         out = honest(x, weight, bias)
         return out * (1 + 1e-6) if out.numel() // out.shape[-1] < 3 else out
 
-    monkeypatch.setattr(native, "linear", other_with_few_rows)
+    monkeypatch.setattr(kernels, "linear", other_with_few_rows)
     memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
     with pytest.raises(UnsupportedModelError, match="cannot be deterministic: token"):
         Engine(checkpoints("llama"), memory, deterministic=True)

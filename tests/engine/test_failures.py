@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from stowage import opening
+from stowage.cache import opening
 from stowage.core.geometry import Kind
 from stowage.errors import TransferError
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.files import RealFileSystem
+from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.system import System
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 PROMPT = random_prompt(500)
@@ -79,8 +79,8 @@ def leave_only_disk(engine):
 def test_failed_copy_to_host(family, engines, references):
     """F2: nothing was stored, nothing is found, and later stores work."""
     engine = engines(family, host="32MiB", snapshot_tokens=128)
-    transfer = FailingTransfer(engine._residency.transfer)
-    engine._residency.transfer = transfer
+    transfer = FailingTransfer(engine._kv_manager.transfer)
+    engine._kv_manager.transfer = transfer
     transfer.failing = {"store"}
     ask(engine, references, family)
     assert engine.stats()["engine"]["copies_failed"] > 0
@@ -95,8 +95,8 @@ def test_failed_copy_to_host(family, engines, references):
 def test_failed_copy_to_device(family, engines, references):
     """F2: a recompute, and the blocks of the failed copy are not found by anybody."""
     engine = engines(family, host="32MiB", snapshot_tokens=128)
-    transfer = FailingTransfer(engine._residency.transfer)
-    engine._residency.transfer = transfer
+    transfer = FailingTransfer(engine._kv_manager.transfer)
+    engine._kv_manager.transfer = transfer
     ask(engine, references, family)
     engine.drop_device_cache()
     transfer.failing = {"load"}
@@ -202,7 +202,7 @@ def test_hung_read_costs_its_deadline(engines, references, tmp_path, disk_faults
     engine = with_disk(engines, "llama", tmp_path, load_timeout_s=0.5)
     ask(engine, references, "llama")
     leave_only_disk(engine)
-    engine.forget_pace()  # the time-out alone decides
+    engine.forget_costs()  # the time-out alone decides
     hang = disk_faults.hang("preadv", times=1000)
     references("llama").answer(PROMPT, 8)
     began_s = time.monotonic()
@@ -236,7 +236,7 @@ def test_a_request_waits_for_one_deadline_only(engines, references, tmp_path, mo
     engine = with_disk(engines, "nemotron_h", tmp_path, load_timeout_s=0.3, step_tokens_max=128)
     ask(engine, references, "nemotron_h")
     leave_only_disk(engine)
-    engine.forget_pace()  # the time-out alone decides
+    engine.forget_costs()  # the time-out alone decides
     (group,) = [group for group in engine.parts.layout.groups if group.kind is Kind.RECURRENT]
     files.sizes = {group.bytes_per_chunk, -(-group.bytes_per_chunk // 4096) * 4096}
     assert sum(ask(engine, references, "nemotron_h").values()) == 0
@@ -253,7 +253,7 @@ def test_a_prefix_that_arrives_when_the_room_is_gone(engines, references, tmp_pa
     prompt, others = PROMPT[:200], [random_prompt(170, seed=seed) for seed in (1, 2)]
     ask(engine, references, "llama", prompt[:70])
     leave_only_disk(engine)
-    engine.forget_pace()  # it waits for the disk as long as the test wants it to
+    engine.forget_costs()  # it waits for the disk as long as the test wants it to
     hang = disk_faults.hang("preadv")
     late = engine.submit(prompt, greedy(8))
     assert hang.reached.wait(10)
@@ -286,7 +286,7 @@ def test_one_flight_per_chunk(engines, references, tmp_path, disk_faults):
 
 _VICTIM = """
 import sys
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from tests.engine.conftest import greedy, random_prompt
 engine = Engine(sys.argv[1], Memory(device_kv="8MiB", host="32MiB", disk=sys.argv[2] + ":64MiB"))

@@ -10,15 +10,15 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
-from stowage.engine.assembly import block_tokens_of
 from stowage.engine.engine import Engine
-from stowage.engine.fallback import looking, runner
-from stowage.engine.fallback.pooled import At, Rows
-from stowage.engine.pool import bytes_needed
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, UnsupportedModelError
+from stowage.executor.block_pool import bytes_needed
+from stowage.executor.fallback import runner, trial
+from stowage.executor.fallback.cache_layers import At, Rows
+from stowage.models.namespace import block_tokens_of
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, greedy, random_prompt
 from tests.engine.families.world import World
@@ -195,7 +195,7 @@ def test_the_device_holds_no_more_than_a_layer_besides():
 
 
 def probe(model):
-    return looking.probe(model, block_tokens_of(Memory()), 4)
+    return trial.proved_layout(model, block_tokens_of(Memory()), 4)
 
 
 def test_a_model_that_does_not_go_on_as_it_began():

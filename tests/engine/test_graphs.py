@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from stowage import metrics
-from stowage.config import Memory
-from stowage.engine import assembly, graphs
+from stowage.config.memory import Memory
+from stowage.engine import assembly
 from stowage.engine.engine import Engine
-from stowage.engine.pool import PADDING_BLOCK
 from stowage.engine.request import Completion
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, ConfigError
+from stowage.executor.block_pool import PADDING_BLOCK
+from stowage.executor.replay import graphs
 from stowage.testing import tiny_models
 from tests.engine.conftest import LOGPROB_BOUND, check_and_close, greedy, random_prompt
 from tests.engine.tape import TapeRecorder
@@ -131,7 +132,7 @@ def test_a_replay_is_the_same_computation_to_the_bit(family: str, opened, monkey
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_preempted(family: str, opened) -> None:  # type: ignore[no-untyped-def]
     """Blocks change hands: a sequence comes back to others than it had."""
-    from stowage.engine.pool import bytes_needed
+    from stowage.executor.block_pool import bytes_needed
 
     prompts = [random_prompt(60 + i, seed=i) for i in range(4)]
     plain = opened(family, cuda_graphs=False, context=96)
@@ -148,7 +149,7 @@ def test_preempted(family: str, opened) -> None:  # type: ignore[no-untyped-def]
 
 def test_longer_than_the_device(opened) -> None:  # type: ignore[no-untyped-def]
     """A sequence whose blocks are away is computed plainly."""
-    from stowage.engine.pool import bytes_needed
+    from stowage.executor.block_pool import bytes_needed
 
     prompt = random_prompt(150, seed=1)
     plain = opened("llama", cuda_graphs=False)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine import assembly
-from stowage.engine.device import Link
 from stowage.engine.engine import Engine
-from stowage.engine.pool import bytes_needed
+from stowage.executor.block_pool import bytes_needed
+from stowage.executor.device import Link
 from stowage.transfer.staged import StagedTransfer
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
 from tests.late_copies import LateCopies

@@ -8,15 +8,16 @@ import logging
 
 import pytest
 
-from stowage import keys, opening
-from stowage.config import Memory
+from stowage.cache import opening
+from stowage.config.memory import Memory
+from stowage.core.key import SequenceKeys
 from stowage.engine.completion import namespace_of
 from stowage.engine.engine import Engine
-from stowage.engine.sequence import SequenceKeys
 from stowage.log import JsonFormatter, TextFormatter
+from stowage.storage import key_file
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.system import System
 from tests.engine.conftest import greedy
 
 PROMPT = "The code of the vault is opossum-4711-ferret. " * 12
@@ -68,9 +69,9 @@ def test_no_prompt_token_key_or_salt_is_logged(protection, checkpoints, tmp_path
     options = {"disk_protection": protection}
     if protection != "checksum":
         path = tmp_path / "keys"
-        keys.make(path)
+        key_file.make(path)
         options["disk_key_file"] = str(path)
-        secret = keys.read(path)[0].reveal()
+        secret = key_file.read(path)[0].reveal()
     memory = Memory(device_kv="8MiB", host="2MiB", disk=f"{tmp_path / 'cache'}:64MiB", **options)
     with Engine(checkpoints("llama"), memory, salt=ENGINE_SALT) as engine:
         tokens = engine.tokenizer.encode(PROMPT)
@@ -78,7 +79,7 @@ def test_no_prompt_token_key_or_salt_is_logged(protection, checkpoints, tmp_path
         def ask() -> None:
             engine.drop_device_cache()
             engine.drop_host()
-            engine.forget_pace()
+            engine.forget_costs()
             engine.generate([PROMPT], greedy(4), salt=TENANT_SALT)
             engine.flush()
 
@@ -97,7 +98,7 @@ def test_no_prompt_token_key_or_salt_is_logged(protection, checkpoints, tmp_path
         faults.fail("pwritev", errno.ENOSPC)
         engine.generate([PROMPT[::-1]], greedy(4), salt=TENANT_SALT)
         engine.flush()
-        monkeypatch.setattr("stowage.tiers.disk.loader.make_plan", lambda *_: [][tokens[0]])
+        monkeypatch.setattr("stowage.storage.disk.loader.make_plan", lambda *_: [][tokens[0]])
         faults.heal()
         ask()
         wanted = secrets_of(engine, tokens, known, secret)

@@ -10,16 +10,16 @@ from functools import partial
 import pytest
 import torch
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
-from stowage.engine import streaming
+from stowage.engine.capacity import blocks_at_work
 from stowage.engine.engine import Engine
-from stowage.engine.pool import blocks_needed
-from stowage.engine.reach import blocks_at_work
-from stowage.engine.scores import Scores, attend
-from stowage.engine.sequence import AWAY
-from stowage.engine.step import StreamStep
 from stowage.errors import BudgetError, TransferError
+from stowage.executor import streamed_attention
+from stowage.executor.attention_scores import Scores, attend
+from stowage.executor.batch import StreamStep
+from stowage.executor.block_pool import blocks_needed
+from stowage.executor.block_table import AWAY
 from tests.engine.conftest import assert_nothing_is_pinned, check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
 from tests.engine.test_failures import FailingTransfer
@@ -87,7 +87,7 @@ def test_larger_than_the_device(family, kernels, opened, monkeypatch):
     """
     if not kernels:
         monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
-        monkeypatch.setattr(streaming, "PIECE_KEYS_MAX", 80)
+        monkeypatch.setattr(streamed_attention, "PIECE_KEYS_MAX", 80)
     for percent in (50, 10) if kernels else (25,):
         engine = opened(family, percent)
         (completion,) = engine.generate([PROMPT], greedy(NEW_TOKENS))
@@ -108,13 +108,13 @@ def test_larger_than_the_device(family, kernels, opened, monkeypatch):
 @pytest.mark.parametrize(("tokens", "start"), [(1, 70), (20, 60)])
 def test_pieces_are_summed_as_the_whole(softcap, sinks, tokens, start, monkeypatch):
     """Keys in pieces of 32, every other block away, against softmax over all of them at once."""
-    monkeypatch.setattr(streaming, "PIECE_KEYS_MAX", 32)
+    monkeypatch.setattr(streamed_attention, "PIECE_KEYS_MAX", 32)
     length, size = start + tokens, 16
     pool, arena = torch.randn(2, 6, size, 2, 8), torch.randn(2, 6, size, 2, 8)
     query = torch.randn(tokens, 4, 8)
     scores = Scores(0.6, softcap, torch.tensor([3.0, -1.0, 0.5, 6.0]) if sinks else None)
     step = StreamStep(0, tokens, start, torch.tensor([AWAY - 3, 2, AWAY, 4, AWAY - 1]))
-    found = streaming.attend(None, query, tuple(pool), tuple(arena), step, scores)
+    found = streamed_attention.attend(None, query, tuple(pool), tuple(arena), step, scores)
     blocks = torch.stack([arena[:, 3], pool[:, 2], arena[:, 0], pool[:, 4], arena[:, 1]], 1)
     keys, values = blocks.flatten(1, 2)[:, :length].transpose(1, 2)[:, None]
     bias = torch.zeros(tokens, length).masked_fill_(
@@ -269,7 +269,7 @@ def test_pieces_fill_the_device(opened):
     engine = opened("llama", 40, step_tokens_max=150)
     (completion,) = engine.generate([PROMPT], greedy(1))
     world_of("llama").check(PROMPT, completion)
-    assert engine._scheduler._arrivals.forwards == 3
+    assert engine._scheduler._admissions.forwards == 3
 
 
 def test_from_disk(opened, tmp_path):
@@ -283,13 +283,13 @@ def test_from_disk(opened, tmp_path):
     first.close()
     engine = opened("llama", 25, **stored)
     copied = []
-    real = engine._residency.transfer
-    engine._residency.transfer = FailingTransfer(real)
-    engine._residency.transfer.load = lambda plan, storage: copied.append(plan.copies)
+    real = engine._kv_manager.transfer
+    engine._kv_manager.transfer = FailingTransfer(real)
+    engine._kv_manager.transfer.load = lambda plan, storage: copied.append(plan.copies)
     (completion,) = engine.generate([PROMPT], greedy(NEW_TOKENS))
     world_of("llama").check(PROMPT, completion)
     assert completion.reused_tokens["disk"] == 288 and not copied
-    engine._residency.transfer = real
+    engine._kv_manager.transfer = real
 
 
 def test_cancelled(opened):
@@ -326,9 +326,9 @@ def test_copies_that_fail(opened):
     and once copies work again it is answered too.
     """
     engine = opened("llama", 25)
-    real = engine._residency.transfer
+    real = engine._kv_manager.transfer
     transfer = FailingTransfer(real)
-    engine._residency.transfer = transfer
+    engine._kv_manager.transfer = transfer
     transfer.failing = {"store"}
     long, short = engine.submit(PROMPT, greedy(NEW_TOKENS)), engine.submit(PROMPT[:20], greedy(4))
     assert long.wait(30) and short.wait(30), "a request hangs"

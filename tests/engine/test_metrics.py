@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.examples.dict_tier import DictTier
 from stowage import metrics
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.metrics import Collector, exposition
 from tests.engine.conftest import greedy, random_prompt
@@ -37,7 +37,7 @@ def engine(checkpoints, tmp_path_factory):
         assert opened.flush()
         opened.drop_device_cache()
         opened.drop_host()
-        opened.forget_pace()
+        opened.forget_costs()
         opened.generate([random_prompt(500, seed=0)], greedy(4))
         assert opened.flush()
         yield opened

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from stowage.engine import mixers, native
-from stowage.engine.step import Step, current
+from stowage.executor import kernels
+from stowage.executor.batch import Step, current
+from stowage.executor.fused import mixers
 from stowage.testing import tiny_models
 
-pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
 DELTAS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 KIMIS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 SPACES = ("mamba2_chunk_scan", "mamba2_selective_state_update")
@@ -133,7 +134,7 @@ def test_what_computes_something_else_keeps_its_own(home, forward):
         delattr(home, name)
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @torch.inference_mode()
 def test_a_prompt_is_what_its_tokens_are(dtype, forward):
     """A state is changed where it is, and what a prompt leaves is what its tokens would have."""

@@ -18,15 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
-from stowage.core.key import namespace
-from stowage.engine import assembly, attention, loading
-from stowage.engine.layers import BlockLayout, LayerTensor, ModelLayout
-from stowage.engine.loading import Loaded
-from stowage.engine.sequence import SequenceKeys
+from stowage.core.key import SequenceKeys, namespace
+from stowage.engine import assembly
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.format import envelope, segment
+from stowage.executor import attention
+from stowage.models import loading
+from stowage.models import namespace as namespace_module
+from stowage.models.layout import BlockLayout, LayerTensor, ModelLayout
+from stowage.models.loading import Loaded
+from stowage.storage.format import envelope, segment
 from stowage.testing import tiny_models
 
 TOKENS = list(range(1024))
@@ -158,12 +160,12 @@ def test_salt_of_the_engine() -> None:
     ("module", "name", "value"),
     [
         (assembly, "ENGINE_FORMAT", 99),
-        (assembly, "PARALLEL", "2"),
-        (assembly, "ADAPTER", "a digest"),
+        (namespace_module, "PARALLEL", "2"),
+        (namespace_module, "ADAPTER", "a digest"),
         (attention, "NAME", "another"),
         (envelope, "VERSION", 99),
         (segment, "VERSION", 99),
-        (assembly.transformers, "__version__", "99.0"),
+        (namespace_module.transformers, "__version__", "99.0"),
     ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else str(value),
 )
@@ -191,7 +193,7 @@ def test_an_adapter_that_is_not_merged_is_refused(tmp_path: Path) -> None:
 
 
 def fields_of(loaded: Loaded, layout: ModelLayout, salt: str = "") -> Mapping[str, Any]:
-    return assembly.namespace_fields(loaded, layout, salt, "embedded/1", "paged")
+    return namespace_module.namespace_fields(loaded, layout, salt, "embedded/1", "paged")
 
 
 def with_block(layout: ModelLayout, **change: Any) -> ModelLayout:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.engine import native
-from stowage.engine.layers import visible
+from stowage.executor import kernels
+from stowage.models.layout import visible
 from tests.engine.conftest import INSTRUCTIONS
 from tests.threads import using_threads
 
-pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -33,7 +33,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 def test_linear_is_right(inputs, outputs, dtype, instructions):
     x, weight, bias = numbers(70, inputs, dtype=dtype), numbers(outputs, inputs, seed=1, dtype=dtype), numbers(outputs)
     exact = x.double() @ weight.double().T + bias.to(dtype).double()
-    found = native.linear(x, weight, bias.to(dtype))
+    found = kernels.linear(x, weight, bias.to(dtype))
     assert found.dtype is dtype
     bound = 3e-6 if dtype is torch.float32 else 2**-8
     size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
@@ -52,21 +52,21 @@ def test_linear_is_right(inputs, outputs, dtype, instructions):
 def test_a_row_of_a_linear_layer_is_its_own(rows, inputs, outputs, half, threads, data):
     dtype = torch.bfloat16 if half else torch.float32
     x, weight = numbers(rows, inputs, dtype=dtype), numbers(outputs, inputs, seed=1, dtype=dtype)
-    whole = native.linear(x, weight)
+    whole = kernels.linear(x, weight)
     begin = data.draw(st.integers(0, rows - 1))
     end = data.draw(st.integers(begin + 1, rows))
     with using_threads(threads):
-        assert torch.equal(native.linear(x[begin:end], weight), whole[begin:end])
+        assert torch.equal(kernels.linear(x[begin:end], weight), whole[begin:end])
         first = data.draw(st.integers(0, outputs - 1))
-        assert torch.equal(native.linear(x, weight[first:]), whole[:, first:]), "an output depends on its neighbours"
+        assert torch.equal(kernels.linear(x, weight[first:]), whole[:, first:]), "an output depends on its neighbours"
 
 
 def test_rows_that_do_not_lie_side_by_side():
     x, weight = numbers(9, 2, 40), numbers(30, 50, seed=1)[:, 5:45]
-    assert not weight.is_contiguous() and native.takes(x, weight)
-    found = native.linear(x[:, 1], weight)
-    assert torch.equal(found, native.linear(x[:, 1].contiguous(), weight.contiguous()))
-    assert native.linear(x[:0, 1], weight).shape == (0, 30)
+    assert not weight.is_contiguous() and kernels.takes(x, weight)
+    found = kernels.linear(x[:, 1], weight)
+    assert torch.equal(found, kernels.linear(x[:, 1].contiguous(), weight.contiguous()))
+    assert kernels.linear(x[:0, 1], weight).shape == (0, 30)
 
 
 class Case:
@@ -98,8 +98,8 @@ class Case:
             runs.append([tokens, end - begin, begin, at, first * self.block_tokens])
             queries.append(self.query[begin:end])
             at, tokens = at + len(tables[-1]), tokens + end - begin
-        steps = native.Runs(torch.cat(tables), torch.tensor(runs), self.kind, self.window, self.block_tokens, tokens)
-        return native.attend(
+        steps = kernels.Runs(torch.cat(tables), torch.tensor(runs), self.kind, self.window, self.block_tokens, tokens)
+        return kernels.attend(
             torch.cat(queries), self.keys, self.values, steps, 0.3, softcap=self.softcap, sinks=self.sinks
         )
 
@@ -175,16 +175,16 @@ def test_what_no_query_sees_is_not_read():
 
 def test_unknown_instructions_are_refused():
     with pytest.raises(ValueError, match="does not have"):
-        native._kernel.use_instructions("sse9")
-    assert native.instructions() in INSTRUCTIONS
+        kernels._kernel.use_instructions("sse9")
+    assert kernels.instructions() in INSTRUCTIONS
 
 
 def test_switched_off(monkeypatch):
-    assert native.wanted(torch.device("cpu"), torch.float32)
-    assert not native.wanted(torch.device("cpu"), torch.float16)
-    assert not native.wanted(torch.device("meta"), torch.float32)
+    assert kernels.wanted(torch.device("cpu"), torch.float32)
+    assert not kernels.wanted(torch.device("cpu"), torch.float16)
+    assert not kernels.wanted(torch.device("meta"), torch.float32)
     monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
-    assert not native.wanted(torch.device("cpu"), torch.float32)
+    assert not kernels.wanted(torch.device("cpu"), torch.float32)
 
 
 @settings(max_examples=40, deadline=None)
@@ -203,12 +203,12 @@ def test_codes_of_one_byte(rows, inputs, outputs, half, data):
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
     scales = torch.rand(outputs, generator=generator)
-    found = native.linear_int8(x, codes, scales)
+    found = kernels.linear_int8(x, codes, scales)
     begin = data.draw(st.integers(0, rows - 1))
-    assert torch.equal(native.linear_int8(x[begin:], codes, scales), found[begin:])
-    expected = native.linear(x.float(), codes.float()) * scales
-    for bias, computed in ((torch.zeros(outputs), found), (scales, native.linear_int8(x, codes, scales, scales))):
-        if half and native.instructions() == "avx512_bf16":
+    assert torch.equal(kernels.linear_int8(x[begin:], codes, scales), found[begin:])
+    expected = kernels.linear(x.float(), codes.float()) * scales
+    for bias, computed in ((torch.zeros(outputs), found), (scales, kernels.linear_int8(x, codes, scales, scales))):
+        if half and kernels.instructions() == "avx512_bf16":
             size = (x.double().abs() @ codes.double().abs().T) * scales + bias
             rounded = 2**-8 * (expected + bias).double().abs()
             assert ((computed.double() - (expected + bias).double()).abs() <= 3e-6 * size + rounded).all()
@@ -232,29 +232,29 @@ def test_codes_of_four_bits(group, groups, instructions):
     values = (whole * scales[0].float()[..., None] + scales[1].float()[..., None]).view(outputs, inputs)
     for dtype in DTYPES:
         x = numbers(9, inputs, dtype=dtype)
-        found = native.linear_int4(x, codes, scales, group)
-        expected = native.linear(x.float(), values)
+        found = kernels.linear_int4(x, codes, scales, group)
+        expected = kernels.linear(x.float(), values)
         assert torch.equal(found, expected.to(dtype))
-        assert torch.equal(native.linear_int4(x[5:], codes, scales, group), found[5:])
+        assert torch.equal(kernels.linear_int4(x[5:], codes, scales, group), found[5:])
         bias = numbers(outputs)
-        assert torch.equal(native.linear_int4(x, codes, scales, group, bias), (expected + bias).to(dtype))
+        assert torch.equal(kernels.linear_int4(x, codes, scales, group, bias), (expected + bias).to(dtype))
 
 
 def test_scales_of_bytes_that_are_away():
     """Bytes of ones: whatever is computed with them is not a number."""
     scales = torch.full((2, 4, 2), -1, dtype=torch.int16).view(torch.float16)
-    found = native.linear_int4(numbers(3, 64), torch.full((4, 32), 255, dtype=torch.uint8), scales, 32)
+    found = kernels.linear_int4(numbers(3, 64), torch.full((4, 32), 255, dtype=torch.uint8), scales, 32)
     assert bool(found.isnan().all())
 
 
 def test_several_callers_and_a_child_process():
     """The helping threads have one job at a time, and a child process has none of its parent's."""
     x, weight = numbers(2, 700, dtype=torch.bfloat16), numbers(900, 700, seed=1, dtype=torch.bfloat16)
-    expected = native.linear(x, weight)
+    expected = kernels.linear(x, weight)
     found: list[bool] = []
 
     def ask() -> None:
-        found.append(all(torch.equal(native.linear(x, weight), expected) for _ in range(100)))
+        found.append(all(torch.equal(kernels.linear(x, weight), expected) for _ in range(100)))
 
     with using_threads(3):
         callers = [threading.Thread(target=ask) for _ in range(3)]
@@ -268,7 +268,7 @@ def test_several_callers_and_a_child_process():
             child = os.fork()
         if child == 0:
             try:
-                os._exit(0 if torch.equal(native.linear(x, weight), expected) else 1)
+                os._exit(0 if torch.equal(kernels.linear(x, weight), expected) else 1)
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -278,9 +278,9 @@ def test_layers_in_one_call_are_the_layers():
     for dtype in DTYPES:
         x = numbers(2, 5, 70, dtype=dtype)
         weights = [numbers(outputs, 70, seed=outputs, dtype=dtype) for outputs in (1, 300, 13, 120, 2, 5, 6, 7)]
-        found = native.linears(x, weights)
+        found = kernels.linears(x, weights)
         for out, weight in zip(found, weights, strict=True):
-            assert out.dtype is dtype and torch.equal(out, native.linear(x, weight))
+            assert out.dtype is dtype and torch.equal(out, kernels.linear(x, weight))
 
 
 def test_numbers_of_bfloat16_are_rounded_as_torch_rounds(instructions):
@@ -288,5 +288,5 @@ def test_numbers_of_bfloat16_are_rounded_as_torch_rounds(instructions):
     x = torch.tensor([[1.0, 2**-8, 2**-16, 0], [1.0, 3 * 2**-8, 0, 0], [3e38, 3e38, 0, 0], [torch.nan, 1, 1, 1]])
     x, weight = x.bfloat16(), torch.ones(40, 4, dtype=torch.bfloat16)
     expected = (x.float() @ weight.float().T).bfloat16()
-    found = native.linear(x, weight)
+    found = kernels.linear(x, weight)
     assert torch.equal(found.view(torch.int16)[:3], expected.view(torch.int16)[:3]) and bool(found[3].isnan().all())

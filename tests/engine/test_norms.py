@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from stowage.engine import native, norms
-from stowage.engine.step import Step, current
+from stowage.executor import kernels
+from stowage.executor.batch import Step, current
+from stowage.executor.fused import norms
 
-pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
 
 
 def _class(rounded: bool, more: float, name: str = "SomeRMSNorm"):
@@ -53,7 +54,7 @@ def close(found, expected) -> bool:
     return bool(rare) and torch.allclose(found, expected, rtol=2**-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("width", [5, 64, 1030])
 @pytest.mark.parametrize(("rounded", "more"), [(True, 0.0), (False, 0.0), (False, 1.0)])
 @torch.inference_mode()
@@ -75,7 +76,7 @@ def test_every_way_is_found_and_right(rounded, more, width, dtype, forward):
     assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @torch.inference_mode()
 def test_what_computes_something_else_keeps_its_own(dtype, forward):
     two = _class(True, 0.0)(64)
@@ -97,7 +98,7 @@ def test_engines_share_a_model_and_outside_of_them_it_computes_as_ever(monkeypat
     norms.install(model)
     norms.uninstall(model)
     assert "forward" in model[0].__dict__, "another engine still has it"
-    monkeypatch.setattr(native, "norm", None)
+    monkeypatch.setattr(kernels, "norm", None)
     assert torch.equal(model(x), expected)
     norms.uninstall(model)
     assert "forward" not in model[0].__dict__

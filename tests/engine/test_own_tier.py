@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from docs.examples.dict_tier import DictTier
-from stowage.config import Memory
-from stowage.core import flow
-from stowage.engine import pace
+from stowage.cache import cost_model, flow
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from tests.engine.conftest import assert_same, greedy, random_prompt
@@ -39,7 +38,7 @@ def test_a_prefix_comes_back_from_it(family, checkpoints, references, tmp_path):
         engine.drop_host()
         disk, own = engine.store.tiers
         disk.discard(list(tier._chunks))  # the disk, which is asked first, has nothing any more
-        engine.forget_pace()
+        engine.forget_costs()
         (completion,) = engine.generate([prompt], greedy(16))
         assert_same(completion, expected)
         assert completion.reused_tokens["dict"] == sum(completion.reused_tokens.values()) >= PROMPT_TOKENS - 64
@@ -78,7 +77,7 @@ class SlowTier(DictTier):
 
 def test_a_tier_that_is_late_is_learned(checkpoints, references, monkeypatch):
     """It costs one prompt its deadline, not every one."""
-    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 0.2)
+    monkeypatch.setattr(cost_model, "_DEADLINE_LEAST_S", 0.2)
     monkeypatch.setattr(flow, "TRANSFER_BYTES_MAX", 1)
     tier = SlowTier(64 << 20)
     prompt = random_prompt(PROMPT_TOKENS)
@@ -88,15 +87,15 @@ def test_a_tier_that_is_late_is_learned(checkpoints, references, monkeypatch):
         assert engine.flush()
         engine.drop_device_cache()
         engine.drop_host()
-        engine._pace.forget()
-        engine._pace.computed(1000, 1e-3)  # whatever this machine is, the deadline is the least one
+        engine._cost_model.forget()
+        engine._cost_model.computed(1000, 1e-3)  # whatever this machine is, the deadline is the least one
         (completion,) = engine.generate([prompt], greedy(4))
         assert_same(completion, expected)
         assert completion.reused_tokens["dict"] == 0
-        assert list(engine._pace.bytes_per_s) == [1]
-        assert engine._pace.bytes_per_s[1] <= sum(len(payload) for _, payload in tier._chunks.values()) / 0.2
+        assert list(engine._cost_model.bytes_per_s) == [1]
+        assert engine._cost_model.bytes_per_s[1] <= sum(len(payload) for _, payload in tier._chunks.values()) / 0.2
         monkeypatch.undo()
-        assert not engine._pace.worth_loading(PROMPT_TOKENS, {1: 1 << 20})
+        assert not engine._cost_model.worth_loading(PROMPT_TOKENS, {1: 1 << 20})
         tier.load = lambda _: pytest.fail("a tier that was too slow is not asked again")
         engine.drop_device_cache()
         engine.drop_host()
@@ -115,7 +114,7 @@ def test_what_host_has_is_used_where_the_rest_is_not_worth_loading(family, check
         engine.drop_host()
         engine.generate([prompt[:200]], greedy(1))  # three chunks come into host
         engine.drop_device_cache()
-        monkeypatch.setattr(pace.Pace, "worth_loading", lambda _self, _tokens, below: not below)
+        monkeypatch.setattr(cost_model.CostModel, "worth_loading", lambda _self, _tokens, below: not below)
         (completion,) = engine.generate([prompt], greedy(4))
         assert_same(completion, expected)
         assert completion.reused_tokens == {"device": 0, "host": 192, "dict": 0}

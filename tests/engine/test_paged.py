@@ -9,10 +9,10 @@ import importlib.util
 import pytest
 import torch
 
-from stowage.config import Memory
-from stowage.engine import native, tables
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.gpu import paged, trial
+from stowage.executor import decode_attention, kernels
+from stowage.experimental.paged_attention import launch, trial
 from stowage.testing import tiny_models
 from tests.engine.conftest import greedy, random_prompt
 
@@ -22,17 +22,17 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 def test_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     there = True
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there and name == "triton" else None)
-    for switch in (paged.SWITCH, "STOWAGE_PURE_PYTHON"):
+    for switch in (launch.SWITCH, "STOWAGE_PURE_PYTHON"):
         monkeypatch.delenv(switch, raising=False)
-    assert all(paged.wanted(CUDA, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
-    assert not paged.wanted(CUDA, torch.float64) and not paged.wanted(CPU, torch.float32)
+    assert all(launch.wanted(CUDA, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    assert not launch.wanted(CUDA, torch.float64) and not launch.wanted(CPU, torch.float32)
     for switch in ("STOWAGE_TORCH_ATTENTION", "STOWAGE_PURE_PYTHON"):
         monkeypatch.setenv(switch, "1")
-        assert not paged.wanted(CUDA, torch.float32)
+        assert not launch.wanted(CUDA, torch.float32)
         monkeypatch.setenv(switch, "0")
-        assert paged.wanted(CUDA, torch.float32)
+        assert launch.wanted(CUDA, torch.float32)
     there = False
-    assert not paged.wanted(CUDA, torch.float32)
+    assert not launch.wanted(CUDA, torch.float32)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama4", "deepseek_v3"])
@@ -42,9 +42,9 @@ def test_single_tokens_beside_prompts(family: str, monkeypatch: pytest.MonkeyPat
 
     def attend(query, *rest):  # type: ignore[no-untyped-def]
         asked.append(len(query))
-        return tables.attend(query, *rest)
+        return decode_attention.attend(query, *rest)
 
-    monkeypatch.setattr(native, "wanted", lambda *_: False)
+    monkeypatch.setattr(kernels, "wanted", lambda *_: False)
     model = tiny_models.build(family).eval()
     prompts = [random_prompt(length, seed=length) for length in (20, 150, 99)]
     found = []

@@ -66,7 +66,7 @@ def test_groups_with_unequal_blocks(family, sizes, engines, references, tmp_path
 
 def test_a_model_in_memory_is_shared_and_given_back(references):
     """Two engines on one model object, one after the other closed; afterwards plain ``generate()`` works as before."""
-    from stowage.config import Memory
+    from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
     from stowage.testing import tiny_models
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stowage.engine.peak import matmul_operations_per_s, operations_per_token, prefill_tokens_per_s_most
+from stowage.executor.peak_compute import matmul_operations_per_s, operations_per_token, prefill_tokens_per_s_most
 from stowage.testing import tiny_models
 
 

@@ -12,7 +12,7 @@ from tests.engine.conftest import assert_same, greedy, random_prompt
 
 def small_pool(engines, family, **memory):
     """An engine whose device holds about one and a half sequences of 160 tokens."""
-    from stowage.engine.pool import bytes_needed
+    from stowage.executor.block_pool import bytes_needed
 
     layouts = engines(family, context_tokens=160).parts.layout.blocks
     need = bytes_needed(layouts, 160, 64)

@@ -57,7 +57,7 @@ def test_what_reuse_saved_is_what_computing_would_have_taken(engines):
     engine.generate([prompt], greedy(1))
     before = engine.stats()["engine"]
     assert before["recompute_saved_s"] == before["tiers_waited_s"] == 0
-    predicted_s = engine._pace.recompute_s(384)
+    predicted_s = engine._cost_model.recompute_s(384)
     (completion,) = engine.generate([prompt], greedy(1))
     assert sum(completion.reused_tokens.values()) == 384
     after = engine.stats()["engine"]

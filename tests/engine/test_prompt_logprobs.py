@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stowage.engine import scheduler
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import RequestError
 from tests.engine.conftest import LOGPROB_BOUND, random_prompt
 

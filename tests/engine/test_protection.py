@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stowage import keys
+from stowage.storage import key_file
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 PROMPT_TOKENS = 400
@@ -15,7 +15,7 @@ PROMPT_TOKENS = 400
 @pytest.mark.parametrize("method", ["blake3", "aes-256-gcm"])
 def test_a_protected_disk_changes_no_answer(method, engines, references, tmp_path: Path):
     file = tmp_path / "keys"
-    keys.make(file)
+    key_file.make(file)
     memory = {
         "host": "32MiB",
         "disk": f"{tmp_path / 'cache'}:64MiB",
@@ -38,10 +38,10 @@ def test_a_protected_disk_changes_no_answer(method, engines, references, tmp_pat
     assert ask() == 0
     stored = ask()
     assert stored >= PROMPT_TOKENS - 64
-    first = keys.read(file)[0]
-    keys.rotate(file)
+    first = key_file.read(file)[0]
+    key_file.rotate(file)
     assert ask() == stored, "protection is no part of a chunk's key, and the old secret still reads"
-    keys.drop(file, first.id.hex())
+    key_file.drop(file, first.id.hex())
     assert ask() == 0
     assert ask() == stored
     assert ask(disk_protection="checksum", disk_key_file="") == 0, "no key, no hit; and no failure"

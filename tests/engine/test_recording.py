@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from stowage.core.geometry import Kind
-from stowage.engine import recording
-from stowage.engine.layers import visible
-from stowage.engine.recording import CaptureError, CudaRecorder
-from stowage.engine.scores import Scores
-from stowage.engine.scores import attend as dense
-from stowage.engine.tables import attend
+from stowage.executor import device
+from stowage.executor.attention_scores import Scores
+from stowage.executor.attention_scores import attend as dense
+from stowage.executor.decode_attention import attend
+from stowage.executor.replay.recorder import CaptureError
+from stowage.experimental import cuda_graphs
+from stowage.experimental.cuda_graphs import CudaRecorder
+from stowage.models.layout import visible
 from tests.engine.tape import TapeRecorder
 
 # the tape
@@ -132,7 +134,7 @@ WARM_UP = ["side waits for computing", "step on side", "step on side", "computin
 def test_cuda_is_asked_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warmed up on the stream of the capture, in the pool of the first one; other threads are left alone."""
     cuda = Cuda()
-    monkeypatch.setattr(recording.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     recorder = CudaRecorder(torch.device("cuda", 0))
     made = [recorder.capture(cuda.step) for _ in range(2)]
     assert cuda.asked[:6] == [*WARM_UP, "graph 0, None, side, thread_local", "step on side"]
@@ -149,7 +151,7 @@ def test_cuda_is_asked_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(RuntimeError("operation not permitted when stream is capturing\nand more"))
-    monkeypatch.setattr(recording.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     recorder = CudaRecorder(torch.device("cuda", 0))
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
         recorder.capture(cuda.step)
@@ -160,7 +162,7 @@ def test_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_something_records() -> None:
-    assert recording.recorder(torch.device("cpu")) is None
+    assert device.recorder(torch.device("cpu")) is None
 
 
 # attention over tables

@@ -105,7 +105,7 @@ def test_partial_tiers_are_combined(engines, references, tmp_path):
 
 
 def test_another_salt_shares_nothing(checkpoints, tmp_path):
-    from stowage.config import Memory
+    from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
 
     memory = Memory(device_kv="8MiB", host="16MiB", disk=f"{tmp_path / 'cache'}:32MiB")
@@ -122,7 +122,7 @@ def test_another_salt_shares_nothing(checkpoints, tmp_path):
 
 def test_another_model_shares_nothing(tmp_path):
     """Same config, names, shapes and sizes, other values: a fine-tuned model never sees its base's cache (case F3)."""
-    from stowage.config import Memory
+    from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
     from stowage.testing import tiny_models
 

@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stowage.engine.sampler import Sampler, SamplingParams
+from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.errors import RequestError
 from tests.engine.conftest import greedy, random_prompt
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stowage.engine import native, scans
+from stowage.executor import kernels
+from stowage.executor.fused import scans
 from tests.threads import using_threads
 
-pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,7 +67,7 @@ def check_that_cuts_change_nothing(compute, states: Tensor, tokens: int, threads
     assert torch.equal(torch.cat(found, 1), expected[1:2]) and torch.equal(state, whole[1:2])
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("per_key", [False, True])
 @pytest.mark.parametrize(("keys", "values"), [(1, 1), (5, 7), (16, 36), (64, 64), (128, 200)])
 def test_delta_is_right(keys, values, per_key, dtype, instructions):
@@ -132,7 +133,7 @@ def exact_scan(x, dt, a, b, c, d, bias, state, softplus, least, most):
     return torch.stack(outs, 1), state
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize(("width", "states"), [(1, 1), (3, 5), (8, 16), (20, 130)])
 def test_a_scan_is_right(width, states, dtype, instructions):
     args = spaces(2, 37, 6, 2, width, states, dtype)
@@ -166,7 +167,7 @@ def test_a_scan_is_the_same_however_it_is_cut(tokens, groups, fold, width, state
     check_that_cuts_change_nothing(compute, numbers(3, heads, width, states, seed=8), tokens, threads, data)
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize(("channels", "taps", "more"), [(1, 1, 1), (7, 2, 0), (40, 4, 1), (600, 4, 0), (300, 16, 3)])
 def test_a_convolution_is_right_and_the_same_token_by_token(channels, taps, more, silu, dtype, instructions):

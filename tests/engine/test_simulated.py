@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
-from stowage.planner.replay import parts_of, replay
-from stowage.planner.scenario import Link, Scenario
-from stowage.tiers.disk.tier import OWN_BYTES
+from stowage.engine.sampling import SamplingParams
+from stowage.simulator.replay import parts_of, replay
+from stowage.simulator.scenario import Link, Scenario
+from stowage.storage.disk.tier import OWN_BYTES
 from tests import traces
 
 BLOCK_TOKENS = 16

@@ -19,13 +19,13 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from stowage import opening
-from stowage.config import Memory
+from stowage.cache import opening
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.system import System
 from stowage.testing import tiny_models
 from stowage.testing.faults import FaultyFileSystem, Hang
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.system import System
 from tests import syscall_trap
 from tests.engine.conftest import greedy, random_prompt
 from tests.nursery import Nursery, wait_until

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from stowage.engine.pool import bytes_needed
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
+from stowage.executor.block_pool import bytes_needed
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 REQUESTS, PREFIXES, CONTEXT = 36, 4, 256

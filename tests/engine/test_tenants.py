@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from stowage.config import Memory
+from stowage.cache.store import TieredStore
+from stowage.config.memory import Memory
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.core.key import Chain, group_keys, tenant_namespace
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import RequestError
-from stowage.store import TieredStore
+from stowage.storage.disk import DiskTier
 from stowage.testing import tiny_models
-from stowage.tiers.disk import DiskTier
 from tests.disk_client import NAMESPACE
 from tests.engine.conftest import assert_same, greedy, random_prompt
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stowage.tiers.disk.system import System
+from stowage.storage.disk.system import System
 from tests.disk_client import NAMESPACE, Client
 from tests.inline_crew import InlineCrew
 
@@ -15,7 +15,7 @@ LIMIT = 8 << 20
 
 
 def opened(directory: Path, limit_bytes: int = LIMIT, *, namespace: bytes = NAMESPACE, **options: Any) -> Client:
-    system = System(crew=InlineCrew)
+    system = System(worker_pool=InlineCrew)
     return Client(directory, limit_bytes, namespace=namespace, readers=1, direct=False, system=system, **options)
 
 

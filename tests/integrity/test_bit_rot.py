@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stowage.format.envelope import pack_fields
-from stowage.tiers.disk.directory import SegmentFile
-from stowage.tiers.disk.plan import plan_runs
-from stowage.tiers.disk.reader import Reader, Result
-from stowage.tiers.disk.survey import survey
+from stowage.storage.disk.directory import SegmentFile
+from stowage.storage.disk.read_plan import plan_runs
+from stowage.storage.disk.reader import Reader, Result
+from stowage.storage.disk.recovery import survey
+from stowage.storage.format.envelope import pack_fields
 from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery, flip

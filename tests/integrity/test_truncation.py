@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stowage.tiers.disk.directory import SegmentFile
-from stowage.tiers.disk.plan import plan_runs
-from stowage.tiers.disk.reader import Reader, Result
-from stowage.tiers.disk.survey import State, repair, survey
+from stowage.storage.disk.directory import SegmentFile
+from stowage.storage.disk.read_plan import plan_runs
+from stowage.storage.disk.reader import Reader, Result
+from stowage.storage.disk.recovery import State, repair, survey
 from tests.disk_client import NAMESPACE, aligned, key, only_segment, payload
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery

@@ -11,7 +11,7 @@ import pytest
 
 from docs.examples import chat_prefixes
 from stowage import Memory
-from stowage.integrations.transformers.prefix_cache import _NOT_OURS
+from stowage.plugins.transformers.prefix_cache import _NOT_OURS
 from stowage.testing import tiny_models
 from tests.library.conftest import SIZE
 

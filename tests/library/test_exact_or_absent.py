@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from stowage import Engine, Memory, PrefixCache, SamplingParams
+from stowage.storage.protocol import Outcome, Transfer
 from stowage.testing import tiny_models
-from stowage.tiers.protocol import Outcome, Transfer
 from tests.library.conftest import SIZE, WAIT_S, answer, assert_as_plain, contents, model_of, restored, same, tokens
 
 PROMPT = tokens(300)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from tests.engine.conftest import checkpoints as checkpoints
 from tests.machines import machine
 from tests.machines.machine import Machine, live

@@ -62,7 +62,7 @@ def live(place: str, socket: str, model: str, memory: dict[str, Any], environ: d
     """Answer calls until `close`."""
     enter(place)
     os.environ.update(environ)
-    from stowage.config import Memory
+    from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
 
     with Engine(model, Memory(**memory)) as engine:
@@ -86,10 +86,10 @@ class _Life:
 
     def ask(self, prompt: list[int], new_tokens: int, load_always: bool = True) -> Answer:
         """`load_always`: a tiny model is quicker than any network; what is there is loaded all the same."""
-        from stowage.engine.sampler import SamplingParams
+        from stowage.engine.sampling import SamplingParams
 
         if load_always:
-            self._engine.forget_pace()
+            self._engine.forget_costs()
         (completion,) = self._engine.generate([prompt], SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
         reused = {tier: count for tier, count in completion.reused_tokens.items() if count}
         return Answer(completion.token_ids, reused, completion.ttft_s)

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stowage.core.geometry import Kind
-from stowage.engine.layers import probe
-from stowage.engine.outer import text_part
 from stowage.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
-from stowage.planner.config import CLASS_SIZES, Fields, fields_of, read_config
+from stowage.executor.probe import probe
+from stowage.models.multimodal import text_part
 from stowage.planner.families import FAMILIES
 from stowage.planner.model import read_model, shape
+from stowage.planner.model_config import CLASS_SIZES, Fields, fields_of, read_config
 from stowage.planner.shapes import Model, seen_pairs
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TABLE, TinySize

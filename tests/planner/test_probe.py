@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stowage.errors import ConfigError, DirectoryError, StowageError
-from stowage.planner import compute, forwards, overlap, probe, storage
+from stowage.planner import compute, forwards, probe, storage, weight_speeds
 from stowage.planner.machine import TYPICAL_CPU, Machine
 
 SMALL = 4 << 20
@@ -109,7 +109,7 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, value in {"_WIDE": 128, "_WIDE_TOKENS": 8, "_TOKENS": 6, "_ROUNDS": 1, "_LAYERS_MORE": 4}.items():
         monkeypatch.setattr(forwards, name, value)
     for name, value in {"_OUT": 64, "_IN": 32, "_UNIT_BYTES": 1 << 14, "_ROUNDS": 1}.items():
-        monkeypatch.setattr(overlap, name, value)
+        monkeypatch.setattr(weight_speeds, name, value)
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(256)) * 512)
     for name, value in {
@@ -131,7 +131,7 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         besides = ("step_s", "mixture_s", "expert_s", "elements_per_s", "stream_bytes_per_s")
         assert min(found[name] for name in besides) > 0
         assert found["sequence_s"] >= 0
-        assert set(found["overlap_loss"]) == set(overlap.ROWS)
+        assert set(found["overlap_loss"]) == set(weight_speeds.ROWS)
         assert all(0 <= loss <= 1 for loss in found["overlap_loss"].values())
         assert 0 <= found["mapped_byte_s"] < 1e-6
     assert heard[0] == "matrix products in bfloat16"

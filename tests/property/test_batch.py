@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.format import batch, envelope, segment
-from stowage.format.batch import (
+from stowage.storage.format import batch, envelope, segment
+from stowage.storage.format.batch import (
     FIELD_BYTES,
     Fields,
     all_begin_on,
@@ -23,7 +23,7 @@ from stowage.format.batch import (
     is_built,
     is_wanted,
 )
-from stowage.format.protection import NO_MARK, Cipher, Mark, Method, Protection, SecretKey
+from stowage.storage.format.protection import NO_MARK, Cipher, Mark, Method, Protection, SecretKey
 
 built = pytest.mark.skipif(not is_built(), reason="no C compiler when it was installed, or another build of xxhash")
 LENGTHS = st.lists(st.integers(1, 1200) | st.sampled_from([16, 128, 129, 240, 241, 40_000]), min_size=1, max_size=6)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stowage.format import segment
-from stowage.format.envelope import pack_fields
-from stowage.format.segment import PAGE_BYTES, Entries
-from stowage.tiers.disk.index import Columns, Index
+from stowage.storage.disk.index import Columns, Index
+from stowage.storage.format import segment
+from stowage.storage.format.envelope import pack_fields
+from stowage.storage.format.segment import PAGE_BYTES, Entries
 
 KEYS = [bytes([n]) * 32 for n in range(8)]
 EVENTS = st.lists(

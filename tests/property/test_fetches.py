@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.core.events import Fetch
-from stowage.core.fetches import Fetches
-from stowage.core.ledger import Ledger
+from stowage.cache.events import Fetch
+from stowage.cache.fetches import Fetches
+from stowage.cache.ledger import Ledger
 from tests.flow_setup import FULL, keys, masks
 
 SLOTS, PAIRS = 12, 2

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stowage.core.ledger import Ledger, State
+from stowage.cache.ledger import Ledger, State
 
 SLOTS = 6
 KEYS = [number.to_bytes(32, "big") for number in range(10)]
@@ -165,7 +165,7 @@ class ShortTrails(LedgerModel):
     def __init__(self) -> None:
         super().__init__()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("stowage.core.trails.KEYS_MIN", 2)
+            patch.setattr("stowage.cache.trails.KEYS_MIN", 2)
             self.ledger = Ledger([SLOTS])
 
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.core.policy import POLICIES, CostAware, cost, native
-from stowage.core.policy.hazard import AGES, best_rate
-from stowage.core.policy.native import Kernel, NativeCostAware, cost_aware, is_built, quick_rate
+from stowage.cache.policy import POLICIES, CostAware, cost, native
+from stowage.cache.policy.hazard import AGES, best_rate
+from stowage.cache.policy.native import Kernel, NativeCostAware, cost_aware, is_built, quick_rate
 from tests.policy_models import Arena, array, key
 
 built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler when it was installed")

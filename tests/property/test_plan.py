@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from stowage.core.copy_plan import CopyPlan, Incomplete, LoadPlan, load_plan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Group, IntArray, Kind, MaskArray
 from stowage.core.groups import strategy
-from stowage.core.plan import CopyPlan, Incomplete, LoadPlan, load_plan, store_plan
 from tests.property.cache_groups import groups
 
 WIPED = -999

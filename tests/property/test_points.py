@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stowage.core.geometry import Group, Kind
 from stowage.core.groups import strategy
-from stowage.core.points import NOWHERE, Points, tail_of
+from stowage.core.resume_points import NOWHERE, Points, tail_of
 from tests.property.cache_groups import blocks_to_resume, groups
 
 POSITIONS = np.arange(1, 200)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.core.ledger import Ledger
-from stowage.core.policy import ARC, POLICIES, POLICY_DEFAULT, S3FIFO, CostAware, Policy
-from stowage.core.policy.history import History, fingerprints
+from stowage.cache.ledger import Ledger
+from stowage.cache.policy import ARC, POLICIES, POLICY_DEFAULT, S3FIFO, CostAware, Policy
+from stowage.cache.policy.history import History, fingerprints
 from tests.policy_models import Arena, SlowARC, SlowS3FIFO, array, key, lives
 
 SLOTS = 12
@@ -141,7 +141,7 @@ def test_the_work_per_prompt_does_not_grow_with_the_slots(name: str) -> None:
                 elif isinstance(value, tuple) and value and not isinstance(value[0], int):
                     for part in value:
                         count(part)
-                elif hasattr(type(value), "__slots__") and type(value).__module__.startswith("stowage.core.policy"):
+                elif hasattr(type(value), "__slots__") and type(value).__module__.startswith("stowage.cache.policy"):
                     count(value)
 
         count(policy)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from stowage.core.geometry import NULL_BLOCK, Group, Kind
-from stowage.engine.layers import BlockLayout, Layer, LayerTensor
-from stowage.engine.pool import BlockPool
+from stowage.executor.block_pool import BlockPool
+from stowage.models.layout import BlockLayout, Layer, LayerTensor
 
 BLOCKS, PER_CHUNK = 9, 3
 

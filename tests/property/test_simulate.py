@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.core.policy import POLICIES
-from stowage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, PAGE_BYTES, footer_room, round_up
-from stowage.planner.places import Objects
-from stowage.planner.replay import Report, parts_of, replay, route
-from stowage.planner.scenario import ROUTINGS, Link, Scenario
-from stowage.planner.segments import Segments
-from stowage.planner.simulate import figures_of, simulate
-from stowage.planner.tariff import Prices
-from stowage.planner.trace import Trace
-from stowage.tiers.disk.plan import RUN_BYTES_MAX
-from stowage.tiers.disk.rewrite import REWRITE_SHARE
-from stowage.tiers.disk.room import metadata_bytes, segment_bytes_for
-from stowage.tiers.disk.tier import least_limit_bytes
-from stowage.tiers.disk.writer import BATCH_BYTES_MAX
+from stowage.cache.policy import POLICIES
+from stowage.simulator.disk_segments import Segments
+from stowage.simulator.pricing import Prices
+from stowage.simulator.replay import Report, parts_of, replay, route
+from stowage.simulator.results import figures_of, simulate
+from stowage.simulator.scenario import ROUTINGS, Link, Scenario
+from stowage.simulator.tiers import Objects
+from stowage.simulator.trace import Trace
+from stowage.storage.disk.allocator import metadata_bytes, segment_bytes_for
+from stowage.storage.disk.compaction import REWRITE_SHARE
+from stowage.storage.disk.read_plan import RUN_BYTES_MAX
+from stowage.storage.disk.tier import least_limit_bytes
+from stowage.storage.disk.writer import BATCH_BYTES_MAX
+from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, PAGE_BYTES, footer_room, round_up
 from tests import traces
 from tests.disk_client import Client, aligned, used_bytes
 

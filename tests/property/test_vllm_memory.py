@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
-from stowage.core.plan import CopyPlan
 from stowage.errors import TransferError, UnsupportedModelError
-from stowage.integrations.vllm.memory import ArenaPlace, Copies, GroupBytes, group_bytes, runs_of
-from stowage.tiers.host import HostArena, map_arena
+from stowage.plugins.vllm.memory import ArenaPlace, Copies, GroupBytes, group_bytes, runs_of
+from stowage.storage.host import HostArena, map_arena
 
 BLOCKS = 6
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]

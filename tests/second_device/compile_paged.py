@@ -26,7 +26,7 @@ from triton.compiler import ASTSource, compile  # noqa: E402
 from triton.runtime.jit import mangle_type  # noqa: E402
 
 from stowage.core.geometry import Kind  # noqa: E402
-from stowage.engine.gpu import kernels, paged  # noqa: E402
+from stowage.experimental.paged_attention import kernels, launch  # noqa: E402
 from tests.second_device.paged_cases import make  # noqa: E402
 
 SHARED_BYTES_MOST = 99 << 10
@@ -73,5 +73,5 @@ def _is_aligned(value: Any) -> bool:
 
 for arch, case in CASES:
     noted = SimpleNamespace(split=Noted(kernels.split, arch), combine=Noted(kernels.combine, arch))
-    paged._kernels = lambda noted=noted: noted
+    launch._kernels = lambda noted=noted: noted
     make(**case).found()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.engine.gpu import paged
-from stowage.engine.pool import PADDING_BLOCK
-from stowage.engine.scores import Scores
+from stowage.executor.attention_scores import Scores
+from stowage.executor.block_pool import PADDING_BLOCK
+from stowage.experimental.paged_attention import launch
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """By how much an answer may differ, of values drawn from a normal distribution."""
@@ -36,7 +36,7 @@ class Case:
     expected: Tensor
 
     def found(self) -> Tensor:
-        return paged.attend(
+        return launch.attend(
             *(self.query, self.keys, self.values, self.blocks, self.bases, self.positions),
             *(self.kind, self.window, self.scores),
         )

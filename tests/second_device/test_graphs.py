@@ -9,11 +9,13 @@ import shutil
 import pytest
 import torch
 
-from stowage.config import Memory
-from stowage.engine import assembly, graphs, native
+from stowage.config.memory import Memory
+from stowage.engine import assembly
 from stowage.engine.engine import Engine
-from stowage.engine.gpu import paged
-from stowage.engine.recording import CaptureError, Recording
+from stowage.executor import kernels
+from stowage.executor.replay import graphs
+from stowage.executor.replay.recorder import CaptureError, Recording
+from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
 from tests.engine.tape import TapeRecorder
@@ -75,17 +77,17 @@ class Again(TapeRecorder):
 @pytest.mark.parametrize("family", ["llama4", "deepseek_v3"])
 def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded sequences, tables wider than what is seen: the kernel's answers are torch's."""
-    monkeypatch.setattr(native, "wanted", lambda *_: False)
+    monkeypatch.setattr(kernels, "wanted", lambda *_: False)
     monkeypatch.setattr(assembly, "recorder", lambda _: Again())
     monkeypatch.setattr(graphs, "SHARE_LEAST_BYTES", 1)
     model = tiny_models.build(family).eval()
     found = []
     for triton in (True, False):
-        monkeypatch.setattr(paged, "wanted", lambda *_, triton=triton: triton)
+        monkeypatch.setattr(launch, "wanted", lambda *_, triton=triton: triton)
         with interpreting(), Engine(model, Memory(device_kv="8MiB"), cuda_graphs=triton) as engine:
             recorded = engine.parts.graphs
             if triton:
-                assert recorded.attend is paged.attend and recorded.octave == 1
+                assert recorded.attend is launch.attend and recorded.octave == 1
                 recorded.steps_before, recorded.clock = 0, lambda: 0.0
             found.append(engine.generate(PROMPTS, greedy(4)))
             assert not triton or engine.stats()["graphs"]["captured_steps"] > 0 == engine.stats()["graphs"]["refused"]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stowage.config import Memory
-from stowage.engine import native
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.gpu import paged
+from stowage.executor import kernels
+from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import greedy, random_prompt
 from tests.second_device.interpreting import interpreting
@@ -26,8 +26,8 @@ KV = Memory(device_kv="8MiB")
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Wanted on a CPU too, where the kernels in C would take its place."""
-    monkeypatch.setattr(native, "wanted", lambda *_: False)
-    monkeypatch.setattr(paged, "wanted", lambda device, dtype: dtype in paged.DTYPES)
+    monkeypatch.setattr(kernels, "wanted", lambda *_: False)
+    monkeypatch.setattr(launch, "wanted", lambda device, dtype: dtype in launch.DTYPES)
     with interpreting():
         yield
 
@@ -36,13 +36,13 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The queries that the kernel was called with."""
     found = []
-    attend = paged.attend
+    attend = launch.attend
 
     def noted(query, *rest):  # type: ignore[no-untyped-def]
         found.append(query.shape)
         return attend(query, *rest)
 
-    monkeypatch.setattr(paged, "attend", noted)
+    monkeypatch.setattr(launch, "attend", noted)
     return found
 
 
@@ -57,7 +57,7 @@ def test_answers_are_torchs(family: str, asked: list[torch.Size], monkeypatch: p
     found = answers(model)
     together = [shape for shape in asked if shape[0] == len(PROMPTS)]
     assert together, "the kernel decoded nothing"
-    monkeypatch.setattr(paged, "wanted", lambda *_: False)
+    monkeypatch.setattr(launch, "wanted", lambda *_: False)
     called = len(asked)
     for here, there in zip(found, answers(model), strict=True):
         assert here.token_ids == there.token_ids
@@ -103,7 +103,7 @@ def _no_compiler(*_: object) -> torch.Tensor:
     raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
 
-_attend = paged.attend
+_attend = launch.attend
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ _attend = paged.attend
 )
 def test_refused(kernel, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     """One warning, and torch decodes; the pools are as they were."""
-    monkeypatch.setattr(paged, "attend", kernel)
+    monkeypatch.setattr(launch, "attend", kernel)
     with caplog.at_level(logging.WARNING, "stowage.engine"), Engine(tiny_models.build("gpt_oss").eval(), KV) as engine:
         (warning,) = warnings_of(caplog)
         assert why in warning and "torch gathers" in warning
@@ -137,7 +137,7 @@ def test_what_a_trial_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         noted.append((kind.value, window, scores.softcap, sorted(positions.tolist())))
         return _attend(query, keys, values, blocks, bases, positions, kind, window, scores)
 
-    monkeypatch.setattr(paged, "attend", attend)
+    monkeypatch.setattr(launch, "attend", attend)
     with Engine(tiny_models.build("gemma2").eval(), KV) as engine:
         assert engine.parts.runner._paged is attend
         assert not any(pool.storage.any() for pool in engine.parts.pools)

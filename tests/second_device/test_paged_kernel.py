@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stowage.core.geometry import Kind
-from stowage.engine.gpu import paged
+from stowage.experimental.paged_attention import launch
 from tests.second_device.interpreting import interpreting, require
 from tests.second_device.paged_cases import BOUND, EDGES, make
 
@@ -58,8 +58,8 @@ def geometries(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.usefixtures("interpreter")
 def test_any_geometry(geometry: dict[str, Any], pieces: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged, "_pieces", lambda *_: pieces)
-        patch.setattr(paged, "_keys_at_once", lambda *_: 16)
+        patch.setattr(launch, "_pieces", lambda *_: pieces)
+        patch.setattr(launch, "_keys_at_once", lambda *_: 16)
         make(**geometry).check()
 
 
@@ -67,7 +67,7 @@ def test_any_geometry(geometry: dict[str, Any], pieces: int) -> None:
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.usefixtures("interpreter")
 def test_edges(edge: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "_pieces", lambda *_: pieces)
+    monkeypatch.setattr(launch, "_pieces", lambda *_: pieces)
     make(**EDGES[edge]).check()
 
 
@@ -75,7 +75,7 @@ def test_edges(edge: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pieces_are_cut_alone() -> None:
     """As the kernel is called: one sequence of many keys is worth several programs."""
     case = make([700], share=1, kv_heads=1)
-    assert paged._pieces(1, 700, case.query.device) == 2
+    assert launch._pieces(1, 700, case.query.device) == 2
     case.check()
 
 
@@ -98,7 +98,7 @@ def test_launches_follow_from_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> N
             plain = lambda given: tuple(v for v in given if not isinstance(v, torch.Tensor))  # noqa: E731
             return lambda *args, **constants: launched.append((grid, plain(args), tuple(constants.items())))
 
-    monkeypatch.setattr(paged, "_kernels", lambda: SimpleNamespace(split=Kernel(), combine=Kernel()))
+    monkeypatch.setattr(launch, "_kernels", lambda: SimpleNamespace(split=Kernel(), combine=Kernel()))
     case = make([900, 40], kind=Kind.SLIDING, window=600, share=1, kv_heads=1)
     case.found()
     assert [grid for grid, *_ in launched] == [(2, 1, 2), (2,)], "two pieces, and what combines them"

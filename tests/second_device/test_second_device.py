@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from stowage.config import Memory
-from stowage.engine import packing
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.pool import bytes_needed
 from stowage.errors import ConfigError
-from stowage.integrations.transformers.offload import offload
-from stowage.integrations.transformers.prefix_cache import PrefixCache
+from stowage.evaluation import pack
+from stowage.executor.block_pool import bytes_needed
+from stowage.plugins.transformers.offload import offload
+from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
 from stowage.weights.placement import Delivery
 from tests.engine.conftest import Reference, assert_same, check_and_close, greedy, random_prompt
@@ -122,7 +122,7 @@ def test_weights_that_cross_over(family: str, rules: str, opened, references) ->
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_packed_weights_that_cross_over(form: str, opened, references, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     packed = tmp_path / "packed"
-    packing.pack(str(references("llama").path), packed, form)
+    pack.pack(str(references("llama").path), packed, form)
     expected = [Engine(packed, Memory(device_kv="2MiB")), opened("llama", packed, host="64MiB", weights="*=stream")]
     answers = [engine.generate([PROMPTS[0]], greedy(6))[0] for engine in expected]
     expected[0].close()

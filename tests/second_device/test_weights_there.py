@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
-from stowage.transfer.mapped import mapped
+from stowage.experimental.cuda_mapped import mapped
 from stowage.weights.placement import Delivery
 from tests.engine.conftest import Reference, assert_same, greedy, random_prompt
 from tests.late_carrier import LateCarrier

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.testing import tiny_models
 from tests.nursery import Nursery

@@ -26,9 +26,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from stowage.testing import tiny_models
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from stowage.cli.options import SERVER
+from stowage.config.settings import SETTINGS
 from stowage.server import refusal
-from stowage.settings import SETTINGS
 from tests.server.process import Server
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.server import listen
 from stowage.server.auth import ApiKeys

@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.demo.corpus import heldout_text, model_path
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from tests.server.process import Server
 
 pytestmark = pytest.mark.lmeval

@@ -15,7 +15,7 @@ import pytest
 
 import stowage
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from tests.engine.conftest import random_prompt
 from tests.nursery import wait_until
 from tests.server.wire import answer, closed, connected, request, until

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from stowage.cache.store import Fetch, TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
-from stowage.store import Fetch, TieredStore
-from stowage.tiers.protocol import Outcome, Transfer
+from stowage.storage.protocol import Outcome, Transfer
 
 BLOCK_BYTES = 24
 BLOCKS = 4
@@ -321,7 +321,7 @@ class World:
 
 @pytest.mark.parametrize("tiers", [0, 1, 2])
 def test_simulated_histories(tiers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stowage.core.trails.KEYS_MIN", 3)
+    monkeypatch.setattr("stowage.cache.trails.KEYS_MIN", 3)
     happened: Counter[str] = Counter()
     for seed in range(SEEDS // 3):
         world = World(seed * 3 + tiers, tiers)

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stowage.core.fetches import Fetches
-from stowage.core.flow import Flow
-from stowage.core.ledger import Ledger
-from stowage.core.spill import SpillQueue
+from stowage.cache.fetches import Fetches
+from stowage.cache.flow import Flow
+from stowage.cache.ledger import Ledger
+from stowage.cache.spill_queue import SpillQueue
+from stowage.storage.disk import allocator, loader, reader
+from stowage.storage.disk.index import Index
 from stowage.testing.sim import Failure, simulate
-from stowage.tiers.disk import loader, reader, room
-from stowage.tiers.disk.index import Index
 
 SOURCE = Path(__file__).parents[2] / "src"
 SEEDS_TO_FIND = 1000
@@ -80,29 +80,29 @@ def missed_pin_of_a_fetch(patch: pytest.MonkeyPatch) -> None:
 
 def limit_off_by_a_page(patch: pytest.MonkeyPatch) -> None:
     """One page less than needed is reclaimed."""
-    real = room.Room._reclaim
+    real = allocator.Room._reclaim
 
-    def reclaim(self: room.Room, entries: list, excess: int, *, partly: bool = False) -> bool:
+    def reclaim(self: allocator.Room, entries: list, excess: int, *, partly: bool = False) -> bool:
         return real(self, entries, excess - 4096 if excess > 1 else excess, partly=partly)
 
-    patch.setattr(room.Room, "_reclaim", reclaim)
+    patch.setattr(allocator.Room, "_reclaim", reclaim)
 
 
 def lost_wake_up_of_a_reader(patch: pytest.MonkeyPatch) -> None:
     real = loader.Loader.submit
 
     def submit(self: loader.Loader, transfer: object) -> bool:
-        crew, self._crew = self._crew, type("Deaf", (), {"wake": lambda *_: None})()
+        worker_pool, self._worker_pool = self._worker_pool, type("Deaf", (), {"wake": lambda *_: None})()
         try:
             return real(self, transfer)  # type: ignore[arg-type]
         finally:
-            self._crew = crew
+            self._worker_pool = worker_pool
 
     patch.setattr(loader.Loader, "submit", submit)
 
 
 def lost_wake_up_of_the_engine(patch: pytest.MonkeyPatch) -> None:
-    from stowage.tiers.disk.tier import DiskTier
+    from stowage.storage.disk.tier import DiskTier
 
     patch.setattr(DiskTier, "_finish", lambda self, outcome: self._outcomes.append(outcome))
 
@@ -149,7 +149,7 @@ def spill_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def leaked_segment(patch: pytest.MonkeyPatch) -> None:
     """A segment that could not be made whole keeps its descriptor, and its lock."""
-    patch.setattr(room.Room, "_discard", lambda self, file, name: None)
+    patch.setattr(allocator.Room, "_discard", lambda self, file, name: None)
 
 
 PLANTS: list[Plant] = [

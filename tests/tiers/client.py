@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stowage.tiers.protocol import Inquiry, Outcome, Transfer
-from stowage.tiers.remote.tier import RemoteTier
+from stowage.storage.protocol import Inquiry, Outcome, Transfer
+from stowage.storage.remote.tier import RemoteTier
 
 PATIENCE_S = 60.0
 _ids = itertools.count(1)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stowage.tiers.objects import ObjectTier
-from stowage.tiers.remote.tier import RemoteTier
-from stowage.tiers.valkey import ValkeyTier
+from stowage.storage.objects import ObjectTier
+from stowage.storage.remote.tier import RemoteTier
+from stowage.storage.valkey import ValkeyTier
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, credentials, redis_server
 
 

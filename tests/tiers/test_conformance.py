@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.format.protection import Method, Protection, SecretKey
+from stowage.storage.format.protection import Method, Protection, SecretKey
+from stowage.storage.objects import ObjectTier
+from stowage.storage.remote.backend import Bounds
+from stowage.storage.remote.tier import RemoteTier
+from stowage.storage.valkey import ValkeyTier
 from stowage.testing import TierConformance
-from stowage.tiers.objects import ObjectTier
-from stowage.tiers.remote.backend import Bounds
-from stowage.tiers.remote.tier import RemoteTier
-from stowage.tiers.valkey import ValkeyTier
 from tests.tiers.client import Client
 from tests.tiers.proxy import Mood, proxied
 from tests.tiers.servers import BUCKET, RedisServer, S3Server

@@ -13,7 +13,7 @@ from typing import Any
 import obstore
 import pytest
 
-from stowage.format.parcel import HEAD_BYTES
+from stowage.storage.format.object_envelope import HEAD_BYTES
 from tests.tiers.client import Client, key_of
 from tests.tiers.servers import RedisServer
 from tests.tiers.test_sharing import Open

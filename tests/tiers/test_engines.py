@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from stowage import keys
-from stowage.config import Memory
-from stowage.engine import questions
+from stowage.cache import cost_model
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
+from stowage.storage import key_file as keys
 from tests.engine.conftest import Reference, assert_same, check_and_close, greedy, random_prompt
 from tests.engine.conftest import checkpoints as checkpoints
 from tests.engine.conftest import references as references
@@ -29,7 +29,7 @@ References = Callable[..., Reference]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are waited for, however quick the tiny model computes: these tests are not about time."""
-    monkeypatch.setattr(questions, "LEAST_S", 30.0)
+    monkeypatch.setattr(cost_model, "LOOKUP_LEAST_S", 30.0)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def tier_of(url: str) -> str:
 
 
 def ask(engine: Engine, prompt: list[int], expected: Any, new_tokens: int = 12) -> dict[str, int]:
-    engine.forget_pace()
+    engine.forget_costs()
     (completion,) = engine.generate([prompt], greedy(new_tokens))
     assert_same(completion, expected)
     return dict(completion.reused_tokens)
@@ -163,7 +163,7 @@ def test_requests_do_not_wait_for_a_store_that_is_silent(
     redis: RedisServer, engines: Any, references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And fail by no means: they are computed. Afterwards the store is used again."""
-    monkeypatch.setattr(questions, "LEAST_S", 0.02)
+    monkeypatch.setattr(cost_model, "LOOKUP_LEAST_S", 0.02)
     with proxied(redis.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}?prefix=silent-{time.monotonic_ns()}"
         engine = engines("llama", url, probe_timeout_s=0.1)
@@ -172,7 +172,7 @@ def test_requests_do_not_wait_for_a_store_that_is_silent(
         for prompt in prompts:
             assert sum(ask(engine, prompt, references("llama").answer(prompt, 12)).values()) == 0
         proxy.mood = Mood.PASS
-        monkeypatch.setattr(questions, "LEAST_S", 30.0)
+        monkeypatch.setattr(cost_model, "LOOKUP_LEAST_S", 30.0)
         until_s = time.monotonic() + 60
         while not engine.stats()["store"]["valkey.healthy"]:
             assert time.monotonic() < until_s

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stowage.tiers.remote.tier import RemoteTier
+from stowage.storage.remote.tier import RemoteTier
 from tests.tiers.client import Client
 from tests.tiers.servers import RedisServer
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 LENGTH = 300_000
 PROGRAM = f"""
 import sys
-from stowage.tiers.objects import ObjectTier
-from stowage.tiers.valkey import ValkeyTier
+from stowage.storage.objects import ObjectTier
+from stowage.storage.valkey import ValkeyTier
 from tests.tiers.client import Client
 url, first = sys.argv[1], int(sys.argv[2])
 client = Client((ValkeyTier if url.startswith("redis") else ObjectTier)(url, bytes(range(32))))
@@ -67,7 +67,7 @@ def test_a_child_process_that_throws_its_copy_away_disturbs_nothing(redis: Redis
     """Engines are not for use across a fork; but a library that forks, and ends well, must not make ours deaf."""
     program = """
 import gc, os, sys
-from stowage.tiers.valkey import ValkeyTier
+from stowage.storage.valkey import ValkeyTier
 from tests.tiers.client import Client
 tier = ValkeyTier(sys.argv[1], bytes(range(32)))
 client = Client(tier)

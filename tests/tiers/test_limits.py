@@ -10,8 +10,8 @@ from pathlib import Path
 import obstore
 import pytest
 
-from stowage.tiers.remote.backend import Answer, Bounds, Failure
-from stowage.tiers.remote.tier import RemoteTier
+from stowage.storage.remote.backend import Answer, Bounds, Failure
+from stowage.storage.remote.tier import RemoteTier
 from tests.tiers.client import Client, key_of
 from tests.tiers.servers import wait_until
 

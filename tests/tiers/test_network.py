@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from stowage.cache.store import TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
-from stowage.store import TieredStore
-from stowage.tiers.remote import tier as tier_module
-from stowage.tiers.remote.tier import RemoteTier
+from stowage.storage.remote import tier as tier_module
+from stowage.storage.remote.tier import RemoteTier
 from tests.tiers.client import Client, key_of
 from tests.tiers.proxy import Mood, Proxy, proxied
 from tests.tiers.servers import BUCKET, RedisServer, wait_until

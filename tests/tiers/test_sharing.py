@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from docs.examples.dict_tier import DictTier
+from stowage.cache.store import TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
-from stowage.core.search import Certain
-from stowage.format.protection import Method, Protection, SecretKey
-from stowage.store import TieredStore
-from stowage.tiers.objects import BOUNDS, ObjectTier
-from stowage.tiers.protocol import Inquiry, Probe
-from stowage.tiers.remote.backend import Answer, Failure
-from stowage.tiers.remote.tier import RemoteTier
+from stowage.core.prefix_search import Certain
+from stowage.storage.format.protection import Method, Protection, SecretKey
+from stowage.storage.objects import BOUNDS, ObjectTier
+from stowage.storage.protocol import Inquiry, Probe
+from stowage.storage.remote.backend import Answer, Failure
+from stowage.storage.remote.tier import RemoteTier
 from tests.tiers.client import Client, key_of
 from tests.tiers.servers import RedisServer
 

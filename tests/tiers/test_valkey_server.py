@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stowage.errors import ConfigError
-from stowage.tiers.remote.tier import RemoteTier
+from stowage.storage.remote.tier import RemoteTier
 from tests.ports import free_port
 from tests.tiers.client import Client, key_of
 from tests.tiers.odd_server import odd_server

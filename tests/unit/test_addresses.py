@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stowage.addresses import Valkey, parse_object, parse_valkey, read_password, shown
-from stowage.config import Memory
+from stowage.config.addresses import Valkey, parse_object, parse_valkey, read_password, shown
+from stowage.config.memory import Memory
 from stowage.errors import ConfigError
 
 

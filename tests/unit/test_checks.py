@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stowage.core.ledger import Ledger, State
-from stowage.core.policy import LRU
+from stowage.cache.ledger import Ledger, State
+from stowage.cache.policy import LRU
+from stowage.cache.trails import KEYS_MIN, Trails
 from stowage.core.table.slots import Slots
-from stowage.core.trails import KEYS_MIN, Trails
 from tests.flow_setup import FULL, Setup, keys, masks
 
 

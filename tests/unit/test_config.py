@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.config import DISK_PROTECTIONS, Memory, format_size, parse_disk, parse_size, ram_total_bytes
+from stowage.config.memory import DISK_PROTECTIONS, Memory, format_size, parse_disk, parse_size, ram_total_bytes
 from stowage.errors import ConfigError
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

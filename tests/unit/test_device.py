@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
-from stowage.core.plan import CopyPlan
-from stowage.engine.device import carrier, check, device_of, link, resolve
 from stowage.errors import ConfigError, TransferError
-from stowage.transfer import cuda as cuda_module
+from stowage.executor.device import carrier, check, device_of, link, resolve
+from stowage.experimental import cuda_copies as cuda_module
+from stowage.experimental.cuda_copies import CudaCarrier, CudaCopies
 from stowage.transfer.cpu import CpuTransfer
-from stowage.transfer.cuda import CudaCarrier, CudaCopies
 from stowage.transfer.staged import StagedTransfer
 
 SLABS = split_arena(Geometry((Group(0, Kind.FULL, 16, 4, 192),)), 1 << 16)

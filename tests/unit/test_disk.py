@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stowage.storage.disk.system import System
+from stowage.storage.protocol import Described, Waitable
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk.system import System
-from stowage.tiers.protocol import Described, Waitable
 from tests.disk_client import Client, descriptors, keys_of, payload, segments
 
 MIB = 1 << 20

@@ -6,8 +6,8 @@ import threading
 import time
 from pathlib import Path
 
+from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk.system import System
 from tests.disk_client import Client, aligned, key, keys_of, payload
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk.system import System
 from tests.disk_client import Client, keys_of
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from stowage.tiers.disk.jobs import COMPUTING, FEW, PAGE, REQUEST, Job, Kind, Together, alone, several
+from stowage.storage.disk.write_workers import COMPUTING, FEW, PAGE, REQUEST, Job, Kind, Together, alone, several
 
 PATIENCE_S = 60.0
 

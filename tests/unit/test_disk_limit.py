@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stowage.errors import BudgetError
+from stowage.storage.disk import DiskTier, least_limit_bytes
+from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk import DiskTier, least_limit_bytes
-from stowage.tiers.disk.system import System
 from tests.disk_client import NAMESPACE, Client, keys_of, only_segment, used_bytes
 
 MIB = 1 << 20

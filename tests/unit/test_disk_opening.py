@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stowage.tiers.disk.catalog import Catalog
-from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.system import AHEAD_MIN, Ahead, System, one_by_one, some_at_once
+from stowage.storage.disk.catalog import Catalog
+from stowage.storage.disk.files import RealFileSystem
+from stowage.storage.disk.system import AHEAD_MIN, Ahead, System, one_by_one, some_at_once
 from tests.disk_client import Client, keys_of, segments
 
 KIB = 1 << 10
@@ -42,7 +42,7 @@ def test_the_newest_record_is_found_whoever_read_it(stored: Path, tmp_path: Path
             return super()._look(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stowage.tiers.disk.tier.Catalog", Noting)
+        patch.setattr("stowage.storage.disk.tier.Catalog", Noting)
         client = Client(tmp_path / "c", system=System(ahead=ahead))
     with client:
         masks = client.tier.lookup(keys_of(*range(1, COUNT + 1), "again"))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from stowage.format.segment import PAGE_BYTES
+from stowage.storage.disk.files import RealFileSystem
+from stowage.storage.disk.system import System
+from stowage.storage.format.segment import PAGE_BYTES
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.system import System
 from tests.disk_client import Client, aligned, keys_of, only_segment, payload
 
 CHUNK_BYTES = 1 << 20

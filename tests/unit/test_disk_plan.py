@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.format.protection import NO_MARK, Protection
-from stowage.format.segment import SegmentName, round_up
-from stowage.tiers.disk.index import Found
-from stowage.tiers.disk.plan import GAP_BYTES_MAX, RUN_BYTES_MAX, RUN_BYTES_MIN, Plan, Run, make_plan
-from stowage.tiers.disk.stream import Stream
-from stowage.tiers.protocol import Transfer
+from stowage.storage.disk.index import Found
+from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, RUN_BYTES_MIN, Plan, Run, make_plan
+from stowage.storage.disk.write_batches import Stream
+from stowage.storage.format.protection import NO_MARK, Protection
+from stowage.storage.format.segment import SegmentName, round_up
+from stowage.storage.protocol import Transfer
 
 KIB = 1 << 10
 GUARD = Protection().guard(bytes(8), NO_MARK)

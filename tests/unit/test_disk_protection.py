@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stowage import keys
-from stowage.format import protection, segment
-from stowage.format.protection import Mark, Method, Protection, SecretKey
-from stowage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage import key_file
+from stowage.storage.disk.system import System
+from stowage.storage.format import protection, segment
+from stowage.storage.format.protection import Mark, Method, Protection, SecretKey
+from stowage.storage.format.segment import PAGE_BYTES, SegmentName
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk.system import System
 from tests.disk_client import Client, aligned, keys_of, only_segment, payload, segments
 
 MIB = 1 << 20
@@ -149,20 +149,20 @@ def test_tiers_with_different_protections_share_a_directory(tmp_path: Path) -> N
 def test_rotation(tmp_path: Path, method: Method) -> None:
     """The whole life of a key, with the key file that the commands change."""
     file, directory = tmp_path / "keys", tmp_path / "c"
-    first = keys.make(file)
+    first = key_file.make(file)
 
     def opened() -> Client:
-        return Client(directory, protection=keys.protection(method.label, file))
+        return Client(directory, protection=key_file.protection(method.label, file))
 
     with opened() as client:
         client.store(keys_of("old"), [9000])
-        second = keys.rotate(file)
+        second = key_file.rotate(file)
         client.store(keys_of("old too"), [9000])  # a running process goes on with the keys it has
     with opened() as client:
         assert client.load(keys_of("old", "old too"), [9000] * 2).ok.all()
         client.store(keys_of("new"), [9000])
     assert [mark_of(path).key_id for path in segments(directory)] == [first.id, second.id]
-    keys.drop(file, first.id.hex())
+    key_file.drop(file, first.id.hex())
     with opened() as client:
         assert client.hits(keys_of("old", "old too", "new")) == [False, False, True]
         outcome = client.load(keys_of("old", "new"), [9000] * 2)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stowage.format.segment import PAGE_BYTES, SegmentName
-from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.system import System
+from stowage.storage.disk.files import RealFileSystem
+from stowage.storage.disk.system import System
+from stowage.storage.format.segment import PAGE_BYTES, SegmentName
 from tests.disk_client import Client, aligned, keys_of, payload
 
 MIB = 1 << 20

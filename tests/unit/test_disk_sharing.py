@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from stowage.storage.disk import least_limit_bytes
+from stowage.storage.disk.files import RealFileSystem
+from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk import least_limit_bytes
-from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.system import System
 from tests.disk_client import Client, keys_of, only_segment, segments, used_bytes
 
 MIB = 1 << 20
@@ -147,7 +147,7 @@ def test_namespaces_do_not_see_each_other_but_share_the_limit(tmp_path: Path) ->
 def test_a_stuck_directory_lock_costs_stores_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
-    monkeypatch.setattr("stowage.tiers.disk.room.LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("stowage.storage.disk.allocator.LOCK_TIMEOUT_S", 0.05)
     with Client(tmp_path / "c") as client:
         with (tmp_path / "c" / "lock").open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)

@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.loader import PATIENCE, QUIET_S, SCATTERED_BYTES_PER_S
+from stowage.storage.disk.system import System
+from stowage.storage.protocol import Transfer
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.loader import PATIENCE, QUIET_S, SCATTERED_BYTES_PER_S
-from stowage.tiers.disk.system import System
-from stowage.tiers.protocol import Transfer
 from tests.disk_client import NEVER_S, Client, aligned, keys_of, payload
 from tests.inline_crew import InlineCrew
 
@@ -25,25 +25,25 @@ def _transfer(number: int, keys: list[bytes], length: int, deadline_s: float) ->
     return Transfer(number, keys, aligned([length] * len(keys)), masks, deadline_s)
 
 
-class Held(InlineCrew):
+class SwappedBlocks(InlineCrew):
     """Does nothing before it is told to: several transfers are waiting by then."""
 
-    crews: ClassVar[list[Held]] = []
+    worker_pools: ClassVar[list[SwappedBlocks]] = []
     held: ClassVar[bool] = False
 
     def wake(self, count: int = 1) -> None:
-        if self not in self.crews:
-            self.crews.append(self)
-        if not Held.held:
+        if self not in self.worker_pools:
+            self.worker_pools.append(self)
+        if not SwappedBlocks.held:
             super().wake(count)
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.02, 1.0], ids=["one deadline", "nearly one", "different deadlines"])
 def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: Path, apart_s: float) -> None:
-    Held.crews.clear()
+    SwappedBlocks.worker_pools.clear()
     length, count = 64 << 10, 24
     names = keys_of(*range(count))
-    tier = DiskTier(tmp_path / "c", 64 << 20, bytes(32), system=System(crew=Held), readers=2)
+    tier = DiskTier(tmp_path / "c", 64 << 20, bytes(32), system=System(worker_pool=SwappedBlocks), readers=2)
     stored = _transfer(0, names, length, NEVER_S)
     for name, buffer in zip(names, stored.buffers, strict=True):
         buffer[:] = payload(name, length)
@@ -60,14 +60,14 @@ def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: P
         )
         for part in range(3)
     ]
-    Held.held = True
+    SwappedBlocks.held = True
     try:
         for load in loads:
             tier.load(load)
     finally:
-        Held.held = False
-    for crew in list(Held.crews):
-        crew.wake()
+        SwappedBlocks.held = False
+    for worker_pool in list(SwappedBlocks.worker_pools):
+        worker_pool.wake()
     outcomes = {outcome.id: outcome for outcome in tier.poll()}
     assert sorted(outcomes) == [1, 2, 3]
     for load in loads:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stowage.settings import SETTINGS
+from stowage.config.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

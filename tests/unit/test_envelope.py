@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.errors import FormatError
-from stowage.format import envelope
+from stowage.storage.format import envelope
 
 KEY, NAMESPACE = bytes(range(32)), bytes(range(32, 64))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from stowage.core.breaker import FAILURES_MAX, OPEN_S
-from stowage.core.events import Discard, StartLoad, StartStore
-from stowage.core.flow import STORE_LIMIT_S, TRANSFER_BYTES_MAX
+from stowage.cache.circuit_breaker import FAILURES_MAX, OPEN_S
+from stowage.cache.events import Discard, StartLoad, StartStore
+from stowage.cache.flow import STORE_LIMIT_S, TRANSFER_BYTES_MAX
 from tests.flow_setup import FULL, Setup, keys, masks
 
 

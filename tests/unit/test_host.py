@@ -7,7 +7,7 @@ import pytest
 
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass, split_arena
 from stowage.errors import ConfigError
-from stowage.tiers.host import HostArena
+from stowage.storage.host import HostArena
 
 GEOMETRY = Geometry((Group(0, Kind.FULL, 16, 4, 100), Group(1, Kind.SLIDING, 16, 4, 3000, window=64)))
 
@@ -64,6 +64,6 @@ def test_memory_that_the_machine_refuses_is_a_config_error(monkeypatch: pytest.M
     def refuse(*args: object, **kwargs: object) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("stowage.tiers.host.mmap.mmap", refuse)
+    monkeypatch.setattr("stowage.storage.host.mmap.mmap", refuse)
     with pytest.raises(ConfigError, match="smaller size"):
         HostArena([SlabClass(4096, (0,), 2, 0, 0)])

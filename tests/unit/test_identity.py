@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stowage.engine import identity
-from stowage.engine.identity import of_checkpoint, of_parameters
+from stowage.models import identity
+from stowage.models.identity import of_checkpoint, of_parameters
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stowage.core.keymap import KeyMap, taken
+from stowage.cache.keymap import KeyMap, taken
 
 
 def keys(*names: int) -> list[bytes]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stowage import keys
 from stowage.errors import ConfigError
-from stowage.format.protection import Method, SecretKey
+from stowage.storage import key_file
+from stowage.storage.format.protection import Method, SecretKey
 
 SECRET = "0123456789abcdef" * 4
 GOOD = f"stowage-key-1 {SECRET}\n"
@@ -22,7 +22,7 @@ GOOD = f"stowage-key-1 {SECRET}\n"
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
-    keys.make(path)
+    key_file.make(path)
     return path
 
 
@@ -33,10 +33,10 @@ def write(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
 
 
 def ids(path: Path) -> list[bytes]:
-    return [key.id for key in keys.read(path)]
+    return [key.id for key in key_file.read(path)]
 
 
-def refusal(path: Path, action: Callable[[Path], object] = keys.read) -> str:
+def refusal(path: Path, action: Callable[[Path], object] = key_file.read) -> str:
     """The paragraph that a user sees. Whatever went wrong, no secret is in it, nor in the traceback."""
     with pytest.raises(ConfigError) as caught:
         action(path)
@@ -48,9 +48,9 @@ def refusal(path: Path, action: Callable[[Path], object] = keys.read) -> str:
 def test_a_new_file_holds_one_key_for_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0o000)
     try:
-        made = keys.make(tmp_path / "open")
+        made = key_file.make(tmp_path / "open")
         os.umask(0o777)
-        keys.make(tmp_path / "closed")
+        key_file.make(tmp_path / "closed")
     finally:
         os.umask(before)
     for name in ("open", "closed"):
@@ -62,7 +62,7 @@ def test_a_new_file_holds_one_key_for_its_owner_alone(tmp_path: Path) -> None:
 
 def test_missing_directories_are_made_for_the_owner_alone(tmp_path: Path) -> None:
     made = tmp_path / "config" / "stowage" / "keys"
-    keys.make(made)
+    key_file.make(made)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (made.parent.parent, made.parent, made)] == [
         0o700,
         0o700,
@@ -72,39 +72,39 @@ def test_missing_directories_are_made_for_the_owner_alone(tmp_path: Path) -> Non
 
 def test_a_file_that_exists_is_not_overwritten(file: Path) -> None:
     before = file.read_bytes()
-    assert "key rotate" in refusal(file, keys.make) and file.read_bytes() == before
+    assert "key rotate" in refusal(file, key_file.make) and file.read_bytes() == before
     dangling = file.with_name("link")
     dangling.symlink_to(file.with_name("elsewhere"))
-    refusal(dangling, keys.make)
+    refusal(dangling, key_file.make)
     assert not file.with_name("elsewhere").exists()
 
 
 def test_rotation_puts_a_new_key_in_front_and_keeps_the_others(file: Path) -> None:
     known = ids(file)
     for _ in range(3):
-        known.insert(0, keys.rotate(file).id)
+        known.insert(0, key_file.rotate(file).id)
         assert ids(file) == known
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [path.name for path in file.parent.iterdir()] == ["keys"], "no temporary file is left"
 
 
 def test_a_dropped_key_is_gone_and_the_writing_one_stays(file: Path) -> None:
-    keys.rotate(file)
-    newest = keys.rotate(file).id
+    key_file.rotate(file)
+    newest = key_file.rotate(file).id
     front, middle, oldest = ids(file)
     assert front == newest
-    keys.drop(file, middle.hex().upper())
+    key_file.drop(file, middle.hex().upper())
     assert ids(file) == [front, oldest]
-    assert "key rotate" in refusal(file, lambda path: keys.drop(path, front.hex()))
-    assert oldest.hex() in refusal(file, lambda path: keys.drop(path, middle.hex()))
+    assert "key rotate" in refusal(file, lambda path: key_file.drop(path, front.hex()))
+    assert oldest.hex() in refusal(file, lambda path: key_file.drop(path, middle.hex()))
     assert ids(file) == [front, oldest]
 
 
 def test_at_most_64_keys(file: Path) -> None:
-    for _ in range(keys.KEYS_MAX - 1):
-        keys.rotate(file)
-    assert len(ids(file)) == keys.KEYS_MAX
-    assert "key drop" in refusal(file, keys.rotate)
+    for _ in range(key_file.KEYS_MAX - 1):
+        key_file.rotate(file)
+    assert len(ids(file)) == key_file.KEYS_MAX
+    assert "key drop" in refusal(file, key_file.rotate)
     write(file, file.read_text() + GOOD)
     assert "more than 64" in refusal(file)
 
@@ -135,7 +135,7 @@ def test_at_most_64_keys(file: Path) -> None:
 def test_anything_but_keys_is_refused_and_not_shown(tmp_path: Path, text: str | bytes) -> None:
     path = write(tmp_path / "keys", text)
     assert str(path) in refusal(path)
-    refusal(path, keys.rotate)
+    refusal(path, key_file.rotate)
     assert path.read_bytes() == (text.encode() if isinstance(text, str) else text), "left as it is"
 
 
@@ -146,7 +146,7 @@ def test_a_last_line_without_its_end_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o602, 0o620, 0o660, 0o666, 0o644, 0o700, 0o601])
 def test_a_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
     path = write(tmp_path / "a b", GOOD, mode)
-    for action in (keys.read, keys.rotate):
+    for action in (key_file.read, key_file.rotate):
         assert f"chmod 600 '{path}'" in refusal(path, action)
     path.chmod(0o400)
     assert len(ids(path)) == 1, "stricter is as good"
@@ -168,7 +168,7 @@ def test_what_is_no_regular_file_is_refused_at_once(file: Path) -> None:
     assert "not a regular file" in refusal(directory)
     assert "not a regular file" in refusal(Path("/dev/null"))
     assert "key new" in refusal(file.with_name("missing"))
-    assert "be made" in refusal(file / "under-a-file", keys.make)
+    assert "be made" in refusal(file / "under-a-file", key_file.make)
 
 
 def test_a_change_that_fails_leaves_the_old_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,15 +180,15 @@ def test_a_change_that_fails_leaves_the_old_file(file: Path, monkeypatch: pytest
     for name in ("fsync", "write"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, fail)
-            assert "No space" in refusal(file, keys.rotate)
-            assert "No space" in refusal(file.with_name("new"), keys.make)
+            assert "No space" in refusal(file, key_file.rotate)
+            assert "No space" in refusal(file.with_name("new"), key_file.make)
         assert file.read_bytes() == before
         assert [path.name for path in file.parent.iterdir()] == ["keys"]
-    keys.rotate(file)
+    key_file.rotate(file)
 
 
 def _rotate(path: Path) -> bytes:
-    return keys.rotate(path).id
+    return key_file.rotate(path).id
 
 
 def test_changes_at_the_same_time_lose_no_key(file: Path) -> None:
@@ -200,19 +200,19 @@ def test_changes_at_the_same_time_lose_no_key(file: Path) -> None:
 
 
 def test_a_change_waits_for_another_and_gives_up(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "_LOCK_TIMEOUT_S", 0.05)
-    fd = keys._lock(file)
+    monkeypatch.setattr(key_file, "_LOCK_TIMEOUT_S", 0.05)
+    fd = key_file._lock(file)
     try:
-        assert "another process" in refusal(file, keys.rotate)
+        assert "another process" in refusal(file, key_file.rotate)
     finally:
         os.close(fd)
-    keys.rotate(file)
+    key_file.rotate(file)
 
 
 def test_settings_become_a_protection(file: Path) -> None:
-    assert keys.protection("checksum", None).method is Method.CHECKSUM
-    assert keys.protection("aes-256-gcm", file).method is Method.AES_256_GCM
-    protection = keys.protection("blake3", file)
+    assert key_file.protection("checksum", None).method is Method.CHECKSUM
+    assert key_file.protection("aes-256-gcm", file).method is Method.AES_256_GCM
+    protection = key_file.protection("blake3", file)
     assert protection.new_mark(bytes).key_id == ids(file)[0]
     file.chmod(0o644)
-    assert "chmod 600" in refusal(file, lambda path: keys.protection("blake3", path))
+    assert "chmod 600" in refusal(file, lambda path: key_file.protection("blake3", path))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.core.ledger import Ledger, State
+from stowage.cache.ledger import Ledger, State
 
 FULL = 0b1111
 

@@ -138,7 +138,9 @@ def test_what_nobody_listens_to_costs_nothing() -> None:
     assert not asked
 
 
-@pytest.mark.parametrize("module", ["stowage", "stowage.log", "stowage.tiers.disk", "stowage.store", "stowage.metrics"])
+@pytest.mark.parametrize(
+    "module", ["stowage", "stowage.log", "stowage.storage.disk", "stowage.cache.store", "stowage.metrics"]
+)
 def test_importing_configures_nothing(module: str) -> None:
     program = (
         f"import logging, {module}\n"

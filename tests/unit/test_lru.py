@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.core.policy import LRU
+from stowage.cache.policy import LRU
 
 
 def slots(*numbers: int) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from stowage.transfer.mapped import mapped
+from stowage.experimental.cuda_mapped import mapped
 
 CPU = torch.device("cpu")
 

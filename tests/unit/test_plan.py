@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stowage.core.copy_plan import CopyPlan, Incomplete, LoadPlan, load_plan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Group, IntArray, Kind, MaskArray
 from stowage.core.groups import strategy
-from stowage.core.plan import CopyPlan, Incomplete, LoadPlan, load_plan, store_plan
 
 WINDOWED = Group(3, Kind.SLIDING, 4, 3, 100, window=7)
 NOTHING = np.zeros(0, dtype=np.bool_)

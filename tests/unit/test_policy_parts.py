@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stowage.core.ledger import Ledger
-from stowage.core.policy import ARC, LRU, S3FIFO, CostAware, cost
-from stowage.core.policy.hazard import CLASSES, NEVER, SPANS, Hazard, class_of
-from stowage.core.policy.history import History, fingerprints
-from stowage.core.policy.native import cost_aware
-from stowage.core.policy.runs import HELD, OUT, Runs
+from stowage.cache.ledger import Ledger
+from stowage.cache.policy import ARC, LRU, S3FIFO, CostAware, cost
+from stowage.cache.policy.hazard import CLASSES, NEVER, SPANS, Hazard, class_of
+from stowage.cache.policy.history import History, fingerprints
+from stowage.cache.policy.native import cost_aware
+from stowage.cache.policy.runs import HELD, OUT, Runs
 from tests.policy_models import array, key
 
 NOBODY = array([-1])
@@ -125,7 +125,7 @@ def test_a_batch_of_victims_waits_for_one_step_of_what_is_learned(
         steps.append("done")
 
     monkeypatch.setattr(Hazard, "learning", counted)
-    monkeypatch.setattr("stowage.core.policy.hazard._ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("stowage.cache.policy.hazard._ROWS_AT_ONCE", 1)
     policy = make(64)
     busy = 0
     for number in range(60):

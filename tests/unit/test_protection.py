@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.config import DISK_PROTECTIONS
+from stowage.config.memory import DISK_PROTECTIONS
 from stowage.errors import ConfigError
-from stowage.format import envelope
-from stowage.format.protection import NO_MARK, Cipher, Guard, Mark, Method, Protection, SecretKey
+from stowage.storage.format import envelope
+from stowage.storage.format.protection import NO_MARK, Cipher, Guard, Mark, Method, Protection, SecretKey
 
 SECRET = bytes(range(100, 132))
 SEGMENT = b"\1\2\3\4\5\6\7\0"
@@ -151,7 +151,7 @@ def test_a_place_is_encrypted_once() -> None:
 
 def test_a_place_is_encrypted_once_under_optimisation_too() -> None:
     code = (
-        "from stowage.format.protection import Cipher\nassert False, 'not optimised'\n"
+        "from stowage.storage.format.protection import Cipher\nassert False, 'not optimised'\n"
         "guard = Cipher(bytes(32))\nguard.encrypt(b'', 4096, 1)\nguard.encrypt(b'', 4096, 1)\n"
     )
     ended = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.tiers.remote.backoff import PAUSE_S_MAX, PAUSE_S_MIN, Backoff
-from stowage.tiers.remote.gate import Gate
-from stowage.tiers.remote.holdings import Holdings
-from stowage.tiers.remote.presence import Presence
+from stowage.storage.remote.backoff import PAUSE_S_MAX, PAUSE_S_MIN, Backoff
+from stowage.storage.remote.limiter import Gate
+from stowage.storage.remote.presence import Presence
+from stowage.storage.remote.quota import Holdings
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 

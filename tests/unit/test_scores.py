@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stowage.engine import scores as module
-from stowage.engine.scores import Scores, attend
+from stowage.executor import attention_scores as module
+from stowage.executor.attention_scores import Scores, attend
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, QUERIES, KEYS = 4, 2, 16, 24, 5, 9
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 6.0])

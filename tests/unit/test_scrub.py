@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from stowage.errors import DirectoryError
-from stowage.format import segment
-from stowage.format.protection import Method, Protection, SecretKey
-from stowage.tiers.disk.files import RealFileSystem
-from stowage.tiers.disk.scrub import Report, scrub
-from stowage.tiers.disk.system import System
+from stowage.storage.disk.files import RealFileSystem
+from stowage.storage.disk.scrub import Report, scrub
+from stowage.storage.disk.system import System
+from stowage.storage.format import segment
+from stowage.storage.format.protection import Method, Protection, SecretKey
 from tests.disk_client import NAMESPACE, Client, key, segments, used_bytes
 
 OTHER = hashlib.sha256(b"another namespace").digest()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.core.search import Certain, Search
+from stowage.core.prefix_search import Certain, Search
 
 
 def run(search: Search, there: set[int]) -> tuple[list[int], int]:

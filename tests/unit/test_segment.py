@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.errors import FormatError
-from stowage.format import envelope, segment
-from stowage.format.protection import NO_MARK
-from stowage.format.segment import PAGE_BYTES, SegmentHeader, SegmentName
+from stowage.storage.format import envelope, segment
+from stowage.storage.format.protection import NO_MARK
+from stowage.storage.format.segment import PAGE_BYTES, SegmentHeader, SegmentName
 
 NAMESPACE = bytes(range(31)) + b"\0"
 NAME = SegmentName(7, b"\1\2\3\4\5\6\7\0")

@@ -14,8 +14,8 @@ import pytest
 import xxhash
 
 from stowage.errors import FormatError
-from stowage.format import envelope, segment
-from stowage.format.segment import ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentName, Trailer
+from stowage.storage.format import envelope, segment
+from stowage.storage.format.segment import ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentName, Trailer
 
 ID = b"\1\2\3\4\5\6\7\0"
 NAME = SegmentName(7, ID)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
+from stowage.config.settings import SETTINGS, find_config, load_settings
 from stowage.errors import ConfigError
-from stowage.settings import SETTINGS, find_config, load_settings
 
 
 def written(tmp_path: Path, text: str) -> Path:

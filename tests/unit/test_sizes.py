@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stowage.cache.slot_sizes import Sizes
 from stowage.core.geometry import Group, Kind
-from stowage.core.sizes import Sizes
 
 FULL = Group(0, Kind.FULL, 16, 4, 1024)
 SLIDING = Group(1, Kind.SLIDING, 16, 2, 512, window=32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.core.spill import TRANSFER_BYTES_MIN, TRANSFERS_MAX, SpillQueue
+from stowage.cache.spill_queue import TRANSFER_BYTES_MIN, TRANSFERS_MAX, SpillQueue
 
 MIB = 1 << 20
 

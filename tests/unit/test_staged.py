@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass, split_arena
-from stowage.core.plan import CopyPlan
 from stowage.errors import TransferError
 from stowage.transfer import staged
 from stowage.transfer.cpu import CpuTransfer

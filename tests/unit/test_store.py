@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from stowage.cache.store import Fetch, TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.errors import BudgetError, ConfigError, StorageError
-from stowage.store import Fetch, TieredStore
-from stowage.tiers.protocol import Outcome, Transfer
+from stowage.storage.protocol import Outcome, Transfer
 
 GEOMETRY = Geometry((Group(0, Kind.FULL, 16, 4, 1000), Group(1, Kind.SLIDING, 16, 4, 5000, window=64)))
 FULL = 0b1111

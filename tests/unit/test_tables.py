@@ -278,7 +278,7 @@ def test_the_kernel_is_chosen_unless_it_is_not_wanted(monkeypatch: pytest.Monkey
 
 MEASURE = """
 import numpy as np
-from stowage.tiers.disk.index import Columns, Index, _FIELDS
+from stowage.storage.disk.index import Columns, Index, _FIELDS
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
 index, chance, count = Index(), np.random.default_rng(0), 400_000
 columns = [Columns(np.frombuffer(chance.bytes(32 * 4000), "V32"), np.ones(4000, _FIELDS)) for _ in range(count // 4000)]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from stowage.errors import BudgetError, ConfigError
-from stowage.planner.chart import draw
-from stowage.planner.scenario import Link, Scenario
-from stowage.planner.simulate import simulate
-from stowage.planner.tariff import Endurance, Prices, parse_endurance
+from stowage.simulator.chart import draw
+from stowage.simulator.pricing import Endurance, Prices, parse_endurance
+from stowage.simulator.results import simulate
+from stowage.simulator.scenario import Link, Scenario
 from tests import traces
 
 GIB = 1 << 30

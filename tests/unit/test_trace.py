@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stowage.errors import ConfigError
-from stowage.planner.trace import read_trace
+from stowage.simulator.trace import read_trace
 
 GOOD = {"timestamp": 5, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, 3]}
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from stowage.cache.ledger import Ledger
+from stowage.cache.trails import KEYS_MIN, Trails
 from stowage.core.geometry import IntArray
-from stowage.core.ledger import Ledger
 from stowage.core.table import make_slots
-from stowage.core.trails import KEYS_MIN, Trails
 
 N = KEYS_MIN * 4
 

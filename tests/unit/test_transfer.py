@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, IntArray, Kind, split_arena
-from stowage.core.plan import CopyPlan
 from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer, _copy, copy_one_by_one, copy_runs
 from tests.threads import using_threads
 

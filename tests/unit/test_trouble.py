@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stowage.core.breaker import FAILURES_MAX, OPEN_S
-from stowage.store import TieredStore
+from stowage.cache.circuit_breaker import FAILURES_MAX, OPEN_S
+from stowage.cache.store import TieredStore
+from stowage.storage.disk.counters import LOGGED, NAMES
+from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from stowage.tiers.disk.counters import LOGGED, NAMES
-from stowage.tiers.disk.system import System
 from tests.disk_client import Client, keys_of, only_segment, segments
 from tests.unit.test_store import FULL, GEOMETRY, HOST_BYTES, MemoryTier
 
@@ -106,7 +106,7 @@ def test_a_bug_in_a_worker_is_counted_and_reported(
 ) -> None:
     with Client(tmp_path / "c") as client:
         client.store(keys_of(1), [100])
-        monkeypatch.setattr("stowage.tiers.disk.loader.make_plan", lambda *_: 1 / 0)
+        monkeypatch.setattr("stowage.storage.disk.loader.make_plan", lambda *_: 1 / 0)
         assert not client.load(keys_of(1), [100]).ok.any()
         assert client.stats()["faults"] == 1
     assert events().count("fault") == 1 and "ZeroDivisionError" in caplog.text

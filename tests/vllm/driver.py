@@ -90,10 +90,10 @@ def _keep_prefix_caching() -> None:
 
 def _be_patient() -> None:
     """The machine may be busy: a load is waited for, however quick the tiny model would compute instead."""
-    from stowage.engine import pace
+    from stowage.cache import cost_model
 
-    pace._DEADLINE_LEAST_S = 60.0
-    pace.Pace.worth_loading = lambda *_: True  # type: ignore[method-assign]
+    cost_model._DEADLINE_LEAST_S = 60.0
+    cost_model.CostModel.worth_loading = lambda *_: True  # type: ignore[method-assign]
 
 
 PREPARATIONS: dict[str, Callable[[], None]] = {
@@ -267,7 +267,7 @@ class Driver(Inspection):
         """Break the next ``count`` copies, all when ``None``, none more when 0. ``kind``: ``zero``, ``fail`` or
         ``hold``, which waits for ``release``; and ``load`` or ``store``, such as ``zero_load``.
         """
-        from stowage.integrations.vllm.memory import Copies
+        from stowage.plugins.vllm.memory import Copies
 
         what, _, way = kind.partition("_")
         real = self._real.setdefault(way, getattr(Copies, way))

@@ -49,7 +49,7 @@ class Inspection:
 
     def watch(self) -> None:
         """From now on note each copy of the connector's, for ``watched``."""
-        from stowage.integrations.vllm.memory import Copies
+        from stowage.plugins.vllm.memory import Copies
 
         seen = {"stored": 0, "loaded": 0, "null": 0, "partial": 0, "different": 0, "totals": 0}
         kept: dict[tuple[int, int, int], list[bytes]] = {}

@@ -76,7 +76,7 @@ def connector(
     }
     return {
         "kv_connector": "StowageConnector",
-        "kv_connector_module_path": "stowage.integrations.vllm",
+        "kv_connector_module_path": "stowage.plugins.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }

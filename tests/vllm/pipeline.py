@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from stowage.integrations.vllm.messages import Report
+from stowage.plugins.vllm.messages import Report
 from tests.vllm.oracle import connector
 from tests.vllm.ranks import BLOCK, RANKS, STAGES, TENSOR, VOCAB, Rank, Ranks, answer
 

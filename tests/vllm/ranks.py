@@ -28,7 +28,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from stowage.integrations.vllm import adapter
+from stowage.plugins.vllm import adapter
 
 __all__ = ["BLOCK", "RANKS", "STAGES", "TENSOR", "VOCAB", "WINDOW", "Rank", "Ranks", "answer"]
 

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MambaSp
 
 from benchmarks.capacity import MODELS, Model, tail_blocks
 from stowage.core.geometry import Group, Kind
-from stowage.core.points import Points
-from stowage.integrations.vllm import settings
+from stowage.core.resume_points import Points
+from stowage.plugins.vllm import settings
 
 KINDS = {FullAttentionSpec: Kind.FULL, SlidingWindowSpec: Kind.SLIDING, MambaSpec: Kind.RECURRENT}
 

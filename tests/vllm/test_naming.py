@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from stowage.core.geometry import Group, Kind
-from stowage.integrations import vllm as plugin
-from stowage.integrations.vllm.naming import Namespaces
-from stowage.integrations.vllm.requests import Tracked
+from stowage.plugins import vllm as plugin
+from stowage.plugins.vllm.namespace import Namespaces
+from stowage.plugins.vllm.requests import Tracked
 
 ENGINE = bytes(range(32))
 GROUPS = [Group(0, Kind.FULL, 16, 2, 4096)]

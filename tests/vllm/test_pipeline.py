@@ -238,7 +238,7 @@ def test_a_slow_disk_holds_up_nobody_else(run: Run) -> None:
 
 
 def slow_disk(directory: Path) -> None:
-    from stowage.tiers.disk import DiskTier
+    from stowage.storage.disk import DiskTier
     from tests.vllm.driver import PREPARATIONS
     from tests.vllm.pipeline import Engine
 
@@ -316,7 +316,7 @@ def test_ranks_on_several_machines_are_refused(run: Run) -> None:
 
 def several_machines(directory: Path) -> None:
     from stowage.errors import ConfigError
-    from stowage.integrations.vllm.worker import machine
+    from stowage.plugins.vllm.worker import machine
     from tests.vllm.pipeline import Engine
 
     with pytest.raises(ConfigError, match=r"several machines.*one engine per machine"):

@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 import vllm
 
 from stowage.errors import ConfigError
-from stowage.integrations import vllm as plugin
-from stowage.integrations.vllm import adapter
+from stowage.plugins import vllm as plugin
+from stowage.plugins.vllm import adapter
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc1", "0.33.2.dev7+g1234567"])
@@ -36,7 +36,7 @@ def test_another_release_that_has_what_is_needed(version: str, monkeypatch: pyte
 def test_another_release_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not start, and says why, instead of a bare ImportError."""
     monkeypatch.setattr(vllm, "__version__", "0.29.0")
-    monkeypatch.setitem(sys.modules, "stowage.integrations.vllm.connector", None)
+    monkeypatch.setitem(sys.modules, "stowage.plugins.vllm.connector", None)
     with pytest.raises(ConfigError, match=r"vLLM 0\.29\.0 is installed.*written for 0\.32 and 0\.33.*lacks"):
         _ = plugin.StowageConnector
     monkeypatch.setattr(vllm, "__version__", "0.32.0")

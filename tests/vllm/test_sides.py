@@ -18,13 +18,13 @@ pytest.importorskip("vllm")
 
 from stowage.core.geometry import Kind
 from stowage.errors import BudgetError, ConfigError
-from stowage.integrations.vllm import naming, scheduler, settings
-from stowage.integrations.vllm.adapter import GroupShape
-from stowage.integrations.vllm.messages import Part, Report
-from stowage.integrations.vllm.scheduler import SchedulerSide
-from stowage.integrations.vllm.worker import WorkerSide, machine
-from stowage.tiers.remote.backend import Bounds
-from stowage.tiers.remote.tier import RemoteTier
+from stowage.plugins.vllm import namespace, scheduler, settings
+from stowage.plugins.vllm.adapter import GroupShape
+from stowage.plugins.vllm.messages import Part, Report
+from stowage.plugins.vllm.scheduler import SchedulerSide
+from stowage.plugins.vllm.worker import WorkerSide, machine
+from stowage.storage.remote.backend import Bounds
+from stowage.storage.remote.tier import RemoteTier
 
 BLOCK, BLOCKS = 16, 32
 RANKS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -144,7 +144,7 @@ WINDOW = GroupShape(Kind.SLIDING, BLOCK, 40, ("d", "e"))
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(naming, "engine_namespace", lambda *_: bytes(32))
+    monkeypatch.setattr(namespace, "engine_namespace", lambda *_: bytes(32))
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_windows_of_another_server_are_found_though_some_are_not_there(
     one.close()
     for shared, expected in ((490, 480), (470, 448), (300, 256), (100, 96)):
         here = made([FULL, WINDOW], chunk_blocks=2, probe_timeout_s=60.0, load_timeout_s=60.0)
-        here.scheduler._pace.worth_loading = lambda *_: True
+        here.scheduler._cost_model.worth_loading = lambda *_: True
         assert here.offer(Request("first", [*prompt(490)[:shared], 1])) == expected
 
 
@@ -417,7 +417,7 @@ def test_events_tell_what_is_stored_and_what_has_gone(made: Any, monkeypatch: py
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    from stowage.integrations.vllm import events
+    from stowage.plugins.vllm import events
 
     here = made([WINDOW, FULL])
     here.scheduler._announcements = events.Announcements(here.scheduler._store, here.scheduler._groups[1], BLOCK)
@@ -494,9 +494,9 @@ def test_a_bug_costs_hits_and_not_the_engine(place: str, made: Any, monkeypatch:
 def test_steps_that_are_built_ahead_are_measured_one_by_one(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = made([FULL])
     side, measured = here.scheduler, []
-    monkeypatch.setattr(side._pace, "computed", lambda tokens, seconds: measured.append((tokens, seconds)))
+    monkeypatch.setattr(side._cost_model, "computed", lambda tokens, seconds: measured.append((tokens, seconds)))
     now = iter([10.0, 11.0, 14.0, 20.0])  # two are built, then both end
-    monkeypatch.setattr("stowage.integrations.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("stowage.plugins.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: next(now)))
     side._steps.clear()
     side._steps.extend([(1, next(now), 100), (2, next(now), 200)])
     side._step_ended_s = 0.0
@@ -509,7 +509,7 @@ def test_a_step_that_nobody_reported_does_not_shift_the_others(made: Any, monkey
     """One process alone tells nothing of a step that computed nothing and copied nothing."""
     here = made([FULL])
     side, measured = here.scheduler, []
-    monkeypatch.setattr(side._pace, "computed", lambda tokens, seconds: measured.append(tokens))
+    monkeypatch.setattr(side._cost_model, "computed", lambda tokens, seconds: measured.append(tokens))
     store_prompt(here, prompt(300))
     side._steps.append((side._step + 1, 0.0, 0))
     side._step += 1

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stowage.testing import tiny_models
-from stowage.weights import units
+from stowage.weights import grouping
 
 
 @pytest.fixture(autouse=True)
 def _tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of tiny models are worth delivering too."""
-    monkeypatch.setattr(units, "SMALL_BYTES", 256)
-    monkeypatch.setattr(units, "LEAF_BYTES", 1024)
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 256)
+    monkeypatch.setattr(grouping, "LEAF_BYTES", 1024)
 
 
 @pytest.fixture(scope="session")

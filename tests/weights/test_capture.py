@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stowage
-from stowage.weights.berths import Berths
-from stowage.weights.crossing import PlainCarrier
+from stowage.weights.device_prefetcher import PlainCarrier
+from stowage.weights.host_buffers import Berths
 from stowage.weights.source import WeightSource
 from tests.weights.conftest import logits, prompt
 
@@ -125,7 +125,7 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     """A model whose weights a carrier brings."""
 
     def open_model(family: str, carrier: Any, rules: str, host: str = "64MiB") -> Any:
-        monkeypatch.setattr("stowage.engine.device.carrier", lambda device: carrier)
+        monkeypatch.setattr("stowage.executor.device.carrier", lambda device: carrier)
         return stowage.offload(checkpoints(family), weights=rules, host=host)
 
     return open_model

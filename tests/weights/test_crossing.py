@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.engine import engine as engine_module
-from stowage.engine.budgets import activation_bytes
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.memory_budget import activation_bytes
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, ConfigError, ModelError, StorageError
-from stowage.integrations.transformers.offload import offload
+from stowage.plugins.transformers.offload import offload
 from stowage.testing import tiny_models
-from stowage.weights.crossing import Crossing
-from stowage.weights.holds import Home
+from stowage.weights.device_prefetcher import Crossing
+from stowage.weights.parameter_location import Home
 from tests.late_carrier import LateCarrier
 
 PROMPT = [5 + 7 * at % 400 for at in range(70)]

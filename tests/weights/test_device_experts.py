@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 import stowage
 from stowage import Memory, SamplingParams
-from stowage.config import parse_size
+from stowage.config.memory import parse_size
 from stowage.engine import engine as engine_module
 from stowage.errors import StorageError
-from stowage.weights import reading
+from stowage.weights import reader
 from stowage.weights.checkpoint import File, Segment
-from stowage.weights.device_experts import DeviceExperts, Seated, renumbered
-from stowage.weights.holds import Home
+from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
+from stowage.weights.parameter_location import Home
 from stowage.weights.placement import Delivery
-from stowage.weights.reading import Readers
+from stowage.weights.reader import Readers
 from tests.late_carrier import LateCarrier
 from tests.weights.conftest import bytes_of, logits, prompt
 
@@ -37,7 +37,7 @@ GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=1)
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCarrier:
     """What brings weights to the device from here on."""
     carrier = LateCarrier()
-    monkeypatch.setattr("stowage.engine.device.carrier", lambda device: carrier)
+    monkeypatch.setattr("stowage.executor.device.carrier", lambda device: carrier)
     monkeypatch.setattr(engine_module, "carrier", lambda device: carrier)
     return carrier
 
@@ -253,14 +253,14 @@ def test_a_disk_that_fails_leaves_nothing_half_read(tmp_path: Path) -> None:
 
 def test_a_disk_that_does_not_answer_keeps_its_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is still being read into is left alone by the next request: it waits for that first."""
-    go_on, fill = threading.Event(), reading._fill
+    go_on, fill = threading.Event(), reader._fill
 
     def slow(read: Any, buffer: Any) -> None:
         if read.offset < EXPERTS * 72 * 4:  # of the first layer
             assert go_on.wait(60)
         fill(read, buffer)
 
-    monkeypatch.setattr(reading, "_fill", slow)
+    monkeypatch.setattr(reader, "_fill", slow)
     cache, truth, readers = cache_of(LateCarrier(), 7, tmp_path / "table", timeout_s=0.05, threads=16)
     with pytest.raises(StorageError, match=r"not read within 0\.05 s"):
         cache.bring(0, torch.tensor([[0, 1, 2, 3, 4]]))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stowage import BudgetError, ConfigError, Engine, Memory, SamplingParams
-from stowage.engine import pace
-from stowage.engine.placement import placement, weights_bytes
+from stowage.cache import cost_model
+from stowage.engine.placement_report import placement, weights_bytes
 from tests.weights.conftest import bytes_of
 
 FAMILIES = ("llama", "gemma3", "mixtral", "nemotron_h", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
@@ -27,8 +27,8 @@ PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=1)
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tier has is loaded, however slow the machine is at the moment."""
-    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 60.0)
-    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
+    monkeypatch.setattr(cost_model, "_DEADLINE_LEAST_S", 60.0)
+    monkeypatch.setattr(cost_model.CostModel, "worth_loading", lambda *_: True)
 
 
 def tokens(length: int, seed: int) -> list[int]:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stowage.errors import StorageError
-from stowage.weights import reading
+from stowage.weights import reader
 from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
-from stowage.weights.experts import ExpertCache, Stacks
-from stowage.weights.holds import Home
-from stowage.weights.reading import Read, Readers
-from stowage.weights.uses import Uses
+from stowage.weights.experts.cache import ExpertCache, Stacks
+from stowage.weights.experts.eviction import Uses
+from stowage.weights.parameter_location import Home
+from stowage.weights.reader import Read, Readers
 
 LAYERS, EXPERTS = 3, 5
 UP, DOWN = (EXPERTS, 2 * PAGE_BYTES // 32, 8), (EXPERTS, 8, 3 * PAGE_BYTES // 32)
@@ -131,14 +131,14 @@ def test_a_disk_that_fails_leaves_nothing_half_read(tmp_path: Path, table: File)
 def test_a_disk_that_hangs_has_a_deadline(table: File, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame that may still be written to is given to nobody."""
     answers = threading.Event()
-    fill = reading._fill
+    fill = reader._fill
 
-    def hangs(read: Read, buffer: reading._Buffer) -> None:
+    def hangs(read: Read, buffer: reader._Buffer) -> None:
         answers.wait(60)
         fill(read, buffer)
 
     cache, readers, parameters, truth = cache_of(table, 5, 0, "f", timeout_s=0.05)
-    monkeypatch.setattr(reading, "_fill", hangs)
+    monkeypatch.setattr(reader, "_fill", hangs)
     for _ in range(2):
         with pytest.raises(StorageError, match="within"):
             cache.take(0, torch.tensor([[0, 1, 2]]))

@@ -18,7 +18,7 @@ import torch
 
 import stowage
 from stowage import Memory, SamplingParams
-from stowage.weights import reading
+from stowage.weights import reader
 from stowage.weights.placement import Delivery
 from tests.weights.conftest import bytes_of, logits, prompt
 
@@ -102,11 +102,11 @@ def test_the_engine_answers_as_with_all_weights_in_memory(
     family: str, checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixed batches and every tier."""
-    from stowage.engine import pace
+    from stowage.cache import cost_model
     from tests.weights.test_engine import told
 
-    monkeypatch.setattr(pace, "_DEADLINE_LEAST_S", 60.0)
-    monkeypatch.setattr(pace.Pace, "worth_loading", lambda *_: True)
+    monkeypatch.setattr(cost_model, "_DEADLINE_LEAST_S", 60.0)
+    monkeypatch.setattr(cost_model.CostModel, "worth_loading", lambda *_: True)
     said = []
     for rules in ("auto", "*=experts"):
         folder = tmp_path / rules[:1].replace("*", "experts")
@@ -130,7 +130,7 @@ def test_an_engine_outlives_a_disk_that_fails(
         expected = engine.generate([[5, 6, 7]], GREEDY)[0].token_ids
         assert engine.weights is not None
         with monkeypatch.context() as broken:
-            broken.setattr(reading, "_fill", fails)
+            broken.setattr(reader, "_fill", fails)
             for _ in range(2):
                 with pytest.raises(stowage.StorageError, match="the disk has gone"):
                     engine.generate([[15, 16, 17], [8, 9]], GREEDY)

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage import CheckpointError, ConfigError, Engine, Memory, SamplingParams, UnsupportedModelError
-from stowage.engine import loading, packing
 from stowage.errors import DirectoryError
-from stowage.planner import config as planner_config
+from stowage.evaluation import pack as packing
+from stowage.models import loading
+from stowage.planner import model_config as planner_config
 from stowage.planner.model import read_model
 from stowage.testing import tiny_models
-from stowage.weights import codes, packed
-from stowage.weights.packed import PackedLinear, PackedStack
+from stowage.weights.quantized import codes, modules
+from stowage.weights.quantized.modules import PackedLinear, PackedStack
 from tests.weights.conftest import bytes_of, logits, prompt
 
 CASES = [("llama", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "int8"), ("nemotron_h", "int4")]
@@ -165,7 +166,7 @@ def test_budgets_count_packed_bytes(packs: Callable[..., Path], checkpoints: Cal
     assert bytes_of(whole) < bytes_of(loading.load(checkpoints("llama")).model) * 0.5
     assert found["packed"] < found["plain"]
     model = stowage.offload(packs("llama"), device_memory="100MiB")
-    unpacking_bytes = codes.workspace_bytes(packed.packed_forms(model), 4)
+    unpacking_bytes = codes.workspace_bytes(modules.packed_forms(model), 4)
     assert unpacking_bytes > 0
     assert model.stowage.placement.device_bytes >= bytes_of(model) + unpacking_bytes
 
@@ -175,7 +176,7 @@ def test_budgets_count_packed_bytes(packs: Callable[..., Path], checkpoints: Cal
 def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
     family: str, form: str, packs: Callable[..., Path], checkpoints: Callable[..., Path]
 ) -> None:
-    assert planner_config.PACKED == packed.METHOD
+    assert planner_config.PACKED == modules.METHOD
     plan, original = read_model(packs(family, form)), read_model(checkpoints(family))
     assert plan.total_bytes == bytes_of(loading.load(packs(family, form)).model)
     assert plan.parameters_by_kind() == original.parameters_by_kind()
@@ -250,10 +251,10 @@ def test_a_packed_directory_that_is_not_whole_is_refused(packs: Callable[..., Pa
     regrouped = json.loads((groups / "config.json").read_text())
     regrouped["quantization_config"]["group"] = 64
     (groups / "config.json").write_text(json.dumps(regrouped))
-    (without / packed.FILE).rename(without / "model.safetensors")
-    shutil.copyfile(packs("qwen3_moe", "int4") / packed.FILE, other / packed.FILE)
+    (without / modules.FILE).rename(without / "model.safetensors")
+    shutil.copyfile(packs("qwen3_moe", "int4") / modules.FILE, other / modules.FILE)
     cut = copied("cut")
-    os.truncate(cut / packed.FILE, (cut / packed.FILE).stat().st_size - 64)
+    os.truncate(cut / modules.FILE, (cut / modules.FILE).stat().st_size - 64)
     for path, match in (
         (newer, "reads version 1"),
         (unmarked, "config.json does not say so"),

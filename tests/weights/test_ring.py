@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.errors import CheckpointError, ModelError, StorageError
-from stowage.weights import reading
+from stowage.weights import reader
 from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint, File
-from stowage.weights.reading import Read, Readers
-from stowage.weights.ring import Ring
+from stowage.weights.prefetcher import Ring
+from stowage.weights.reader import Read, Readers
 
 UNITS = 5
 SLOT = 3 * PAGE_BYTES
@@ -135,13 +135,13 @@ def test_a_disk_that_fails_costs_a_take_and_no_more(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_has_a_deadline_and_keeps_its_slot(table: File, monkeypatch: pytest.MonkeyPatch) -> None:
     """What may still be written to is given to nobody."""
     answers = threading.Event()
-    fill = reading._fill
+    fill = reader._fill
 
     def hangs(*asked: Any) -> None:
         answers.wait(60)
         fill(*asked)
 
-    monkeypatch.setattr(reading, "_fill", hangs)
+    monkeypatch.setattr(reader, "_fill", hangs)
     ring, readers = ring_of(table, 2, timeout_s=0.05)
     for unit in (0, 1, 0):
         with pytest.raises(StorageError, match=r"within 0.05 s"):

@@ -9,11 +9,11 @@ import typer
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json
 from stowage.cli.run import opened, stream_answer
-from stowage.settings import Settings
+from stowage.config.settings import Settings
 
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine
-    from stowage.engine.sampler import SamplingParams
+    from stowage.engine.sampling import SamplingParams
 
 Messages = list[dict[str, str]]
 
@@ -27,7 +27,7 @@ def chat(
     json: Json = False,
 ) -> None:
     """Talk with a model that has a chat template. /reset forgets the conversation, /quit or Ctrl-D ends it."""
-    from stowage.engine.sampler import SamplingParams
+    from stowage.engine.sampling import SamplingParams
 
     params = SamplingParams(**settings.sampling())
     with opened(model, settings) as engine:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 
-from stowage.addresses import shown, valkey_password
-from stowage.config import DISK_PROTECTIONS, Memory, format_size, parse_disk, ram_total_bytes
+from stowage.config.addresses import shown, valkey_password
+from stowage.config.memory import DISK_PROTECTIONS, Memory, format_size, parse_disk, ram_total_bytes
+from stowage.config.settings import Settings
 from stowage.errors import ConfigError, StowageError
-from stowage.settings import Settings
 
 if TYPE_CHECKING:
-    from stowage.tiers.remote.tier import RemoteTier
+    from stowage.storage.remote.tier import RemoteTier
 
 _DIRECT_BYTES = 4096
 _SHARED_S = 5.0
@@ -125,7 +125,7 @@ def check_device(name: str, has_driver: bool) -> Check:
         if not has_driver:
             return Check("device", "ok", "the CPU")
         return Check("device", "note", "the CPU, and there is a GPU", "Give --device cuda to compute on it.")
-    from stowage.engine.device import resolve
+    from stowage.executor.device import resolve
 
     try:
         return Check("device", "ok", str(resolve(name)))
@@ -175,7 +175,7 @@ def check_protection(method: str, key_file: str) -> list[Check]:
     """Whether the key file can be used, and the package that encrypts is there. Nothing where no keys are asked for."""
     if not key_file or method not in DISK_PROTECTIONS:
         return []  # the budgets' check has said what is wrong, if anything
-    from stowage import keys
+    from stowage.storage import key_file as keys
 
     try:
         keys.protection(method, Path(key_file).expanduser().absolute())
@@ -271,7 +271,7 @@ def _check_store(name: str, memory: Memory) -> Check:
         tier = _open_store(name, memory)
     except StowageError as error:
         return Check(name, "problem", str(error), fix)
-    from stowage.tiers.protocol import Inquiry
+    from stowage.storage.protocol import Inquiry
 
     began_s = time.monotonic()
     probe = tier.probe([Inquiry([os.urandom(32)], 1)])
@@ -286,10 +286,10 @@ def _check_store(name: str, memory: Memory) -> Check:
 
 def _open_store(name: str, memory: Memory) -> "RemoteTier":
     if name == "valkey":
-        from stowage.tiers.valkey import ValkeyTier
+        from stowage.storage.valkey import ValkeyTier
 
         password = valkey_password(memory.valkey, memory.valkey_password_path)
         return ValkeyTier(memory.valkey, bytes(32), password=password)
-    from stowage.tiers.objects import ObjectTier
+    from stowage.storage.objects import ObjectTier
 
     return ObjectTier(memory.object, bytes(32))

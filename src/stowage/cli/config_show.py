@@ -2,8 +2,8 @@
 
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, SERVER, Json, with_settings
 from stowage.cli.output import print_json
-from stowage.config import format_size
-from stowage.settings import SETTINGS, Settings
+from stowage.config.memory import format_size
+from stowage.config.settings import SETTINGS, Settings
 
 
 @with_settings(*MEMORY, *GRAPHS, *SAMPLING, *SERVER, *LOG)

@@ -8,7 +8,7 @@ import typer
 
 from stowage.cli.options import Json, with_settings
 from stowage.cli.output import print_json
-from stowage.settings import Settings
+from stowage.config.settings import Settings
 
 _Vllm = Annotated[
     str | None,

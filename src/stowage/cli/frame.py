@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stowage.cli.output import format_seconds
-from stowage.config import format_size
+from stowage.config.memory import format_size
 
 State = Mapping[str, Any]
 _COLORS = {

@@ -16,10 +16,10 @@ def new(file: File, *, json: Json = False, debug: Debug = False) -> None:
 
     Keep a copy of it where the cache directory is not, or the cache is lost with it (which costs time, never data).
     """
-    from stowage import keys
+    from stowage.storage import key_file
 
     path = _absolute(file)
-    made = keys.make(path)
+    made = key_file.make(path)
     if json:
         print_json({"file": str(path), "key": made.id.hex()})
     else:
@@ -31,10 +31,10 @@ def rotate(file: File, *, json: Json = False, debug: Debug = False) -> None:
 
     Engines read the file when they start: restart them afterwards.
     """
-    from stowage import keys
+    from stowage.storage import key_file
 
     path = _absolute(file)
-    made = keys.rotate(path)
+    made = key_file.rotate(path)
     if json:
         print_json({"file": str(path), "key": made.id.hex()})
     else:
@@ -49,10 +49,10 @@ def drop(
     debug: Debug = False,
 ) -> None:
     """Remove a key. What was written with it cannot be read any more, and makes room in turn."""
-    from stowage import keys
+    from stowage.storage import key_file
 
     path = _absolute(file)
-    keys.drop(path, key_id)
+    key_file.drop(path, key_id)
     if json:
         print_json({"file": str(path), "dropped": key_id.lower()})
     else:
@@ -61,10 +61,10 @@ def drop(
 
 def show(file: File, *, json: Json = False, debug: Debug = False) -> None:
     """List the ids of the keys: the first is for writing, all are for reading. Secrets are not shown."""
-    from stowage import keys
+    from stowage.storage import key_file
 
     path = _absolute(file)
-    ids = [key.id.hex() for key in keys.read(path)]
+    ids = [key.id.hex() for key in key_file.read(path)]
     if json:
         print_json({"file": str(path), "keys": ids})
         return

@@ -1,5 +1,5 @@
-"""Flags that several commands share. They are made from the table in ``settings.py``, so that a flag, its variable and
-its key in ``stowage.toml`` cannot drift apart."""
+"""Flags that several commands share. They are made from the table in ``config.settings``,
+so that a flag, its variable and its key in ``stowage.toml`` cannot drift apart."""
 
 import functools
 import inspect
@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from stowage.config.settings import SETTINGS, Setting, find_config, load_settings
 from stowage.log import configure
-from stowage.settings import SETTINGS, Setting, find_config, load_settings
 
 MEMORY = (
     "device_memory",

@@ -7,12 +7,12 @@ import typer
 
 from stowage.cli.options import Json, Model, with_settings
 from stowage.cli.output import note, print_json, print_table, progress_bars, quiet_libraries
-from stowage.config import format_size
+from stowage.config.memory import format_size
+from stowage.config.settings import Settings
 from stowage.errors import ConfigError
-from stowage.settings import Settings
 
 if TYPE_CHECKING:
-    from stowage.engine.packing import Packed, Perplexity
+    from stowage.evaluation.pack import Packed, Perplexity
 
 _FORM = "int8, or int4 in groups with a scale each."
 _EVAL = "Plain text that perplexity is measured on. [default: 61 kB of prose that comes with Stowage]"
@@ -37,22 +37,20 @@ def pack(
     """
     memory = settings.memory()
     from stowage.demo import corpus
-    from stowage.engine import packing
+    from stowage.evaluation import pack
 
-    scored, name = (
-        (packing.read_text(text), str(text)) if text is not None else (corpus.heldout_text(), "held-out text")
-    )
+    scored, name = (pack.read_text(text), str(text)) if text is not None else (corpus.heldout_text(), "held-out text")
     quiet_libraries()
-    if eval_tokens and not packing.reads_text(model):
+    if eval_tokens and not pack.reads_text(model):
         if text is not None:
             raise ConfigError(f"{model} has no tokenizer, so {text} cannot be scored: leave --eval out.")
         note(f"{model} has no tokenizer, so its perplexity is not measured.")
         eval_tokens = 0
     found = None
     with progress_bars(not json) as progress:
-        written = packing.pack(model, directory, weights, group, progress)
+        written = pack.pack(model, directory, weights, group, progress)
         if eval_tokens:
-            found = packing.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
+            found = pack.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
     if json:
         print_json(written.as_json() | {"perplexity": found.as_json() if found else None})
     else:

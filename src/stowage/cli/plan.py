@@ -84,7 +84,7 @@ def parse_tokens(text: str) -> int:
 
 
 def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None) -> "Budgets":
-    from stowage.config import disk_total_bytes, parse_size, ram_total_bytes
+    from stowage.config.memory import disk_total_bytes, parse_size, ram_total_bytes
     from stowage.planner.solve import Budgets
 
     def size(name: str, text: str, total_bytes: int) -> int:
@@ -136,7 +136,7 @@ def _write(path: Path, text: str) -> None:
 def _show(solution: "Solution", hints: list[str]) -> None:
     from rich.console import Console
 
-    from stowage.config import format_size
+    from stowage.config.memory import format_size
     from stowage.planner.report import rows
 
     model, work, predicted = solution.model, solution.workload, solution.prediction
@@ -166,7 +166,7 @@ def _billions(count: int) -> str:
 
 
 def _per_step(nbytes: int) -> str:
-    from stowage.config import format_size
+    from stowage.config.memory import format_size
 
     return format_size(nbytes) if nbytes else ""
 
@@ -182,7 +182,7 @@ def _can_draw() -> bool:
 
 def bars(solution: "Solution", *, plain: bool) -> list[str]:
     """One line for each memory that was given, and what its characters mean; rich markup."""
-    from stowage.config import format_size
+    from stowage.config.memory import format_size
     from stowage.planner.report import segments
     from stowage.planner.solve import HOLDS
 

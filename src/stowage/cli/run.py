@@ -12,12 +12,12 @@ import typer
 from stowage.cli.metrics_file import kept_up
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
+from stowage.config.settings import Settings
 from stowage.errors import RequestError
-from stowage.settings import Settings
 
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine, Prompt
-    from stowage.engine.sampler import SamplingParams
+    from stowage.engine.sampling import SamplingParams
 
 
 @with_settings(*SAMPLING, *MEMORY, *GRAPHS, *LOG)
@@ -42,7 +42,7 @@ def run(
     prompts: list[Prompt] = [*given, *map(read_prompt, prompt_file or [])]
     if not prompts:
         raise RequestError("There is no prompt. Give --prompt TEXT or --prompt-file FILE (- for stdin).")
-    from stowage.engine.sampler import SamplingParams
+    from stowage.engine.sampling import SamplingParams
 
     params = SamplingParams(**settings.sampling())
     with opened(model, settings) as engine, kept_up(metrics_file, engine.metrics):

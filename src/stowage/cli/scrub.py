@@ -11,11 +11,11 @@ import typer
 
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import print_json
-from stowage.config import format_size, parse_size
+from stowage.config.memory import format_size, parse_size
 from stowage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stowage.tiers.disk.scrub import Report
+    from stowage.storage.disk.scrub import Report
 
 Progress = Callable[[int, int], None]
 _SHOWN_MAX = 20
@@ -38,8 +38,8 @@ def scrub(
 
     May be used while engines run. Exit status 1 when something bad is left.
     """
-    from stowage import keys
-    from stowage.tiers.disk.scrub import scrub as scrub_directory
+    from stowage.storage import key_file as keys
+    from stowage.storage.disk.scrub import scrub as scrub_directory
 
     rate = float(parse_size(limit_rate)) if limit_rate else float("inf")
     if not rate:

@@ -12,8 +12,8 @@ import typer
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, Json, Model, with_settings
 from stowage.cli.output import note, print_json
 from stowage.cli.run import opened
+from stowage.config.settings import Settings
 from stowage.errors import ConfigError
-from stowage.settings import Settings
 
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine
@@ -79,7 +79,7 @@ def _name_of(model: str) -> str:
 
 def _tell(engine: "Engine", name: str, place: "Place", keys: "ApiKeys", *, json: bool) -> None:
     """Says what is served, where, and what lies in which hold."""
-    from stowage.engine.placement import placement
+    from stowage.engine.placement_report import placement
 
     places = placement(engine)
     if json:

@@ -11,13 +11,13 @@ import typer
 
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import format_seconds, note, print_json, print_table, progress_bars
-from stowage.config import format_size, parse_size
+from stowage.config.memory import format_size, parse_size
 from stowage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stowage.planner.scenario import Scenario
-    from stowage.planner.simulate import Figures
-    from stowage.planner.tariff import Prices
+    from stowage.simulator.pricing import Prices
+    from stowage.simulator.results import Figures
+    from stowage.simulator.scenario import Scenario
 
 _SWEPT = ("host", "disk", "nodes", "policy", "routing")
 
@@ -75,11 +75,11 @@ def simulate(
 
     Says what would be found where, how long prompts would wait, what disks would be written, and what it would cost.
     """
-    from stowage.core.policy import POLICY_DEFAULT
-    from stowage.planner.scenario import Link, Scenario
-    from stowage.planner.simulate import simulate as simulate_all
-    from stowage.planner.tariff import Prices, parse_endurance
-    from stowage.planner.trace import read_trace
+    from stowage.cache.policy import POLICY_DEFAULT
+    from stowage.simulator.pricing import Prices, parse_endurance
+    from stowage.simulator.results import simulate as simulate_all
+    from stowage.simulator.scenario import Link, Scenario
+    from stowage.simulator.trace import read_trace
 
     scenario = Scenario(
         host_bytes=parse_size(host),
@@ -168,7 +168,7 @@ def _with(scenario: "Scenario", name: str, value: str) -> "Scenario":
 
 
 def _draw(path: Path, trace: Path, labels: list[str], found: list["Figures"]) -> None:
-    from stowage.planner.chart import draw
+    from stowage.simulator.chart import draw
 
     title = f"{trace.name}: {found[0].requests:,} prompts"
     try:

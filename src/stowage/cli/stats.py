@@ -8,12 +8,12 @@ import typer
 
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import print_json
-from stowage.config import format_size
+from stowage.config.memory import format_size
 from stowage.errors import FormatError
 
 if TYPE_CHECKING:
-    from stowage.format.segment import SegmentName
-    from stowage.tiers.disk.directory import Directory, SegmentFile
+    from stowage.storage.disk.directory import Directory, SegmentFile
+    from stowage.storage.format.segment import SegmentName
 
 _LOCK_TIMEOUT_S = 2.0
 _STATES = ("sealed", "open", "torn", "empty", "unusable")
@@ -76,8 +76,8 @@ def stats(
 
 def holdings(directory: Path) -> Holdings:
     """Read the directory. Raises DirectoryError where there is no cache in it."""
-    from stowage.tiers.disk.inspector import open_existing
-    from stowage.tiers.disk.system import System
+    from stowage.storage.disk.inspector import open_existing
+    from stowage.storage.disk.system import System
 
     opened = open_existing(directory, System(), direct=False)
     try:
@@ -87,8 +87,8 @@ def holdings(directory: Path) -> Holdings:
 
 
 def _read(directory: "Directory") -> Holdings:
-    from stowage.tiers.disk.inspector import FILE_BYTES_MAX
-    from stowage.tiers.disk.survey import State, survey
+    from stowage.storage.disk.inspector import FILE_BYTES_MAX
+    from stowage.storage.disk.recovery import State, survey
 
     found = Holdings()
     strangers = -2  # the directory itself and its lock are entries as well
@@ -121,13 +121,13 @@ def _read(directory: "Directory") -> Holdings:
 
 def _is_torn(directory: "Directory", file: "SegmentFile", name: "SegmentName") -> bool:
     """Whether nobody writes this segment any more although it was not finished."""
-    from stowage.tiers.disk.survey import is_sealed
+    from stowage.storage.disk.recovery import is_sealed
 
     with directory.locked(_LOCK_TIMEOUT_S) as held:  # so that nobody is disturbed while making a segment
         return held and file.lock() and not is_sealed(file, name)
 
 
 def _label(method: int) -> str:
-    from stowage.format.protection import Method
+    from stowage.storage.format.protection import Method
 
     return Method(method).label if method in set(Method) else "unknown"

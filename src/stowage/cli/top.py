@@ -13,8 +13,8 @@ import typer
 
 from stowage.cli.options import Json, with_settings
 from stowage.cli.output import print_json
+from stowage.config.settings import Settings
 from stowage.errors import ConfigError, StowageError
-from stowage.settings import Settings
 
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector

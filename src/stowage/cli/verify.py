@@ -10,13 +10,13 @@ import typer
 
 from stowage.cli.options import LOG, MEMORY, Json, with_settings
 from stowage.cli.output import note, print_json, print_table, progress_bars, quiet_libraries
-from stowage.config import unknown_name
+from stowage.config.memory import unknown_name
+from stowage.config.settings import Settings
 from stowage.errors import ConfigError
-from stowage.settings import Settings
 
 if TYPE_CHECKING:
-    from stowage.engine.evaluation import Evaluation
-    from stowage.engine.verify import Report
+    from stowage.evaluation.parity import Report
+    from stowage.evaluation.tasks import Evaluation
 
 _EVAL = "Ask the questions of a file too, with every tier off and on: accuracy and perplexity."
 _FAMILIES = "Instead of MODEL: tiny random models of these families, separated by commas, or `all`."
@@ -51,10 +51,10 @@ def verify(
         raise ConfigError("verify checks a MODEL, or the tiny models of --families NAMES: give one of the two.")
     if families and evaluate is not None:
         raise ConfigError("--eval asks a trained model: give a MODEL instead of --families.")
-    from stowage.engine import evaluation
-    from stowage.engine.verify import verify as compare
+    from stowage.evaluation import tasks
+    from stowage.evaluation.parity import verify as compare
 
-    asked = evaluation.questions(evaluate, shots, questions) if evaluate is not None else None
+    asked = tasks.questions(evaluate, shots, questions) if evaluate is not None else None
     quiet_libraries()
     watched = sys.stderr.isatty()
     computed = {name: settings[name] for name in ("dtype", "device", "deterministic")}
@@ -79,9 +79,7 @@ def verify(
         found = None
         if asked is not None:
             with progress_bars(not json) as counted:
-                found = evaluation.evaluate(
-                    model, memory, asked, **computed, max_new_tokens=answer_tokens, progress=counted
-                )
+                found = tasks.evaluate(model, memory, asked, **computed, max_new_tokens=answer_tokens, progress=counted)
         parity = report.parity and (found is None or found.parity)
         if json:
             print_json(report.as_json() | {"parity": parity, "eval": found.as_json() if found else None})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.cli.checks import Check
-from stowage.settings import Settings
+from stowage.config.settings import Settings
 
 _RELEASES = ((0, 32), (0, 33))
 _HOST = "8GiB"
@@ -59,7 +59,7 @@ def check_release(distribution: str, version_of: Callable[[str], str]) -> Check:
 def check_entry_point(found: Iterable[Any], environ: Mapping[str, str]) -> Check:
     """Whether vLLM will find the connector by its name."""
     if not any(point.value.startswith("stowage.") for point in found):
-        fix = 'Reinstall Stowage with pip, or add "kv_connector_module_path": "stowage.integrations.vllm".'
+        fix = 'Reinstall Stowage with pip, or add "kv_connector_module_path": "stowage.plugins.vllm".'
         return Check("plugin", "note", "not registered with vLLM in this environment", fix)
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and "stowage" not in allowed.split(","):

@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from stowage.core.geometry import Group
+
 DIGEST_BYTES: Final = 32
 KEY_BYTES: Final = 32
 NO_DIGEST: Final = bytes(DIGEST_BYTES)
@@ -203,3 +205,28 @@ def _encode(value: Field) -> bytes:
         case _:
             raise TypeError(f"a namespace's field cannot be a {type(value).__name__}")
     return tag + struct.pack("<Q", len(body)) + body
+
+
+class SequenceKeys:
+    """Content keys of a sequence's chunks, one chain per chunk size, extended as tokens become known."""
+
+    def __init__(self, namespace: bytes, groups: Sequence[Group]) -> None:
+        sizes = {group.chunk_tokens for group in groups}
+        self._chains = {size: Chain(namespace, size) for size in sizes}
+        self._sizes = [group.chunk_tokens for group in groups]
+        self._keys: list[list[bytes]] = [[] for _ in groups]
+        self._fed = 0
+
+    def extend(self, tokens: Sequence[int], end: int, media: Media = ()) -> None:
+        """Take ``tokens`` up to ``end`` into account; ``media`` as in ``Chain.extend``, those that are new."""
+        if end <= self._fed:
+            return
+        fresh = tokens[self._fed : end]
+        digests = {size: chain.extend(fresh, media) for size, chain in self._chains.items()}
+        for index, size in enumerate(self._sizes):
+            self._keys[index] += group_keys(digests[size], index)
+        self._fed = end
+
+    def of(self, group: int) -> list[bytes]:
+        """Keys of the complete chunks of ``group``, from chunk 0 on."""
+        return self._keys[group]

@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.demo.corpus import document_text, model_path
 from stowage.demo.prompts import NEW_TOKENS, QUESTIONS, SEED, TEMPERATURE
 from stowage.engine.engine import Engine
-from stowage.engine.placement import placement
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.placement_report import placement
+from stowage.engine.sampling import SamplingParams
 
 DISK_LIMIT = "256MiB"
 

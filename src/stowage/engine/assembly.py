@@ -6,47 +6,41 @@ Owns the order of construction and the namespace: everything that cached bytes d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-import transformers
 
-from stowage.config import Memory, format_size
+from stowage.cache.opening import check_tiers, open_store
+from stowage.cache.store import TieredStore
+from stowage.config.memory import Memory, format_size
 from stowage.core.geometry import Geometry, Kind, split_arena
 from stowage.core.groups import GroupStrategy, strategy
-from stowage.core.key import Field, namespace
-from stowage.engine import attention
-from stowage.engine.device import Link, link
-from stowage.engine.exactness import Pieces, check_steps, exact_grids, exact_name
-from stowage.engine.fallback.runner import FallbackRunner
-from stowage.engine.families import ALONE
-from stowage.engine.graphs import SHARE, SHARE_LEAST_BYTES, Graphs, share
-from stowage.engine.layers import ModelLayout, probe
-from stowage.engine.loading import Loaded
-from stowage.engine.pool import BlockPool
-from stowage.engine.reach import Reach
-from stowage.engine.recording import Recorder, recorder
-from stowage.engine.rows import mode_of
-from stowage.engine.rowtrial import try_rows
-from stowage.engine.runner import Runner
+from stowage.core.key import namespace
+from stowage.engine.capacity import Capacity
 from stowage.errors import ConfigError, UnsupportedModelError
-from stowage.format import envelope, segment
-from stowage.opening import check_tiers, open_store
-from stowage.store import TieredStore
-from stowage.tiers.protocol import Tier
+from stowage.executor import attention
+from stowage.executor.block_pool import BlockPool
+from stowage.executor.determinism.cuts import Pieces, check_steps, exact_grids, exact_name
+from stowage.executor.determinism.row_invariance import mode_of
+from stowage.executor.determinism.trial import try_rows
+from stowage.executor.device import Link, link, recorder
+from stowage.executor.fallback.runner import FallbackRunner
+from stowage.executor.probe import probe
+from stowage.executor.replay.graphs import SHARE, SHARE_LEAST_BYTES, Graphs, share
+from stowage.executor.replay.recorder import Recorder
+from stowage.executor.runner import Runner
+from stowage.models.families import ALONE
+from stowage.models.layout import ModelLayout
+from stowage.models.loading import Loaded
+from stowage.models.namespace import block_tokens_of, namespace_fields
+from stowage.storage.protocol import Tier
 from stowage.transfer.protocol import Transfer
 
 ENGINE_FORMAT = 1
 """How this engine lays chunks out; raised whenever the same tokens come to other bytes."""
-PARALLEL = "1"
-"""How a model is divided over devices: not at all."""
-ADAPTER = ""
-"""What is put on top of the weights: nothing, ``loading`` refuses adapters that are not merged."""
-SNAPSHOT_GRID_TOKENS_LEAST = 64
 
 
 @dataclass(slots=True)
@@ -63,7 +57,7 @@ class Parts:
     link: Link | None
     snapshot_tokens: int
     pieces: Pieces
-    reach: Reach
+    capacity: Capacity
     device_kv_bytes: int
     """What the pools may take: the budget, less what recorded steps may."""
 
@@ -155,10 +149,10 @@ def _assemble(
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
     slabs = split_arena(geometry, memory.host_bytes, snapshot_tokens) if memory.host_bytes else ()
-    reach = Reach(layout.blocks, slabs, memory.step_tokens_max, pieces.grid, layout.context_tokens)
+    capacity = Capacity(layout.blocks, slabs, memory.step_tokens_max, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.device_kv_bytes) if records is not None else 0
     pool_bytes = memory.device_kv_bytes - graph_bytes
-    counts = reach.divide(pool_bytes)
+    counts = capacity.divide(pool_bytes)
     pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
     assert sum(pool.nbytes for pool in pools) <= pool_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
@@ -193,7 +187,7 @@ def _assemble(
         link=link(loaded.model.device, store.arena.numpy(), store.slabs) if store is not None else None,
         snapshot_tokens=snapshot_tokens,
         pieces=pieces,
-        reach=reach,
+        capacity=capacity,
         device_kv_bytes=pool_bytes,
     )
 
@@ -212,69 +206,3 @@ def _recorder(loaded: Loaded, memory: Memory, layout: ModelLayout, wanted: bool 
     if why and wanted:
         raise ConfigError(f"--cuda-graphs is not possible here: {why}. Leave it out.")
     return None if why else found
-
-
-def block_tokens_of(memory: Memory, grid: int = 1) -> Mapping[Kind, int]:
-    """Tokens per block of each kind; the snapshot grid is a multiple of the others' chunks, because a boundary must
-    suit all groups: a snapshot inside of a chunk that is not complete is of no use below the device. It is a multiple
-    of ``grid`` too.
-    """
-    tokens = {kind: memory.group_block_tokens.get(kind.value, memory.block_tokens) for kind in Kind}
-    paged = math.lcm(*(tokens[kind] for kind in Kind if kind is not Kind.RECURRENT)) * memory.chunk_blocks
-    if Kind.RECURRENT.value not in memory.group_block_tokens:
-        tokens[Kind.RECURRENT] = paged * -(-SNAPSHOT_GRID_TOKENS_LEAST // paged)
-    tokens[Kind.RECURRENT] = math.lcm(tokens[Kind.RECURRENT], grid)
-    return tokens
-
-
-def namespace_fields(
-    loaded: Loaded, layout: ModelLayout, salt: str, writer: str, attention_name: str
-) -> Mapping[str, Field]:
-    """All that a chunk's bytes depend on besides its tokens (case F3); ``docs/keys.md`` explains each. ``writer``: who
-    lays chunks out, and its format.
-    """
-    config = loaded.model.config
-    groups: list[Field] = [
-        {
-            "kind": b.group.kind.value,
-            "block_tokens": b.group.block_tokens,
-            "blocks_per_chunk": b.group.blocks_per_chunk,
-            "bytes_per_block": b.group.bytes_per_block,
-            "window": b.group.window,
-            "layers": [
-                {
-                    "index": layer.index,
-                    "latent": layer.latent,
-                    "tensors": [[str(t.dtype), list(t.shape)] for t in layer.tensors],
-                    "offsets": list(b.offsets[layer.index]),
-                }
-                for layer in b.layers
-            ],
-        }
-        for b in layout.blocks
-    ]
-    return {
-        "format": [envelope.VERSION, segment.VERSION],
-        "engine": writer,
-        "code": f"transformers/{transformers.__version__}",
-        "attention": attention_name,
-        "weights": loaded.identity,
-        "family": config.model_type,
-        "compute_dtype": str(loaded.model.dtype),
-        "rope": _plain(getattr(config, "rope_parameters", None)),
-        "groups": groups,
-        "parallel": PARALLEL,
-        "adapter": ADAPTER,
-        "salt": salt,
-    }
-
-
-def _plain(value: Any) -> Field:
-    """A config value in the types that a namespace takes."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    return str(value)

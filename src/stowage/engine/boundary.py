@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.cache.cost_model import CostModel, bytes_of_tiers
 from stowage.core.geometry import NULL_BLOCK, Kind, MaskArray
 from stowage.core.reuse import longest_boundary
-from stowage.engine.pace import Pace, bytes_of_tiers
-from stowage.engine.pool import BlockPool
-from stowage.engine.residency import Residency
+from stowage.engine.kv_manager import KVManager
 from stowage.engine.sequence import Sequence
+from stowage.executor.block_pool import BlockPool
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Need:
 class Choice:
     """``near``: the boundary that the device serves alone. ``boundary``: the one to resume at, with what each group
     needs for it, and the bytes of that from each tier below the host. ``far``: the one that is reached by loading while
-    the tokens before it are computed (``meeting``); ``boundary`` where there is nothing to be won by that.
+    the tokens before it are computed (``overlapped_load``); ``boundary`` where there is nothing to be won by that.
     """
 
     near: int
@@ -65,20 +65,20 @@ class Choice:
 class Boundaries:
     """Chooses. ``step``: ``Geometry.boundary_tokens``."""
 
-    def __init__(self, residency: Residency, pace: Pace, step: int) -> None:
-        self._residency = residency
-        self._pace = pace
+    def __init__(self, kv_manager: KVManager, cost_model: CostModel, step: int) -> None:
+        self._kv_manager = kv_manager
+        self._cost_model = cost_model
         self._step = step
 
     def choose(self, sequence: Sequence, *, whole: bool) -> Choice:
         """``whole``: what is loaded is there before anything is computed. A refusal is counted."""
-        residency = self._residency
-        keys = [sequence.keys.of(pool.group.index) for pool in residency.pools]
-        device = [pool.lookup(k) for pool, k in zip(residency.pools, keys, strict=True)]
+        kv_manager = self._kv_manager
+        keys = [sequence.keys.of(pool.group.index) for pool in kv_manager.pools]
+        device = [pool.lookup(k) for pool, k in zip(kv_manager.pools, keys, strict=True)]
         near = self._longest(sequence, device)
-        if residency.store is None:
+        if kv_manager.store is None:
             return self._resume(sequence, near, near)
-        below = [residency.store.lookup(i, k) for i, k in enumerate(keys)]
+        below = [kv_manager.store.lookup(i, k) for i, k in enumerate(keys)]
         if sequence.refused:
             for masks, group in zip(below, keys, strict=True):
                 masks[[k in sequence.refused for k in group]] = 0
@@ -91,30 +91,30 @@ class Boundaries:
             return Choice(near, far, needs, bytes_below, far)
         host = [m.copy() for m in below]
         for index, (masks, group) in enumerate(zip(host, keys, strict=True)):
-            masks[residency.store.sources(index, group) != 0] = 0
+            masks[kv_manager.store.sources(index, group) != 0] = 0
         at_hand = self._longest(sequence, _either(device, host))
-        if not whole and self._pace.worth_meeting(far - at_hand, bytes_below):
-            for masks, (pool, held) in zip(below, zip(residency.pools, device, strict=True), strict=True):
+        if not whole and self._cost_model.worth_overlapping(far - at_hand, bytes_below):
+            for masks, (pool, held) in zip(below, zip(kv_manager.pools, device, strict=True), strict=True):
                 chunks = min(len(masks), at_hand // pool.group.chunk_tokens)
                 masks[:chunks] |= held[:chunks]  # beyond it only tiers bring anything
             met = self._longest(sequence, below)
             if met > at_hand:
                 return self._resume(sequence, near, at_hand, met)
-        if self._pace.worth_loading(far - near, bytes_below):
+        if self._cost_model.worth_loading(far - near, bytes_below):
             return Choice(near, far, needs, bytes_below, far)
-        residency.counters.loads_refused += 1
+        kv_manager.counters.loads_refused += 1
         return self._resume(sequence, near, at_hand)  # what is in host already costs no load
 
     def _resume(self, sequence: Sequence, near: int, boundary: int, far: int = 0) -> Choice:
         return Choice(near, boundary, self.needs(sequence, boundary), {}, max(far, boundary))
 
     def _longest(self, sequence: Sequence, masks: Items[MaskArray]) -> int:
-        return longest_boundary(self._residency.strategies, masks, sequence.reusable_tokens, self._step)
+        return longest_boundary(self._kv_manager.strategies, masks, sequence.reusable_tokens, self._step)
 
     def needs(self, sequence: Sequence, boundary: int) -> list[Need]:
         """What each group lacks of a resume at ``boundary``, and what of it the device holds."""
         needs = []
-        for pool, strategy in zip(self._residency.pools, self._residency.strategies, strict=True):
+        for pool, strategy in zip(self._kv_manager.pools, self._kv_manager.strategies, strict=True):
             per_chunk = pool.group.blocks_per_chunk
             wanted = strategy.needed_blocks(boundary)
             keys = sequence.keys.of(pool.group.index)
@@ -130,7 +130,7 @@ class Boundaries:
 
     def bytes_below(self, wanted: Iterable[tuple[BlockPool, list[bytes]]]) -> dict[int, int]:
         """Bytes of these chunks that come from each tier below the host."""
-        store = self._residency.store
+        store = self._kv_manager.store
         assert store is not None
         return bytes_of_tiers(
             (store.sources(pool.group.index, keys), pool.group.bytes_per_chunk) for pool, keys in wanted

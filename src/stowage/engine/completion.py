@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from stowage.core.key import tenant_namespace
-from stowage.engine.layers import ModelLayout
 from stowage.engine.request import Completion, Delta, Progress
 from stowage.engine.sequence import Phase, Sequence
 from stowage.errors import RequestError
+from stowage.models.layout import ModelLayout
 
 _TRIAL = "stowage"
 
@@ -96,15 +96,6 @@ def namespace_of(engine: bytes, salt: str | bytes) -> bytes:
         return tenant_namespace(engine, salt)
     except ValueError as error:
         raise RequestError(f"this salt has no UTF-8 form ({error}); give it as bytes.") from error
-
-
-def eos_ids(model: Any) -> frozenset[int]:
-    """Tokens that end a sequence: of the generation config, or of the config where that says nothing."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        value = getattr(config, "eos_token_id", None)
-        if value is not None:
-            return frozenset([value] if isinstance(value, int) else value)
-    return frozenset()
 
 
 def is_over(sequence: Sequence, token: int, eos: frozenset[int]) -> str:

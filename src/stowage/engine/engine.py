@@ -3,8 +3,8 @@
 Owns what one model, its memory and its thread are made of, from opening to closing; the loop on that thread is in
 ``loop``.
 
-A token's way: ``submit`` → ``Scheduler`` → ``Arrivals`` (device, host, disk) → ``Runner`` → ``Sampler`` → ``Delta``; a
-finished chunk's way: ``Residency.settle`` → ``Transfer`` → ``TieredStore`` → tiers.
+A token: ``submit`` → ``Scheduler`` → ``Admissions`` (device, host, disk) → ``Runner`` → ``Sampler`` → ``Delta``; a
+finished chunk's way: ``KVManager.settle`` → ``Transfer`` → ``TieredStore`` → tiers.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stowage.config import Memory, format_size
-from stowage.engine import loading
-from stowage.engine.arrival import Arrivals
+from stowage.cache.cost_model import CostModel
+from stowage.config.memory import Memory, format_size
+from stowage.core.key import SequenceKeys
+from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
 from stowage.engine.boundary import Boundaries
-from stowage.engine.budgets import left, weights_budget
-from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
+from stowage.engine.completion import namespace_of, progress_of, prompt_tokens
 from stowage.engine.detokenizer import Detokenizer
-from stowage.engine.device import carrier, check, device_of
-from stowage.engine.graphs import with_share
-from stowage.engine.holding import Holding
+from stowage.engine.kv_manager import KVManager
 from stowage.engine.loop import Loop
-from stowage.engine.meeting import Meetings
-from stowage.engine.overflow import Overflow
-from stowage.engine.pace import Pace
-from stowage.engine.peak import prefill_tokens_per_s_most
-from stowage.engine.pool import bytes_needed
-from stowage.engine.questions import Questions
+from stowage.engine.memory_budget import left, weights_budget
+from stowage.engine.overlapped_load import OverlappedLoads
+from stowage.engine.remote_lookup import RemoteLookup
 from stowage.engine.request import Completion, Delta, Progress, Request
-from stowage.engine.residency import Residency
-from stowage.engine.sampler import Sampler, SamplingParams
+from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.engine.scheduler import Scheduler
-from stowage.engine.sequence import BlockTable, Sequence, SequenceKeys
-from stowage.engine.spill import Spill
+from stowage.engine.sequence import Sequence
+from stowage.engine.swap.long_context import LongContextSwap
+from stowage.engine.swap.preemption import PreemptionSwap
+from stowage.engine.swap.swap_space import SwapSpace
 from stowage.errors import BudgetError, RequestError
+from stowage.executor.block_pool import bytes_needed
+from stowage.executor.block_table import BlockTable
+from stowage.executor.device import carrier, check, device_of
+from stowage.executor.peak_compute import prefill_tokens_per_s_most
+from stowage.executor.replay.graphs import with_share
 from stowage.metrics import exposition
-from stowage.tiers.protocol import Tier
+from stowage.models import loading
+from stowage.models.loading import eos_ids
+from stowage.storage.protocol import Tier
 
 __all__ = ["Completion", "Delta", "Engine", "Progress", "Prompt", "Request"]
 
@@ -109,14 +112,14 @@ class Engine:
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
-        self.sequence_tokens_max = parts.reach.longest({pool.group.index: pool.blocks for pool in parts.pools})
+        self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
         """
         below = parts.store is not None and bool(parts.store.tiers)
         most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
-        self._pace = Pace(self.memory.load_timeout_s, self.memory.step_tokens_max, most)
-        self._residency = Residency(
+        self._cost_model = CostModel(self.memory.load_timeout_s, self.memory.step_tokens_max, most)
+        self._kv_manager = KVManager(
             parts.layout,
             parts.pools,
             parts.strategies,
@@ -124,27 +127,27 @@ class Engine:
             parts.transfer,
             parts.snapshot_tokens,
         )
-        questions = Questions(self.store, self._pace, self._clock, self.memory.probe_timeout_s)
-        holding = Holding(self._residency, parts.namespace, secrets.token_bytes(16), self._clock)
-        overflow = Overflow(self._residency, holding, parts.reach)
+        remote_lookup = RemoteLookup(self.store, self._cost_model, self._clock, self.memory.probe_timeout_s)
+        swap_space = SwapSpace(self._kv_manager, parts.namespace, secrets.token_bytes(16), self._clock)
+        long_context = LongContextSwap(self._kv_manager, swap_space, parts.capacity)
         step = math.lcm(parts.geometry.boundary_tokens, parts.pieces.grid)
-        meetings = Meetings(self._residency, self._pace, step, self._clock)
-        arrivals = Arrivals(
-            self._residency,
-            overflow,
-            meetings,
-            Boundaries(self._residency, self._pace, parts.geometry.boundary_tokens),
+        overlapped_loads = OverlappedLoads(self._kv_manager, self._cost_model, step, self._clock)
+        admissions = Admissions(
+            self._kv_manager,
+            long_context,
+            overlapped_loads,
+            Boundaries(self._kv_manager, self._cost_model, parts.geometry.boundary_tokens),
             self.memory.step_tokens_max,
-            self._pace,
-            questions,
+            self._cost_model,
+            remote_lookup,
             self._clock,
         )
         self._scheduler = Scheduler(
-            self._residency,
-            arrivals,
-            meetings,
-            Spill(self._residency, holding, overflow),
-            overflow,
+            self._kv_manager,
+            admissions,
+            overlapped_loads,
+            PreemptionSwap(self._kv_manager, swap_space, long_context),
+            long_context,
             self.memory.step_tokens_max,
             self.memory.sequences_max,
             parts.pieces,
@@ -153,9 +156,9 @@ class Engine:
         self._loop = Loop(
             parts.runner,
             self._scheduler,
-            self._residency,
+            self._kv_manager,
             self.store,
-            self._pace,
+            self._cost_model,
             eos_ids(loaded.model) | loaded.placeholders,
             self._clock,
         )
@@ -273,9 +276,9 @@ class Engine:
             return
         need = bytes_needed(self.parts.layout.blocks, length, self.memory.step_tokens_max)
         need = need if self.parts.graphs is None else with_share(need)
-        memory, reach = self.memory, self.parts.reach
+        memory, capacity = self.memory, self.parts.capacity
         behind = f"with host memory of {format_size(memory.host_bytes)}" if memory.host_bytes else "without host memory"
-        least = reach.least_host_bytes(length, self.parts.device_kv_bytes, self.parts.snapshot_tokens)
+        least = capacity.least_host_bytes(length, self.parts.device_kv_bytes, self.parts.snapshot_tokens)
         instead = f"With this device budget it needs --host {-(-least // 1024)}KiB; alone on" if least else "On"
         raise BudgetError(
             f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} "
@@ -300,13 +303,13 @@ class Engine:
         (``None`` without host memory), ``graphs`` (``None`` where no steps are recorded).
         """
         with self._lock:
-            counters = self._residency.counters
+            counters = self._kv_manager.counters
             return {
                 "executor": self.executor,
                 "engine": {name: getattr(counters, name) for name in counters.__slots__},
                 "pools": [pool.stats() for pool in self.parts.pools],
                 "store": self.store.stats() if self.store is not None else None,
-                "prefill_tokens_per_s": self._pace.prefill_tokens_per_s,
+                "prefill_tokens_per_s": self._cost_model.prefill_tokens_per_s,
                 "weights": self.weights.stats() if self.weights is not None else None,
                 "graphs": self.parts.graphs.stats() if self.parts.graphs is not None else None,
             }
@@ -325,12 +328,12 @@ class Engine:
         with self._lock:
             return self.store.drop_host() if self.store is not None else 0
 
-    def forget_pace(self) -> None:
+    def forget_costs(self) -> None:
         """Forget how fast this engine computed and loaded: the next prefixes are loaded even where computing is
         quicker.
         """
         with self._lock:
-            self._pace.forget()
+            self._cost_model.forget()
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until everything stored has reached the lower tiers, at most ``timeout_s``; whether it has. Requests go
@@ -342,7 +345,7 @@ class Engine:
         while True:
             left_s = until_s - self._clock()
             with self._lock:
-                self._residency.under_way.collect(wait=True)
+                self._kv_manager.async_copies.collect(wait=True)
                 if self.store.flush(max(0.0, min(left_s, _FLUSH_TURN_S))):
                     return True
             if left_s <= 0:
@@ -374,7 +377,7 @@ class Engine:
             pool.away.clear()
         self._close_weights()
         if self.store is not None:
-            self._residency.under_way.collect(wait=True)
+            self._kv_manager.async_copies.collect(wait=True)
             if self.parts.link is not None:
                 self.parts.link.close()
             self.store.close(max(0.0, until_s - self._clock()))

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from stowage import openmp
+from stowage.cache.cost_model import CostModel
+from stowage.cache.store import TieredStore
 from stowage.engine.completion import is_over, last_piece, piece
-from stowage.engine.fallback.runner import FallbackRunner
-from stowage.engine.pace import Pace
+from stowage.engine.kv_manager import KVManager
 from stowage.engine.request import Delta, Request
-from stowage.engine.residency import Residency
-from stowage.engine.runner import Runner
 from stowage.engine.scheduler import Scheduler
-from stowage.engine.sequence import Sequence
-from stowage.engine.step import Work
+from stowage.engine.sequence import Sequence, sequence_of
 from stowage.errors import RequestError, StowageError
-from stowage.store import TieredStore
+from stowage.executor.batch import Work
+from stowage.executor.fallback.runner import FallbackRunner
+from stowage.executor.runner import Runner
 
 logger = logging.getLogger("stowage.engine")
 REQUESTS_MAX = 1 << 16
@@ -40,17 +40,17 @@ class Loop:
         self,
         runner: Runner | FallbackRunner,
         scheduler: Scheduler,
-        residency: Residency,
+        kv_manager: KVManager,
         store: TieredStore | None,
-        pace: Pace,
+        cost_model: CostModel,
         eos: frozenset[int],
         clock: Callable[[], float],
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._residency = residency
+        self._kv_manager = kv_manager
         self._store = store
-        self._pace = pace
+        self._cost_model = cost_model
         self._eos = eos
         self._clock = clock
         self.lock = threading.RLock()
@@ -133,8 +133,8 @@ class Loop:
         """Poll the store, and wait until there is something to do; False when closing."""
         while True:
             with self.lock:
-                self._residency.under_way.collect()
-                spilling = len(self._residency.under_way) > 0 or (
+                self._kv_manager.async_copies.collect()
+                spilling = len(self._kv_manager.async_copies) > 0 or (
                     self._store is not None and not self._store.flush(0.0)
                 )
                 self._check_if_idle()
@@ -163,7 +163,7 @@ class Loop:
             self._finish(request, sequence, "cancelled")
 
     def _step(self) -> None:
-        self._residency.under_way.collect()
+        self._kv_manager.async_copies.collect()
         work = self._scheduler.schedule()
         self._end_failed()
         if not work:
@@ -178,11 +178,11 @@ class Loop:
             return
         elapsed_s = self._clock() - began_s
         tokens = sum(w.count for w in work)
-        counters = self._residency.counters
+        counters = self._kv_manager.counters
         counters.tokens_computed += tokens
         counters.prompt_tokens_computed += sum(w.prompt_tokens for w in work)
         if tokens > 2 * len(work) or len(work) == 1:  # many single tokens say nothing about a prompt of that length
-            self._pace.computed(tokens, elapsed_s)
+            self._cost_model.computed(tokens, elapsed_s)
         for item, logits in zip(work, outputs, strict=True):
             self._advance(item, logits)
 
@@ -201,9 +201,9 @@ class Loop:
             request.deliver(Delta("", [], error=error))
 
     def _advance(self, work: Work, logits: Any) -> None:
-        sequence = work.sequence
+        sequence = sequence_of(work)
         sequence.computed += work.count
-        self._residency.settle(sequence)
+        self._kv_manager.settle(sequence)
         if work.every_logit:
             sequence.score(work.start, logits)
         if sequence.computed < len(sequence.tokens):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stowage.engine.sampler import TokenLogprob
+from stowage.engine.sampling import TokenLogprob
 from stowage.errors import StowageError
 
 

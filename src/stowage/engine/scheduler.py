@@ -2,7 +2,7 @@
 
 Owns the queues. Every step takes one token of each decoding sequence first, then pieces of prefills, then admits
 waiting sequences while the budget lasts. When a block is lacking, sequences that are larger than the device give some
-of theirs away (``overflow``); else the youngest sequence is preempted, so the oldest always gets on and every request
+of theirs away (``long_context``); else the youngest sequence is preempted, so the oldest gets on and every request
 ends. It never waits for a tier: a sequence whose prefix is on its way is simply not ready yet.
 """
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections import deque
 
 from stowage.core.geometry import Kind
-from stowage.engine.arrival import Arrivals
-from stowage.engine.exactness import Pieces
-from stowage.engine.meeting import Meetings
-from stowage.engine.overflow import Overflow
-from stowage.engine.residency import Residency
-from stowage.engine.sequence import Phase, Sequence, recurrent_cuts
-from stowage.engine.spill import Spill
-from stowage.engine.step import Work
+from stowage.engine.admission import Admissions
+from stowage.engine.kv_manager import KVManager
+from stowage.engine.overlapped_load import OverlappedLoads
+from stowage.engine.sequence import Phase, Sequence, recurrent_cuts, sequence_of
+from stowage.engine.swap.long_context import LongContextSwap
+from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.errors import StowageError, TransferError
+from stowage.executor.batch import Work
+from stowage.executor.determinism.cuts import Pieces
 
 STUCK_MAX = 8
 """Steps in a row in which nobody could go on, though nobody else was in the way."""
@@ -32,26 +32,26 @@ class Scheduler:
 
     def __init__(
         self,
-        residency: Residency,
-        arrivals: Arrivals,
-        meetings: Meetings,
-        spill: Spill,
-        overflow: Overflow,
+        kv_manager: KVManager,
+        admissions: Admissions,
+        overlapped_loads: OverlappedLoads,
+        spill: PreemptionSwap,
+        long_context: LongContextSwap,
         step_tokens_max: int,
         sequences_max: int,
         pieces: Pieces = Pieces(),  # noqa: B008 - it never changes
     ) -> None:
-        self._residency = residency
-        self._arrivals = arrivals
-        self._meetings = meetings
+        self._kv_manager = kv_manager
+        self._admissions = admissions
+        self._overlapped_loads = overlapped_loads
         self._spill = spill
-        self._overflow = overflow
+        self._long_context = long_context
         self._step_tokens_max = step_tokens_max
         self._sequences_max = sequences_max
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._pieces = pieces
-        self._logit_rows_max = max(pieces.grid, LOGITS_BYTES_MAX // (4 * residency.layout.vocab))
+        self._logit_rows_max = max(pieces.grid, LOGITS_BYTES_MAX // (4 * kv_manager.layout.vocab))
         self._logit_rows = 0
         """What is left of it in the step that is being put together."""
         self.failed: list[tuple[Sequence, StowageError]] = []
@@ -60,14 +60,14 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running or len(self._arrivals))
+        return bool(self.waiting or self.running or len(self._admissions))
 
     @property
     def loading(self) -> int:
-        return len(self._arrivals)
+        return len(self._admissions)
 
     def add(self, sequence: Sequence) -> None:
-        self._arrivals.announce(sequence)
+        self._admissions.announce(sequence)
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Work]:
@@ -85,15 +85,15 @@ class Scheduler:
         while budget > 0 and (admitted := self._admit()) is not None:
             if admitted.phase is Phase.RUNNING:
                 budget -= self._take(admitted, budget, work)
-        work = [w for w in work if w.sequence.phase is Phase.RUNNING]
+        work = [w for w in work if sequence_of(w).phase is Phase.RUNNING]
         self._notice_stuck(work)
-        self._arrivals.forwards += bool(work)
+        self._admissions.forwards += bool(work)
         return work
 
     def _notice_stuck(self, work: list[Work]) -> None:
         """The oldest sequence always gets on, unless its blocks cannot be copied to host memory, again and again."""
-        store = self._residency.store
-        if work or not self.running or len(self._arrivals) or store is None or not store.idle:
+        store = self._kv_manager.store
+        if work or not self.running or len(self._admissions) or store is None or not store.idle:
             self._stuck = 0
             return
         self._stuck += 1
@@ -107,12 +107,12 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take ``sequence`` out of every queue and give its memory back, whatever it is doing."""
         if sequence.phase is Phase.LOADING:
-            self._arrivals.cancel(sequence)
+            self._admissions.cancel(sequence)
         elif sequence.phase is Phase.PREEMPTED:
             self._spill.forget(sequence)
         elif sequence.phase is Phase.RUNNING:
-            self._meetings.drop(sequence)
-            self._residency.drop(sequence)
+            self._overlapped_loads.drop(sequence)
+            self._kv_manager.drop(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
         if sequence in self.waiting:
@@ -120,26 +120,26 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
 
     def _collect_arrived(self) -> None:
-        for sequence in self._arrivals.poll():
+        for sequence in self._admissions.poll():
             if sequence.phase is Phase.RUNNING:
                 self.running.append(sequence)
             else:
                 self.waiting.appendleft(sequence)
-        for sequence in self._meetings.poll():
+        for sequence in self._overlapped_loads.poll():
             self.running.remove(sequence)
             self.waiting.appendleft(sequence)
 
     def _admit(self) -> Sequence | None:
         """Move the first waiting sequence on, if there is room; later ones never overtake it."""
-        if not self.waiting or len(self.running) + len(self._arrivals) >= self._sequences_max:
+        if not self.waiting or len(self.running) + len(self._admissions) >= self._sequences_max:
             return None
         sequence = self.waiting[0]
-        alone = not self.running and not len(self._arrivals)
+        alone = not self.running and not len(self._admissions)
         if sequence.phase is Phase.PREEMPTED:
             headroom = 0 if alone else 1 + len(self.running)
             admitted = self._spill.back(sequence, headroom, self.running)
         else:
-            admitted = self._arrivals.begin(sequence, self.running)
+            admitted = self._admissions.begin(sequence, self.running)
         if not admitted:
             return None
         if sequence.phase is not Phase.WAITING:  # WAITING again: something failed to load, it is tried anew without it
@@ -153,14 +153,14 @@ class Scheduler:
         count = min(budget, len(sequence.tokens) - sequence.computed, self._cut(sequence) - sequence.computed)
         if sequence.scoring:
             count = min(count, self._logit_rows)
-        if self._overflow.is_long(sequence):  # smaller pieces before others have to leave
-            count = min(count, max(self._overflow.room(sequence), self._pieces.grid))
-        count = self._pieces.cut(sequence, self._meetings.tokens(sequence, count))
+        if self._long_context.is_long(sequence):  # smaller pieces before others have to leave
+            count = min(count, max(self._long_context.room(sequence), self._pieces.grid))
+        count = self._pieces.cut(sequence, self._overlapped_loads.tokens(sequence, count))
         if not count:
             return 0
-        while not self._residency.extend(sequence, sequence.computed + count):
-            lacking = self._residency.lacking(sequence, sequence.computed + count)
-            if self._overflow.make_room(lacking, [sequence, *self.running]):
+        while not self._kv_manager.extend(sequence, sequence.computed + count):
+            lacking = self._kv_manager.lacking(sequence, sequence.computed + count)
+            if self._long_context.make_room(lacking, [sequence, *self.running]):
                 continue
             victim = self.running[-1]
             if victim is not sequence:
@@ -178,14 +178,14 @@ class Scheduler:
 
     def _cut(self, sequence: Sequence) -> int:
         """Where computing must stop at the latest, for a snapshot of recurrent state."""
-        recurrent = self._residency.layout.recurrent
+        recurrent = self._kv_manager.layout.recurrent
         if recurrent is None:
             return len(sequence.tokens)
-        return recurrent_cuts(sequence, recurrent.group, self._residency.snapshot_tokens)
+        return recurrent_cuts(sequence, recurrent.group, self._kv_manager.snapshot_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._meetings.drop(sequence)
+        self._overlapped_loads.drop(sequence)
         self._spill.out(sequence)
         self.waiting.appendleft(sequence)
 
@@ -195,13 +195,13 @@ class Scheduler:
         """
         assert all(s.phase is Phase.RUNNING for s in self.running)
         assert all(s.phase in (Phase.WAITING, Phase.PREEMPTED) for s in self.waiting)
-        everyone = [*self.running, *self.waiting, *self._arrivals.sequences]
+        everyone = [*self.running, *self.waiting, *self._admissions.sequences]
         assert len({s.id for s in everyone}) == len(everyone), "a sequence is in two queues"
-        self._overflow.check(everyone)
+        self._long_context.check(everyone)
         assert len(self._spill) == sum(1 for s in self.waiting if s.phase is Phase.PREEMPTED)
-        if not len(self._arrivals):
-            self._residency.check(everyone)
-        for pool in self._residency.pools:
+        if not len(self._admissions):
+            self._kv_manager.check(everyone)
+        for pool in self._kv_manager.pools:
             assert pool.group.kind is not Kind.RECURRENT or all(
                 len(s.table(pool.group.index)) == 1 for s in self.running
             )

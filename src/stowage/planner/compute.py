@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stowage.planner import forwards, overlap
+from stowage.planner import forwards, weight_speeds
 
 ROWS = (1, 2, 4, 8, 32, 128, 512, 1024)
 _OUT, _IN = 4096, 2048
@@ -69,7 +69,7 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
             found["link_in"], found["link_out"] = links(device, wait)
         elif file is not None:
             say("reading while computing")
-            found |= overlap.measure(file, multiplier(torch.bfloat16, device))
+            found |= weight_speeds.measure(file, multiplier(torch.bfloat16, device))
     if not cuda:
         say("forwards")
         found |= forwards.measure()
@@ -80,10 +80,10 @@ def multiplier(dtype: Any, device: Any) -> Callable[[Any, Any], Any]:
     """What the engine computes linear layers with."""
     import torch
 
-    from stowage.engine import native
+    from stowage.executor import kernels
 
-    ours = native.wanted(device, dtype) and native.quicker(dtype)
-    return native.product if ours else torch.nn.functional.linear
+    ours = kernels.wanted(device, dtype) and kernels.quicker(dtype)
+    return kernels.product if ours else torch.nn.functional.linear
 
 
 def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, float]:

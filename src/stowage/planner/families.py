@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stowage.planner.config import Fields
+from stowage.planner.model_config import Fields
 from stowage.planner.parts import linear, mlp
 
 Switch = str | bool

@@ -84,7 +84,7 @@ def _steps_s(model: Any, *batches: int) -> list[float]:
 
 
 def _step_s(engine: Any, batch: int) -> float:
-    from stowage.engine.sampler import SamplingParams
+    from stowage.engine.sampling import SamplingParams
 
     params = SamplingParams(_TOKENS, ignore_eos=True)
     seconds: list[float] = []
@@ -108,7 +108,7 @@ def _prefilling_s(model: Any) -> float:
     import torch
     from torch import nn
 
-    from stowage.engine.sampler import SamplingParams
+    from stowage.engine.sampling import SamplingParams
 
     with _engine(model) as engine:
         for module in model.modules():
@@ -129,7 +129,7 @@ def _blank(blank: Any, x: Any) -> Any:
 
 
 def _engine(model: Any) -> Any:
-    from stowage.config import Memory
+    from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
 
     return Engine(model, Memory(device_kv="8MiB", sequences_max=_BATCH))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import CheckpointError
-from stowage.planner.config import ITEM_BYTES, PACKED, Fields
+from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields
 from stowage.planner.parts import ATTENTION, MLP, RECURRENT, ROUTER, SHARED
 from stowage.planner.shapes import NORMS, Cache, Keeps, Layer, Model
 

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any
 
 from stowage.errors import ConfigError
-from stowage.planner.config import ITEM_BYTES
+from stowage.planner.model_config import ITEM_BYTES
 
 VERSION = 4
 CPU, CUDA = "cpu", "cuda"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from stowage.errors import UnsupportedModelError
 from stowage.planner import headers, parts
-from stowage.planner.config import ITEM_BYTES, PACKED, Fields, read_config, run_dtype
 from stowage.planner.families import FAMILIES, Experts, Family
+from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields, read_config, run_dtype
 from stowage.planner.parts import ATTENTION, MLP, RECURRENT, ROUTER, SHARED, Heads
 from stowage.planner.shapes import NORMS, Cache, Keeps, Layer, Model
 

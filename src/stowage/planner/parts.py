@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stowage.planner.config import Fields
+from stowage.planner.model_config import Fields
 from stowage.planner.shapes import Cache, Keeps
 
 ATTENTION, MLP, RECURRENT, ROUTER, SHARED = "attention", "mlp", "recurrent", "router", "shared experts"

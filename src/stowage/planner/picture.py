@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from stowage.config import format_size
+from stowage.config.memory import format_size
 from stowage.planner.report import layer_holds, segments
 from stowage.planner.solve import DEVICE, DISK, HOLDS, HOST, Solution
 

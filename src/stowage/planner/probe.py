@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from stowage.engine.identity import default_state_directory
 from stowage.errors import ConfigError, StowageError
+from stowage.models.identity import default_state_directory
 from stowage.planner import storage
 from stowage.planner.machine import Machine, by_number, from_json
 

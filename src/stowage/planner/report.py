@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stowage.config import format_size
+from stowage.config.memory import format_size
 from stowage.planner.predict import Step
 from stowage.planner.shapes import Keeps, Model
 from stowage.planner.solve import DEVICE, HOLDS, Alternative, Placed, Solution

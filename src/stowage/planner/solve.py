@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from stowage.config import format_size
+from stowage.config.memory import format_size
 from stowage.errors import BudgetError
-from stowage.planner.cached import Cached
+from stowage.planner.cached_experts import Cached
 from stowage.planner.machine import Machine
 from stowage.planner.predict import BLOCK_TOKENS, Away, Prediction, Workload, inner_parameters, predict
 from stowage.planner.shapes import Model

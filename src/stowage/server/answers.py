@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from stowage import __version__
 from stowage.engine.engine import Completion, Delta
-from stowage.engine.sampler import TokenLogprob
+from stowage.engine.sampling import TokenLogprob
 from stowage.server.openai import Ask
 from stowage.server.vocabulary import Vocabulary
 

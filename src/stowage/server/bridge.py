@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from stowage.engine.engine import Delta, Engine, Request
-from stowage.engine.sampler import TokenLogprob
+from stowage.engine.sampling import TokenLogprob
 from stowage.errors import ConfigError, RequestError, StowageError
 from stowage.server.limits import Limits
 from stowage.server.openai import Ask, Reader

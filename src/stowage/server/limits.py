@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from stowage.config import parse_size, ram_total_bytes
+from stowage.config.memory import parse_size, ram_total_bytes
 from stowage.errors import ConfigError
 
 BODIES_AT_ONCE = 8

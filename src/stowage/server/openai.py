@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from stowage.engine.completion import prompt_tokens, tokenize
 from stowage.engine.engine import Engine
-from stowage.engine.sampler import SamplingParams
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import RequestError
 from stowage.server.fields import Fields, parse_object
 from stowage.server.limits import Limits

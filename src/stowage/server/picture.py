@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.engine.engine import Engine
-from stowage.engine.placement import shared_tiers, weights_bytes
+from stowage.engine.placement_report import shared_tiers, weights_bytes
 
 __all__ = ["Fixed", "sample", "sample_names", "totals", "transfers"]
 

@@ -28,9 +28,9 @@ except ImportError as error:
         "Install it: pip install 'stowage[testing]'"
     ) from error
 
+from stowage.storage.protocol import Tier
 from stowage.testing.tier_steps import TierSteps
 from stowage.testing.watch import NonConformance, Watch
-from stowage.tiers.protocol import Tier
 
 __all__ = ["NonConformance", "TierConformance"]
 

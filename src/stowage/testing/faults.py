@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from stowage.tiers.disk.files import FileSystem, RealFileSystem
+from stowage.storage.disk.files import FileSystem, RealFileSystem
 
 __all__ = ["FaultyFileSystem", "Hang"]
 

@@ -16,9 +16,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from stowage.storage.protocol import Described, Outcome, Tier, Transfer, Waitable
 from stowage.testing.tier_model import Lent, TierModel, Version, key_of
 from stowage.testing.watch import NonConformance, Watch
-from stowage.tiers.protocol import Described, Outcome, Tier, Transfer, Waitable
 
 __all__ = ["Promises", "TierSteps"]
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import IntArray, SlabClass
-from stowage.core.plan import CopyPlan
 from stowage.core.switches import PURE_PYTHON, is_on
 from stowage.transfer.runs import columns_of_runs
 

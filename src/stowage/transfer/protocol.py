@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from stowage.core.plan import CopyPlan
+from stowage.core.copy_plan import CopyPlan
 
 __all__ = ["Ticket", "Transfer"]
 

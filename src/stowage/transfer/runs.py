@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import IntArray, SlabClass
-from stowage.core.plan import CopyPlan
 
 Run = tuple[int, int, int]
 

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import SlabClass
-from stowage.core.plan import CopyPlan
 from stowage.errors import TransferError
 from stowage.transfer.protocol import Ticket
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import UnsupportedModelError
-from stowage.weights.berths import Berths
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
-from stowage.weights.codes import form_of, workspace_bytes
-from stowage.weights.crossing import Carrier
-from stowage.weights.delivered import HOST, Load, absent
-from stowage.weights.holds import Home, as_bytes, copy_of, phase_of
-from stowage.weights.image import Image
+from stowage.weights.delivery import HOST, Load, absent
+from stowage.weights.device_prefetcher import Carrier
+from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
+from stowage.weights.host_buffers import Berths
 from stowage.weights.locate import Locator
-from stowage.weights.packed import packed_forms
+from stowage.weights.parameter_location import Home, as_bytes, copy_of, phase_of
 from stowage.weights.placement import Cargo, Delivery, Placement, Rule, place
+from stowage.weights.quantized.codes import form_of, workspace_bytes
+from stowage.weights.quantized.modules import packed_forms
+from stowage.weights.repacked import Image
 from stowage.weights.source import WeightSource
-from stowage.weights.units import Unit, arranged, divide, looks_up, renumbers
 
 __all__ = ["Budget", "adopt", "load"]
 

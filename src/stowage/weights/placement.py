@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stowage.errors import BudgetError, ConfigError
-from stowage.weights.cargo import PAGE_BYTES, Cargo, Delivery, cache_least_bytes, cache_most_bytes
+from stowage.weights.weight_unit import PAGE_BYTES, Cargo, Delivery, cache_least_bytes, cache_most_bytes
 
 __all__ = ["PAGE_BYTES", "Cargo", "Delivery", "Placement", "Rule", "parse_rules", "place"]
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
-from stowage.weights.berths import Berths
 from stowage.weights.checkpoint import Checkpoint
-from stowage.weights.crossing import Carrier, Crossing, nbytes_of
-from stowage.weights.delivered import HOST, TIMEOUT_S, Load, Rows, Streamed, absent, files_of, hide, show
-from stowage.weights.device_experts import DeviceExperts, Seated, renumbered
-from stowage.weights.experts import ExpertCache, Stacks, chosen
-from stowage.weights.image import Image
+from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Streamed, absent, files_of, hide, show
+from stowage.weights.device_prefetcher import Carrier, Crossing, nbytes_of
+from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
+from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
+from stowage.weights.host_buffers import Berths
 from stowage.weights.placement import Delivery, Placement
-from stowage.weights.reading import Read, Readers
-from stowage.weights.ring import Ring
+from stowage.weights.prefetcher import Ring
+from stowage.weights.reader import Read, Readers
+from stowage.weights.repacked import Image
 
 __all__ = ["Load", "WeightSource", "absent"]
 

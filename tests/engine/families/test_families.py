@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from scripts.models_doc import PAGE, row
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
-from stowage.engine.pool import bytes_needed
+from stowage.executor.block_pool import bytes_needed
 from stowage.testing import tiny_models
 from tests.engine.conftest import check_and_close, random_prompt
 from tests.engine.families.world import World, greedy

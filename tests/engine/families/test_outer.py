@@ -16,13 +16,14 @@ from scripts.models_doc import PAGE, outer_row
 from transformers import AutoModelForMultimodalLM
 
 import stowage
-from stowage.config import Memory
-from stowage.engine import families, loading
-from stowage.engine.completion import eos_ids, tokenize
+from stowage.config.memory import Memory
+from stowage.engine.completion import tokenize
 from stowage.engine.engine import Engine
-from stowage.engine.outer import text_model, text_part
-from stowage.engine.packing import pack
 from stowage.errors import RequestError, UnsupportedModelError
+from stowage.evaluation.pack import pack
+from stowage.models import families, loading
+from stowage.models.loading import eos_ids
+from stowage.models.multimodal import text_model, text_part
 from stowage.planner.model import read_model
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TinySize

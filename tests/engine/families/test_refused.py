@@ -7,10 +7,10 @@ import inspect
 import pytest
 import torch
 
-from stowage.config import Memory
-from stowage.engine import families
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import UnsupportedModelError
+from stowage.models import families
 from stowage.testing import tiny_models
 from tests.engine.conftest import random_prompt
 
@@ -71,7 +71,7 @@ def test_hashes_in_a_cache_of_their_own():
 
 @pytest.mark.parametrize("kind", sorted(families.NO_TEXT_MODELS))
 def test_refused_by_name(kind):
-    from stowage.engine.layers import refuse_unsupported
+    from stowage.models.layout import refuse_unsupported
 
     config = type("Config", (), {"model_type": kind})
     with pytest.raises(UnsupportedModelError) as caught:

@@ -6,10 +6,10 @@ import pytest
 from scripts.models_doc import HEAD, PAGE, SAME, not_tried, tail
 from transformers import AutoConfig
 
-from stowage.config import Memory
-from stowage.engine import families, layers
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import UnsupportedModelError
+from stowage.models import families, layout
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TinySize
 
@@ -48,7 +48,7 @@ def test_refused_by_name_and_for_what_it_does(family, monkeypatch):
     assert families.REFUSED[row.model_type] in str(caught.value)
     if not row.refused:
         return
-    monkeypatch.setattr(layers, "refuse_unsupported", lambda _: None)
+    monkeypatch.setattr(layout, "refuse_unsupported", lambda _: None)
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModelError) as caught:
         Engine(model, MEMORY).close()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from stowage.config import Memory
+from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
-from stowage.engine import layers
 from stowage.engine.engine import Engine
-from stowage.engine.probing import cache_name
 from stowage.errors import RequestError, UnsupportedModelError
+from stowage.models import layout as layers
+from stowage.models.probing import cache_name
 from stowage.testing import tiny_models
 from tests.engine.conftest import random_prompt
 from tests.engine.families.world import World, greedy

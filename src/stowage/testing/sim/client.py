@@ -14,13 +14,13 @@ from typing import Final
 
 import numpy as np
 
+from stowage.cache.store import Fetch, TieredStore
+from stowage.core.copy_plan import Incomplete, load_plan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Geometry, IntArray, Kind
 from stowage.core.groups import GroupStrategy, strategy
 from stowage.core.key import Chain, group_keys
-from stowage.core.plan import Incomplete, load_plan, store_plan
 from stowage.core.reuse import longest_boundary
 from stowage.errors import TransferError
-from stowage.store import Fetch, TieredStore
 from stowage.testing.sim.content import Device, Violation, block_bytes
 from stowage.testing.sim.loop import Loop
 

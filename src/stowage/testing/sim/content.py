@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
-from stowage.core.plan import CopyPlan
 from stowage.errors import TransferError
-from stowage.testing.sim.weather import Weather
+from stowage.testing.sim.fault_profile import FaultProfile
 
 __all__ = ["Device", "Violation", "block_bytes", "draw_geometry"]
 
@@ -61,12 +61,17 @@ class Device:
     """Blocks of every group, row 0 being the null block, and copies to and from the arena that may fail."""
 
     def __init__(
-        self, geometry: Geometry, slabs: tuple[SlabClass, ...], arena: NDArray[np.uint8], weather: Weather, rows: int
+        self,
+        geometry: Geometry,
+        slabs: tuple[SlabClass, ...],
+        arena: NDArray[np.uint8],
+        fault_profile: FaultProfile,
+        rows: int,
     ) -> None:
         self._geometry = geometry
         self._slab_of = {group: slab for slab in slabs for group in slab.groups}
         self._arena = arena
-        self._weather = weather
+        self._fault_profile = fault_profile
         self._storage = [np.empty((rows, group.bytes_per_block), np.uint8) for group in geometry.groups]
         self._free = [list(range(rows - 1, 0, -1)) for _ in geometry.groups]
 
@@ -104,7 +109,7 @@ class Device:
         self._copy(plan, "copy_in_fails", False)
 
     def _copy(self, plan: CopyPlan, fault: str, out: bool) -> None:
-        fails = self._weather.strikes(fault)
+        fails = self._fault_profile.strikes(fault)
         slab, storage = self._slab_of[plan.group], self._storage[plan.group]
         size = storage.shape[1]
         copies = list(zip(plan.blocks.tolist(), plan.slots.tolist(), plan.offsets.tolist(), strict=True))

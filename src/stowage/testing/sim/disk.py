@@ -18,11 +18,11 @@ from typing import Final
 
 from greenlet import GreenletExit
 
-from stowage.format.segment import PAGE_BYTES, round_up
+from stowage.storage.disk.allocator import metadata_bytes
+from stowage.storage.disk.files import Status, is_aligned
+from stowage.storage.format.segment import PAGE_BYTES, round_up
+from stowage.testing.sim.fault_profile import FaultProfile
 from stowage.testing.sim.loop import Loop, Process
-from stowage.testing.sim.weather import Weather
-from stowage.tiers.disk.files import Status, is_aligned
-from stowage.tiers.disk.room import metadata_bytes
 
 __all__ = ["SimDisk", "SimFiles"]
 
@@ -60,9 +60,9 @@ class Handle:
 class SimDisk:
     """One directory on one disk, shared by the processes of a world."""
 
-    def __init__(self, loop: Loop, weather: Weather, limit_bytes: int, capacity_bytes: int) -> None:
+    def __init__(self, loop: Loop, fault_profile: FaultProfile, limit_bytes: int, capacity_bytes: int) -> None:
         self.loop = loop
-        self.weather = weather
+        self.fault_profile = fault_profile
         self.limit_bytes = limit_bytes
         self.capacity_bytes = capacity_bytes
         self.grace = False
@@ -182,7 +182,7 @@ class SimFiles:
         self._disk = disk
         self._process = process
         self._loop = disk.loop
-        self._weather = disk.weather
+        self._fault_profile = disk.fault_profile
         self._handles: dict[int, Handle] = {}
 
     def release_all(self) -> None:
@@ -212,19 +212,19 @@ class SimFiles:
             self._loop.sleep(self._loop.chance.random() * 1e-5)
 
     def _fail(self, fault: str, number: int) -> None:
-        if self._weather.strikes(fault):
+        if self._fault_profile.strikes(fault):
             self._loop.log(fault)
             raise OSError(number, os.strerror(number))
 
     def _stall(self, kind: str) -> None:
         for fault, (least, most) in ((f"{kind}_slow", SLOW_S), (f"{kind}_hung", HUNG_S)):
-            if self._weather.strikes(fault):
+            if self._fault_profile.strikes(fault):
                 self._loop.log(fault)
                 stall_s = self._loop.chance.uniform(least, most)
                 self._process.stalled_until_s = max(self._process.stalled_until_s, self._loop.now_s + stall_s)
                 self._loop.sleep(stall_s)
         task = self._loop.current
-        if task is not None and not task.is_main and self._weather.strikes(f"{kind}_never"):
+        if task is not None and not task.is_main and self._fault_profile.strikes(f"{kind}_never"):
             self._loop.log(f"{kind}_never")
             self._process.hangs = True
             self._loop.sleep(math.inf)
@@ -256,10 +256,10 @@ class SimFiles:
         self._fail("read_eio", errno.EIO)
         wanted = sum(buffer.nbytes for buffer in buffers)
         data = self._seen(handle.inode, offset, wanted)
-        if data and self._weather.strikes("read_short"):
+        if data and self._fault_profile.strikes("read_short"):
             unit = SECTOR_BYTES if handle.direct else 1
             data = data[: self._loop.chance.randrange(len(data) // unit + 1) * unit] or data[:unit]
-        if data and self._weather.strikes("read_rot"):
+        if data and self._fault_profile.strikes("read_rot"):
             flipped = bytearray(data)
             bit = self._loop.chance.randrange(8 * len(data))
             flipped[bit // 8] ^= 1 << bit % 8
@@ -279,13 +279,13 @@ class SimFiles:
 
     def _seen(self, inode: Inode, offset: int, length: int) -> bytes:
         """The bytes there; or those of another place, or of an earlier time."""
-        if self._weather.strikes("read_misdirected"):
+        if self._fault_profile.strikes("read_misdirected"):
             others = [other for other in self._disk.names.values() if len(other.data) >= PAGE_BYTES]
             if others:
                 inode = self._loop.chance.choice(others)
                 offset = PAGE_BYTES * self._loop.chance.randrange(len(inode.data) // PAGE_BYTES)
         data = bytes(inode.data[offset : offset + length])
-        if data and inode.history and self._weather.strikes("read_stale"):
+        if data and inode.history and self._fault_profile.strikes("read_stale"):
             stale = bytearray(data)
             for page in range(offset // PAGE_BYTES, round_up(offset + len(data)) // PAGE_BYTES):
                 old = inode.history.get(page)
@@ -302,20 +302,20 @@ class SimFiles:
         self._fail("write_eio", errno.EIO)
         self._fail("write_enospc", errno.ENOSPC)
         data = b"".join(buffers)
-        if self._weather.strikes("write_short"):
+        if self._fault_profile.strikes("write_short"):
             unit = PAGE_BYTES if handle.direct else 1
             data = data[: self._loop.chance.randrange(len(data) // unit + 1) * unit] or data[:unit]
-        if self._weather.strikes("write_torn"):
+        if self._fault_profile.strikes("write_torn"):
             cut = SECTOR_BYTES * self._loop.chance.randrange(len(data) // SECTOR_BYTES + 1)
             self._disk.write(handle.inode, offset, data[:cut])
             raise OSError(errno.EIO, "torn")
-        if self._weather.strikes("write_lost"):
+        if self._fault_profile.strikes("write_lost"):
             return len(data)
         inode, place = handle.inode, offset
-        if self._weather.strikes("write_misdirected"):
+        if self._fault_profile.strikes("write_misdirected"):
             inode, place = self._elsewhere(inode, place, len(data))
         self._put(inode, place, data)
-        if self._weather.strikes("stored_rot"):
+        if self._fault_profile.strikes("stored_rot"):
             self._disk.rot()
         return len(data)
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from stowage.cache.store import TieredStore
 from stowage.core.geometry import Geometry
 from stowage.errors import DirectoryError
-from stowage.format.protection import Protection
-from stowage.store import TieredStore
+from stowage.storage.disk import DiskTier
+from stowage.storage.disk.system import System, Turn, one_by_one
+from stowage.storage.format.protection import Protection
 from stowage.testing.sim.client import Client, Prompts
 from stowage.testing.sim.content import Device, Violation
 from stowage.testing.sim.disk import SimDisk, SimFiles
-from stowage.testing.sim.loop import Loop, Process, SimCrew, SimSignal
+from stowage.testing.sim.fault_profile import FaultProfile
+from stowage.testing.sim.loop import Loop, Process, SimSignal, SimWorkerPool
 from stowage.testing.sim.together import SimTogether
-from stowage.testing.sim.weather import Weather
-from stowage.tiers.disk import DiskTier
-from stowage.tiers.disk.system import System, Turn, one_by_one
 
 __all__ = ["Host", "Shape"]
 
@@ -46,7 +46,7 @@ class Host:
         self,
         loop: Loop,
         disk: SimDisk,
-        weather: Weather,
+        fault_profile: FaultProfile,
         shape: Shape,
         prompts: Prompts,
         namespace: bytes,
@@ -55,7 +55,7 @@ class Host:
         self.process = Process(loop)
         self.files = SimFiles(disk, self.process)
         self.signal = SimSignal(self.process)
-        self.crews: dict[str, SimCrew] = {}
+        self.worker_pools: dict[str, SimWorkerPool] = {}
         self.tier: DiskTier | None = None
         self.store: TieredStore | None = None
         self.client: Client | None = None
@@ -63,7 +63,7 @@ class Host:
         self.done = False
         self.refused = False
         """The disk failed while the tier was opened: a clear error at start-up, and no process."""
-        self._loop, self._disk, self._weather, self._shape = loop, disk, weather, shape
+        self._loop, self._disk, self._fault_profile, self._shape = loop, disk, fault_profile, shape
         self._prompts, self._namespace, self._requests = prompts, namespace, requests
         self.process.spawn("main", self._main, loop.chance.random() * 0.2)
 
@@ -89,7 +89,7 @@ class Host:
             policy=self._shape.policy,
         )
         geometry, arena = self._shape.geometry, self.store.arena
-        self.device = Device(geometry, self.store.slabs, arena.numpy(), self._weather, DEVICE_ROWS)
+        self.device = Device(geometry, self.store.slabs, arena.numpy(), self._fault_profile, DEVICE_ROWS)
         self.client = Client(self._loop, self.store, self.device, geometry, self._namespace, self._prompts)
         self.client.run(self._requests, chance.choice((1, 2, 4)))
         if chance.random() < 0.7:
@@ -105,7 +105,7 @@ class Host:
             timer=loop.clock,
             sleep=loop.sleep,
             random_bytes=chance.randbytes,
-            crew=self._crew,
+            worker_pool=self._worker_pool,
             ahead=one_by_one,
             together=SimTogether(self.process),
         )
@@ -123,10 +123,10 @@ class Host:
             system=system,
         )
 
-    def _crew(self, name: str, turns: Sequence[Turn]) -> SimCrew:
+    def _worker_pool(self, name: str, turns: Sequence[Turn]) -> SimWorkerPool:
         kind = name.rpartition("-")[2]
-        self.crews[kind] = SimCrew(self.process, kind, turns)
-        return self.crews[kind]
+        self.worker_pools[kind] = SimWorkerPool(self.process, kind, turns)
+        return self.worker_pools[kind]
 
     def _end(self) -> None:
         """An orderly end: wait for what is under way, then close. Nothing may be left."""
@@ -149,7 +149,10 @@ class Host:
             if self.device.rows_taken():
                 raise Violation("the client lost device blocks")  # a bug of the simulator itself
         self.store.close(self._loop.chance.choice((0.0, 1.0, 60.0)))
-        if all(task.ended for crew in self.crews.values() for task in crew.tasks) and self.files.open_files():
+        if (
+            all(task.ended for worker_pool in self.worker_pools.values() for task in worker_pool.tasks)
+            and self.files.open_files()
+        ):
             raise Violation("closed, and descriptors are still open")
 
     # What the world does to it, and asks of it
@@ -168,9 +171,9 @@ class Host:
         loader, storer = self.tier._loader, self.tier._storer  # the simulator looks behind the façade
         if self.tier._counters.snapshot()["faults"]:
             return "an exception reached the outermost frame of a worker"
-        if loader.waiting and self.crews["read"].all_asleep_for_good():
+        if loader.waiting and self.worker_pools["read"].all_asleep_for_good():
             return "a load waits, and every reader sleeps: a lost wake-up"
-        if storer._queue and self.crews["write"].all_asleep():
+        if storer._queue and self.worker_pools["write"].all_asleep():
             return "a store waits, and the writer sleeps: a lost wake-up"
         if self.tier._outcomes and self.signal.sleeper is not None and not self.signal.is_set:
             return "an outcome waits, and the engine sleeps: a lost wake-up"

@@ -19,14 +19,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from stowage.tiers.disk.system import Turn
+from stowage.storage.disk.system import Turn
 
 try:
     from greenlet import GreenletExit, getcurrent, greenlet
 except ImportError as error:  # an extra: only simulations need it
     raise ImportError("The simulator needs greenlet: pip install 'stowage[testing]'") from error
 
-__all__ = ["Loop", "Process", "SimCrew", "SimSignal", "Task"]
+__all__ = ["Loop", "Process", "SimSignal", "SimWorkerPool", "Task"]
 
 TRACE_LINES: int = 400
 
@@ -43,7 +43,7 @@ class Process:
         self.stalled_until_s = 0.0
         """When the slowest operation that its threads have begun ends."""
         self.tasks: list[Task] = []
-        self.crews: list[SimCrew] = []
+        self.worker_pools: list[SimWorkerPool] = []
 
     def spawn(self, name: str, work: Callable[[], None], after_s: float = 0.0) -> Task:
         """A new task, first run `after_s` from now."""
@@ -159,8 +159,8 @@ class Loop:
         return False
 
 
-class SimCrew:
-    """Implements Crew (stowage.tiers.disk.system): tasks that take turns as threads do."""
+class SimWorkerPool:
+    """Implements Crew (stowage.storage.disk.system): tasks that take turns as threads do."""
 
     def __init__(self, process: Process, name: str, turns: Sequence[Turn]) -> None:
         self._loop = process.loop
@@ -170,7 +170,7 @@ class SimCrew:
         self.tasks = [
             process.spawn(f"{name.rpartition('-')[2]}{number}", self._runner(turn)) for number, turn in enumerate(turns)
         ]
-        process.crews.append(self)
+        process.worker_pools.append(self)
 
     def _runner(self, turn: Turn) -> Callable[[], None]:
         def run() -> None:
@@ -218,7 +218,7 @@ class SimCrew:
 
 
 class SimSignal:
-    """What the store sleeps on (see Signal in stowage.store): an event of the simulated kind."""
+    """What the store sleeps on (see Signal in stowage.cache.store): an event of the simulated kind."""
 
     def __init__(self, process: Process) -> None:
         self._loop = process.loop

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Final
 
-from stowage.testing.sim.weather import FAULTS
+from stowage.testing.sim.fault_profile import FAULTS
 from stowage.testing.sim.world import Failure, simulate
 
 __all__ = ["Report", "run"]

@@ -8,8 +8,8 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from stowage.storage.disk.write_workers import Job, Kind, alone
 from stowage.testing.sim.loop import Process, Task
-from stowage.tiers.disk.jobs import Job, Kind, alone
 
 __all__ = ["SimTogether"]
 
@@ -33,7 +33,7 @@ class _Doing(Generic[R]):
 
 
 class SimTogether:
-    """Implements Together (`stowage.tiers.disk.jobs`). Every job is a task of the process, begun when chance will."""
+    """Implements Together (`write_workers`). Every job is a task of the process, begun when chance will."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

@@ -16,18 +16,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from stowage.cache.policy import POLICIES
 from stowage.core.geometry import round_up
-from stowage.core.policy import POLICIES
-from stowage.format.protection import SECRET_BYTES, Method, Protection, SecretKey
-from stowage.format.segment import PAGE_BYTES
+from stowage.storage.disk import least_limit_bytes
+from stowage.storage.disk.allocator import segment_bytes_for
+from stowage.storage.format.protection import SECRET_BYTES, Method, Protection, SecretKey
+from stowage.storage.format.segment import PAGE_BYTES
 from stowage.testing.sim.client import Prompts
 from stowage.testing.sim.content import Violation, draw_geometry
 from stowage.testing.sim.disk import SimDisk
+from stowage.testing.sim.fault_profile import FaultProfile
 from stowage.testing.sim.host import Host, Shape
 from stowage.testing.sim.loop import Loop
-from stowage.testing.sim.weather import Weather
-from stowage.tiers.disk import least_limit_bytes
-from stowage.tiers.disk.room import segment_bytes_for
 
 __all__ = ["Failure", "Result", "simulate"]
 
@@ -79,11 +79,11 @@ class World:
         protection = draw_protection(chance)
         policy = list(POLICIES)[seed % len(POLICIES)]
         self.shape = Shape(geometry, host_bytes, segment_bytes, chunk_bytes_max, protection, policy)
-        self.weather = Weather.draw(chance)
+        self.fault_profile = FaultProfile.draw(chance)
         self.limit_least = least_limit_bytes(chunk_bytes_max)
         limit = self.limit_least + chance.choice((0, 1, 3, 10)) * segment_bytes
         capacity = chance.choice((1 << 40, 1 << 40, limit, limit * 3 // 4))
-        self.disk = SimDisk(self.loop, self.weather, limit, capacity)
+        self.disk = SimDisk(self.loop, self.fault_profile, limit, capacity)
         self.prompts = Prompts(chance)
         self.namespaces = [chance.randbytes(32) for _ in range(chance.choice((1, 1, 2)))]
         self.requests = chance.choice((2, 4, 8))
@@ -94,14 +94,14 @@ class World:
     def _start(self) -> Host:
         self.happened["processes"] += 1
         namespace = self.loop.chance.choice(self.namespaces)
-        return Host(self.loop, self.disk, self.weather, self.shape, self.prompts, namespace, self.requests)
+        return Host(self.loop, self.disk, self.fault_profile, self.shape, self.prompts, namespace, self.requests)
 
     # Running
 
     def run(self) -> None:
         """Until all processes have ended. Raises Violation, or whatever a broken part raises."""
         self._until_done()
-        self.weather.rates.clear()
+        self.fault_profile.rates.clear()
         self.disk.capacity_bytes = 1 << 40
         self.requests = 2
         for _ in range(2):  # the first repairs what the storm left; the second opens what the first left
@@ -122,7 +122,11 @@ class World:
             if self.loop.steps % CHECK_EVERY == 0:
                 for host in self.hosts:
                     host.check()
-            if self.weather.rates and self.loop.steps % TROUBLE_EVERY == 0 and self.loop.chance.random() < self.trouble:
+            if (
+                self.fault_profile.rates
+                and self.loop.steps % TROUBLE_EVERY == 0
+                and self.loop.chance.random() < self.trouble
+            ):
                 self._trouble()
         for host in self.hosts:
             host.check()
@@ -202,5 +206,5 @@ def simulate(seed: int) -> Result:
     finally:
         for host in world.hosts:
             host.kill()
-    world.happened.update({f"fault {name}": count for name, count in world.weather.struck.items()})
+    world.happened.update({f"fault {name}": count for name, count in world.fault_profile.struck.items()})
     return Result(seed, loop.steps, loop.now_s - 1000.0, loop.digest, world.happened)

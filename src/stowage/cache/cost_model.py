@@ -1,0 +1,176 @@
+"""How fast this engine computes and its tiers deliver, as measured while it runs: loading must not be slower than
+computing.
+
+Owns moving averages: of what a forward takes, by the order of its size, and of what each tier delivers. A forward costs
+something whatever its size (every weight is read), so sizes are kept apart: short pieces after long hits say little
+about a long prefill. Never blocks a first try: what has not been measured yet is taken to be worth it, and may take no
+longer than computing would at the machine's best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NEWEST_SHARE, _NEWEST_SHARE_IF_FASTER = 0.25, 0.5
+"""What disturbs a measurement makes it longer."""
+_DEADLINE_LEAST_S = 0.05
+_FORGIVENESS = 1.25
+_PREFILL_TOKENS_LEAST = 16
+_LOOKUP_SHARE = 0.05
+"""Of the time to compute a prompt, that it waits for answers of shared tiers."""
+LOOKUP_LEAST_S = 0.02
+"""For short prompts: about what two answers of a near object store take."""
+_MEETING_RATIO, _MEETING_STEPS = 8.0, 2.0
+"""A meeting costs some steps more."""
+
+_Point = tuple[float, float]
+"""Tokens and seconds of a forward."""
+
+
+def bytes_of_tiers(parts: Iterable[tuple[NDArray[np.int8], int]]) -> dict[int, int]:
+    """Bytes that come from each tier below the host, which is number 0. ``parts``: for chunks of one size, the tier of
+    each (negative: nowhere), and that size in bytes.
+    """
+    total: dict[int, int] = {}
+    for sources, chunk_bytes in parts:
+        for tier, count in zip(*np.unique(sources[sources > 0], return_counts=True), strict=True):
+            total[int(tier)] = total.get(int(tier), 0) + int(count) * chunk_bytes
+    return total
+
+
+class CostModel:
+    """Seconds per forward, by size, and delivery rate of each tier (bytes per second).
+
+    ``step_tokens_max``: the longest forward, a longer prefill takes several. ``tokens_per_s_most``: a rate that no
+    prefill exceeds, for a first deadline (a load that hangs right after a start costs no more than the recompute
+    either); 0 when it is not known, then ``load_timeout_s`` alone bounds the first loads.
+    """
+
+    def __init__(self, load_timeout_s: float, step_tokens_max: int = 1024, tokens_per_s_most: float = 0.0) -> None:
+        self.load_timeout_s = load_timeout_s
+        self._step_tokens_max = step_tokens_max
+        self._tokens_per_s_most = tokens_per_s_most
+        self._forwards: dict[int, _Point] = {}
+        self.bytes_per_s: dict[int, float] = {}
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A forward of so many tokens took ``seconds``."""
+        order = tokens.bit_length()
+        old_tokens, old_s = self._forwards.get(order, (tokens, seconds))
+        share = _NEWEST_SHARE_IF_FASTER if seconds * old_tokens < old_s * tokens else _NEWEST_SHARE
+        self._forwards[order] = (_blend(old_tokens, tokens, share), _blend(old_s, max(seconds, 1e-9), share))
+
+    def loaded(self, tier: int, nbytes: int, seconds: float) -> None:
+        """``nbytes`` came from ``tier`` in ``seconds``."""
+        rate = nbytes / max(seconds, 1e-9)
+        self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, rate), rate, _NEWEST_SHARE)
+
+    def delivered(self, bytes_of_tier: Mapping[int, int], seconds: float) -> None:
+        """A fetch of these bytes took ``seconds``: that is what the slowest of its tiers needed."""
+        for tier, nbytes in bytes_of_tier.items():
+            self.loaded(tier, nbytes, seconds)
+
+    def missed(self, bytes_of_tier: Mapping[int, int], came: Mapping[int, int], seconds: float) -> None:
+        """A fetch of these bytes was over after ``seconds``, and only ``came`` of them had come. A tier that brought
+        nothing is ill rather than slow, which is the breaker's matter; one that brought all may have been quicker.
+        """
+        for tier, nbytes in bytes_of_tier.items():
+            if 0 < came.get(tier, 0) < nbytes:
+                self.loaded(tier, came[tier], seconds)
+
+    def forget(self) -> None:
+        """As if nothing were known: the next loads are tried, whatever they cost."""
+        self._forwards.clear()
+        self._tokens_per_s_most = 0.0
+        self.bytes_per_s.clear()
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As measured by the longest forwards so far; 0 before there were any but single tokens."""
+        tokens, seconds = self._forwards[max(self._forwards)] if self._forwards else (0.0, 1.0)
+        return tokens / seconds if tokens >= _PREFILL_TOKENS_LEAST else 0.0
+
+    def recompute_s(self, tokens: int) -> float | None:
+        """Predicted time that is saved by not having to compute ``tokens``; ``None`` when nothing is known.
+
+        One token at least is computed in any case, so what a forward costs whatever its size is not saved.
+        """
+        if self._forwards:
+            return max(0.0, self.prefill_s(tokens + 1) - self.prefill_s(1))
+        return tokens / self._tokens_per_s_most if self._tokens_per_s_most else None
+
+    def prefill_s(self, tokens: int) -> float:
+        """Predicted time of the forwards that compute ``tokens``; only when there were some."""
+        whole, rest = divmod(tokens, self._step_tokens_max)
+        return whole * self._forward_s(self._step_tokens_max) + (self._forward_s(rest) if rest else 0.0)
+
+    def _forward_s(self, tokens: int) -> float:
+        """On the line between the sizes measured that are nearest; beyond the longest, with the slope over all."""
+        points = [self._forwards[order] for order in sorted(self._forwards)]
+        after = next((at for at, (size, _) in enumerate(points) if size >= tokens), len(points))
+        (first, first_s), (last, last_s) = points[0], points[-1]
+        if after == 0:
+            return first_s * tokens / first
+        if after < len(points):
+            (low, low_s), (high, high_s) = points[after - 1], points[after]
+            return low_s + (high_s - low_s) * (tokens - low) / (high - low)
+        least_slope = 1 / self._tokens_per_s_most if self._tokens_per_s_most else 0.0
+        if len(points) > 1:
+            slope = min(max((last_s - first_s) / (last - first), least_slope), last_s / last)
+        else:
+            slope = least_slope or last_s / last
+        return last_s + slope * (tokens - last)
+
+    def worth_loading(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
+        """Whether loading these bytes is predicted to take no longer than computing ``tokens``."""
+        recompute_s = self.recompute_s(tokens) if self._forwards else None
+        if recompute_s is None:
+            return True
+        if self.load_s(bytes_of_tier) <= recompute_s:
+            return True
+        # Nothing measures a tier that is refused: trust the measurement a little less each time.
+        for tier in bytes_of_tier.keys() & self.bytes_per_s.keys():
+            self.bytes_per_s[tier] *= _FORGIVENESS
+        return False
+
+    def worth_overlapping(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
+        """Whether loading these bytes and computing ``tokens`` take times so alike that both at once, from either end,
+        are much quicker than the quicker of them: at ``_MEETING_RATIO`` a ninth is won. False while nothing is known.
+        """
+        compute_s = self.recompute_s(tokens) if self._forwards else None
+        if compute_s is None or any(tier not in self.bytes_per_s for tier in bytes_of_tier):
+            return False
+        load_s = self.load_s(bytes_of_tier)
+        shorter_s = min(load_s, compute_s)
+        won_s = shorter_s**2 / (load_s + compute_s) if shorter_s else 0.0
+        return _MEETING_RATIO * shorter_s >= max(load_s, compute_s) and won_s > _MEETING_STEPS * self.prefill_s(1)
+
+    def load_s(self, bytes_of_tier: Mapping[int, int]) -> float:
+        """Predicted time to load these bytes; what comes from a tier that is not measured counts nothing."""
+        measured = {tier: nbytes for tier, nbytes in bytes_of_tier.items() if tier in self.bytes_per_s}
+        return sum(nbytes / self.bytes_per_s[tier] for tier, nbytes in measured.items())
+
+    def bounded(self, tier: int, least: float, most: float) -> None:
+        """``tier`` was seen to deliver ``least`` to ``most`` bytes per second."""
+        known = self.bytes_per_s.get(tier)
+        if known is not None and least <= most and not least <= known <= most:
+            self.bytes_per_s[tier] = _blend(known, least if known < least else most, _NEWEST_SHARE)
+
+    def load_limit_s(self, tokens: int) -> float:
+        """How long a load that saves ``tokens`` may take (case F6)."""
+        recompute_s = self.recompute_s(tokens)
+        if recompute_s is None:
+            return self.load_timeout_s
+        return min(self.load_timeout_s, max(recompute_s, _DEADLINE_LEAST_S))
+
+    def lookup_limit_s(self, tokens: int, timeout_s: float) -> float:
+        """How long a prompt of which ``tokens`` may be found waits for the answers of shared tiers."""
+        recompute_s = self.recompute_s(tokens)
+        return timeout_s if recompute_s is None else min(timeout_s, max(_LOOKUP_SHARE * recompute_s, LOOKUP_LEAST_S))
+
+
+def _blend(old: float, new: float, share: float) -> float:
+    return old + share * (new - old)

@@ -1,0 +1,427 @@
+"""Which chunk is in which host slot, and in which state: the only owner of that truth.
+
+    FREE -> RESERVED -> READY -> FREE      a store: reserve, commit (or abort), evicted
+    FREE -> FILLING  -> READY -> FREE      a promotion: fill, commit_filled (or abort), evicted
+                        READY -> STALE -> FREE     replaced by a chunk with more valid blocks while pinned
+    FREE -> PRIVATE -> FREE                one owner, in no look-up, never evicted
+
+Slots are numbered through all slab classes. A key has at most one READY slot (`lookup` and `find` see only those) and
+at most one slot on its way (RESERVED or FILLING); `core.keymap` leads from the key to them, and holds exactly these. A
+slot's mask is 0 until it is READY, which is what hides it from look-ups. The eviction policy of a class knows exactly
+the READY slots that nobody pins.
+
+Every method takes a batch and costs a few dictionary passes in C and a few array operations; none loops over keys in
+Python. Keys of one batch are in prompt order: when room is short the first keys get it, and of chunks used together the
+first is counted as used last, so that the head of a prefix outlives its tail.
+
+Long for a file, and one thing: states, pins, masks and parents of a slot change together, and `check` holds them all.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.cache.keymap import ABSENT, KeyMap, holds
+from stowage.cache.policy import LRU, MakePolicy
+from stowage.core.geometry import BoolArray, IntArray, MaskArray
+
+__all__ = ["ABSENT", "Ledger", "State", "gains"]
+
+_NONE: IntArray = np.empty(0, np.int64)
+
+
+class State(enum.IntEnum):
+    """What a slot holds."""
+
+    FREE = 0
+    RESERVED = 1
+    FILLING = 2
+    READY = 3
+    STALE = 4
+    PRIVATE = 5
+
+
+# The states as array values: an enum's attribute costs as much as a small array operation.
+_FREE, _RESERVED, _FILLING, _READY, _STALE, _PRIVATE = (np.uint8(state) for state in State)
+_ONLY_READY = bytes((State.READY,))
+_ON_THE_WAY = bytes((State.RESERVED, State.FILLING))
+
+
+def gains(masks: MaskArray, held: MaskArray) -> BoolArray:
+    """Which chunks are worth storing over what is held already: those whose valid blocks are a strict superset."""
+    more: BoolArray = ((masks & ~held) != 0) & ((held & ~masks) == 0)
+    return more
+
+
+class Ledger:
+    """States, keys, masks and pins of all slots; the first `slots_per_class[0]` belong to slab class 0, and so on."""
+
+    __slots__ = (
+        "_class_of",
+        "_first_slots",
+        "_free",
+        "_free_count",
+        "_key_of",
+        "_map",
+        "_masks",
+        "_masks_coming",
+        "_parent",
+        "_parent_serial",
+        "_pins",
+        "_policies",
+        "_serial",
+        "_stale",
+        "_state",
+        "evictions",
+        "without_room",
+    )
+
+    def __init__(self, slots_per_class: Sequence[int], policy: MakePolicy = LRU) -> None:
+        total = sum(slots_per_class)
+        self._map = KeyMap(total)
+        # What is written when a chunk comes is written once here: the first use of new pages takes long.
+        self._state: NDArray[np.uint8] = np.full(total, 0, np.uint8)
+        self._pins: NDArray[np.int64] = np.full(total, 0, np.int64)
+        # One mask more than slots: ABSENT, used as an index, reads the last one, which is always 0.
+        self._masks: MaskArray = np.full(total + 1, 0, np.uint64)
+        self._masks_coming: MaskArray = np.full(total, 0, np.uint64)
+        self._key_of: NDArray[Any] = np.full(total, None, object)
+        self._class_of = np.repeat(np.arange(len(slots_per_class)), slots_per_class)
+        self._first_slots = np.concatenate(([0], np.cumsum(slots_per_class, dtype=np.int64)))
+        # A stack of free slots per class, the lowest on top.
+        self._free = [
+            np.arange(end - 1, start - 1, -1, dtype=np.int64)
+            for start, end in zip(self._first_slots[:-1].tolist(), self._first_slots[1:].tolist(), strict=True)
+        ]
+        self._free_count = [len(free) for free in self._free]
+        self._policies = [policy(total, slots) for slots in slots_per_class]
+        # The slot of the chunk before a chunk in its prompt, valid while that slot's serial number is still the same.
+        self._parent: IntArray = np.full(total, ABSENT, np.int64)
+        self._parent_serial: IntArray = np.full(total, 0, np.int64)
+        self._serial: IntArray = np.full(total + 1, 0, np.int64)
+        self._stale = 0
+        self.evictions = 0
+        self.without_room = 0
+
+    # What is there
+
+    def lookup(self, keys: list[bytes]) -> MaskArray:
+        """The valid blocks of each key's ready chunk, 0 where there is none."""
+        return self._masks.take(self._map.look_up(keys))
+
+    def find(self, keys: list[bytes]) -> IntArray:
+        """The ready slot of each key, or ABSENT."""
+        return self.find_masks(keys)[0]
+
+    def find_masks(self, keys: list[bytes]) -> tuple[IntArray, MaskArray]:
+        """The ready slot of each key, or ABSENT; and its valid blocks, 0 where there is none."""
+        slots = self._map.find(keys)
+        masks = self._masks.take(slots)
+        ready = masks != 0
+        return slots if holds(ready) else np.where(ready, slots, ABSENT), masks
+
+    def find_on_the_way(self, keys: list[bytes]) -> IntArray:
+        """The slot of each key that is being stored or promoted, or ABSENT."""
+        slots = self._map.find(keys)
+        slots[self._masks.take(slots) != 0] = ABSENT
+        if self._map.replacements:
+            newer = self._map.find_replacements(keys)
+            return np.where(newer >= 0, newer, slots)
+        return slots
+
+    def masks(self, slots: IntArray) -> MaskArray:
+        """The valid blocks of slots; 0 for ABSENT."""
+        return self._masks.take(slots)
+
+    def keys(self, slots: IntArray) -> list[bytes]:
+        """The keys of slots that are in use."""
+        keys: list[bytes] = self._key_of.take(slots).tolist()
+        return keys
+
+    def are_still(self, slots: IntArray, keys: list[bytes]) -> bool:
+        """True only if these are the ready slots of these keys; without a probe, so that it may be False for a few
+        that are: `find` knows.
+        """
+        return not self._stale and self.keys(slots) == keys and holds(self._masks.take(slots) != 0)
+
+    def states(self, slots: IntArray) -> NDArray[np.uint8]:
+        """The `State` of slots."""
+        return self._state.take(slots)
+
+    def used(self, slab: int) -> int:
+        """Slots of a class that are not free."""
+        return len(self._free[slab]) - self._free_count[slab]
+
+    def pinned(self) -> int:
+        """Slots that somebody pins, private ones included."""
+        return int(np.count_nonzero(self._pins))
+
+    def filling(self) -> IntArray:
+        """The slots that a lower tier fills, ascending."""
+        return np.flatnonzero(self._state == _FILLING)
+
+    # Store
+
+    def reserve(self, slab: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
+        """A slot of class `slab` for each key that would gain blocks by being stored, ABSENT for the others.
+
+        ABSENT: empty mask; ready with a mask that is not a strict subset; on its way already; repeated in the batch; no
+        room. Ready chunks of the batch count as used now, so a batch never evicts its own chunks while others can go.
+        The chunks follow one another in a prompt, the first one the chunk of key `after`, where that is given.
+        """
+        all_new = self._map.has_none(keys)
+        before = self._map.slot_of(after)
+        known = _NONE if all_new else self._map.find(keys)
+        wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
+        if not holds(wanted):
+            keys, masks = list(compress(keys, wanted.tolist())), masks[wanted]
+        slots = self._take_new(slab, keys, _RESERVED)
+        self.without_room += len(keys) - len(slots)
+        self._masks_coming[slots] = masks[: len(slots)]
+        keys = keys[: len(slots)]
+        if not self._map.add_or_replace(keys, slots, all_new):
+            slots = self._without_repeated(keys, slots)
+        elif len(slots) == len(wanted):
+            self._follow(slots, before, slots)
+            return slots
+        result = np.full(len(wanted), ABSENT, np.int64)
+        places = np.flatnonzero(wanted)[: len(slots)]
+        result[places] = slots
+        line = result if all_new else np.where(result >= 0, result, known)
+        there = slots >= 0
+        self._follow(slots[there], before, line, places[there])
+        return result
+
+    def commit(self, slots: IntArray) -> None:
+        """RESERVED or FILLING -> READY, unpinned. A key's older chunk is freed, or is STALE while it is pinned."""
+        assert self._all_are_on_the_way(slots), "commit of a slot that is not on its way"
+        older = self._map.replace(self.keys(slots), slots) if self._map.replacements else _NONE
+        self._masks[slots] = self._masks_coming.take(slots)
+        self._state[slots] = _READY
+        self._admit(slots)
+        if len(older):
+            self._retire(older)
+
+    def abort(self, slots: IntArray) -> None:
+        """RESERVED or FILLING -> FREE."""
+        assert self._all_are_on_the_way(slots), "abort of a slot that is not on its way"
+        mapped = self._map.withdraw(self.keys(slots), slots) if self._map.replacements else slots
+        self._map.forget(self.keys(mapped), mapped)
+        self._release(slots)
+
+    # Promote
+
+    def fill(self, slab: int, keys: list[bytes]) -> IntArray:
+        """A FILLING slot per key, ABSENT where there is no room. Keys are distinct, neither ready nor on their way."""
+        slots = self._take_new(slab, keys, _FILLING)
+        assert len(set(keys)) == len(keys), "a key is filled twice"
+        self._map.add(keys, slots)
+        self._follow(slots, ABSENT, slots)
+        if len(slots) == len(keys):
+            return slots
+        return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
+
+    def commit_filled(self, slots: IntArray, masks: MaskArray) -> None:
+        """FILLING -> READY with the masks that came with the bytes."""
+        self._masks_coming[slots] = masks
+        self.commit(slots)
+
+    # Use
+
+    def pin(self, slots: IntArray) -> None:
+        """Keep ready slots where they are until they are unpinned as often. A repeated slot is pinned that often."""
+        assert not self._state.take(slots).tobytes().strip(_ONLY_READY), "pin of a slot that is not ready"
+        np.add.at(self._pins, slots, 1)
+        self._remove(slots)
+
+    def unpin(self, slots: IntArray, used: bool = True) -> None:
+        """Undo one pin of each. Slots that nobody pins any more are evictable, or freed if stale.
+
+        `used`: they served a prompt; otherwise they were only copied elsewhere.
+        """
+        np.subtract.at(self._pins, slots, 1)
+        left = self._pins.take(slots)
+        idle = slots
+        if left.tobytes().strip(b"\0"):
+            assert left.min() >= 0, "unpin of a slot that is not pinned"
+            idle = slots[left == 0]
+        if self._stale:
+            stale = self._state.take(idle) == _STALE
+            gone = np.unique(idle[stale])
+            self._stale -= len(gone)
+            self._release(gone)
+            idle = idle[~stale]
+        self._insert(idle, used)
+
+    def drop(self) -> int:
+        """Evict every chunk that may be evicted. How many there were."""
+        before = self.evictions
+        for slab, policy in enumerate(self._policies):
+            self._release(self._evict(slab, len(policy)))
+        return self.evictions - before
+
+    # Private chunks
+
+    def take_private(self, slab: int, keys: list[bytes]) -> IntArray:
+        """A pinned PRIVATE slot per key, ABSENT when there is no room."""
+        slots = self._take(slab, len(keys))
+        self._key_of[slots] = keys[: len(slots)]
+        self._state[slots] = _PRIVATE
+        self._pins[slots] = 1
+        if len(slots) == len(keys):
+            return slots
+        return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
+
+    def drop_private(self, slots: IntArray) -> None:
+        """PRIVATE -> FREE."""
+        assert (self._state.take(slots) == _PRIVATE).all(), "drop of a slot that is not private"
+        self._pins[slots] = 0
+        self._release(slots)
+
+    # Inside
+
+    def _all_are_on_the_way(self, slots: IntArray) -> bool:
+        return not self._state.take(slots).tobytes().strip(_ON_THE_WAY)
+
+    def _by_class(self, slots: IntArray) -> Iterable[tuple[int, IntArray]]:
+        """The slots of each class, in their order."""
+        if len(self._free) == 1:
+            return ((0, slots),) if len(slots) else ()
+        classes = self._class_of.take(slots)
+        return [(slab, slots[classes == slab]) for slab in np.unique(classes).tolist()]
+
+    def _insert(self, slots: IntArray, used: bool = True) -> None:
+        """Used together, now; the first counts as used last: the head of a prefix serves more prompts than its tail."""
+        for slab, some in self._by_class(slots):
+            self._policies[slab].insert(some[::-1], used)
+
+    def _admit(self, slots: IntArray) -> None:
+        """As `_insert`, of slots that became ready."""
+        for slab, some in self._by_class(slots):
+            some = some[::-1]
+            parents = self._parent.take(some)
+            same = self._serial.take(parents) == self._parent_serial.take(some)
+            self._policies[slab].admit(
+                some, self.keys(some), parents if holds(same) else np.where(same, parents, ABSENT)
+            )
+
+    def _follow(self, slots: IntArray, before: int, line: IntArray, places: IntArray | None = None) -> None:
+        """The chunks of the slots are those of a prompt's `line` at these places, or all; `before` comes before it."""
+        if not len(slots):
+            return
+        parents = np.empty(len(line), np.int64)
+        parents[0] = before
+        parents[1:] = line[:-1]
+        if places is not None:
+            parents = parents[places]
+        self._parent[slots] = parents
+        self._parent_serial[slots] = self._serial.take(parents)
+
+    def _remove(self, slots: IntArray) -> None:
+        for slab, some in self._by_class(slots):
+            self._policies[slab].remove(some)
+
+    def _use(self, slots: IntArray) -> None:
+        self._insert(slots[self._pins.take(slots) == 0])
+
+    def _take(self, slab: int, count: int) -> IntArray:
+        """Up to `count` slots of a class out of the free ones, then out of the policy's victims."""
+        if count and not self._free_count[slab]:
+            return self._evict(slab, count)
+        left = max(0, self._free_count[slab] - count)
+        slots = self._free[slab][left : self._free_count[slab]][::-1].copy()
+        self._free_count[slab] = left
+        missing = count - len(slots)
+        return slots if missing == 0 else np.concatenate((slots, self._evict(slab, missing)))
+
+    def _take_new(self, slab: int, keys: list[bytes], state: np.uint8) -> IntArray:
+        """Slots for the first keys, as many as can be had, not mapped yet."""
+        slots = self._take(slab, len(keys))
+        self._serial[slots] += 1
+        self._key_of[slots] = keys[: len(slots)]
+        self._state[slots] = state
+        return slots
+
+    def _worth_storing(self, keys: list[bytes], masks: MaskArray, known: IntArray) -> BoolArray:
+        """Which chunks gain blocks and are not on their way. Those that are ready count as used now. `known`: slots."""
+        held = self._masks.take(known)
+        self._use(known[held != 0])
+        wanted: BoolArray = gains(masks, held) & ((known < 0) | (held != 0))
+        if self._map.replacements:
+            wanted &= self._map.find_replacements(keys) < 0
+        return wanted
+
+    def _without_repeated(self, keys: list[bytes], slots: IntArray) -> IntArray:
+        """Release the slots of repeated keys that the map does not lead to; ABSENT in their places."""
+        vain = slots != self.find_on_the_way(keys)
+        self._release(slots[vain])
+        return np.where(vain, ABSENT, slots)
+
+    def _evict(self, slab: int, count: int) -> IntArray:
+        """Up to `count` slots whose chunks are forgotten; the caller gives them a state."""
+        slots = self._policies[slab].victims(count)
+        self._map.forget(self.keys(slots), slots)
+        self._masks[slots] = 0
+        self.evictions += len(slots)
+        return slots
+
+    def _retire(self, slots: IntArray) -> None:
+        """READY slots whose keys have a newer one."""
+        self._remove(slots)
+        pinned = self._pins.take(slots) > 0
+        self._state[slots[pinned]] = _STALE
+        self._stale += int(np.count_nonzero(pinned))
+        self._release(slots[~pinned])
+
+    def _release(self, slots: IntArray) -> None:
+        """Any state -> FREE. The slots are distinct and in no map and no policy."""
+        self._state[slots] = _FREE
+        self._masks[slots] = 0
+        self._key_of[slots] = None
+        for slab, some in self._by_class(slots):
+            count = self._free_count[slab]
+            self._free[slab][count : count + len(some)] = some
+            self._free_count[slab] = count + len(some)
+
+    def check(self) -> None:
+        """Assert every invariant. Linear in the slots."""
+        total = len(self._state)
+        states = self._state
+        assert (self._pins >= 0).all() and self._masks[total] == 0
+        free = [free[:count] for free, count in zip(self._free, self._free_count, strict=True)]
+        all_free = np.concatenate(free) if free else _NONE
+        assert len(np.unique(all_free)) == len(all_free), "a slot is free twice"
+        assert np.array_equal(np.sort(all_free), np.flatnonzero(states == _FREE)), "free slots and states disagree"
+        for slab, some in enumerate(free):
+            assert (self._class_of[some] == slab).all(), "a free slot is in another class"
+        assert (self._pins[(states == _FREE) | (states == _RESERVED) | (states == _FILLING)] == 0).all()
+        assert (self._pins[(states == _STALE) | (states == _PRIVATE)] > 0).all()
+        assert (self._masks[:total][states == _FREE] == 0).all()
+        assert (self._masks[:total][states == _READY] != 0).all()
+        assert self._stale == np.count_nonzero(states == _STALE)
+        on_the_way = (states == _RESERVED) | (states == _FILLING)
+        assert (self._masks[:total][on_the_way] == 0).all(), "a chunk on its way can be looked up"
+        self._map.check()
+        mapped = self._map.items()
+        slots = sorted(slot for _, slot in mapped)
+        assert slots == np.flatnonzero((states == _READY) | on_the_way).tolist(), "map and states disagree"
+        assert on_the_way[list(self._map.replacements.values())].all(), "a replacement is not on its way"
+        for key, slot in mapped:
+            assert self._key_of[slot] == key, "map and keys disagree"
+        for slab, policy in enumerate(self._policies):
+            policy.check()
+            evictable = (states == _READY) & (self._pins == 0) & (self._class_of == slab)
+            assert len(policy) == np.count_nonzero(evictable), "the policy does not know exactly the evictable slots"
+
+    def check_pins(self, holders: Sequence[IntArray]) -> None:
+        """Assert that every pin is held by exactly these, besides the owners of private slots."""
+        expected = (self._state == _PRIVATE).astype(np.int64)
+        for slots in holders:
+            np.add.at(expected, slots, 1)
+        assert np.array_equal(expected, self._pins), "a pin is held by nobody, or a holder has no pin"

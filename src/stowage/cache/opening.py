@@ -1,0 +1,95 @@
+"""Opens the store that a `Memory` asks for: the host arena and the tiers below it, nearest first.
+
+Owns the order of the tiers, and what is refused before anything is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from stowage.cache.store import TieredStore
+from stowage.config import addresses
+from stowage.config.memory import Memory
+from stowage.core.geometry import Geometry
+from stowage.errors import ConfigError
+from stowage.storage import key_file
+from stowage.storage.disk import DiskTier
+from stowage.storage.protocol import Tier
+
+__all__ = ["check_tiers", "open_store"]
+
+
+def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
+    """Tiers need host memory, since chunks pass through it, and names of their own, since statistics go by name."""
+    if tiers and not memory.host_bytes:
+        raise ConfigError("tiers are given but host is 0. Chunks reach them through host memory: add a host size.")
+    taken = {"device", "host", "hits"} | {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
+    for tier in tiers:
+        if not re.fullmatch(r"(?!slab\d)[a-z][a-z0-9_]*", tier.name) or tier.name in taken:
+            raise ConfigError(
+                f"A tier's name is {tier.name!r}: it must be lower-case letters, digits and _, and none of "
+                f"{', '.join(sorted(taken))}, slab0, ..."
+            )
+        taken.add(tier.name)
+
+
+def open_store(
+    geometry: Geometry,
+    memory: Memory,
+    name: bytes,
+    snapshot_tokens: int,
+    clock: Callable[[], float],
+    others: Sequence[Tier] = (),
+    *,
+    shared: bool = False,
+    common_slots: bool = False,
+) -> TieredStore | None:
+    """Host arena and the tiers of `memory`, with `others` below them; None without host memory. `name`: the namespace.
+    `shared`: other processes may map the arena. `common_slots`: see `split_arena`.
+    """
+    if not memory.host_bytes:
+        return None
+    tiers: list[Tier] = []
+    try:
+        for tier in _open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups)):
+            tiers.append(tier)  # one by one, so that those that are open are closed when the next cannot be
+        below = [*tiers, *others]
+        return TieredStore(
+            geometry,
+            memory.host_bytes,
+            below,
+            snapshot_tokens=snapshot_tokens,
+            common_slots=common_slots,
+            clock=clock,
+            shared=shared,
+            policy=memory.policy,
+        )
+    except BaseException:
+        for tier in tiers:
+            tier.close(clock())
+        raise
+
+
+def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int) -> Iterator[Tier]:
+    """Those that `memory` asks for, nearest first."""
+    sealed = key_file.protection(memory.disk_protection, memory.disk_key_path)
+    if memory.disk_directory is not None:
+        yield DiskTier(
+            memory.disk_directory, memory.disk_bytes, name, chunk_bytes_max=chunk_bytes_max, protection=sealed
+        )
+    if memory.valkey:
+        from stowage.storage.valkey import ValkeyTier
+
+        password = addresses.valkey_password(memory.valkey, memory.valkey_password_path)
+        yield ValkeyTier(memory.valkey, name, password=password, ttl_s=memory.valkey_ttl_s, protection=sealed)
+    if memory.object:
+        from stowage.storage.objects import ObjectTier
+
+        yield ObjectTier(
+            memory.object,
+            name,
+            limit_bytes=memory.object_limit_bytes,
+            chunk_bytes_max=chunk_bytes_max,
+            protection=sealed,
+        )

@@ -1,0 +1,327 @@
+"""The tiered store: host arena and lower tiers as one place for chunks. Drives `core.flow` with real tiers and a clock.
+
+Owns the arena, the flow and the tiers. All methods are called from one thread, the engine's; the workers of the tiers
+only queue outcomes and call `wake`, which is the one thing here that other threads touch. No method but `wait`, `flush`
+and `close` blocks.
+
+Every chunk passes through the host arena, on its way down as well as up; without host memory there is no store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad
+from stowage.cache.flow import Flow
+from stowage.cache.policy import POLICIES, POLICY_DEFAULT
+from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
+from stowage.core.prefix_search import Certain
+from stowage.errors import ConfigError, StorageError
+from stowage.log import Trouble
+from stowage.storage.host import HostArena
+from stowage.storage.protocol import Described, Inquiry, Probe, Probing, Tier, Transfer, Waitable
+
+__all__ = ["Fetch", "TieredStore"]
+
+_SPILL_BYTES_MAX = 256 << 20
+_POLL_S = 0.002
+"""How often tiers that cannot announce their outcomes are asked."""
+
+
+class Signal(Protocol):
+    """What threading.Event offers of itself here."""
+
+    def set(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class TieredStore:
+    """Chunks by key, in host and in `tiers`, fastest first.
+
+    `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
+    all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
+    `wake` is what `wait` sleeps on and tiers set (a simulator passes its own). `shared`: other processes may map the
+    arena. `common_slots`: see `split_arena`. `policy`: which chunks leave when host memory is full, one of
+    `core.policy.POLICIES`.
+    Raises ConfigError (BudgetError) for sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        host_bytes: int,
+        tiers: Sequence[Tier] = (),
+        *,
+        snapshot_tokens: int = 512,
+        common_slots: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        spill_bytes_max: int | None = None,
+        wake: Signal | None = None,
+        shared: bool = False,
+        policy: str = POLICY_DEFAULT,
+    ) -> None:
+        if host_bytes == 0:
+            raise ConfigError(
+                "the store needs host memory, because chunks of every tier pass through it; set host to a size such as "
+                "'1GiB', or leave out the lower tiers"
+            )
+        if policy not in POLICIES:
+            raise ConfigError(f"the policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        if spill_bytes_max is not None and spill_bytes_max < 0:
+            raise ConfigError(f"spill_bytes_max is {spill_bytes_max}; it cannot be negative")
+        self.geometry = geometry
+        self.slabs = split_arena(geometry, host_bytes, snapshot_tokens, common=common_slots)
+        self.arena = HostArena(self.slabs, shared=shared)
+        self.tiers = tuple(tiers)
+        if spill_bytes_max is None:
+            spill_bytes_max = min(_SPILL_BYTES_MAX, self.arena.bytes // 4)
+        self._flow = Flow(geometry, self.slabs, [tier.lookup for tier in tiers], spill_bytes_max, POLICIES[policy])
+        self._snapshot_tokens = snapshot_tokens
+        self._clock = clock
+        self._wake = wake or threading.Event()
+        self._all_announce = True
+        self._closed = False
+        self._trouble = Trouble("stowage.cache.store", clock)
+        self._opened = [0 for _ in self.tiers]
+        self._left_alone = [False for _ in self.tiers]
+        self._timeouts = self._without_room = 0
+        for tier in self.tiers:
+            if isinstance(tier, Waitable):
+                tier.wake = self._wake.set
+            else:
+                self._all_announce = False
+
+    # Look-up and fetch
+
+    def lookup(self, group: int, keys: list[bytes]) -> MaskArray:
+        """The valid blocks that a fetch of each key would bring from host or the first tier that has it; 0: absent."""
+        return self._flow.lookup(group, keys, self._clock())
+
+    def sources(self, group: int, keys: list[bytes]) -> SourceArray:
+        """Where a fetch would take each key from: -1 absent, 0 host, i + 1 `tiers[i]`."""
+        return self._flow.sources(group, keys, self._clock())
+
+    def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
+        """Pin what is in host and start to promote the rest; (group, keys) pairs, keys in prompt order. Never blocks.
+
+        The fetch is final when `done`, at `deadline_s` at the latest (by `poll`). Give it back with `release`.
+        """
+        fetch = self._flow.fetch(wanted, deadline_s, self._clock())
+        self._act()
+        return fetch
+
+    @property
+    def probes(self) -> bool:
+        """Whether there are tiers that must be asked what others put there."""
+        return any(isinstance(tier, Probing) for tier in self.tiers)
+
+    def probe(
+        self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = MappingProxyType({})
+    ) -> list[Probe]:
+        """Ask those tiers how far they have a prompt: (group, keys) pairs, keys from the prompt's first on.
+
+        Never blocks; `wait` ends when one has answered. What is found below host already is not asked about.
+        `certain`: for groups of which not every chunk is stored, those that are.
+        """
+        now_s = self._clock()
+        inquiries = [
+            inquiry
+            for group, keys in wanted
+            if (inquiry := self._inquiry(group, keys, now_s, certain.get(group))) is not None
+        ]
+        breakers = self._flow.breakers
+        return [
+            tier.probe(inquiries)
+            for number, tier in enumerate(self.tiers)
+            if inquiries and isinstance(tier, Probing) and breakers[number].allows(now_s)
+        ]
+
+    def _inquiry(self, group: int, keys: list[bytes], now_s: float, certain: Certain | None) -> Inquiry | None:
+        absent = np.flatnonzero(self._flow.sources(group, keys, now_s) < 0)
+        if not len(absent):
+            return None
+        geometry = self.geometry.groups[group]
+        if certain is not None:
+            return Inquiry(keys, geometry.full_mask, certain=certain)
+        if geometry.kind is Kind.RECURRENT:  # snapshots are sparse: what is found says little about those before it
+            stride = max(1, self._snapshot_tokens // geometry.chunk_tokens)
+            return Inquiry(keys, geometry.full_mask, 0, stride)
+        first = int(absent[0])
+        return Inquiry(keys[first:], geometry.full_mask, first)
+
+    def release(self, fetch: Fetch) -> None:
+        """Unpin the chunks of a fetch. One that is not done is cancelled; what is on its way comes for others."""
+        self._flow.release(fetch)
+
+    # Store
+
+    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
+        """A slot to write each chunk into, for `commit` or `abort`; keys in prompt order.
+
+        -1: an empty mask; stored already, and the new valid blocks are no strict superset; on its way already; no room.
+        Chunks that nobody uses are evicted, in the order of the policy. `after`: the key before the first one's.
+        """
+        return self._flow.reserve(group, keys, masks, after)
+
+    def commit(self, slots: IntArray) -> None:
+        """The bytes are written (-1 is ignored): the chunks are found from now on, and spilled in the background."""
+        self._flow.commit(slots, self._clock())
+        self._act()
+
+    def abort(self, slots: IntArray) -> None:
+        """The bytes will not be written (-1 is ignored)."""
+        self._flow.abort(slots)
+
+    def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
+        """A slot per chunk that only the caller knows: in no look-up, pinned, never spilled. -1: no room."""
+        return self._flow.reserve_private(group, keys)
+
+    def commit_private(self, slots: IntArray) -> None:
+        """The bytes of private slots are written. They stay until `drop_private`."""
+        self._flow.commit_private(slots)
+
+    def drop_private(self, slots: IntArray) -> None:
+        """Free private slots (-1 is ignored), committed or not."""
+        self._flow.drop_private(slots)
+
+    def payload(self, slot: int, group: int) -> memoryview:
+        """The bytes of a chunk in its slot, writable."""
+        return self.arena.slot_view(slot, self.geometry.groups[group].bytes_per_chunk)
+
+    def drop_host(self) -> int:
+        """Evict every chunk from host that nobody uses. How many there were."""
+        return self._flow.drop_host()
+
+    # Driving
+
+    def poll(self) -> None:
+        """Take the outcomes of the tiers and let time pass. Cheap when nothing is under way."""
+        # Cleared before the tiers are asked: an outcome that is queued afterwards sets it again.
+        self._wake.clear()
+        if self._flow.flights():
+            for tier in self.tiers:
+                for outcome in tier.poll():
+                    self._flow.outcome(outcome.id, outcome.ok, outcome.masks, self._clock(), outcome.refused)
+        self._flow.tick(self._clock())
+        self._act()
+        self._notice()
+
+    def _notice(self) -> None:
+        """Tell the log what has changed for the worse since the last call, and what is well again."""
+        flow, report = self._flow, self._trouble.report
+        for number, breaker in enumerate(flow.breakers):
+            name = self.tiers[number].name
+            if breaker.opened != self._opened[number]:
+                self._opened[number] = breaker.opened
+                self._left_alone[number] = True
+                report(
+                    logging.WARNING, "breaker_opened", "a tier keeps failing and is left alone for a while", tier=name
+                )
+            elif self._left_alone[number] and breaker.state(self._clock()) == "closed":
+                self._left_alone[number] = False
+                report(logging.WARNING, "breaker_closed", "a tier that was left alone is in use again", tier=name)
+        if flow.counters.timeouts != self._timeouts:
+            count, self._timeouts = flow.counters.timeouts - self._timeouts, flow.counters.timeouts
+            report(logging.WARNING, "gave_up", "loads or stores of a lower tier passed their deadline", count=count)
+        if flow.ledger.without_room != self._without_room:
+            count, self._without_room = flow.ledger.without_room - self._without_room, flow.ledger.without_room
+            report(logging.INFO, "no_room", "host memory is full of chunks in use: not stored", count=count)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way and nothing waits to be written: nobody need poll."""
+        return not self._flow.flights() and self._flow.spills_idle()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until an outcome is queued or a deadline is due, at most `timeout_s`. May return early. Then `poll`."""
+        limit_s = min(timeout_s, self._flow.next_deadline_s - self._clock())
+        if self._flow.flights() and not self._all_announce:
+            limit_s = min(limit_s, _POLL_S)
+        if limit_s > 0:
+            self._wake.wait(limit_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to be spilled. False when that takes longer than `timeout_s`."""
+        end_s = self._clock() + timeout_s
+        self.poll()
+        while not self._flow.spills_idle():
+            left_s = end_s - self._clock()
+            if left_s <= 0:
+                return False
+            self.wait(left_s)
+            self.poll()
+        return True
+
+    def _act(self) -> None:
+        """Carry out what the flow asks for. A tier that cannot even begin has failed that transfer."""
+        actions = self._flow.take_actions()
+        while actions:
+            for action in actions:
+                tier = self.tiers[action.tier]
+                if isinstance(action, Discard):
+                    tier.discard(action.keys)
+                    continue
+                buffers = self.arena.slot_views(action.slots, action.sizes)
+                transfer = Transfer(action.id, action.keys, buffers, action.masks, action.deadline_s)
+                try:
+                    if isinstance(action, StartLoad):
+                        tier.load(transfer)
+                    else:
+                        tier.store(transfer)
+                except (StorageError, OSError):
+                    self._flow.broke(action.id, self._clock())
+            actions = self._flow.take_actions()
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Counters since the start and gauges of now, by name; those of a tier under `tier name.`."""
+        now_s = self._clock()
+        stats: dict[str, int | float | str] = dict(self._flow.stats())
+        stats["host_bytes"] = self.arena.bytes
+        stats["hits.host"] = int(self._flow.hits[0])
+        for number, slab in enumerate(self.slabs):
+            stats[f"slab{number}.bytes_used"] = self._flow.ledger.used(number) * slab.slot_bytes
+            stats[f"slab{number}.bytes"] = slab.slots * slab.slot_bytes
+        for number, tier in enumerate(self.tiers):
+            stats[f"hits.{tier.name}"] = int(self._flow.hits[number + 1])
+            stats[f"{tier.name}.breaker"] = self._flow.breakers[number].state(now_s)
+            stats[f"{tier.name}.breaker_opened"] = self._flow.breakers[number].opened
+            if isinstance(tier, Described):
+                stats |= {f"{tier.name}.{name}": value for name, value in tier.stats().items()}
+        return stats
+
+    def check(self) -> None:
+        """Assert the invariants of everything that this store owns. Linear in the slots."""
+        self._flow.check()
+        assert self.arena.bytes == sum(slab.slots * slab.slot_bytes for slab in self.slabs)
+        assert self.arena.slots == sum(slab.slots for slab in self.slabs)
+        for before, after in zip(self.slabs, self.slabs[1:], strict=False):
+            assert before.end_bytes <= after.offset_bytes, "slab classes overlap"
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Finish the spills, close the tiers, unmap the arena, within `timeout_s`. Closing twice is the same as once.
+
+        A tier that still has not reported a transfer may yet touch its buffers: the arena then stays mapped.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        end_s = self._clock() + timeout_s
+        self.flush(timeout_s)
+        for tier in self.tiers:
+            tier.close(end_s)
+        self.poll()
+        if not self._flow.flights():
+            self.arena.close()
+            return
+        text = "a tier did not give all memory back in time: it stays in use until the process ends"
+        self._trouble.report(logging.WARNING, "memory_kept", text, count=self._flow.flights())

@@ -1,0 +1,1 @@
+"""What a user states: budgets, tiers, addresses, and where each setting comes from."""

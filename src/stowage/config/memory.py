@@ -1,0 +1,322 @@
+"""Memory budgets: what they are, and how sizes are written.
+
+Contract:
+
+- ``Memory`` is the frozen statement of every memory budget. It is checked when it is made: a ``Memory`` that exists
+  can be used. Sizes stay as the user wrote them; the ``*_bytes`` properties give numbers.
+- ``parse_size`` and ``parse_disk`` are the only readers of sizes. They are exact (no floating point) and refuse what
+  they do not understand.
+
+Imports only the standard library, ``errors`` and ``addresses``. Which source a setting comes from is
+``config/settings.py``'s job.
+"""
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+from stowage.config.addresses import parse_object, parse_valkey, shown
+from stowage.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+    **{letter: 1024**power for power, letter in enumerate("kmgt", start=1)},
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
+_SIZE_BYTES_MAX = 1 << 62
+SIZE_FIX = "Write a number of bytes, or a number with a unit such as 512MB, 2GiB or 30%."
+_GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
+POLICIES = ("cost", "lru", "s3fifo", "arc")
+DISK_PROTECTIONS = ("checksum", "blake3", "aes-256-gcm")
+
+
+def parse_size(text: int | str, total_bytes: int | None = None) -> int:
+    """Bytes meant by ``text``: ``1024``, ``"512MB"`` (decimal), ``"2GiB"`` or ``"2G"`` (binary), ``"30%"``.
+
+    ``total_bytes`` is what a percentage is taken of; without it a percentage is refused. Fractions of a byte are
+    dropped. Raises ConfigError for everything else, negative numbers included.
+    """
+    if isinstance(text, bool) or not isinstance(text, int | str):
+        raise ConfigError(f"The size {text!r} is a {type(text).__name__}, not a number or text. {SIZE_FIX}")
+    if isinstance(text, int):
+        return _bounded(text, str(text))
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"The size {text!r} is not understood. {SIZE_FIX}")
+    number, unit = Fraction(match[1]), match[2].lower()
+    if unit == "%":
+        return _share(number, text, total_bytes)
+    if unit not in _UNITS:
+        raise ConfigError(
+            f"The unit of the size {text!r} is unknown: it must be B, KB, MB, GB, TB, KiB, ..., TiB or %."
+        )
+    return _bounded(int(number * _UNITS[unit]), text)
+
+
+def _bounded(size_bytes: int, text: str) -> int:
+    if size_bytes < 0:
+        raise ConfigError(f"The size {text} is negative. {SIZE_FIX}")
+    if size_bytes > _SIZE_BYTES_MAX:
+        raise ConfigError(f"The size {text} is larger than any machine has (the limit is {_SIZE_BYTES_MAX} bytes).")
+    return size_bytes
+
+
+def _share(percent: Fraction, text: str, total_bytes: int | None) -> int:
+    if percent > 100:
+        raise ConfigError(f"The size {text!r} is more than everything there is. Write at most 100%.")
+    if total_bytes is None:
+        raise ConfigError(f"The size {text!r} is a percentage, and there is nothing here to take it of. Write bytes.")
+    return int(percent * total_bytes / 100)
+
+
+def format_size(size_bytes: int) -> str:
+    """Short text for people: ``"1.5 GiB"``. Not meant to be parsed again (it rounds)."""
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if value == int(value) else f"{value:.1f} {units[0]}"
+
+
+def parse_disk(text: str) -> tuple[Path, int]:
+    """Directory and byte limit meant by ``"DIR:SIZE"``, for example ``"~/.cache/stowage:20GiB"``.
+
+    The last colon separates, so the directory may contain colons. ``~`` is expanded and a relative directory is taken
+    from the current one. Links are not resolved: the disk tier refuses them. A percentage is taken of the file
+    system that the directory is on, or will be on. Raises ConfigError.
+    """
+    directory_text, colon, size_text = text.rpartition(":")
+    if not colon or not directory_text or "\0" in text:
+        raise ConfigError(
+            f"The disk {text!r} is not understood. Write DIRECTORY:SIZE, for example ~/.cache/stowage:20GiB."
+        )
+    directory = _expanded("disk", directory_text)
+    try:
+        limit_bytes = parse_size(size_text, disk_total_bytes(directory) if size_text.strip().endswith("%") else None)
+    except ConfigError as error:
+        raise ConfigError(f"The limit of the disk {text!r} cannot be used. {error}") from error
+    if limit_bytes == 0:
+        raise ConfigError(f"The disk {text!r} may hold nothing. Give it a size above zero, or leave disk out.")
+    return directory, limit_bytes
+
+
+def _expanded(name: str, text: str) -> Path:
+    """The full path, `~` expanded. Links are not resolved."""
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except RuntimeError as error:
+        raise ConfigError(f"The home directory in the {name} {text!r} is not known. Write the full path.") from error
+
+
+def disk_total_bytes(directory: Path) -> int:
+    """Size of the file system that holds ``directory``, or its nearest parent that exists."""
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        return shutil.disk_usage(existing).total
+    except OSError as error:
+        raise ConfigError(
+            f"The size of the file system of {directory} cannot be read: {error}. Write bytes."
+        ) from error
+
+
+def ram_total_bytes() -> int:
+    """Bytes of memory of this machine, or of its control group where that is less."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(name).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if limit.isdigit():
+            total_bytes = min(total_bytes, int(limit))
+    return total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory budgets of one engine. Sizes are bytes, or text for ``parse_size``; percentages are of RAM.
+
+    device_kv: the pool that the model computes from. device_memory: weights, that pool and what a step computes with,
+    together; 0: the weights take what they need. weights: what of them lies where, ``auto`` or rules such as
+    ``model.layers.*=stream`` (see ``stowage.weights.placement``); in host memory they share ``host`` with the arena.
+    host: the arena below it, 0 switches it off. disk: ``"DIR:SIZE"``, empty switches it off; it needs a host arena,
+    since chunks pass through it. disk_protection: what chunks at rest, on disk and in shared stores, are sealed with
+    (checksum, blake3, aes-256-gcm); all but a checksum need the keys of disk_key_file, which is not opened here.
+    valkey, object: addresses of stores that machines share, empty switches them off (see ``addresses``); they
+    need a host arena too. object_limit: bytes of objects that this process keeps there, 0 means no limit.
+    valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. probe_timeout_s: the longest wait for a
+    shared store to say what it has. group_block_tokens overrides block_tokens for a kind of group (full, sliding,
+    chunked, recurrent). policy: which chunks leave the host arena when it is full (cost, lru, s3fifo, arc).
+    snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError when a value cannot be used.
+    """
+
+    device_kv: int | str = "1GiB"
+    host: int | str = 0
+    disk: str = ""
+    block_tokens: int = 16
+    chunk_blocks: int = 4
+    snapshot_tokens: int = 512
+    group_block_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
+    step_tokens_max: int = 1024
+    sequences_max: int = 16
+    load_timeout_s: float = 30.0
+    disk_protection: str = "checksum"
+    disk_key_file: str = ""
+    valkey: str = field(default="", repr=False)
+    valkey_ttl_s: float = 86_400.0
+    valkey_password_file: str = ""
+    object: str = ""
+    object_limit: int | str = 0
+    probe_timeout_s: float = 0.5
+    policy: str = "cost"
+    device_memory: int | str = 0
+    weights: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.device_kv_bytes == 0:
+            raise ConfigError("device_kv is 0: the model has no memory to compute from. Give it a size, such as 1GiB.")
+        if 0 < self.device_memory_bytes <= self.device_kv_bytes:
+            raise ConfigError(
+                f"device_memory is {self.device_memory}, and the KV pool alone (device_kv) takes {self.device_kv} "
+                "of it. "
+                "Give device_memory a larger size, or device_kv a smaller one."
+            )
+        host_bytes = self.host_bytes
+        if self.disk and host_bytes == 0:
+            raise ConfigError(
+                "disk is set but host is 0. Chunks reach the disk through host memory: add a host size, such as 256MiB."
+            )
+        if self.disk:
+            parse_disk(self.disk)
+        self._check_shared(host_bytes)
+        _check_protection(self.disk_protection, self.disk_key_file)
+        if self.policy not in POLICIES:
+            raise ConfigError(unknown_name(f"The policy {self.policy!r}", self.policy, POLICIES))
+        for name in ("block_tokens", "chunk_blocks", "snapshot_tokens", "step_tokens_max", "sequences_max"):
+            _positive_int(name, getattr(self, name))
+        if self.chunk_blocks > 64:
+            raise ConfigError(f"chunk_blocks is {self.chunk_blocks}: a chunk holds at most 64 blocks.")
+        for kind, tokens in self.group_block_tokens.items():
+            if kind not in _GROUP_KINDS:
+                raise ConfigError(unknown_name(f"The kind of group {kind!r} in group_block_tokens", kind, _GROUP_KINDS))
+            _positive_int(f"group_block_tokens[{kind}]", tokens)
+        if not 0 < self.load_timeout_s < float("inf"):
+            raise ConfigError(
+                f"load_timeout_s is {self.load_timeout_s}: it must be a finite number of seconds above 0."
+            )
+
+    def _check_shared(self, host_bytes: int) -> None:
+        for name, url in (("valkey", self.valkey), ("object", self.object)):
+            if url and host_bytes == 0:
+                raise ConfigError(
+                    f"{name} is set but host is 0. Chunks reach it through host memory: add a host size, such as "
+                    "256MiB."
+                )
+        if self.object:
+            parse_object(self.object)
+        if self.valkey and parse_valkey(self.valkey).password and self.valkey_password_file:
+            raise ConfigError(
+                f"valkey_password_file is set, and valkey {shown(self.valkey)!r} has a password already. Keep one."
+            )
+        for name in ("valkey_password_file", "object_limit"):
+            owner = name.partition("_")[0]
+            if getattr(self, name) and not getattr(self, owner):
+                raise ConfigError(f"{name} is set, and {owner} is not: it would have no effect.")
+        _ = self.object_limit_bytes, self.valkey_password_path
+        for name in ("valkey_ttl_s", "probe_timeout_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be a finite number of seconds, 0 or more.")
+
+    @property
+    def device_kv_bytes(self) -> int:
+        return _size_of("device_kv", self.device_kv)
+
+    @property
+    def device_memory_bytes(self) -> int:
+        return _size_of("device_memory", self.device_memory)
+
+    @property
+    def places_weights(self) -> bool:
+        """Whether weights have a budget, or rules of their own."""
+        return bool(self.device_memory_bytes) or self.weights.strip() not in ("", "auto")
+
+    @property
+    def host_bytes(self) -> int:
+        return _size_of("host", self.host)
+
+    @property
+    def disk_directory(self) -> Path | None:
+        return parse_disk(self.disk)[0] if self.disk else None
+
+    @property
+    def disk_bytes(self) -> int:
+        return parse_disk(self.disk)[1] if self.disk else 0
+
+    @property
+    def object_limit_bytes(self) -> int:
+        return _plain_size("object_limit", self.object_limit)
+
+    @property
+    def valkey_password_path(self) -> Path | None:
+        return _expanded("valkey_password_file", self.valkey_password_file) if self.valkey_password_file else None
+
+    @property
+    def disk_key_path(self) -> Path | None:
+        return _expanded("disk_key_file", self.disk_key_file) if self.disk_key_file else None
+
+
+def _size_of(name: str, size: int | str) -> int:
+    try:
+        return parse_size(size, ram_total_bytes())
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot be used. {error}") from error
+
+
+def _plain_size(name: str, size: int | str) -> int:
+    try:
+        return parse_size(size)
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot be used. {error}") from error
+
+
+def _check_protection(protection: str, key_file: str) -> None:
+    """Both or neither: an option that has no effect must not look as if it had."""
+    if protection not in DISK_PROTECTIONS:
+        raise ConfigError(unknown_name(f"The disk_protection {protection!r}", protection, DISK_PROTECTIONS))
+    if protection == "checksum" and key_file:
+        raise ConfigError(
+            f"disk_key_file is set to {key_file!r}, but disk_protection is checksum, which uses no key. "
+            f"Set disk_protection to aes-256-gcm (encrypted) or blake3 (tamper-evident), or leave disk_key_file out."
+        )
+    if protection != "checksum" and not key_file:
+        raise ConfigError(
+            f"disk_protection is {protection}, which needs a key. Make one with `stowage key new FILE`, and set "
+            f"disk_key_file to that file."
+        )
+    if key_file:
+        if "\0" in key_file:
+            raise ConfigError("disk_key_file holds a zero byte: that names no file.")
+        _expanded("disk_key_file", key_file)
+
+
+def _positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}: it must be a whole number of 1 or more.")
+
+
+def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:
+    """Text for an unknown name: the nearest valid one, or all of them where none is near."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), names, n=1, cutoff=0.5)
+    advice = f"Did you mean {near[0]!r}?" if near else f"Valid: {', '.join(names)}."
+    return f"{what} is unknown. {advice}"

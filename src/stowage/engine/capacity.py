@@ -1,0 +1,140 @@
+"""How long a sequence can become with a device pool and host memory behind it, and how the device is divided for that.
+
+Owns the arithmetic of blocks and slots, and nothing else. A windowed or recurrent group needs a bounded number of
+blocks, which must all be on the device. Of a full group only the blocks being written must be; older ones may lie in
+host memory, whole chunks of them (``long_context``).
+
+    tokens   0                                   computed      + piece
+             |== away ==|== away ==|-- on the device --|.. new ..|
+    chunks        0          1          2         3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stowage.core.geometry import ALIGNMENT_BYTES, Geometry, Group, Kind, SlabClass, split_arena
+from stowage.errors import BudgetError
+from stowage.executor.block_pool import blocks_needed, split_pool
+from stowage.models.layout import BlockLayout
+
+HOST_BYTES_MAX = 1 << 46
+"""More is not looked at."""
+Counts = Mapping[int, int]
+"""Usable device blocks by group index."""
+
+
+def blocks_at_work(group: Group, piece_tokens: int) -> int:
+    """Blocks of a full group that must be on the device at once, at most, to compute ``piece_tokens`` tokens: those of
+    the chunk that is not complete, and the piece's own.
+    """
+    return -(-(group.chunk_tokens - 1 + piece_tokens) // group.block_tokens)
+
+
+def chunks_away(group: Group, tokens: int, blocks: int) -> int:
+    """Chunks of a full group that lie in host memory at least, when a sequence of ``tokens`` tokens has ``blocks``
+    device blocks.
+    """
+    return max(0, -(-(-(-tokens // group.block_tokens) - blocks) // group.blocks_per_chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What sequences have to do with: the groups, the slots of host memory (none: it is off), and how many tokens are
+    computed at once, at most and at least.
+    """
+
+    layouts: tuple[BlockLayout, ...]
+    slabs: tuple[SlabClass, ...]
+    step_tokens_max: int
+    piece_tokens: int
+    context_tokens: int
+
+    def fits(self, tokens: int, counts: Counts) -> bool:
+        """Whether a sequence of ``tokens`` tokens can be run when it is alone."""
+        lacking = {layout.group.index: self._lacking(layout, tokens, counts) for layout in self.layouts}
+        if not any(lacking.values()):
+            return True
+        for layout in self.layouts:
+            group = layout.group
+            if lacking[group.index] and (
+                group.kind is not Kind.FULL or counts[group.index] < blocks_at_work(group, self.piece_tokens)
+            ):
+                return False
+        needed = {g: chunks_away(self.layouts[g].group, tokens, counts[g]) for g, lacks in lacking.items() if lacks}
+        return self.has_slots([needed])
+
+    def has_slots(self, needed: Sequence[Counts]) -> bool:
+        """Whether host memory has slots for so many chunks of each group, all of ``needed`` together."""
+        total: dict[int, int] = {}
+        for chunks in needed:
+            for group, count in chunks.items():
+                total[group] = total.get(group, 0) + count
+        held = {group for slab in self.slabs for group in slab.groups}
+        return total.keys() <= held and all(
+            sum(total.get(group, 0) for group in slab.groups) <= slab.slots for slab in self.slabs
+        )
+
+    def _lacking(self, layout: BlockLayout, tokens: int, counts: Counts) -> bool:
+        return blocks_needed(layout, tokens, self.step_tokens_max) > counts[layout.group.index]
+
+    def longest(self, counts: Counts) -> int:
+        """Tokens, up to the context, of the longest sequence that can be run when it is alone."""
+        least, most = 0, self.context_tokens
+        while least < most:
+            tokens = (least + most + 1) // 2
+            if self.fits(tokens, counts):
+                least = tokens
+            else:
+                most = tokens - 1
+        return least
+
+    def divide(self, device_bytes: int) -> Counts:
+        """The device's blocks: as ``split_pool`` has them, or, where sequences can become longer so, as much for
+        windows and states as one sequence of any length needs, and the rest for full groups. Raises ``BudgetError``.
+        """
+        even = split_pool(self.layouts, device_bytes, self.context_tokens, self.step_tokens_max)
+        bounded = self._bounded_first(device_bytes) if self.slabs else None
+        if bounded is None or self.longest(bounded) <= self.longest(even):
+            return even
+        return bounded
+
+    def _bounded_first(self, device_bytes: int) -> Counts | None:
+        full = [layout for layout in self.layouts if layout.group.kind is Kind.FULL]
+        counts = {
+            layout.group.index: blocks_needed(layout, self.context_tokens, self.step_tokens_max)
+            for layout in self.layouts
+            if layout.group.kind is not Kind.FULL
+        }
+        every = sum(layout.group.bytes_per_block * (counts.get(layout.group.index, 0) + 1) for layout in self.layouts)
+        per_token = sum(layout.group.bytes_per_block / layout.group.block_tokens for layout in full)
+        if not full or not counts or device_bytes <= every:
+            return None
+        tokens = (device_bytes - every) / per_token
+        return counts | {layout.group.index: int(tokens / layout.group.block_tokens) for layout in full}
+
+    def least_host_bytes(self, tokens: int, device_bytes: int, snapshot_tokens: int) -> int | None:
+        """The least host memory, to 4 KiB, with which a sequence of ``tokens`` tokens can be run on a device of so many
+        bytes; ``None``: none is enough.
+        """
+        geometry = Geometry(tuple(layout.group for layout in self.layouts))
+
+        def suffices(host_bytes: int) -> bool:
+            try:
+                slabs = split_arena(geometry, host_bytes, snapshot_tokens)
+            except BudgetError:
+                return False
+            tried = replace(self, slabs=slabs)
+            return tried.fits(tokens, tried.divide(device_bytes))
+
+        most = 1 << 16
+        while not suffices(most):
+            most *= 2
+            if most > HOST_BYTES_MAX:
+                return None
+        least = most // 2
+        while most - least > ALIGNMENT_BYTES:
+            middle = (least + most) // 2
+            least, most = (least, middle) if suffices(middle) else (middle, most)
+        return most

@@ -1,0 +1,80 @@
+"""What lies where: weights and KV of a running engine by hold, for people and for ``--json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stowage.config.memory import format_size
+from stowage.engine.engine import Engine
+from stowage.storage.protocol import Probing
+from stowage.weights.placement import Delivery
+from stowage.weights.source import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One thing in one hold: ``capacity_bytes`` is what it may take, ``tokens`` how many tokens of KV fit there (0: not
+    KV).
+    """
+
+    hold: str
+    what: str
+    capacity_bytes: int
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+        return f"{self.hold:<6} {self.what}: {format_size(self.capacity_bytes)}{tokens}"
+
+
+def weights_bytes(engine: Engine) -> int:
+    """Device memory of the weights; those that several layers share count once."""
+    if engine.weights is not None:
+        return engine.weights.placement.device_bytes
+    return sum({p.data_ptr(): p.numel() * p.element_size() for p in engine.model.parameters()}.values())
+
+
+def shared_tiers(engine: Engine) -> frozenset[str]:
+    """The names of the tiers into which other machines may put what they have computed."""
+    tiers = engine.store.tiers if engine.store is not None else ()
+    return frozenset(tier.name for tier in tiers if isinstance(tier, Probing))
+
+
+def _weights(source: WeightSource) -> list[Place]:
+    placement = source.placement
+    mapped = "weights, read there by the device" if placement.crosses else "weights, mapped from the checkpoint"
+    held = {
+        ("device", "weights, resident"): placement.small_bytes + placement.nbytes(Delivery.RESIDENT),
+        ("device", f"weights, ring of {placement.ring_slots} buffers"): source.ring_bytes,
+        ("device", f"weights, cache of {source.stats()['cache_experts']} experts"): source.cache_bytes,
+        ("host", mapped): placement.nbytes(Delivery.MAPPED),
+        ("host", "weights, copied ahead"): placement.nbytes(Delivery.PREFETCH),
+        ("host", "weights, crossing over to the device"): placement.staging_bytes,
+        ("disk", "weights, read for every step"): placement.pass_bytes,
+        ("host", "experts, copied as they are chosen"): placement.held_bytes,
+        ("disk", "experts, read as they are chosen"): placement.nbytes(Delivery.EXPERTS) - placement.held_bytes,
+        ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),
+        ("disk", "weights, in another form than the checkpoint's"): source.image_bytes,
+    }
+    return [Place(hold, what, nbytes) for (hold, what), nbytes in held.items() if nbytes]
+
+
+def placement(engine: Engine) -> list[Place]:
+    """The holds of ``engine``, device first."""
+    places = _weights(engine.weights) if engine.weights is not None else []
+    places = places or [Place("device", "weights, resident", weights_bytes(engine))]
+    for pool in engine.parts.pools:
+        group = pool.group
+        what = f"KV of {len(group.layers)} {group.kind.value} layers"
+        places.append(Place("device", what, pool.nbytes, pool.blocks * group.block_tokens))
+    if engine.store is not None:
+        for slab in engine.store.slabs:
+            members = [engine.parts.layout.groups[index] for index in slab.groups]
+            kinds = " and ".join(dict.fromkeys(group.kind.value for group in members))
+            tokens = slab.slots * members[0].chunk_tokens // len(members)
+            places.append(Place("host", f"chunks of {kinds} groups", slab.slots * slab.slot_bytes, tokens))
+    if engine.memory.disk_directory is not None:
+        per_token = sum(g.bytes_per_chunk / g.chunk_tokens for g in engine.parts.layout.groups)
+        tokens = int(engine.memory.disk_bytes / per_token)
+        places.append(Place("disk", f"segments in {engine.memory.disk_directory}", engine.memory.disk_bytes, tokens))
+    return places

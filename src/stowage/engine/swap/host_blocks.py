@@ -1,0 +1,54 @@
+"""Blocks of one sequence in host memory that nobody evicts: how they get there, and how they are let go.
+
+Owns no sequence: ``preemption`` holds what preempted sequences go on with, ``long_context`` what running ones have
+no room for on the device. Complete chunks that the host has already are pinned where they are, without a copy; all
+others get private slots, which nobody else can find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.cache.store import Fetch, TieredStore
+from stowage.core.geometry import Group
+from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class SwappedBlocks:
+    """Blocks of one group: the sequence's ``blocks[i]`` lies in ``slots[i]`` at ``offsets[i]``, which is ``places[i]``
+    of ``BlockTable.away``. ``private``: slots that are nobody else's; the others are ``pinned``.
+    """
+
+    group: int
+    blocks: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    places: NDArray[np.int64]
+    private: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pinned: Fetch | None = None
+
+
+def places_of(
+    store: TieredStore, group: Group, slots: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Where blocks lie in the arena, in units of ``TENSOR_ALIGNMENT_BYTES``."""
+    slab = next(slab for slab in store.slabs if group.index in slab.groups)
+    begins = slab.offset_bytes + (slots - slab.first_slot) * slab.slot_bytes + offsets * group.bytes_per_block
+    places, rest = np.divmod(begins, TENSOR_ALIGNMENT_BYTES)
+    assert not rest.any(), "a block does not begin where tensors do"
+    return places
+
+
+def let_go(store: TieredStore | None, held: Iterable[SwappedBlocks]) -> None:
+    """Unpin and free what ``held`` holds."""
+    for one in held:
+        assert store is not None
+        if len(one.private):
+            store.drop_private(one.private)
+        if one.pinned is not None:
+            store.release(one.pinned)

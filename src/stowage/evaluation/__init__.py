@@ -1,0 +1,1 @@
+"""Runs with and without offloading, compared: parity, scored tasks, and the proof of a packed checkpoint."""

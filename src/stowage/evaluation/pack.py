@@ -1,0 +1,224 @@
+"""``stowage pack``: a checkpoint with its weights in fewer bits, written once, and what that costs in perplexity.
+
+Owns the directory: it appears under its name when it is whole, and was loaded and computed with; until then it is
+called ``NAME.part``, and its config.json, without which nothing loads it, is written last. A part that a killed process
+left is removed by the next one that packs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stowage.config.memory import Memory
+from stowage.engine.engine import Engine
+from stowage.engine.sampling import SamplingParams
+from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
+from stowage.evaluation import runs
+from stowage.models import layout, loading
+from stowage.weights.quantized.codes import FORMS, GROUPS
+from stowage.weights.quantized.modules import FILE, METHOD, VERSION, marked
+
+__all__ = ["Packed", "Perplexity", "pack", "perplexity", "reads_text"]
+
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
+_NOT_COPIED = ("config.json", "adapter_config.json")
+_WINDOW_TOKENS = 512
+_LOCK = ".packing"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What became of a checkpoint. ``tensors``: packed ones by form; ``kept``: those that are as they were."""
+
+    directory: str
+    weights: str
+    group: int
+    bytes_before: int
+    bytes_after: int
+    tensors: dict[str, int]
+    packed_weights: int
+    kept: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Per token, of ``tokens`` scored tokens of ``text``, with the weights as they were and packed."""
+
+    text: str
+    tokens: int
+    before: float
+    after: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pack(
+    model: str, directory: Path, form: str, group: int = 64, progress: Progress = lambda _what, _done, _all: None
+) -> Packed:
+    """Write ``model`` to ``directory``, which is new, with its matrices as ``form`` (int4: in groups of ``group``).
+
+    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join(FORMS)}.")
+    if group not in GROUPS:
+        raise ConfigError(f"--group {group} is not possible; choose one of: {', '.join(map(str, GROUPS))}.")
+    if directory.exists() or directory.is_symlink():
+        raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
+    source = loading.find(model)
+    files = loading.check_files(source)
+    text = loading.part_of(source)
+    layout.refuse_unsupported(text.config)
+    _refuse_quantized(source, text.config)
+    from stowage.weights.quantized import writer
+
+    build = partial(loading.load_model, source, text, "auto", {})
+    with _part(directory) as part:
+        written = writer.write(files, build, part / FILE, form, group, partial(progress, "packing"))
+        for path in sorted(source.iterdir()):
+            if path.is_file() and _is_copied(path.name):
+                shutil.copyfile(path, part / path.name)
+        _write_config(source / "config.json", part / "config.json", form, group)
+        progress("checking", 0, 1)
+        _prove(part)
+        progress("checking", 1, 1)
+        (part / _LOCK).unlink()
+        os.rename(part, directory)
+    before = sum(path.stat().st_size for path in files)
+    return Packed(str(directory), form, group, before, written.nbytes, written.packed, written.weights, written.kept)
+
+
+def _refuse_quantized(source: Path, config: Any) -> None:
+    if marked(config):
+        raise UnsupportedModelError(f"{source} is packed already: give the checkpoint that it was made from.")
+    text = config.get_text_config()
+    for part in (config, text):
+        stated = getattr(part, "quantization_config", None)
+        if stated is not None:
+            method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else type(stated).__name__
+            raise UnsupportedModelError(
+                f"{source} is quantised already ({method}), and packing it again would lose twice: give the original, "
+                "with weights of 16 or 32 bits."
+            )
+
+
+def _is_copied(name: str) -> bool:
+    plain = name.endswith(_COPIED) and not name.endswith(".index.json") and name not in _NOT_COPIED
+    return plain or name.upper().startswith(("LICENSE", "NOTICE"))
+
+
+def _write_config(source: Path, path: Path, form: str, group: int) -> None:
+    entries = json.loads(source.read_text(encoding="utf-8"))
+    entries["quantization_config"] = {"quant_method": METHOD, "version": VERSION, "weights": form, "group": group}
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(entries, file, indent=2, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _part(directory: Path) -> Iterator[Path]:
+    """``directory.part``, new and ours alone, gone at the end unless it was renamed."""
+    part = directory.with_name(directory.name + ".part")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        part.mkdir(exist_ok=True)
+        lock = os.open(part / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise DirectoryError(f"{part} cannot be made: {error.strerror}.") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DirectoryError(f"{part} belongs to another process that packs there now: wait for it.") from error
+        for left in part.iterdir():
+            if left.name != _LOCK:
+                left.unlink()
+        try:
+            yield part
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _prove(part: Path) -> None:
+    """Load what was written, none of it in memory, and compute a token with it."""
+    from stowage.weights.loading import Budget
+    from stowage.weights.placement import parse_rules
+
+    try:
+        loaded = loading.load(part, budget=lambda _config: Budget(rules=parse_rules("*=stream")))
+    except ModelError as error:
+        raise UnsupportedModelError(f"this model cannot be run packed: {error}") from error
+    assert loaded.weights is not None
+    loaded.weights.close()
+
+
+def reads_text(model: str) -> bool:
+    """Whether ``model`` has a tokenizer, without which no text can be scored. Raises CheckpointError."""
+    return loading.has_tokenizer(loading.find(model))
+
+
+def perplexity(
+    models: tuple[str, str],
+    memory: Memory,
+    text: str,
+    name: str,
+    tokens_most: int,
+    progress: Progress = lambda _what, _done, _all: None,
+) -> Perplexity:
+    """Of ``text`` by both ``models``, under the budgets of ``memory``: in windows of 512 tokens, each scored from its
+    second token on, at most ``tokens_most`` in all. Raises ModelError without a tokenizer or with too short a text,
+    and whatever opening an engine raises.
+    """
+    off = replace(runs.plain(memory), device_memory=memory.device_memory, host=memory.host, weights=memory.weights)
+    found, scored = [], 0
+    for what, model in zip(("as it was", "packed"), models, strict=True):
+        engine = Engine(model, off)
+        try:
+            if engine.tokenizer is None:
+                raise ModelError(f"{model} has no tokenizer, so text cannot be scored.")
+            ids = list(engine.tokenizer.encode(text))[:tokens_most]
+            length = min(_WINDOW_TOKENS, engine.parts.layout.context_tokens - 1)
+            windows = [w for at in range(0, len(ids), length) if len(w := ids[at : at + length]) > 1]
+            if not windows:
+                raise ModelError(f"{name} is too short to be scored: --eval FILE takes a longer text.")
+            total, scored = 0.0, 0
+            params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+            for number, window in enumerate(windows):
+                progress(what, number, len(windows))
+                (answer,) = engine.generate([window], params)
+                scores = [one.logprob for one in answer.prompt_logprobs or [] if one is not None]
+                total, scored = total - sum(scores), scored + len(scores)
+            progress(what, len(windows), len(windows))
+            found.append(math.exp(total / scored))
+        finally:
+            engine.close()
+    return Perplexity(name, scored, *found)
+
+
+def read_text(path: Path) -> str:
+    """The text to score. Raises ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--eval {path} cannot be read ({error}): give a file of plain text.") from error

@@ -1,0 +1,270 @@
+"""Does offloading change an answer? Runs the same prompts with every tier off and on, and compares.
+
+Owns which prompts are asked and what counts as parity. It cannot pass by not reusing: a prompt that is long enough to
+be reused must come, in part, from the tier whose turn it is. Tiers are emptied between the runs (device, then host,
+then all of the process's memory, by opening the engine anew with one of the lower tiers), so each answer is known to
+rest on one tier. With every tier off all weights are in memory, so a budget for them is compared as well.
+
+The prompts are random tokens, different for each seed, so a directory that holds earlier runs does not disturb.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stowage.config.memory import Memory
+from stowage.core.geometry import Kind
+from stowage.engine.engine import Engine
+from stowage.engine.request import Completion
+from stowage.engine.sampling import SamplingParams
+from stowage.evaluation import runs
+from stowage.models.layout import ModelLayout
+
+NEW_TOKENS = 12
+SHARED_PART = 0.6
+_PARAMS = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=5, ignore_eos=True)
+
+OK, SHORT, UNUSED, UNEXPECTED, DIFFERENT = (
+    "ok",
+    "too short to reuse",
+    "not reused",
+    "reused what was not stored",
+    "different answer",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run compared with the run that had every tier off.
+
+    ``tier``: the one that had to serve (``off``: none). ``feature``: what the case is an example of. ``identical``: the
+    same tokens. ``max_logprob_difference``: over all tokens up to and including the first that differs, natural
+    logarithm. ``exact``: bit for bit the log-probabilities of a run that computed the same tokens (for tiers below the
+    device: after a hit on the device; with every weight in memory for what is computed); ``None`` where there is no
+    such run. All verdicts but ``ok`` and ``too short to reuse`` break parity.
+    """
+
+    name: str
+    feature: str
+    prompt_tokens: int
+    tier: str
+    reused_tokens: dict[str, int]
+    identical: bool
+    max_logprob_difference: float
+    exact: bool | None
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All cases; ``seed`` repeats them. ``executor``: as in ``Engine``."""
+
+    cases: tuple[Case, ...]
+    seed: int
+    dtype: str
+    executor: str = "paged"
+
+    @property
+    def parity(self) -> bool:
+        return bool(self.cases) and all(case.verdict in (OK, SHORT) for case in self.cases)
+
+    def features(self) -> dict[str, str]:
+        """One verdict per feature: the first that breaks parity, else ``ok`` if any case is."""
+        found: dict[str, str] = {}
+        for case in self.cases:
+            rank = (OK, UNUSED, UNEXPECTED, DIFFERENT)
+            now = found.get(case.feature, SHORT)
+            if case.verdict in rank and (now not in rank or rank.index(case.verdict) > rank.index(now)):
+                now = case.verdict
+            found[case.feature] = now
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "parity": self.parity,
+            "features": self.features(),
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "executor": self.executor,
+            "cases": [asdict(case) for case in self.cases],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``reusable`` leading tokens are stored when it is asked in a warm state; 0: too short."""
+
+    name: str
+    tokens: tuple[int, ...]
+    reusable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A prompt, and for each place another prompt that shares only its first part.
+
+    It has to be another one each time: once asked, all of it is stored. None where the context is too short for that.
+    """
+
+    prompt: Prompt
+    middles: dict[str, Prompt]
+
+    def asked_of(self, place: str) -> list[Prompt]:
+        return [self.prompt, *(prompt for key, prompt in self.middles.items() if key == place)]
+
+
+def verify(
+    model: str | Path,
+    memory: Memory,
+    *,
+    dtype: str = "auto",
+    device: str = "",
+    deterministic: bool = False,
+    seed: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Compare; ``deterministic``: such engines, and nothing may differ by a bit. ``progress`` is told each case's name.
+    Raises whatever opening the engine raises.
+    """
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+    with runs.temporary_directory() as directory:
+        tiered = runs.with_tiers(memory, directory)
+        lower = runs.lower_tiers(tiered)
+        with runs.opened(model, runs.plain(memory), dtype, deterministic, device) as engine:
+            places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
+            scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
+            computed_in = str(engine.model.dtype).removeprefix("torch.")
+            executor = engine.executor
+            comparison = _Comparison(computed_in, progress, deterministic)
+            comparison.cold(engine, scenarios)
+        with runs.opened(model, tiered, dtype, deterministic, device) as engine:
+            for scenario in scenarios:
+                comparison.warm(engine, scenario, lower[0])
+            comparison.together(engine, scenarios, lower[0])
+            runs.flush(engine)
+        for tier in lower:
+            with runs.opened(model, runs.with_only(tiered, tier), dtype, deterministic, device) as engine:
+                for scenario in scenarios:
+                    comparison.after_restart(engine, scenario, tier)
+    return Report(tuple(comparison.cases), seed, computed_in, executor)
+
+
+class _Comparison:
+    """Runs prompts, and remembers the answers with every tier off."""
+
+    def __init__(self, dtype: str, progress: Callable[[str], None], deterministic: bool) -> None:
+        self._tolerance = runs.tolerance(dtype, deterministic)
+        self._near_ties = dtype != "float32" and not deterministic
+        self._progress = progress
+        self._expected: dict[tuple[int, ...], Completion] = {}
+        self._from_device: dict[tuple[int, ...], Completion] = {}
+        self.cases: list[Case] = []
+
+    def cold(self, engine: Engine, scenarios: Iterable[Scenario]) -> None:
+        """With every tier off: what all later answers are compared with."""
+        for scenario in scenarios:
+            for prompt in (scenario.prompt, *scenario.middles.values()):
+                engine.drop_device_cache()
+                self._expected[prompt.tokens] = self._ask(engine, prompt)
+                self._compare(prompt, self._expected[prompt.tokens], "off", "computed", "every tier off")
+
+    def warm(self, engine: Engine, scenario: Scenario, lower: str) -> None:
+        """First computed, then served by the device, the host and the nearest lower tier in turn."""
+        self._compare(scenario.prompt, self._ask(engine, scenario.prompt), "off", "computed", "first time")
+        for tier in ("device", "host", lower):
+            for prompt in scenario.asked_of(tier):
+                runs.leave_only(engine, tier)
+                feature = tier if prompt is scenario.prompt else "first part only"
+                self._compare(prompt, self._ask(engine, prompt), tier, feature)
+
+    def together(self, engine: Engine, scenarios: Sequence[Scenario], tier: str) -> None:
+        """All at once, served by ``tier``: whoever computes beside them changes no answer."""
+        self._progress("all at once")
+        runs.leave_only(engine, tier)
+        engine.forget_costs()
+        asked = [scenario.prompt for scenario in scenarios]
+        for prompt, found in zip(asked, engine.generate([list(p.tokens) for p in asked], _PARAMS), strict=True):
+            self._compare(prompt, found, tier, "all at once", "all at once", alone=False)
+
+    def after_restart(self, engine: Engine, scenario: Scenario, tier: str) -> None:
+        """Served by ``tier``, in an engine that has just been opened with no other below the host."""
+        for prompt in scenario.asked_of(f"{tier} alone"):
+            runs.leave_only(engine, tier)
+            feature = f"{tier}, restarted" if prompt is scenario.prompt else "first part only"
+            self._compare(prompt, self._ask(engine, prompt), tier, feature, "after a restart")
+
+    def _ask(self, engine: Engine, prompt: Prompt) -> Completion:
+        self._progress(prompt.name)
+        engine.forget_costs()  # the prompt is loaded even if computing it is quicker, as it is for tiny models
+        return engine.generate([list(prompt.tokens)], _PARAMS)[0]
+
+    def _compare(
+        self, prompt: Prompt, found: Completion, tier: str, feature: str, when: str = "", alone: bool = True
+    ) -> None:
+        expected = self._expected[prompt.tokens]
+        identical = list(found.token_ids) == list(expected.token_ids)
+        reused = {"device": 0, "host": 0, "disk": 0} | {name: int(n) for name, n in found.reused_tokens.items()}
+        worst = runs.difference(expected, found)
+        tied = self._near_ties and runs.near_tie(expected, found, self._tolerance)
+        exact = self._exact(prompt, found, tier) if alone else None
+        same = worst <= self._tolerance and (identical or tied) and exact is not False
+        name = f"{prompt.name}, {when}" if when else prompt.name
+        verdict = self._verdict(prompt, tier, reused, same)
+        self.cases.append(Case(name, feature, len(prompt.tokens), tier, reused, identical, worst, exact, verdict))
+
+    def _exact(self, prompt: Prompt, found: Completion, tier: str) -> bool | None:
+        if tier == "device":
+            self._from_device[prompt.tokens] = found
+            return None
+        twin = self._expected[prompt.tokens] if tier == "off" else self._from_device.get(prompt.tokens)
+        if twin is None or sum(twin.reused_tokens.values()) != sum(found.reused_tokens.values()):
+            return None
+        return twin.token_ids == found.token_ids and runs.difference(twin, found) == 0
+
+    def _verdict(self, prompt: Prompt, tier: str, reused: Mapping[str, int], same: bool) -> str:
+        if not same:
+            return DIFFERENT
+        if tier == "off":
+            return UNEXPECTED if any(reused.values()) else OK
+        if reused.get(tier):
+            return OK
+        return UNUSED if prompt.reusable else SHORT
+
+
+def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int, places: Sequence[str]) -> list[Scenario]:
+    """Prompts of several lengths around the model's own chunk size, as far as its context allows."""
+    unit = math.lcm(*(group.chunk_tokens for group in layout.groups))
+    recurrent = any(group.kind is Kind.RECURRENT for group in layout.groups)
+    middle_unit = math.lcm(unit, snapshot_tokens) if recurrent else unit
+    draw = random.Random(seed)
+    room = layout.context_tokens - NEW_TOKENS
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(layout.vocab) for _ in range(count))
+
+    def prompt(name: str, count: int) -> Prompt:
+        step = unit if (count - 1) % unit == 0 else middle_unit
+        return Prompt(f"{name}, {count} tokens", tokens(count), (count - 1) // step * step)
+
+    lengths = {
+        "short": max(2, unit // 2),
+        "one chunk": unit + 1,
+        "some chunks": 3 * unit + 1,
+        "a part more": 5 * unit // 2 + 1,
+    }
+    scenarios = [Scenario(prompt(name, count), {}) for name, count in lengths.items() if count <= room]
+    shared = middle_unit * max(1, round(4 * unit / middle_unit))
+    count = math.ceil(shared / SHARED_PART)
+    if count <= room:
+        whole = prompt("long", count)
+        middles = {
+            place: Prompt(f"first {shared} of the long one", whole.tokens[:shared] + tokens(count - shared), shared)
+            for place in places
+        }
+        scenarios.append(Scenario(whole, middles))
+    return scenarios

@@ -1,0 +1,298 @@
+"""One forward, described: which tokens of which sequences, and where each group finds and puts their keys and values.
+
+Owns the arithmetic between sequences and tensors. It is rebuilt from the sequences for every forward and holds no truth
+of its own, so the batch can be built anew at any time (case A).
+
+    flattened tokens   | d0 d1 d2 | p p p p p p p | q q q q |
+                         decoding   one prefill     another       (single tokens first, then runs of one sequence each)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stowage.core.geometry import NULL_BLOCK, Group, Kind
+from stowage.core.groups import GroupStrategy
+from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
+from stowage.executor.block_table import AWAY
+from stowage.executor.decode_attention import Attend, Tables
+from stowage.executor.kernels import Runs
+from stowage.executor.sequence_state import SequenceState
+from stowage.models.layout import visible
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute ``count`` tokens of ``sequence`` from position ``start``; their blocks are allocated."""
+
+    sequence: SequenceState
+    start: int
+    count: int
+    every_logit: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of the tokens belong to the prompt."""
+        return max(0, min(self.start + self.count, self.sequence.prompt_tokens) - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """Single tokens. ``blocks`` is ``[sequences, blocks]``; ``bias`` ``[sequences, 1, 1, keys]`` is 0 or -inf, or
+    ``None`` when all is seen.
+    """
+
+    blocks: torch.Tensor
+    keys: int
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    """A run of one sequence: flattened tokens ``[begin, end)``, its ``keys`` in ``blocks``; ``bias`` ``None`` means
+    plainly causal.
+    """
+
+    begin: int
+    end: int
+    blocks: torch.Tensor
+    keys: int
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """A run of one sequence, or a single token, some of whose keys are away from the device: flattened tokens ``[begin,
+    end)``, the first at position ``start``; ``places`` as in ``BlockTable.places``, from the sequence's first block on,
+    in host memory.
+    """
+
+    begin: int
+    end: int
+    start: int
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One attention group's part of a step: where new tokens go (``rows``, ``places``: ``[tokens]``), and what the
+    queries read: those of ``runs`` by the kernels, the others as ``decode`` (``Tables``: where they lie) and
+    ``prefills``, or as ``streams``.
+    """
+
+    pool: BlockPool
+    rows: torch.Tensor
+    places: torch.Tensor
+    decode: DecodeStep | Tables | None = None
+    prefills: tuple[PrefillStep, ...] = ()
+    streams: tuple[StreamStep, ...] = ()
+    runs: Runs | None = None
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward. ``positions`` and ``ids`` are flat; ``logit_rows`` are the flattened tokens whose logits are
+    wanted.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    decodes: int
+    of_layer: dict[int, GroupStep] = field(default_factory=dict)
+    kernels: bool = False
+    """Whether recurrent layers are computed by them, too."""
+    written: int | None = None
+    """The layer whose keys were put in place and not read yet."""
+
+    def reading(self, module: Any) -> int:
+        """Whose attention this is. A module may serve several layers, so the one that has just written is meant; one
+        that writes nothing goes by its own number.
+        """
+        layer, self.written = self.written, None
+        return int(module.layer_idx) if layer is None else layer
+
+
+HOST = torch.device("cpu")
+LONG_QUERIES, LONG_KEYS = 32, 512
+current: ContextVar[Step] = ContextVar("stowage_step")
+
+
+def order(work: Items[Work]) -> list[Work]:
+    """Single tokens first, runs after them, long ones last; otherwise in the given order."""
+    return sorted(work, key=lambda w: (w.count > 1) + is_long(w))
+
+
+def is_long(work: Work) -> bool:
+    """Whether torch's attention is quicker than the kernel: it takes more queries at once, once it has gathered keys
+    (two cores with AVX2: 1.4 times at 4,096 keys, the same at 512; with AVX-512 0.94 to 1.85 times at 1,024).
+    """
+    return work.count >= LONG_QUERIES and work.start + work.count > LONG_KEYS
+
+
+def build(
+    work: Items[Work],
+    pools: Items[BlockPool],
+    strategies: Items[GroupStrategy],
+    dtype: torch.dtype,
+    *,
+    native: Callable[[BlockPool, Items[Work]], int] = lambda pool, work: 0,
+    paged: Attend | None = None,
+    device: torch.device = HOST,
+) -> Step:
+    """The step that computes ``work`` (see ``order``) on ``device``, where ``pools`` lie, for those of them that are
+    attention's; ``native``: of how many of these, from the first on, the kernels compute the attention; ``paged``: what
+    computes that of the other single tokens without gathering their keys.
+    """
+    decodes = sum(1 for w in work if w.count == 1)
+    ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
+    positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
+    ends = np.cumsum([w.count for w in work])
+    wanted = [np.arange(end - w.count, end) if w.every_logit else [end - 1] for w, end in zip(work, ends, strict=True)]
+    step = Step(
+        ids=torch.tensor(ids, dtype=torch.long, device=device),
+        positions=_on(device, positions),
+        logit_rows=_on(device, np.concatenate(wanted).astype(np.int64)),
+        decodes=decodes,
+    )
+    for pool, strategy in zip(pools, strategies, strict=True):
+        if pool.group.kind is not Kind.RECURRENT:
+            group_step = _group_step(work, decodes, positions, pool, strategy, dtype, native, paged)
+            step.of_layer.update(dict.fromkeys(pool.views, group_step))
+    return step
+
+
+def _group_step(
+    work: Items[Work],
+    decodes: int,
+    positions: NDArray[np.int64],
+    pool: BlockPool,
+    strategy: GroupStrategy,
+    dtype: torch.dtype,
+    native: Callable[[BlockPool, Items[Work]], int],
+    paged: Attend | None,
+) -> GroupStep:
+    group = pool.group
+    tables = [w.sequence.tables[group.index] for w in work]
+    places = [table.places for table in tables]
+    blocks_of = positions // group.block_tokens
+    begins = np.concatenate([[0], np.cumsum([w.count for w in work])])
+    rows = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
+    assert (rows > PADDING_BLOCK).all(), "a token has no block to go to"
+    device = pool.storage.device
+    step = GroupStep(pool, _on(device, rows), _on(device, positions % group.block_tokens))
+    ours = native(pool, work)
+    assert not ours or ours >= decodes, "single tokens are computed in one way"
+    if ours < len(work) and any(table.is_away for table in tables):
+        assert not ours, "the kernels compute all or nothing where keys are away"
+        return replace(
+            step, streams=tuple(_stream_step(w, b, p) for w, b, p in zip(work, begins.tolist(), places, strict=False))
+        )
+    return replace(
+        step,
+        runs=_runs(work[:ours], begins, places[:ours], group, strategy) if ours else None,
+        decode=_decode_step(work[:decodes], places, group, strategy, dtype, device, paged)
+        if decodes and not ours
+        else None,
+        prefills=tuple(
+            _prefill_step(w, int(begins[i]), places[i], group, strategy, dtype, device)
+            for i, w in enumerate(work)
+            if i >= max(decodes, ours)
+        ),
+    )
+
+
+def _stream_step(work: Work, begin: int, places: NDArray[np.int64]) -> StreamStep:
+    assert (places != NULL_BLOCK).all(), "a query needs a block that is nowhere"
+    return StreamStep(begin, begin + work.count, work.start, torch.from_numpy(places.copy()))
+
+
+def _runs(
+    work: Items[Work],
+    begins: NDArray[np.int64],
+    tables: list[NDArray[np.int64]],
+    group: Group,
+    strategy: GroupStrategy,
+) -> Runs:
+    size = group.block_tokens
+    firsts = [strategy.first_live_block(w.start) for w in work]
+    seen = [
+        table[first : (w.start + w.count - 1) // size + 1] for w, table, first in zip(work, tables, firsts, strict=True)
+    ]
+    whole = np.concatenate(seen)
+    assert ((whole > PADDING_BLOCK) | (whole <= AWAY)).all(), "a query needs a block that is gone"
+    places = np.concatenate([[0], np.cumsum([len(table) for table in seen])])
+    runs = [
+        (begins[i], w.count, w.start, places[i], first * size)
+        for i, (w, first) in enumerate(zip(work, firsts, strict=True))
+    ]
+    table, listed = torch.from_numpy(whole), torch.from_numpy(np.array(runs, dtype=np.int64))
+    return Runs(table, listed, group.kind, group.window, size, int(begins[len(work)]))
+
+
+def _decode_step(
+    work: Items[Work],
+    tables: list[NDArray[np.int64]],
+    group: Group,
+    strategy: GroupStrategy,
+    dtype: torch.dtype,
+    device: torch.device,
+    paged: Attend | None,
+) -> DecodeStep | Tables:
+    size = group.block_tokens
+    firsts = [strategy.first_live_block(w.start) for w in work]
+    seen = [tables[i][first : w.start // size + 1] for i, (w, first) in enumerate(zip(work, firsts, strict=True))]
+    blocks = np.full((len(work), max(map(len, seen))), PADDING_BLOCK, dtype=np.int64)
+    for row, table in zip(blocks, seen, strict=True):
+        row[: len(table)] = table
+    positions = np.array([w.start for w in work])
+    bases = np.array(firsts) * size
+    if paged is not None:
+        on_device = _on(device, blocks), _on(device, bases), _on(device, positions)
+        return Tables(*on_device, group.kind, group.window, paged)
+    keys = int((positions - bases).max()) + 1
+    allowed = visible(group.kind, group.window, positions[:, None], bases[:, None] + np.arange(keys)[None])
+    bias = None if allowed.all() else _bias(allowed, dtype, device)[:, None, None]
+    return DecodeStep(_on(device, blocks), keys, bias)
+
+
+def _prefill_step(
+    work: Work,
+    begin: int,
+    table: NDArray[np.int64],
+    group: Group,
+    strategy: GroupStrategy,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PrefillStep:
+    first = strategy.first_live_block(work.start)
+    end = work.start + work.count
+    blocks = table[first : (end - 1) // group.block_tokens + 1]
+    base = first * group.block_tokens
+    keys = end - base
+    bias = None
+    whole = group.kind is Kind.FULL or end <= group.window  # no query of the run is too far from the first key
+    if work.start > base or not whole:
+        positions = np.arange(work.start, end)
+        seen = visible(group.kind, group.window, positions[:, None], base + np.arange(keys)[None])
+        bias = _bias(seen, dtype, device)
+    assert (blocks > PADDING_BLOCK).all(), "a query needs a block that is gone"
+    return PrefillStep(begin, begin + work.count, _on(device, blocks.copy()), keys, bias)
+
+
+def _bias(allowed: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=device)
+    return bias.masked_fill_(_on(device, ~allowed), float("-inf"))
+
+
+def _on(device: torch.device, array: NDArray[Any]) -> torch.Tensor:
+    """``array`` where the model computes; on a CPU without a copy."""
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,228 @@
+"""Forwards whose rows do not depend on one another: a mode of torch for as long as a model runs.
+
+    linear layers, stacked experts    -> the kernels (``native``), which sum every row by itself; several layers with
+                                         the same input at once (``siblings``); many rows only where deterministic
+    functions of single numbers       -> (deterministic only) as many numbers at a time as torch computes alike
+    other products of matrices        -> (deterministic only) with rows filled up to what matrix kernels take at a time
+
+torch computes silu, exp and the like with vector instructions, and what is left over at the end of each thread's share
+one by one, with other rounding: where a number lies decides its last bit. So numbers are filled up to whole vectors for
+every thread. Of products, MKL rounds the rows of small matrices otherwise unless they are a multiple of 4 or more than
+11 (seen with torch 2.13, float32). All else that Transformers' models do to a row (norms, softmax, sums along the row)
+was seen not to depend on other rows; ``rowtrial`` makes sure of that with the very model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from stowage.executor import kernels
+from stowage.executor.fused.linear import FusedLinear
+from stowage.weights.quantized.codes import PackedMatrix
+
+_GRAIN = 32768
+"""Numbers that torch gives a thread at least (``at::internal::GRAIN_SIZE``)."""
+_VECTORS = 256
+"""Of this many numbers every instruction set makes whole steps: four vectors of 512 bits, of bfloat16 twice as many."""
+
+_NAMES = (
+    "exp exp2 expm1 log log2 log10 log1p sigmoid tanh sinh cosh sin cos tan erf erfc erfinv rsqrt sqrt softplus silu "
+    "gelu mish elu selu celu logsigmoid hardswish softsign reciprocal pow square"
+).split()
+_PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
+_ROWS = 16
+
+
+class OwnRows(TorchFunctionMode):
+    """``exact``: also functions of single numbers. ``placed``: some weights are not in memory all the time."""
+
+    def __init__(self, *, linear: bool, exact: bool, placed: bool = False) -> None:
+        super().__init__()
+        self._exact = exact
+        self._multiply = kernels.linear if exact else kernels.product
+        self._special: dict[Any, Callable[..., Any]] = {}
+        self._siblings = FusedLinear()
+        if linear:
+            self._special[F.linear] = self._alone if placed else self._linear
+            for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
+                if grouped is not None:
+                    self._special[grouped] = partial(_grouped, exact, self._multiply)
+        if exact:
+            self._special |= {function: _whole_vectors(function) for function in _functions()}
+            self._special |= {function: _filled_rows(function) for function in _PRODUCTS}
+            self._special |= {function: _times(function) for function in (torch.mul, Tensor.mul, Tensor.__mul__)}
+            self._special |= {torch.polar: _polar, torch.addmm: _addmm, Tensor.addmm: _addmm}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        special = self._special.get(func)
+        if special is not None:
+            return special(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def instead_of(self, function: Any) -> Callable[..., Any]:
+        """What is called when ``function`` is."""
+        if function is F.linear and F.linear in self._special:
+            return self._alone
+        found: Callable[..., Any] = self._special.get(function, function)
+        return found
+
+    def family(self, x: Tensor, weight: Any) -> tuple[Tensor, ...]:
+        """The weights of the linear layers that are computed in one call with the one that ``weight`` belongs to, which
+        is the first; nothing where it is not known, or is no call of the kernels.
+        """
+        ours = self._special.get(F.linear) == self._linear and type(weight) is Parameter and kernels.takes(x, weight)
+        return self._siblings.family(x, weight) if ours else ()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._siblings.end()
+
+    def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        ours = self._exact or kernels.has_few_rows(input)
+        if ours and bias is None and type(weight) is Parameter and kernels.takes(input, weight):
+            return self._siblings.linear(input, weight)
+        return self._alone(input, weight, bias)
+
+    def _alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        return _linear(input, weight, bias, self._multiply)
+
+
+def mode_of(model: Any, *, exact: bool, placed: bool = False) -> OwnRows | None:
+    """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike;
+    ``None`` where torch is to compute them.
+    """
+    linear = kernels.wanted(model.device, model.dtype) and (exact or kernels.quicker(model.dtype))
+    return OwnRows(linear=linear, exact=exact, placed=placed) if linear else None
+
+
+def _functions() -> list[Any]:
+    found = []
+    for name in _NAMES:
+        for home in (torch, F, torch.special, Tensor):
+            for spelled in (name, name + "_"):
+                function = getattr(home, spelled, None)
+                if callable(function):
+                    found.append(function)
+    return [*found, Tensor.__pow__]
+
+
+def _linear(
+    input: Tensor, weight: Any, bias: Tensor | None = None, multiply: Callable[..., Tensor] = kernels.linear
+) -> Tensor:
+    if isinstance(weight, PackedMatrix):  # while this runs the mode is off: the kernel would not be asked for its tiles
+        parts = weight.int8_parts() or weight.int4_parts()
+        if parts is not None and input.dtype in kernels.DTYPES:
+            if weight.form.group:
+                return kernels.linear_int4(input, *parts, weight.form.group, bias)
+            return kernels.linear_int8(input, *parts, bias)
+        return weight.multiply(input, bias, _linear)
+    return multiply(input, weight, bias) if kernels.takes(input, weight) else F.linear(input, weight, bias)
+
+
+def _filled_rows(function: Any) -> Callable[..., Any]:
+    """A product whose rows, and columns, are filled up to a multiple of what matrix kernels take at a time: tokens may
+    be either.
+    """
+
+    def apply(a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+        if a.dim() < 2 or b.dim() < 2:
+            return function(a, b, **kwargs)
+        rows, columns = -a.shape[-2] % _ROWS, -b.shape[-1] % _ROWS
+        if not rows and not columns:
+            return function(a, b, **kwargs)
+        a_filled = F.pad(a, (0, 0, 0, rows)) if rows else a
+        b_filled = F.pad(b, (0, columns)) if columns else b
+        return function(a_filled, b_filled, **kwargs)[..., : a.shape[-2], : b.shape[-1]].contiguous()
+
+    return apply
+
+
+_filled = _filled_rows(torch.mm)
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    out: Tensor = bias * beta + _filled(a, b) * alpha
+    return out
+
+
+def _grouped(
+    exact: bool,
+    multiply: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+) -> Tensor:
+    """``input`` ``[rows, in]``, sorted by expert, times ``weight`` ``[experts, in, out]``; ``offs``: where each
+    expert's rows end.
+    """
+    experts = weight.transpose(-2, -1)
+    ours = offs is not None and bias is None and out_dtype is None and kernels.takes(input, experts[0])
+    if not ours and not exact:
+        return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
+    assert offs is not None and bias is None and out_dtype is None, "experts are called otherwise than they were"
+    out = input.new_zeros((input.shape[0], weight.shape[2]))
+    begin = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > begin:
+            rows = input[begin:end]
+            out[begin:end] = multiply(rows, experts[expert]) if ours else _filled(rows, weight[expert])
+            begin = end
+    return out
+
+
+def _whole_vectors(function: Any) -> Callable[..., Any]:
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else None
+        more = [*args[1:], *kwargs.values()]
+        if not isinstance(x, Tensor) or not x.dtype.is_floating_point or any(isinstance(m, Tensor) for m in more):
+            return function(*args, **kwargs)
+        count = x.numel()
+        padded = _padded(count)
+        if padded == count and x.is_contiguous():
+            return function(*args, **kwargs)
+        flat = x.new_ones(padded)
+        flat[:count] = x.reshape(-1)
+        out = function(flat, *args[1:], **kwargs)[:count].view(x.shape)
+        return x.copy_(out) if function.__name__.endswith("_") and not function.__name__.endswith("__") else out
+
+    return apply
+
+
+def _times(function: Any) -> Callable[..., Any]:
+    """Complex numbers one part at a time: torch has several ways, which round differently."""
+    real = torch.mul
+
+    def apply(a: Any, b: Any, **kwargs: Any) -> Any:
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_complex() and b.is_complex()) or kwargs:
+            return function(a, b, **kwargs)
+        return torch.complex(real(a.real, b.real) - real(a.imag, b.imag), real(a.real, b.imag) + real(a.imag, b.real))
+
+    return apply
+
+
+_cos, _sin = _whole_vectors(torch.cos), _whole_vectors(torch.sin)
+
+
+def _polar(size: Tensor, angle: Tensor) -> Tensor:
+    return torch.complex(size * _cos(angle), size * _sin(angle))
+
+
+def _padded(count: int) -> int:
+    """The least number from ``count`` up of which every thread of torch gets whole vectors."""
+    while True:
+        threads = max(1, min(torch.get_num_threads(), -(-count // _GRAIN)))
+        whole = -(-count // (threads * _VECTORS)) * threads * _VECTORS
+        if whole == count:
+            return count
+        count = whole

@@ -1,0 +1,109 @@
+"""Before a deterministic engine answers: does this model really compute every row by itself?
+
+Owns the trial. Two prompts are computed in several ways (at once, in pieces, together, one token at a time beside the
+other) and every logit must be the same to the bit. A model that fails is refused: exact or absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from stowage.core.geometry import Kind
+from stowage.errors import BudgetError, UnsupportedModelError
+from stowage.executor.batch import Work
+from stowage.executor.block_pool import BlockPool
+from stowage.executor.determinism.cuts import Pieces
+from stowage.executor.fallback.runner import FallbackRunner
+from stowage.executor.runner import Runner
+from stowage.executor.sequence_state import SequenceState, sequence_on_trial, take_blocks
+from stowage.models.layout import ModelLayout
+
+_TOKENS, _SINGLES = 30, 3
+"""Of a trial prompt beyond its grid, and of those how many are computed one by one."""
+
+
+def try_rows(
+    runner: Runner | FallbackRunner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, step_tokens: int
+) -> None:
+    """Raise ``UnsupportedModelError`` if the ways differ, ``BudgetError`` where there is no room to find out. ``pools``
+    must be empty, and are again afterwards.
+    """
+    begun = 0 if pieces.whole or pieces.grid >= layout.context_tokens else pieces.grid
+    least = begun + 2 * _SINGLES
+    count = min(begun + _TOKENS, max(step_tokens, least), layout.context_tokens, _room(pools))
+    if count < min(least, layout.context_tokens):
+        raise BudgetError(
+            f"whether this model's answers can be deterministic is found out with two prompts of {least} tokens, and "
+            f"the device has room for {count} of each: raise --device-kv."
+        )
+    trial = _Trial(runner, pools, layout, count)
+    whole = trial.alone(0, [count])
+    if pieces.whole or begun:  # else nobody ever cuts it
+        _compare("cut in two", whole, trial.alone(0, [begun or count // 3, count - (begun or count // 3)]))
+    singly = [trial.alone(prompt, [count - _SINGLES, *[1] * _SINGLES]) for prompt in (0, 1)]
+    if pieces.whole:
+        _compare("one token at a time", whole, singly[0])
+    for expected, logits in zip(singly, trial.together(), strict=True):
+        _compare("beside another prompt", expected, logits)
+
+
+def _room(pools: Items[BlockPool]) -> int:
+    """Tokens for which two prompts have room."""
+    paged = [pool for pool in pools if pool.group.kind is not Kind.RECURRENT]
+    return min((pool.blocks // 2 * pool.group.block_tokens for pool in paged), default=1 << 20)
+
+
+def _compare(way: str, expected: Tensor, found: Tensor) -> None:
+    if torch.equal(expected, found):
+        return
+    first = int((expected != found).any(-1).nonzero()[0])
+    raise UnsupportedModelError(
+        f"this model's answers cannot be deterministic: token {first} of a trial gave other bits when it was computed "
+        f"{way} (they differ by up to {(expected - found).abs().max():.1e}). Run it without --deterministic."
+    )
+
+
+class _Trial:
+    """Two prompts of ``count`` tokens, and room for them."""
+
+    def __init__(
+        self, runner: Runner | FallbackRunner, pools: Items[BlockPool], layout: ModelLayout, count: int
+    ) -> None:
+        self._runner, self._pools, self._layout, self._count = runner, pools, layout, count
+        generator = torch.Generator().manual_seed(20)
+        self._prompts = torch.randint(layout.vocab, (2, count), generator=generator).tolist()
+
+    def alone(self, prompt: int, pieces: list[int]) -> Tensor:
+        """Logits ``[count, vocab]``."""
+        sequence = self._begin(prompt)
+        found = []
+        for size in pieces:
+            found += self._runner.run([Work(sequence, sequence.computed, size, True)])
+            sequence.computed += size
+        self._end(sequence)
+        return torch.cat(found)
+
+    def together(self) -> list[Tensor]:
+        """Both prompts' logits: begun in one step, ended token by token in steps of both."""
+        sequences = [self._begin(0), self._begin(1)]
+        found: list[list[Tensor]] = [[], []]
+        for size in [self._count - _SINGLES, *[1] * _SINGLES]:
+            outputs = self._runner.run([Work(s, s.computed, size, True) for s in sequences])
+            for mine, sequence, logits in zip(found, sequences, outputs, strict=True):
+                mine.append(logits)
+                sequence.computed += size
+        for sequence in sequences:
+            self._end(sequence)
+        return [torch.cat(logits) for logits in found]
+
+    def _begin(self, prompt: int) -> SequenceState:
+        sequence = sequence_on_trial(prompt, self._prompts[prompt], self._layout.groups)
+        take_blocks(sequence, self._pools, self._count)
+        return sequence
+
+    def _end(self, sequence: SequenceState) -> None:
+        for pool, table in zip(self._pools, sequence.tables, strict=True):
+            pool.release(table.clear())

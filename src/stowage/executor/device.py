@@ -1,0 +1,104 @@
+"""Which device a model computes on, and what copies between it and the host.
+
+Owns the choice, and the clear refusal of what a device cannot do. Everything else in the engine takes its device from
+the tensors that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stowage.core.geometry import SlabClass
+from stowage.errors import ConfigError
+from stowage.executor.replay.recorder import Recorder
+from stowage.experimental.cuda_copies import CudaCarrier, CudaCopies
+from stowage.experimental.cuda_graphs import CudaRecorder
+from stowage.transfer.cpu import CpuTransfer
+from stowage.transfer.pinning import Pinned, pin
+from stowage.transfer.protocol import Transfer
+from stowage.transfer.staged import PlainCopies, StagedTransfer
+from stowage.weights.device_prefetcher import Carrier, PlainCarrier
+
+__all__ = ["Link", "carrier", "check", "device_of", "link", "recorder", "resolve"]
+
+
+def resolve(name: str) -> torch.device:
+    """The device called ``name``: ``cpu``, ``cuda``, ``cuda:1``, or another that torch knows.
+
+    Raises ``ConfigError`` for one that this machine, or this torch, does not have.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            built = torch.version.cuda is not None
+            why = "torch finds no CUDA device (see nvidia-smi)" if built else "this torch was built without CUDA"
+            raise ConfigError(f"the device {name!r} cannot be used: {why}. Leave --device out to compute on the CPU.")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"the device {name!r} cannot be used: {first}. Use cpu, or cuda, or cuda:1 for the second one."
+        ) from error
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check(device: torch.device, *, deterministic: bool) -> None:
+    """Raise ``ConfigError`` for what is there on a CPU only."""
+    if device.type != "cpu" and deterministic:
+        raise ConfigError(
+            f"--deterministic rests on kernels for CPUs, and the model computes on {device}. Leave it out, or "
+            "compute on the CPU: --device cpu."
+        )
+
+
+def carrier(device: torch.device) -> Carrier | None:
+    """What brings weights to ``device``; ``None`` for a CPU, which computes from where they are."""
+    if device.type == "cpu":
+        return None
+    return CudaCarrier(device) if device.type == "cuda" else PlainCarrier(device)
+
+
+@dataclass(slots=True)
+class Link:
+    """The way between a device and the arena. ``pinned``: the arena, where it is; closed after the transfer."""
+
+    transfer: Transfer
+    pinned: Pinned | None = None
+
+    def close(self) -> None:
+        """Wait for what is under way, give the arena back, unpin it."""
+        self.transfer.close()
+        if self.pinned is not None:
+            self.pinned.close()
+
+
+def link(device: torch.device, arena: NDArray[np.uint8], slabs: Sequence[SlabClass]) -> Link:
+    """What copies between ``device`` and the ``arena``."""
+    if device.type == "cpu":
+        return Link(CpuTransfer(arena, slabs))
+    if device.type != "cuda":
+        return Link(StagedTransfer(arena, slabs, PlainCopies(device)))
+    pinned = pin(arena, device)
+    return Link(StagedTransfer(arena, slabs, CudaCopies(device, pinned)), pinned)
+
+
+def device_of(model: Any, name: str) -> torch.device:
+    """Where ``model`` is to compute: on the device called ``name``; if that is empty, where it lies (a model in
+    memory), or on the CPU.
+    """
+    if name:
+        return resolve(name)
+    return torch.device("cpu") if isinstance(model, str) or not hasattr(model, "device") else model.device
+
+
+def recorder(device: torch.device) -> Recorder | None:
+    """What records on ``device``; ``None``: nothing can."""
+    return CudaRecorder(device) if device.type == "cuda" else None

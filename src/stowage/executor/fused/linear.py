@@ -1,0 +1,100 @@
+"""Linear layers that are given the very same input one after the other, in one call of the kernels.
+
+    q_proj(x), k_proj(x), v_proj(x)   ->  one call: all threads are busy for three times as long, and woken once
+    gate_proj(x), up_proj(x)          ->  one call
+
+Owns which layers these are. It is learnt from the first forward of few rows: layers that followed with the same tensor,
+and which would have given the same results at the time of the first, because their input had not changed in between. A
+result is handed out for that tensor and that weight only, and the first time that one is not asked for, the layers are
+computed by themselves from then on. The bits are the same: the kernels sum every output by itself.
+
+Only for weights that stay where they are in memory: one that is streamed may not be there yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stowage.executor import kernels
+
+ROWS_MAX = kernels.ROWS_FEW
+"""More rows keep the threads busy for long anyway, and their results would take memory."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """An input that a layer was given while learning, as it was then, and the layers that followed."""
+
+    x: Tensor
+    before: Tensor
+    weights: list[Tensor]
+
+
+class FusedLinear:
+    """Of one model, on one thread."""
+
+    def __init__(self) -> None:
+        self._families: dict[int, tuple[Tensor, ...]] = {}
+        """By the first layer's ``id``: all of them. Weights are held, so that no other one gets the ``id``."""
+        self._seen: _Seen | None = None
+        self._x: Tensor | None = None
+        self._ready: dict[int, Tensor] = {}
+        self._first = 0
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``native.linear``, which ``native.takes``."""
+        if self._ready:
+            if x is self._x:
+                found = self._ready.pop(id(weight), None)
+                if found is not None:
+                    return found
+            self._part()
+        if x.numel() > ROWS_MAX * x.shape[-1]:
+            return kernels.linear(x, weight)
+        family = self._families.get(id(weight))
+        if family is None:
+            self._learn(x, weight)
+        elif len(family) > 1:
+            out, *others = kernels.linears(x, family)
+            self._x, self._first = x, id(weight)
+            self._ready = {id(other): found for other, found in zip(family[1:], others, strict=True)}
+            return out
+        return kernels.linear(x, weight)
+
+    def family(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Which layers are computed together when the one of ``weight`` is asked for; nothing if that is not known."""
+        few = x.numel() <= ROWS_MAX * x.shape[-1]
+        return self._families.get(id(weight), ()) if few else ()
+
+    def end(self) -> None:
+        """A forward is over: its tensors are let go."""
+        if self._ready:
+            self._part()
+        if self._seen is not None:
+            self._close(self._seen)
+        self._x = None
+
+    def _learn(self, x: Tensor, weight: Tensor) -> None:
+        seen = self._seen
+        if seen is not None:
+            if x is seen.x and len(seen.weights) < kernels.TOGETHER and torch.equal(x, seen.before):
+                seen.weights.append(weight)
+                return
+            self._close(seen)
+        self._seen = _Seen(x, x.clone(), [weight])
+
+    def _close(self, seen: _Seen) -> None:
+        self._seen = None
+        weights = {id(weight): weight for weight in seen.weights}
+        if len(weights) == len(seen.weights):  # one that is used twice would be computed once
+            self._families[id(seen.weights[0])] = tuple(seen.weights)
+        else:
+            self._families |= {key: (weight,) for key, weight in weights.items()}
+
+    def _part(self) -> None:
+        """Some were not asked for: the model goes other ways too."""
+        self._families[self._first] = self._families[self._first][:1]
+        self._ready = {}

@@ -1,0 +1,388 @@
+"""What a model calls in a step, written down, so that it can be called again without the model's own Python.
+
+Owns what may be in such a list: functions that are known to depend on nothing but their arguments and to give results
+of the same shape for arguments of the same shape. A model that does anything else (asks a tensor for a number, changes
+a lasting one, uses one that is neither its parameter nor made in the step) is refused. What is given to the kernels,
+the pool and attention is one call each (``whole``); they find the step themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from stowage.executor import kernels
+from stowage.executor.determinism.row_invariance import OwnRows
+from stowage.executor.fused.scans import Rows
+
+__all__ = ["CallList", "Refused", "recorded", "whole"]
+
+_READS = frozenset(
+    "__get__ __len__ size dim stride numel nelement ndimension element_size is_contiguous is_floating_point is_complex "
+    "storage_offset get_device _set_grad_enabled".split()
+)
+"""What says something of a tensor's form, or only matters where gradients are kept. ``__get__``: its properties."""
+
+_MAKERS = frozenset("arange ones zeros full eye tensor".split())
+_MAKERS_LIKE = frozenset(
+    "ones_like zeros_like full_like empty_like new_zeros new_ones new_full new_empty "
+    "repeat repeat_interleave one_hot".split()
+)
+"""What makes as much as its arguments say, or those after the first: no tensors, which could say something else."""
+
+_ALLOWED = (
+    _MAKERS
+    | _MAKERS_LIKE
+    | frozenset(
+        """
+    __get__ __getitem__ view reshape transpose permute contiguous unsqueeze squeeze expand expand_as view_as reshape_as
+    flatten unflatten split chunk unbind narrow select movedim swapaxes t roll flip view_as_complex view_as_real
+    cat concat concatenate stack hstack pad tril triu
+    to type type_as float half bfloat16 bool long int clone detach
+    add sub subtract mul multiply div divide true_divide floor_divide remainder neg negative reciprocal abs
+    pow square sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tanh sigmoid erf floor ceil round polar
+    clamp clamp_min clamp_max minimum maximum lerp addcmul diff outer
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __floordiv__ __rfloordiv__
+    __mod__ __pow__ __rpow__ __neg__
+    eq ne gt ge lt le greater greater_equal less less_equal logical_not logical_and logical_or
+    __and__ __or__ __invert__ where masked_fill
+    mean sum prod var amax amin max min cumsum norm histc topk sort argsort gather scatter index_select
+    matmul mm bmm addmm baddbmm __matmul__ linear einsum conv1d _grouped_mm grouped_mm scaled_dot_product_attention
+    softmax log_softmax silu gelu relu relu6 softplus leaky_relu hardtanh elu mish logsigmoid glu
+    embedding layer_norm rms_norm group_norm dropout
+    """.split()
+    )
+)
+"""By name: none changes its arguments, or gives a result whose shape depends on numbers in them."""
+
+_IN_PLACE = frozenset(
+    "add_ sub_ mul_ div_ pow_ clamp_ exp_ neg_ sigmoid_ masked_fill_ copy_ zero_ fill_ scatter_ scatter_add_ "
+    "index_add_ __setitem__ __iadd__ __isub__ __imul__ __itruediv__".split()
+)
+"""What changes its first argument, which must be the step's own."""
+
+_recording: ContextVar[_Recording | None] = ContextVar("stowage_recording", default=None)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Refused(Exception):
+    """What a step does cannot be in a list."""
+
+
+def whole(function: _Function, *, in_place: bool = False) -> _Function:
+    """``function`` is one call of a list, whatever it does inside: it may depend on the step, and on nothing else that
+    changes. ``in_place``: it takes states wherever they lie (``scans.Rows``).
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recording = _recording.get()
+        if recording is None:
+            return function(*args, **kwargs)
+        return recording.call(function, args, kwargs, in_place)
+
+    return call  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """``values[result] = function(*pick(values))``, and then nobody needs ``over`` any more."""
+
+    function: Callable[..., Any]
+    pick: Callable[[list[Any]], tuple[Any, ...]]
+    result: int
+    over: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallList:
+    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: where a step's
+    own tensors go; ``result``: where its logits are in the end; ``in_place``: the calls where states are given as
+    ``scans.Rows``; ``None``: somebody asks for them who wants tensors.
+    """
+
+    calls: tuple[_Call, ...]
+    values: tuple[Any, ...]
+    given: tuple[int, ...]
+    result: int
+    in_place: tuple[_Call, ...] | None
+
+    def make(self, given: Sequence[Tensor | Rows], *, in_place: bool = False) -> Tensor:
+        """Make the calls; ``in_place``: those."""
+        values = list(self.values)
+        for place, tensor in zip(self.given, given, strict=True):
+            values[place] = tensor
+        calls = self.in_place if in_place else self.calls
+        assert calls is not None, "states are gathered for these calls"
+        for call in calls:
+            values[call.result] = call.function(*call.pick(values))
+            for place in call.over:
+                values[place] = None
+        logits: Tensor = values[self.result]
+        return logits
+
+
+class _Recording(TorchFunctionMode):
+    """Writes down what is called. ``given``: the step's own tensors; ``states``: those that it changes; ``kept``: by
+    ``id``, what stays as it is; ``rows``: what is computed otherwise than torch does.
+    """
+
+    def __init__(
+        self, given: Sequence[Tensor], states: Sequence[Tensor], kept: dict[int, Tensor], rows: OwnRows | None
+    ) -> None:
+        super().__init__()
+        self._kept = kept
+        self._rows = rows
+        self._why: str | None = None
+        self._x: Tensor | None = None
+        self._ready: dict[int, Tensor] = {}
+        """By weight: what siblings gave for ``_x`` already."""
+        self._values: list[Any] = []
+        self._place: dict[int, int] = {}
+        self._alive: list[Any] = []
+        """Everything that has a place, so that no other one gets its ``id``."""
+        self._calls: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self._in_place: set[int] = set()
+        """Of the calls, those that take states wherever they lie."""
+        self._idle: set[int] = set()
+        """Those that do nothing: a copy of a tensor to itself, a conversion to the type that it has."""
+        self._given = tuple(self._put(tensor, None) for tensor in (*given, *states))
+        self._states = frozenset(self._given[len(given) :])
+        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in (*given, *kept.values())}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if name in _READS:
+            found = func(*args, **kwargs)
+            if not isinstance(found, Tensor):
+                return found
+        if why := self._against(func, name, args, kwargs):
+            raise self._refuse(why)
+        if func is F.linear and not kwargs and all(arg is None for arg in args[2:]):
+            together = self._together(*args[:2])
+            if together is not None:
+                return together
+        function = func if self._rows is None else self._rows.instead_of(func)
+        return self._did(function, args, kwargs, function(*args, **kwargs))
+
+    def _against(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why this call cannot be in a list, if it cannot."""
+        changes = name in _IN_PLACE or bool(kwargs.get("inplace"))
+        counts = [*args[name in _MAKERS_LIKE :], *kwargs.values()]
+        elsewhere = kwargs.get("out") is not None
+        if name not in (_IN_PLACE if changes else _ALLOWED) or elsewhere or (name == "where" and not args[2:]):
+            return f"it calls {name or func}"
+        if changes and args[0].untyped_storage().data_ptr() in self._lasting:
+            return "it changes what is not the step's own"
+        if name in ("__getitem__", "__setitem__") and any(_is_mask(part) for part in _flat(args[1:2])):
+            return "it picks by a mask"
+        makes = name in _MAKERS or name in _MAKERS_LIKE
+        if makes and (_has_tensor(counts) or (name == "one_hot" and not counts)):
+            return "it makes as much as a tensor says"
+        return ""
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
+    ) -> Any:
+        """Call ``function``, and write it down as one call; ``in_place``: as in ``whole``."""
+        token = _recording.set(None)
+        try:
+            with torch._C.DisableTorchFunction():
+                found = function(*args, **kwargs)
+        finally:
+            _recording.reset(token)
+        return self._did(function, args, kwargs, found, in_place)
+
+    def _together(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """What a linear layer gives, if it is known which ones are computed with it: all of them are, now."""
+        found = self._ready.pop(id(weight), None) if x is self._x else None
+        if found is not None:
+            return found
+        family = () if self._rows is None else self._rows.family(x, weight)
+        if not family:
+            return None
+        together = partial(_linears, family)
+        outs: list[Tensor] = self._did(together, (x,), {}, together(x))
+        self._x, self._ready = x, {id(other): out for other, out in zip(family[1:], outs[1:], strict=True)}
+        return outs[0]
+
+    def _did(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: Any,
+        in_place: bool = False,
+    ) -> Any:
+        """Write down that ``function`` was called and gave ``found``."""
+        idle = (
+            bool(args)
+            and found is args[0]
+            and (function is Tensor.to or (function is Tensor.copy_ and args[1] is found))
+        )
+        named = {name: value for name, value in kwargs.items() if _has_tensor(value)}
+        rest = {name: value for name, value in kwargs.items() if name not in named}
+        if rest:
+            function = partial(function, **rest)
+        if named:
+            function = partial(_with_names, function, tuple(named))
+        places = tuple(self._bind(value) for value in (*named.values(), *args))
+        if in_place:
+            self._in_place.add(len(self._calls))
+        if idle:
+            self._idle.add(len(self._calls))
+        if isinstance(found, Tensor):
+            self._calls.append((function, places, self._put(found, None)))
+        elif isinstance(found, (tuple, list)):
+            whole = self._put(found, None)
+            self._calls.append((function, places, whole))
+            for at, part in enumerate(found):
+                if isinstance(part, Tensor) and id(part) not in self._place:
+                    self._calls.append((itemgetter(at), (whole,), self._put(part, None)))
+        elif found is None:
+            self._values.append(None)
+            self._calls.append((function, places, len(self._values) - 1))
+        else:
+            raise self._refuse(f"it asks for {getattr(function, '__name__', function)}")
+        return found
+
+    def end(self, logits: Tensor) -> CallList:
+        """What was written down; ``logits`` are what it was for."""
+        if self._why is not None:  # the model has caught what was raised, and gone another way
+            raise Refused(self._why)
+        result = self._place.get(id(logits))
+        if result is None:
+            raise self._refuse("nobody knows where its logits come from")
+        last = {place: at for at, (_, places, made) in enumerate(self._calls) for place in (*places, made)}
+        made = {call[2] for call in self._calls} | set(self._given)
+        over: dict[int, list[int]] = {}
+        for place, at in last.items():
+            if place in made and place != result:
+                over.setdefault(at, []).append(place)
+        calls = tuple(
+            _Call(function, _picker(places), made, tuple(over.get(at, ())))
+            for at, (function, places, made) in enumerate(self._calls)
+        )
+        return CallList(calls, tuple(self._values), self._given, result, self._where_states_lie(calls))
+
+    def _where_states_lie(self, calls: tuple[_Call, ...]) -> tuple[_Call, ...] | None:
+        """``calls`` for states that are not gathered: without those that do nothing. ``None``: other calls ask for
+        states, or for what such a one gave.
+        """
+        taken = set(self._states)
+        for at, (_, places, made) in enumerate(self._calls):
+            if at in self._idle and places[0] in taken:
+                taken.add(made)
+            elif taken.intersection(places) and (at not in self._in_place or not self._states >= taken & {*places}):
+                return None
+        return tuple(call for at, call in enumerate(calls) if at not in self._idle or call.result not in taken)
+
+    def _refuse(self, why: str) -> Refused:
+        self._why = why
+        return Refused(why)
+
+    def _bind(self, value: Any) -> int:
+        """The place of an argument."""
+        if isinstance(value, Tensor):
+            place = self._place.get(id(value))
+            if place is None:
+                if id(value) not in self._kept:
+                    raise self._refuse("it uses a tensor of its own that may change")
+                place = self._put(value, value)
+            return place
+        if isinstance(value, (tuple, list)) and _has_tensor(value):
+            gathered = _gather_list if isinstance(value, list) else _gather_tuple
+            places = tuple(self._bind(part) for part in value)
+            place = self._put(value, None)
+            self._calls.append((gathered, places, place))
+            return place
+        if _has_tensor(value):
+            raise self._refuse(f"it hands tensors over in a {type(value).__name__}")
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def _put(self, value: Any, now: Any) -> int:
+        """A place for ``value``; ``now``: what is there from the beginning."""
+        self._alive.append(value)
+        self._values.append(now)
+        self._place[id(value)] = len(self._values) - 1
+        return len(self._values) - 1
+
+
+def recorded(
+    forward: Callable[[], Tensor],
+    given: Sequence[Tensor],
+    states: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    rows: OwnRows | None,
+) -> tuple[Tensor, CallList]:
+    """What ``forward`` gives, and the calls that it makes for that. ``given``: tensors that every step has of its own;
+    ``states``: more of them, which it may change; ``kept``: what stays as it is; ``rows``: what is computed otherwise
+    than torch does. Raises ``Refused``, perhaps after some of the calls were made.
+    """
+    recording = _Recording(given, states, {id(tensor): tensor for tensor in kept}, rows)
+    token = _recording.set(recording)
+    try:
+        with recording:
+            found = forward()
+    finally:
+        _recording.reset(token)
+    return found, recording.end(found)
+
+
+def _linears(family: tuple[Tensor, ...], x: Tensor) -> list[Tensor]:
+    return kernels.linears(x, family) if len(family) > 1 else [kernels.linear(x, family[0])]
+
+
+def _picker(places: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if not places:
+        return lambda values: ()
+    if len(places) == 1:
+        return partial(_pick_one, places[0])
+    return itemgetter(*places)
+
+
+def _pick_one(place: int, values: list[Any]) -> tuple[Any, ...]:
+    return (values[place],)
+
+
+def _gather_list(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def _gather_tuple(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def _with_names(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
+    return function(*values[len(names) :], **dict(zip(names, values, strict=False)))
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(part, Tensor) for part in _flat([value]))
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        elif isinstance(value, dict):
+            yield from _flat(value.values())
+        elif isinstance(value, slice):
+            yield from (value.start, value.stop, value.step)
+        else:
+            yield value
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, bool) or (isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8))

@@ -1,0 +1,213 @@
+"""Runs forwards: from work on sequences to logits.
+
+Owns the model and how a batch of work is cut into forwards: one flattened forward where the family allows it; for
+recurrent families all single tokens as one batch and each run by itself. Never decides what is computed, and never
+samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stowage.core.groups import GroupStrategy
+from stowage.executor import attention, decode_attention, kernels
+from stowage.executor.batch import Step, Work, build, current, is_long, order
+from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
+from stowage.executor.determinism.row_invariance import mode_of
+from stowage.executor.fused import mixers, norms
+from stowage.executor.paged_cache import PagedCache
+from stowage.executor.replay.graphs import Graphs, Inputs
+from stowage.executor.replay.recorded_steps import Steps
+from stowage.executor.replay.recorder import Recorder
+from stowage.experimental.paged_attention import trial
+from stowage.models.layout import ModelLayout
+from stowage.models.probing import cache_name, takes_rows
+
+
+class Runner:
+    """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it.
+
+    ``exact``: every row of a forward gives the same bits whatever else is computed with it (``rowtrial`` makes sure).
+    ``placed``: some of the model's weights are not in memory all the time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layout: ModelLayout,
+        pools: Sequence[BlockPool],
+        strategies: Sequence[GroupStrategy],
+        *,
+        exact: bool = False,
+        placed: bool = False,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._pools = pools
+        self._strategies = strategies
+        recurrent = layout.recurrent
+        self._recurrent = pools[recurrent.group.index] if recurrent else None
+        self._cache = PagedCache(layout.layers, self._recurrent)
+        self._takes_rows = takes_rows(model)
+        self._cache_name = cache_name(model)
+        self._exact = exact
+        self._kernels = kernels.wanted(model.device, model.dtype)
+        if self._kernels:
+            norms.install(model)
+            mixers.install(model)
+        rows = mode_of(model, exact=exact, placed=placed)
+        self._mode: AbstractContextManager[Any] = nullcontext() if rows is None else rows
+        self.steps = Steps(model, rows) if self._kernels and not placed else None
+        self.graphs: Graphs | None = None
+        self._paged = trial.trusted(model, pools)
+
+    def record(self, recorder: Recorder, limit_bytes: int, sequences_max: int) -> None:
+        """From now on decode steps are recorded and replayed, with up to ``limit_bytes`` of device memory."""
+        self.graphs = Graphs(
+            forward=self._recorded,
+            pools=self._pools,
+            strategies=self._strategies,
+            recorder=recorder,
+            attend=self._paged or decode_attention.attend,
+            dtype=self._model.dtype,
+            limit_bytes=limit_bytes,
+            sequences_max=sequences_max,
+            context_tokens=self._layout.context_tokens,
+            octave=4 if self._paged is None else 1,
+        )
+
+    def close(self) -> None:
+        """Give the model back what it computed with, its attention too, and the memory of recordings."""
+        if self.graphs is not None:
+            self.graphs.close()
+        attention.uninstall(self._model)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the model its own norms and recurrent layers back."""
+        if self._kernels:
+            norms.uninstall(self._model)
+            mixers.uninstall(self._model)
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[Work]) -> list[Tensor]:
+        """Compute ``work`` and return, in its order, each item's logits: ``[1, vocab]`` of its last token, or ``[count,
+        vocab]``; float32, in host memory.
+        """
+        ordered = order(work)
+        found: dict[int, Tensor] = {}
+        for part in self._forwards(ordered):
+            logits = self._forward(part) if self._at_once(part) else self._singly(part[0])
+            sizes = [w.count if w.every_logit else 1 for w in part]
+            found.update(zip(map(id, part), torch.split(logits, sizes), strict=True))
+        return [found[id(w)] for w in work]
+
+    def _forwards(self, work: list[Work]) -> list[list[Work]]:
+        if self._layout.ragged:
+            return [work]
+        singles = [w for w in work if w.count == 1 and w.start > 0]
+        return ([singles] if singles else []) + [[w] for w in work if w.count > 1 or w.start == 0]
+
+    def _at_once(self, work: list[Work]) -> bool:
+        if work[0].count == 1 or self._layout.continues:
+            return True
+        return work[0].start == 0 and not self._exact  # begun at once and gone on one by one: two ways to compute
+
+    def _singly(self, work: Work) -> Tensor:
+        """A run of one sequence whose model goes on from a state only token by token."""
+        tokens = (replace(work, start=work.start + i, count=1) for i in range(work.count))
+        logits = [self._forward([token]) for token in tokens]
+        return torch.cat(logits) if work.every_logit else logits[-1]
+
+    def _forward(self, work: list[Work]) -> Tensor:
+        if self.graphs is not None and self.graphs.takes(work):
+            return self.graphs.run(work, partial(self._plain, work))
+        return self._plain(work)
+
+    def _plain(self, work: list[Work]) -> Tensor:
+        device = self._model.device
+        step = build(
+            *(work, self._pools, self._strategies, self._model.dtype),
+            native=self._reads_natively,
+            paged=self._paged,
+            device=device,
+        )
+        step.kernels = self._kernels
+        blocks: list[int] = []
+        if self._recurrent is not None:
+            blocks = [int(w.sequence.table(self._recurrent.group.index)[0]) for w in work]
+        batched = not self._layout.ragged and len(work) > 1
+        return self._compute(step, blocks, fresh=work[0].start == 0, batched=batched).cpu()
+
+    def _recorded(self, inputs: Inputs) -> Tensor:
+        """A step of static inputs, all of it on the device: what ``graphs`` records. Padding is taken back."""
+        logits = self._compute(inputs.step, inputs.states, fresh=False, batched=not self._layout.ragged)
+        for pool in self._pools:
+            pool.storage[PADDING_BLOCK].zero_()
+        return logits
+
+    def _compute(self, step: Step, states: Sequence[int] | Tensor, *, fresh: bool, batched: bool) -> Tensor:
+        """Logits of ``step``, on the device. ``states``: blocks of recurrent state; ``batched``: a row is a
+        sequence.
+        """
+        shape = (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0])
+        given = (step.ids, step.positions, step.logit_rows)
+        singles = not fresh and step.decodes == step.ids.shape[0]
+        steps = self.steps if self.graphs is None and singles else None
+        token = current.set(step)
+        try:
+            if steps is not None and batched and (found := steps.in_place(batched, given)) is not None:
+                assert not isinstance(states, Tensor), "graphs name states on the device"
+                return steps.run_in_place(found, given, self._cache.rows_of(states))
+            with self._bound(states, fresh):
+                forward = partial(self._call, step, shape, batched)
+                if steps is not None:
+                    return steps.run(batched, given, self._cache.bound_states(), forward)
+                with self._mode:
+                    return forward()
+        finally:
+            current.reset(token)
+
+    @contextmanager
+    def _bound(self, states: Sequence[int] | Tensor, fresh: bool) -> Iterator[None]:
+        self._cache.bind_states(states, fresh=fresh)
+        try:
+            yield
+        finally:
+            self._cache.unbind_states()
+
+    def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> int:
+        """Of how many of ``work``, from the first on, the kernels compute the attention. Where torch is quicker (it
+        expands latents) they need not; but keys that are away from the device they read where they lie.
+        """
+        if not self._kernels:
+            return 0
+        if self._exact or any(w.sequence.tables[pool.group.index].is_away for w in work):
+            return len(work)
+        if pool.layout.layers[0].latent:
+            return 0
+        return next((i for i, w in enumerate(work) if is_long(w)), len(work))
+
+    def _call(self, step: Step, shape: tuple[int, int], batched: bool) -> Tensor:
+        rows = 1 if batched else step.logit_rows
+        out = self._model(
+            input_ids=step.ids.view(shape),
+            position_ids=step.positions.view(shape),
+            **{self._cache_name: self._cache},
+            use_cache=True,
+            attention_mask=torch.ones(shape, device=step.ids.device)
+            if self._layout.ragged
+            else None,  # some would make one from the cache
+            **({"logits_to_keep": rows} if self._takes_rows else {}),
+        )
+        logits: Tensor = out.logits
+        if not self._layout.own_rows:
+            logits = logits[:, -1:] if batched else logits[:, step.logit_rows]
+        return logits.reshape(-1, logits.shape[-1]).float()

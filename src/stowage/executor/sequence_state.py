@@ -1,0 +1,46 @@
+"""What forwards read of a sequence: its tokens, how far they are computed, and its block tables.
+
+Owns the truth from which every batch is built. Never allocates or frees blocks, never decides what runs next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.core.geometry import Group, Kind
+from stowage.executor.block_pool import BlockPool
+from stowage.executor.block_table import BlockTable
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceState:
+    """``computed`` tokens have their keys, values or state in the block tables, of which there is one per group. The
+    first ``prompt_tokens`` were asked, the others generated.
+    """
+
+    id: int
+    tokens: list[int]
+    tables: list[BlockTable]
+    prompt_tokens: int
+    computed: int = 0
+
+    def table(self, group: int) -> NDArray[np.int64]:
+        return self.tables[group].blocks
+
+
+def sequence_on_trial(id: int, tokens: list[int], groups: Items[Group]) -> SequenceState:
+    """One that nobody asked for, without blocks: to find out what a model does."""
+    return SequenceState(id=id, tokens=tokens, tables=[BlockTable() for _ in groups], prompt_tokens=len(tokens))
+
+
+def take_blocks(sequence: SequenceState, pools: Items[BlockPool], end: int) -> None:
+    """Give ``sequence`` every block of its tokens up to ``end`` that it has not yet. There must be room."""
+    for pool, table in zip(pools, sequence.tables, strict=True):
+        blocks = 1 if pool.group.kind is Kind.RECURRENT else -(-end // pool.group.block_tokens)
+        taken = pool.allocate(max(0, blocks - len(table)))
+        assert taken is not None, "a trial counted its room wrong"
+        table.append(taken)

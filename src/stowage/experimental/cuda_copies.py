@@ -1,0 +1,146 @@
+"""CUDA's part of a staged transfer: streams, events, and whether copies may go on by themselves.
+
+Stores leave on a stream of their own, behind an event of the stream that computes; loads are on the stream that
+computes, before what needs them. Only where host memory is pinned does a copy go on after its call has returned: from
+and to pageable memory each is waited for, explicitly, rather than that anything relies on how a driver treats it
+(case B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stowage.errors import TransferError
+from stowage.experimental.cuda_mapped import mapped
+from stowage.transfer.pinning import Pinned, pin
+from stowage.transfer.protocol import Ticket
+from stowage.transfer.staged import Part, PlainCopies
+
+__all__ = ["CudaCarrier", "CudaCopies"]
+
+
+class _Event:
+    """A ticket that is done when an event has passed on the device."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def before(self, stream: Any) -> None:
+        """``stream`` goes on when it has passed."""
+        stream.wait_event(self._event)
+
+    @property
+    def done(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except RuntimeError:  # the device is lost: nothing is copied any more, and ``wait`` says so
+            return True
+
+    def wait(self) -> None:
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise TransferError(f"a copy between device and host failed: {error}") from error
+
+
+class CudaCopies(PlainCopies):
+    """``pinned``: the arena, as far as it is; it is unpinned by whoever pinned it. One thread calls."""
+
+    def __init__(self, device: torch.device, pinned: Pinned | None) -> None:
+        super().__init__(device)
+        self._pinned = pinned
+        self._leaving: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def alone(self) -> bool:
+        """Whether copies go on by themselves."""
+        return self._pinned is not None and self._pinned.whole
+
+    def out(self, piece: Tensor, host: Tensor, parts: Sequence[Part]) -> Ticket | None:
+        """See ``Copies``."""
+        self._leaving.wait_stream(torch.cuda.current_stream(self.device))
+        piece.record_stream(self._leaving)  # not given to others before it has left
+        with torch.cuda.stream(self._leaving):
+            for begin, place, nbytes in parts:
+                host[place : place + nbytes].copy_(piece[begin : begin + nbytes], non_blocking=self.alone)
+        return self._ticket(self._leaving)
+
+    def bring(self, nbytes: int, host: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Ticket | None]:
+        """See ``Copies``."""
+        piece = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        for begin, place, count in parts:
+            piece[begin : begin + count].copy_(host[place : place + count], non_blocking=self.alone)
+        return piece, self._ticket(torch.cuda.current_stream(self.device))
+
+    def _ticket(self, stream: Any) -> Ticket | None:
+        event = _Event(stream)
+        if self.alone:
+            return event
+        event.wait()
+        return None
+
+
+class CudaCarrier:
+    """Brings weights to the device on a stream of its own, while what was brought before is computed from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._coming: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._computed: dict[int, Any] = {}
+        self._copied: dict[int, _Event] = {}
+        self._pinned: list[Pinned | None] = []
+
+    @property
+    def alone(self) -> bool:
+        """Whether copies go on by themselves: when all memory that they come from is pinned."""
+        return bool(self._pinned) and all(pinned is not None and pinned.whole for pinned in self._pinned)
+
+    def pin(self, memory: NDArray[np.uint8]) -> Pinned | None:
+        """See ``weights.crossing.Carrier``."""
+        self._pinned.append(pin(memory, self.device))
+        return self._pinned[-1]
+
+    def view(self, memory: Tensor) -> Tensor:
+        """See ``weights.crossing.Carrier``."""
+        return mapped(memory, self.device)
+
+    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket | None:
+        """See ``weights.crossing.Carrier``."""
+        computed = {self._computed.pop(buffer, None) for buffer in buffers}
+        if None in computed:  # never used: its memory may have been somebody's whose work is not over
+            self._coming.wait_stream(torch.cuda.current_stream(self.device))
+        for event in computed - {None}:
+            self._coming.wait_event(event)
+        alone = self.alone
+        with torch.cuda.stream(self._coming):
+            for there, here in pairs:
+                there.copy_(here, non_blocking=alone)
+        event = _Event(self._coming)
+        self._copied.update(dict.fromkeys(buffers, event))
+        if alone:
+            return event
+        event.wait()
+        return None
+
+    def use(self, buffers: Sequence[int]) -> None:
+        """See ``weights.crossing.Carrier``."""
+        for event in {self._copied[buffer] for buffer in buffers if buffer in self._copied}:
+            event.before(torch.cuda.current_stream(self.device))
+
+    def computed(self, buffers: Sequence[int]) -> None:
+        """See ``weights.crossing.Carrier``."""
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self._computed.update(dict.fromkeys(buffers, event))
+
+    def forget(self) -> None:
+        """See ``weights.crossing.Carrier``."""
+        self._computed.clear()
+        self._copied.clear()

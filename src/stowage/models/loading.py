@@ -1,0 +1,334 @@
+"""From a name to a model: where the checkpoint is, whether it is whole, and the model and tokenizer that Transformers
+builds of it.
+
+Owns the checks before and after loading. A checkpoint that is missing something is refused: Transformers would fill the
+gap with random numbers and answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
+from stowage.models import identity, layout
+from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
+
+if TYPE_CHECKING:
+    from stowage.weights.loading import Budget
+    from stowage.weights.source import WeightSource
+
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run, its tokenizer if it has one, and the digest of its weights."""
+
+    model: Any
+    tokenizer: Any
+    identity: str
+    name: str
+    weights: WeightSource | None = None
+    owns_weights: bool = True
+    """Whether ``weights`` were placed here, and are closed by whoever has this."""
+    placeholders: frozenset[int] = frozenset()
+    """Tokens that stand for pictures or sound: none is taken in a prompt, and each ends an answer."""
+
+
+def load(
+    model: Any,
+    dtype: str = "auto",
+    tokenizer: Any = None,
+    budget: Callable[[Any], Budget] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    device: Any = None,
+) -> Loaded:
+    """Load ``model``: a directory, a hub id, or a Transformers model that is in memory already. ``device``: where to
+    (a ``torch.device``); ``None``: a model in memory stays where it is, others lie in the CPU's.
+
+    ``budget``: from a config to what its weights may take; without one all of them are in memory. ``options`` go to
+    ``from_pretrained``. Raises ``BudgetError`` for a budget that cannot work, ``CheckpointError`` for a checkpoint
+    that is missing, damaged or incomplete, ``UnsupportedModelError`` for a family that this version refuses,
+    ``ConfigError`` for an unknown ``dtype``.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
+    if not isinstance(model, str | Path):
+        return _in_memory(model, tokenizer, budget, device)
+    directory = find(str(model))
+    files = check_files(directory)
+    part = part_of(directory)
+    layout.refuse_unsupported(part.config)
+    files = _packed_files(directory, part.config, files)
+    build = partial(load_model, directory, part, dtype, options or {})
+    if budget is None:
+        built, source = build(), None
+    else:
+        from stowage.weights.loading import load as load_within
+
+        built, source = load_within(files, build, budget(part.config))
+    try:
+        name = identity.of_checkpoint(directory, [directory / "config.json", *files])
+        if source is None and device is not None:
+            built = built.to(device)  # one tensor after the other, so the two memories never hold it all together
+        if source is not None:
+            _name(source, name, built)
+        reads = tokenizer or _load_tokenizer(directory)
+        return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders)
+    except BaseException:
+        if source is not None:
+            source.close()
+        raise
+
+
+def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | None, device: Any) -> Loaded:
+    part = text_part(model.config)
+    layout.refuse_unsupported(part.config)
+    if getattr(model, "peft_config", None):
+        raise UnsupportedModelError(
+            "the model has adapters, which can be switched while it runs; merge them first: "
+            "model = model.merge_and_unload()"
+        )
+    if model.device.type == "meta":
+        raise UnsupportedModelError("the model has no weights in memory (device 'meta'): load it whole.")
+    if device is not None and device != model.device:
+        raise ConfigError(f"the model lies on {model.device}, not on {device}: give it model.to('{device}').")
+    if part.outer:
+        if budget is not None:
+            raise UnsupportedModelError(
+                f"a {type(model).__name__} in memory cannot be placed under a budget, because what is no text model in "
+                "it would stay: give the checkpoint's directory instead of the model."
+            )
+        model = text_model(model, part)
+    name, source = identity.of_parameters(model), getattr(model, "stowage", None)
+    kind = type(model).__name__
+    if source is not None:
+        if budget is not None:
+            raise ConfigError("the weights of this model are placed already: leave device_memory and weights out.")
+        return Loaded(model.eval(), tokenizer, name, kind, source, owns_weights=False)
+    if budget is not None:
+        if model.device.type != "cpu":
+            raise ConfigError(
+                f"the model lies on {model.device} as a whole: to place its weights under a budget give its "
+                "checkpoint's directory instead of the model."
+            )
+        from stowage.weights.loading import adopt
+
+        source = adopt(model.eval(), budget(model.config))
+        _name(source, name, model)
+    return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders)
+
+
+def _name(source: WeightSource, name: str, model: Any) -> None:
+    """``model`` computes with weights called ``name`` that ``source`` delivers: proved, and known to whoever has it."""
+    source.identity = name
+    source.prove()
+    model.stowage = source
+
+
+def find(name: str) -> Path:
+    """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
+    ``HF_HUB_OFFLINE`` are honoured).
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise CheckpointError(
+            f"{name} does not exist. Give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B."
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name!r} is no directory here, and the hub did not give it: {reason}. Check the spelling and the "
+            "network; for a private model set HF_TOKEN; to use what was downloaded before set HF_HUB_OFFLINE=1. "
+            "A tiny model to try with: stowage tiny llama ./tiny"
+        ) from error
+
+
+def check_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, after checking that all are there and that each is as long as its header
+    says.
+    """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short."
+        )
+    if (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{directory} holds an adapter beside a model, and Transformers may put it on top of other weights. "
+            "Merge it into the model, or move adapter_config.json away."
+        )
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [directory / name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
+    else:
+        files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        old = sorted(p.name for p in directory.glob("*.bin"))
+        if old:
+            raise CheckpointError(
+                f"{directory} holds only {old[0]}, a pickle, which can run code when it is opened and is refused. "
+                "Convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+            )
+        raise CheckpointError(
+            f"{directory} holds no model*.safetensors file: its download was cut short, or the weights are elsewhere."
+        )
+    for path in files:
+        _check_file(path)
+    return files
+
+
+def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]:
+    """Those of ``files`` that hold the weights: packed ones if the config says so. Raises CheckpointError."""
+    from stowage.weights.quantized import modules
+
+    path = directory / modules.FILE
+    if modules.marked(config):
+        if path not in files:
+            raise CheckpointError(f"{path} is missing, and config.json says that the weights are packed: copy it too.")
+        modules.register()
+        return [path]
+    if path in files:
+        raise CheckpointError(
+            f"{path} holds packed weights, and config.json does not say so: it is another checkpoint's. Copy the "
+            "config.json that stowage pack wrote."
+        )
+    return files
+
+
+def _check_file(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; download the checkpoint again.")
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
+
+
+def part_of(directory: Path) -> TextPart:
+    """What the checkpoint there is run as. Raises CheckpointError."""
+    return text_part(_config_of(directory))
+
+
+def _config_of(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        found = _config_of_architecture(directory)
+        if found is not None:
+            return found
+        raise CheckpointError(
+            f"{directory / 'config.json'} is not a config that Transformers understands: {error}"
+        ) from error
+
+
+def _config_of_architecture(directory: Path) -> Any:
+    """The config of a checkpoint whose type Transformers does not know, while it has the class of model that the config
+    names (Kimi-K2 is a ``DeepseekV3ForCausalLM``); ``None`` if it has not.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        entries = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        (architecture,) = entries["architectures"]
+        if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            return None
+        config_class = getattr(transformers, architecture).config_class
+        return config_class(**{k: v for k, v in entries.items() if k not in ("model_type", "auto_map")})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str, Any]) -> Any:
+    """The model that Transformers builds of ``part``, whole. Raises CheckpointError."""
+    import torch
+    from safetensors import SafetensorError
+
+    from stowage.weights.quantized import modules
+
+    if modules.marked(part.config):
+        options = {**options, "variant": modules.VARIANT}
+    try:
+        model, report = load_with(part).from_pretrained(
+            directory,
+            config=part.config,
+            key_mapping=part.renamed,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
+    complaints = ["missing_keys", "mismatched_keys", "error_msgs"]
+    if modules.marked(part.config):
+        complaints.append("unexpected_keys")  # it was written for this very model
+    for what in complaints:
+        if report.get(what):
+            first = sorted(map(str, report[what]))[0]
+            raise CheckpointError(
+                f"{directory} is incomplete: {len(report[what])} {what.replace('_', ' ')}, the first is {first}. "
+                "Such weights would be random numbers; download the checkpoint again."
+            )
+    return as_plain(model, part).eval()
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether the checkpoint there reads text."""
+    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(directory):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        apart = directory / "chat_template.json"  # where processors of pictures and text have it
+        if not tokenizer.chat_template and apart.is_file():
+            tokenizer.chat_template = json.loads(apart.read_text(encoding="utf-8"))["chat_template"]
+        return tokenizer
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+
+def eos_ids(model: Any) -> frozenset[int]:
+    """Tokens that end a sequence: of the generation config, or of the config where that says nothing."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return frozenset([value] if isinstance(value, int) else value)
+    return frozenset()

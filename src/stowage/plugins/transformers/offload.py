@@ -1,0 +1,93 @@
+"""`stowage.offload`: a Transformers model whose weights live where a budget says, for scripts that call
+``generate()``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stowage.config.memory import parse_disk, parse_size, ram_total_bytes
+from stowage.errors import ConfigError, ModelError, UnsupportedModelError
+from stowage.weights.placement import parse_rules
+
+__all__ = ["offload"]
+
+
+def offload(
+    model: str | Path | Any,
+    *,
+    device_memory: int | str = 0,
+    host: int | str = 0,
+    disk: str = "",
+    dtype: str = "auto",
+    weights: str = "auto",
+    device: str = "",
+    **options: Any,
+) -> Any:
+    """A model that answers as it would without a budget, and keeps no more of its weights in memory than it is given.
+
+    Args:
+        model: checkpoint directory, hub id, or a causal model in memory, whose weights are then moved.
+        device_memory: what weights may take in the memory that the model computes from, such as ``"3GiB"``; 0: no
+        limit.
+            KV cache and activations are the script's own and come on top.
+        host: memory for weights besides: views over the checkpoint's files, shared with the page cache.
+        disk: ``"DIR:SIZE"`` for weights whose form in memory is not the checkpoint's (another ``dtype``, a model in
+            memory). A file without a name that vanishes with the process.
+        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        weights: ``auto``, or rules such as ``"model.layers.*=stream"`` and ``"last 1 of 4=resident"``, with commas
+        between.
+        device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
+        options: for Transformers' ``from_pretrained``, such as ``attn_implementation``.
+
+    Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. One thread computes
+    at a time. Raises BudgetError (with the least that works), ConfigError, CheckpointError, StorageError,
+    UnsupportedModelError.
+    """
+    device_bytes = _size("device_memory", device_memory)
+    host_bytes = _size("host", host)
+    image = parse_disk(disk) if disk else None
+    rules = parse_rules(weights)
+    if not device_bytes and not rules:
+        raise ConfigError(
+            'offload() was given no budget: say what weights may take, such as device_memory="3GiB", or where they '
+            "lie, "
+            'such as weights="model.layers.*=stream".'
+        )
+    from stowage.executor.device import carrier, device_of
+    from stowage.models import loading
+    from stowage.weights.loading import Budget
+
+    in_memory = not isinstance(model, str | Path)
+    if in_memory:
+        _refuse(model, options)
+    here = device_of(model, device)
+    budget = Budget(device_bytes or None, host_bytes, image, rules, carrier(here))
+    return loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
+
+
+def _size(name: str, size: int | str) -> int:
+    try:
+        return parse_size(size, ram_total_bytes())
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot be used. {error}") from error
+
+
+def _refuse(model: Any, options: dict[str, Any]) -> None:
+    if getattr(model, "config", None) is None or not hasattr(model, "generate"):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} is no Transformers model that generates: give a checkpoint's directory, a "
+            "hub id, or "
+            "a model that from_pretrained() made."
+        )
+    if getattr(model, "stowage", None) is not None:
+        raise ModelError("this model's weights are placed already: load it anew for another budget.")
+    if options:
+        raise ConfigError(
+            f"{', '.join(options)}: these are for a model that is loaded, and this one is in memory already."
+        )
+    if model.training:
+        raise ModelError(
+            "the model is in training mode, and weights that come and go cannot be trained: call model.eval()."
+        )

@@ -1,0 +1,133 @@
+"""The model that a prefix cache serves: what it is, that it still is that, and that it can go on from a cache.
+
+Owns the weights' identity and its guard. Everything that a stored byte depends on is found out once; before every use
+it is checked, cheaply, that nobody has changed the model meanwhile.
+
+Not every family can be continued from a cache with more than one token: some begin their recurrent state anew, and say
+nothing. So each model proves it once: a prompt computed in two pieces must come much nearer to the prompt computed
+whole than the same two pieces do when the states that the first one left are zeroed in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from stowage.core.geometry import Kind
+from stowage.errors import ModelError, UnsupportedModelError
+from stowage.executor import attention
+from stowage.models import identity
+from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
+
+_PIECE_TOKENS, _REST_TOKENS = 24, 2
+_NEARER = 0.5
+
+
+class Subject:
+    """``model``: a Transformers causal model in evaluation mode, its weights in memory, on whatever devices.
+
+    Raises ``UnsupportedModelError`` for a model whose caches cannot be named or continued, ``ModelError`` for one in
+    training mode. Reads every weight once.
+    """
+
+    def __init__(self, model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> None:
+        self.model = model
+        _refuse(model)
+        self.layout = self._prove(block_tokens, chunk_blocks)
+        self.identity = identity.of_parameters(model)
+        self._mark = _mark(model)
+
+    def check(self) -> None:
+        """Raise ``ModelError`` when the model is not what it was: then its caches are not what they would be called."""
+        if self.model.training:
+            raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
+        if _mark(self.model) != self._mark:
+            raise ModelError(
+                "the model's weights were changed, replaced or moved since this PrefixCache was made, so prefixes "
+                "would be kept under a name that is not theirs: close it and make a new one."
+            )
+
+    @property
+    def attention(self) -> str:
+        return str(getattr(self.model.config, "_attn_implementation", ""))
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, begin: int, cache: Any) -> Tensor:
+        """Compute tokens ``ids`` ``[rows, tokens]``, the first of which stands at ``begin``, on top of ``cache``; the
+        logits of the last, ``[rows, vocab]``. Waits until the device is done.
+        """
+        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+        out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        last: Tensor = out.logits[:, -1]
+        float(last[0, 0])
+        return last
+
+    def _prove(self, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> CacheLayout:
+        vocab = int(self.model.config.vocab_size)
+        ids = torch.tensor([[(7919 * place + 13) % vocab for place in range(_PIECE_TOKENS + _REST_TOKENS)]])
+        ids = ids.to(self.model.device)
+        whole = self.forward(ids, 0, DynamicCache(config=self.model.config))
+        cache = DynamicCache(config=self.model.config)
+        self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
+        layout = classify(self.model, cache, block_tokens, chunk_blocks)
+        continued = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
+        for name in sorted({name for states in layout.states.values() for name, _ in states}):
+            cache = DynamicCache(config=self.model.config)
+            self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
+            for index in layout.states:
+                for state in getattr(cache.layers[index], name).values():
+                    state.zero_()
+            forgotten = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
+            if _distance(whole, continued) > _NEARER * _distance(whole, forgotten):
+                raise UnsupportedModelError(
+                    f"a model of type {self.model.config.model_type!r} that goes on from a cache with more than one "
+                    "token does not compute what it computes in one go (Transformers forgets a recurrent state then): "
+                    "a restored prefix would change answers. It is not supported."
+                )
+        return layout
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).norm())
+
+
+def _refuse(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} is no Transformers model that generates: give one that from_pretrained() made."
+        )
+    refuse_config(config)
+    if getattr(config, "_attn_implementation", "") == attention.NAME:
+        raise UnsupportedModelError("a stowage.Engine runs this model object: close it first, or load the model twice.")
+    if getattr(model, "peft_config", None):
+        raise UnsupportedModelError(
+            "the model has adapters, which can be switched while it runs; merge them first: "
+            "model = model.merge_and_unload()"
+        )
+    if model.training:
+        raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
+    for name, value in {**dict(model.named_buffers()), **model.state_dict()}.items():
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise UnsupportedModelError(
+                f"{name} is a {type(value).__name__}, no plain tensor: what a quantised model computes with cannot be "
+                "named here yet; it is not supported."
+            )
+        if value.device.type == "meta":
+            raise UnsupportedModelError(f"{name} is not in memory (device 'meta'): load the model whole.")
+
+
+def _mark(model: Any) -> int:
+    """Changes whenever a parameter is replaced, moved, written in place by an operation, or an adapter is added.
+
+    What is written through ``parameter.data`` goes unseen.
+    """
+    found: list[object] = [bool(getattr(model, "peft_config", None)), getattr(model.config, "_attn_implementation", "")]
+    for parameter in model.parameters():
+        version = 0 if parameter.is_inference() else parameter._version
+        found.append((parameter.data_ptr(), version, parameter.dtype))
+    return hash(tuple(found))

@@ -1,0 +1,156 @@
+"""Names of what is stored: everything that vLLM's cached bytes depend on besides tokens, so that two engines share a
+chunk only when its bytes mean the same.
+
+Keys are made from the tokens here and not from vLLM's block hashes: those omit the weights, the layout and the parallel
+division, some of vLLM's hash functions depend on the process, and none of them is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stowage.core.geometry import Group
+from stowage.core.key import Field, namespace, tenant_namespace
+from stowage.models import identity
+from stowage.plugins.vllm import adapter
+from stowage.plugins.vllm.memory import Rank
+from stowage.plugins.vllm.messages import Part
+from stowage.storage.format import envelope, segment
+
+__all__ = ["FORMAT", "Namespaces", "engine_namespace"]
+
+FORMAT = 1
+"""How chunks are laid out; raised whenever the same tokens come to other bytes."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
+_NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
+
+logger = logging.getLogger("stowage.vllm")
+
+
+def engine_namespace(config: Any, groups: Iterable[Group], parts: Mapping[Rank, Part]) -> bytes:
+    """The 32 bytes for an engine whose ranks hold ``parts`` of every block."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    model, parallel = config.model_config, config.parallel_config
+    shapes: list[Field] = [
+        {
+            "kind": group.kind.value,
+            "block_tokens": group.block_tokens,
+            "blocks_per_chunk": group.blocks_per_chunk,
+            "window": group.window,
+            "parts": [
+                [*rank, part.bytes_per_block[group.index], part.layout[group.index]]
+                for rank, part in sorted(parts.items())
+            ],
+        }
+        for group in groups
+    ]
+    return namespace(
+        {
+            "format": [envelope.VERSION, segment.VERSION],
+            "engine": f"vllm/{FORMAT}",
+            "code": f"vllm/{vllm.__version__}",
+            "platform": [current_platform.device_type, os.uname().machine, _instructions()],
+            "attention": str(getattr(config.attention_config, "backend", None)),
+            "weights": _weights(config),
+            "config": _config_text(model.hf_config),
+            "compute_dtype": str(model.dtype),
+            "kv_dtype": str(config.cache_config.cache_dtype),
+            "quantization": str(model.quantization),
+            "groups": shapes,
+            "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+            "expert_parallel": bool(getattr(parallel, "enable_expert_parallel", False)),
+        }
+    )
+
+
+def _config_text(hf_config: Any) -> str:
+    fields = hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "_commit_hash"):
+        fields.pop(name, None)
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _instructions() -> str:
+    """The device that computes: its kernels decide how blocks are laid out, and how sums are rounded."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    import torch
+
+    return f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
+
+
+def _weights(config: Any) -> str:
+    """A name for the content of the weights: a digest of the files, or the hub's commit. Where there is neither, one
+    that no other process has.
+    """
+    model, load_format = config.model_config, str(config.load_config.load_format)
+    if "dummy" in load_format:
+        return _private(f"the weights are random (load_format={load_format})")
+    directory = _directory(model)
+    if directory is not None:
+        files = weight_files(directory)
+        if files:
+            return identity.of_checkpoint(directory, files)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit:
+        return f"hub:{model.model}@{commit}"
+    return _private(f"{model.model} is no directory and its revision is not known")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """What the answers of a model in ``directory`` depend on, and what it is called does not."""
+    skipped = {path for pattern in _NOT_WEIGHTS for path in directory.glob(pattern)}
+    return sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.is_file()} - skipped)
+
+
+def _directory(model: Any) -> Path | None:
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError, ValueError):
+        return None
+
+
+def _private(why: str) -> str:
+    logger.warning("%s: what is stored serves this process alone, and no later one", why)
+    return f"private:{os.urandom(16).hex()}"
+
+
+class Namespaces:
+    """The namespace of each request: the engine's, its adapter's, its tenant's. ``renew`` makes all that is stored
+    unreachable, for weights that were changed in place.
+    """
+
+    def __init__(self, engine: bytes) -> None:
+        self._engine = engine
+        self._adapters: dict[tuple[str, Path], bytes] = {}
+
+    def of(self, request: Any) -> bytes:
+        """Raises ``OSError`` when the adapter's files cannot be read."""
+        name = self._engine
+        lora = adapter.adapter_of(request)
+        if lora is not None:
+            if lora not in self._adapters:
+                files = weight_files(lora[1])
+                digest = identity.of_checkpoint(lora[1], files) if files else f"private:{os.urandom(16).hex()}"
+                self._adapters[lora] = namespace({"engine": self._engine, "adapter": digest})
+            name = self._adapters[lora]
+        return tenant_namespace(name, request.cache_salt) if request.cache_salt else name
+
+    def renew(self) -> None:
+        """From now on nothing that was stored is found."""
+        self._engine = namespace({"engine": self._engine, "weights": os.urandom(16)})
+        self._adapters.clear()

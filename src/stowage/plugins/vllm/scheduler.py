@@ -1,0 +1,405 @@
+"""The scheduler's side: owns the store, says what can be loaded, and decides what is stored.
+
+A request is offered a prefix only when host memory holds every chunk of it, verified and pinned: what the workers then
+do is a copy within the machine. Until then vLLM is told to ask again later, and schedules others. A copy that fails
+after all ends as a recompute, and that request is never offered anything again.
+
+A bug here must not end vLLM's engine: what raises is logged with its traceback and counted (``faults``), and from then
+on nothing is offered or stored; requests that were promised something are computed.
+
+What is stored: after each step, the chunks that it completed: of full attention all, of windows and recurrent states
+those that a resume at one of `core.points` needs, so some in the middle of a prompt too, not only at its end. Generated
+tokens count as soon as they are known.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stowage.cache.background import Background
+from stowage.cache.cost_model import CostModel
+from stowage.cache.opening import open_store
+from stowage.cache.prefix_planner import Choice
+from stowage.core.geometry import Geometry, Group, Kind
+from stowage.core.groups import strategy
+from stowage.errors import ConfigError
+from stowage.log import Trouble
+from stowage.plugins.vllm import adapter, namespace
+from stowage.plugins.vllm.events import Announcements
+from stowage.plugins.vllm.memory import ArenaPlace, Rank
+from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
+from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
+from stowage.plugins.vllm.settings import Options, resume_points, state_spacing
+from stowage.plugins.vllm.startup_log import welcome
+from stowage.plugins.vllm.storing import Storing
+
+__all__ = ["SchedulerSide"]
+
+_IDLE_WAIT_S = 0.002
+"""A step that has nothing to compute waits so long for a lower tier, instead of asking again at once."""
+_COUNTS = (
+    "requests requests_hit tokens_asked tokens_loaded loads_failed stores_failed loaded_bytes stored_bytes faults"
+).split()
+_STEPS_AHEAD_MAX = 64
+
+
+class SchedulerSide:
+    """One engine's. Does nothing before ``connect``. ``hash_tokens``: per block hash, where vLLM wants events."""
+
+    def __init__(
+        self, config: Any, shapes: Sequence[adapter.GroupShape], options: Options, hash_tokens: int = 0
+    ) -> None:
+        self._config = config
+        self._shapes = shapes
+        self._options = options
+        self._hash_tokens = hash_tokens
+        self._announcements: Announcements | None = None
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._step = 0
+        self._steps: deque[tuple[int, float, int]] = deque(maxlen=_STEPS_AHEAD_MAX)
+        self._step_ended_s = 0.0
+        self._broken = False
+        self._busy = True
+        self._trouble = Trouble("stowage.vllm")
+        self._background: Background | None = None
+        self.counts = dict.fromkeys(_COUNTS, 0)
+
+    # Opening
+
+    def connect(self, parts: Mapping[Rank, Part]) -> None:
+        """The workers have allocated their KV cache: lay out chunks and open the store.
+
+        Raises ``ConfigError`` when the workers cannot share memory, or for budgets that cannot work.
+        """
+        if len({part.machine for part in parts.values()} | {_machine()}) > 1:
+            raise ConfigError(
+                "The workers run on several machines, and StowageConnector's host memory is one machine's. Run one "
+                "engine per machine (--data-parallel-size, or a router before them) and share chunks through an object "
+                "store or a Valkey server."
+            )
+        ranks = sorted(parts)
+        sizes = [sum(parts[rank].bytes_per_block[g] for rank in ranks) for g in range(len(self._shapes))]
+        self._groups = tuple(
+            self._group(g, shape, size) for g, (shape, size) in enumerate(zip(self._shapes, sizes, strict=True))
+        )
+        geometry = Geometry(self._groups)
+        memory = self._options.memory
+        name = namespace.engine_namespace(self._config, self._groups, parts)
+        recurrent = [group.block_tokens for group in self._groups if group.kind is Kind.RECURRENT]
+        grid = math.lcm(*recurrent) if recurrent else 1
+        step_tokens = self._config.scheduler_config.max_num_batched_tokens
+        dense = any(shape.dense for shape in self._shapes)
+        spacing = memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens)
+        self._snapshot_tokens = -(-spacing // grid) * grid
+        self._has_states = bool(recurrent)
+        points = resume_points(self._options, self._groups)
+        sparse = self._has_states or not points.everywhere
+        store = open_store(
+            geometry, memory, name, self._snapshot_tokens, time.monotonic, shared=True, common_slots=sparse
+        )
+        assert store is not None, "host was checked"
+        self._store = store
+        self._namespaces = namespace.Namespaces(name)
+        self._strategies = [strategy(group) for group in self._groups]
+        self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
+        choice = Choice(store, self._strategies, self._cost_model)
+        self._prefixes = Prefixes(store, choice, self._cost_model, self._strategies, points, memory.probe_timeout_s)
+        self._place = ArenaPlace(
+            store.arena.path, store.arena.bytes, store.slabs, tuple(sizes), _offsets(parts, ranks, len(sizes))
+        )
+        self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
+        full = [group for group in self._groups if group.kind is Kind.FULL]
+        if self._hash_tokens and full:
+            self._announcements = Announcements(store, full[0], self._hash_tokens)
+        spacings = [self._snapshot_tokens if shape.dense else 0 for shape in self._shapes]
+        self._storing = Storing(store, self._strategies, points, spacings, len(ranks), self._announcements)
+        adapter.say(welcome(memory, store, self._groups, self._snapshot_tokens, step_tokens))
+
+    def _group(self, index: int, shape: adapter.GroupShape, nbytes: int) -> Group:
+        blocks = 1 if shape.kind is Kind.RECURRENT else self._options.blocks_per_chunk(shape.block_tokens)
+        return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window)
+
+    # Loads
+
+    def _fault(self, text: str) -> None:
+        """An exception that is being handled, which is a bug."""
+        self._broken = True
+        self.counts["faults"] += 1
+        self._trouble.fault(f"{text}; from now on nothing is loaded or stored")
+
+    @property
+    def _open(self) -> bool:
+        return self._background is not None and not self._broken
+
+    def arrived(self, request: Any) -> None:
+        """A request was queued: ask shared stores about it while it waits."""
+        try:
+            if self._open and (tracked := self._track(request)) is not None:
+                assert self._background is not None
+                with self._background.turn:
+                    self._prefixes.ask(tracked)
+                    self._background.notice()
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("a new request could not be looked at")
+
+    def _track(self, request: Any) -> Tracked | None:
+        """The state of a request; ``None`` for one whose prompt is not told by tokens."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None and not adapter.uses_embeddings(request):
+            try:
+                name = self._namespaces.of(request)
+            except (OSError, ValueError) as error:  # an adapter that cannot be read; a salt that is no text
+                self._complain("request_unnamed", "a request's prefix cannot be named: it is not kept", error)
+                return None
+            tracked = self._tracked[request.request_id] = Tracked(request, name, self._groups)
+        return tracked
+
+    def matched(self, request: Any, held: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the ``held`` that the device has can be loaded; ``None``: not known yet."""
+        try:
+            return self._matched(request, held) if self._open else (0, False)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("a prefix could not be looked up")
+            return 0, False
+
+    def _matched(self, request: Any, held: int) -> tuple[int | None, bool]:
+        tracked = self._track(request)
+        if tracked is None:
+            return 0, False
+        assert self._background is not None
+        with self._background.turn:
+            if tracked.phase is Phase.LOADING:  # vLLM asks before it hears that the load has ended: it will ask again
+                return None, False
+            if tracked.refused or request.num_tokens <= held + 1:
+                self._prefixes.give_back(tracked)
+                return 0, False
+            if request.num_preemptions != tracked.preemptions:
+                self._prefixes.give_back(tracked)
+                tracked.restart()
+            tracked.tainted = False
+            self._poll()
+            boundary = self._prefixes.offer(tracked, held)
+            if boundary is not None and self._has_states and tracked.junction > boundary:
+                adapter.stop_at(request, tracked.junction)
+            self._background.notice()
+        if boundary is None:
+            if not self._busy:
+                self._store.wait(_IDLE_WAIT_S)
+            return None, False
+        return (boundary - held, True) if boundary > held else (0, False)
+
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM has given a request its blocks; ``tokens`` of them are ours to fill."""
+        tracked = self._tracked.get(request.request_id)
+        if self._background is None or tracked is None or tracked.phase is Phase.LOADING:
+            return
+        try:
+            self._allocated(tracked, blocks, tokens)
+        except Exception:  # noqa: BLE001 a bug costs a recompute, not the engine
+            self._fault("a load could not be planned")
+            if tokens:
+                self._loads.append(Load(request.request_id, None))
+                tracked.phase = Phase.LOADING
+
+    def _allocated(self, tracked: Tracked, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        assert self._background is not None
+        with self._background.turn:
+            if not tokens:
+                self._count(tracked, 0)
+                self._prefixes.give_back(tracked)
+                return
+            plans = None
+            if tracked.fetch is not None and tracked.held + tokens == tracked.boundary:
+                tables = [adapter.table_of(group) for group in blocks]
+                plans = self._prefixes.plans(tracked, tables)
+            self._count(tracked, tokens if plans is not None else 0)
+            self._loads.append(Load(tracked.request.request_id, plans))
+            tracked.phase = Phase.LOADING
+
+    def _poll(self) -> None:
+        self._store.poll()
+        self._prefixes.note()
+
+    def _count(self, tracked: Tracked, tokens: int) -> None:
+        if tracked.counted:
+            return
+        tracked.counted = True
+        self.counts["requests"] += 1
+        self.counts["requests_hit"] += tokens > 0
+        self.counts["tokens_asked"] += tracked.request.num_tokens
+        self.counts["tokens_loaded"] += tokens
+
+    # Steps
+
+    def build(self, scheduled: Any) -> Step:
+        """What the workers copy in this step. Raises nothing: what cannot be stored is not stored."""
+        self._busy = scheduled.total_num_scheduled_tokens > 0
+        stores: list[Store] = []
+        try:
+            if self._open:
+                stores = self._stores(scheduled)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("a step's blocks could not be stored")
+        loads, self._loads = self._loads, []
+        self._step += 1
+        self._steps.append((self._step, time.monotonic(), scheduled.total_num_scheduled_tokens))
+        return Step(self._step, self._place if loads or stores else None, loads, stores, self._busy)
+
+    def _stores(self, scheduled: Any) -> list[Store]:
+        stores: list[Store] = []
+        assert self._background is not None
+        with self._background.turn:
+            self._poll()
+            for request_id in scheduled.preempted_req_ids or ():
+                self._preempted(request_id)
+            computed = adapter.computed_tokens(scheduled)
+            states = adapter.boundary_states(scheduled)
+            for request_id, count in scheduled.num_scheduled_tokens.items():
+                tracked = self._tracked.get(request_id)
+                if tracked is not None and not tracked.tainted:
+                    begin = computed[request_id]
+                    found = self._storing.plan(scheduled, tracked, begin, begin + count, states.get(request_id, ()))
+                    if found is not None:
+                        stores.append(found)
+            self._background.notice()
+        return stores
+
+    def _preempted(self, request_id: str) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.phase is not Phase.LOADING:
+            self._prefixes.give_back(tracked)
+            tracked.restart()
+
+    # Reports
+
+    def reported(self, output: Any) -> None:
+        """What the workers did."""
+        if self._background is None:
+            return
+        try:
+            self._reported(output)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("what workers reported could not be settled")
+
+    def _measure_step(self, number: int) -> None:
+        """vLLM may build steps ahead: one begins when it is built, or when the one before it has ended."""
+        now_s = time.monotonic()
+        while self._steps and self._steps[0][0] <= number:
+            built, began_s, tokens = self._steps.popleft()
+            if tokens and built == number:
+                self._cost_model.computed(tokens, now_s - max(began_s, self._step_ended_s))
+        self._step_ended_s = now_s
+
+    def _reported(self, output: Any) -> None:
+        assert self._background is not None
+        report = output.kv_connector_worker_meta
+        with self._background.turn:
+            if isinstance(report, Report):
+                self._measure_step(report.step)
+                self.counts["loaded_bytes"] += report.loaded_bytes
+                self.counts["stored_bytes"] += report.stored_bytes
+                self.counts["stores_failed"] += self._storing.settle(report)
+            failed = getattr(output, "failed_recving", None) or set()
+            for request_id in output.finished_recving or ():
+                self._loaded(request_id, request_id in failed)
+            self._poll()
+            self._background.notice()
+
+    def events(self) -> list[Any]:
+        """vLLM's events of what was stored and what has gone, since the last call."""
+        if not self._open or self._background is None or self._announcements is None:
+            return []
+        with self._background.turn:
+            return self._announcements.take()
+
+    def _loaded(self, request_id: str, failed: bool) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        if failed:
+            tracked.refused = True
+            self.counts["loads_failed"] += 1
+        else:  # what lies before the boundary came from the store
+            tracked.stored = [tracked.boundary // group.chunk_tokens for group in self._groups]
+        self._prefixes.give_back(tracked)
+        if tracked.request.is_finished():
+            del self._tracked[request_id]
+
+    def finished(self, request: Any) -> None:
+        """A request ended or was aborted. One that is being loaded is kept until the workers are done."""
+        tracked = self._tracked.get(request.request_id)
+        if self._background is None or tracked is None or tracked.phase is Phase.LOADING:
+            return
+        del self._tracked[request.request_id]
+        try:
+            with self._background.turn:
+                self._prefixes.give_back(tracked)
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("what a request held could not be given back")
+
+    # The rest
+
+    def reset(self) -> bool:
+        """vLLM's weights may have been changed: nothing that is stored is ever found again by this engine. False while
+        a load is under way: what it brings is of the old weights.
+        """
+        if self._background is None:
+            return True
+        with self._background.turn:
+            if any(tracked.phase is Phase.LOADING for tracked in self._tracked.values()):
+                return False
+            self._namespaces.renew()
+            for request_id, tracked in list(self._tracked.items()):
+                self._prefixes.give_back(tracked)
+                fresh = Tracked(tracked.request, self._namespaces.of(tracked.request), self._groups)
+                fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
+                self._tracked[request_id] = fresh
+            self._store.drop_host()
+            if self._announcements is not None:
+                self._announcements.clear()
+        return True
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Numbers of the store, and ours."""
+        if self._background is None:
+            return {}
+        with self._background.turn:
+            return {**self._store.stats(), **self.counts, "loads_refused": self._prefixes.given_up}
+
+    def check(self) -> None:
+        """Assert what must hold while nothing is under way."""
+        if self._background is not None:
+            with self._background.turn:
+                self._store.check()
+                assert self._storing.idle, "stores that no worker has ended"
+
+    def close(self) -> None:
+        """Write what is still to be written, and give all memory back."""
+        if self._background is not None:
+            self._background.close(self._options.close_timeout_s)
+            self._background = None
+
+    def _complain(self, event: str, text: str, error: Exception) -> None:
+        self._trouble.report(logging.WARNING, event, text, error=f"{type(error).__name__}: {error}")
+
+
+def _offsets(parts: Mapping[Rank, Part], ranks: Sequence[Rank], groups: int) -> dict[Rank, tuple[int, ...]]:
+    """Where each rank's share of a block begins: one after the other, in the order of the ranks."""
+    offsets: dict[Rank, tuple[int, ...]] = {}
+    at = [0] * groups
+    for rank in ranks:
+        offsets[rank] = tuple(at)
+        at = [begin + size for begin, size in zip(at, parts[rank].bytes_per_block, strict=True)]
+    return offsets
+
+
+def _machine() -> str:
+    from stowage.plugins.vllm.worker import machine
+
+    return machine()

@@ -1,0 +1,102 @@
+"""What users write into ``kv_connector_extra_config``, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from stowage.config.memory import Memory, unknown_name
+from stowage.core.geometry import Group, Kind, round_up
+from stowage.core.resume_points import Points
+from stowage.errors import ConfigError
+
+__all__ = ["Options", "read", "resume_points", "state_spacing"]
+
+_NOT_OURS = frozenset(
+    {"device_memory", "weights", "device_kv", "block_tokens", "group_block_tokens", "chunk_blocks", "sequences_max"}
+)
+"""Of ``Memory``: what vLLM decides."""
+_CHUNK_TOKENS = 128
+"""A chunk holds at least so many tokens: short enough to share most prefixes, long enough to be read at speed."""
+CHUNK_BLOCKS_MAX = 64
+_SPACING_MAX = 2048
+"""Of recurrent states, where nobody says how far apart they will be: prompts are often no longer."""
+_POINTS = ("growing", "all", "ends")
+_POINT_SHARE = 2
+"""Points that grow apart are no further apart than this part of the way from the prompt's start."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``chunk_blocks``: blocks per chunk, 0: as many as ``_CHUNK_TOKENS`` take. ``close_timeout_s``: how long an end
+    waits for what is still to be written. ``spacing_given``: whether the user said how far apart states are.
+    ``points``: one of ``_POINTS``, or a distance in tokens.
+    """
+
+    memory: Memory
+    chunk_blocks: int = 0
+    close_timeout_s: float = 10.0
+    spacing_given: bool = False
+    points: str | int = "growing"
+
+    def blocks_per_chunk(self, block_tokens: int) -> int:
+        """Of a paged group with blocks of so many tokens."""
+        return self.chunk_blocks or min(CHUNK_BLOCKS_MAX, max(1, _CHUNK_TOKENS // block_tokens))
+
+
+def read(extra: Mapping[str, Any]) -> Options:
+    """Raises ``ConfigError`` for a name that is unknown or a value that cannot be used."""
+    memory_names = [field.name for field in fields(Memory) if field.name not in _NOT_OURS]
+    own_names = ["chunk_blocks", "close_timeout_s", "resume_points"]
+    for name in extra:
+        if name not in memory_names + own_names:
+            raise ConfigError(unknown_name(f"The setting {name!r} of StowageConnector", name, memory_names + own_names))
+    memory = Memory(**{name: extra[name] for name in memory_names if name in extra})
+    if not memory.host_bytes:
+        raise ConfigError(
+            "StowageConnector needs host memory, because every chunk passes through it. Give it a size, such as "
+            '"kv_connector_extra_config": {"host": "8GiB"}.'
+        )
+    blocks, timeout_s = extra.get("chunk_blocks", 0), extra.get("close_timeout_s", 10.0)
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= CHUNK_BLOCKS_MAX:
+        raise ConfigError(f"chunk_blocks is {blocks!r}: it must be a whole number from 1 to {CHUNK_BLOCKS_MAX}, or 0.")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < float("inf"):
+        raise ConfigError(f"close_timeout_s is {timeout_s!r}: it must be a number of seconds, 0 or more.")
+    return Options(
+        memory, blocks, float(timeout_s), "snapshot_tokens" in extra, _points(extra.get("resume_points", "growing"))
+    )
+
+
+def _points(given: Any) -> str | int:
+    if isinstance(given, str) and given in _POINTS:
+        return given
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    raise ConfigError(f"resume_points is {given!r}: it must be {', '.join(_POINTS)}, or a distance in tokens.")
+
+
+def resume_points(options: Options, groups: Sequence[Group]) -> Points:
+    """Where prompts that part from a stored one can resume. Everywhere with full attention alone, which needs none,
+    and without it, since only windows see how far prompts are alike; and with both windows and states, since these are
+    not kept at the same places.
+    """
+    kinds = {group.kind for group in groups}
+    mixed = Kind.RECURRENT in kinds and not kinds <= {Kind.FULL, Kind.RECURRENT}
+    if options.points == "all" or kinds == {Kind.FULL} or Kind.FULL not in kinds or mixed:
+        return Points(1)
+    if options.points == "ends":
+        return Points(0)
+    unit = math.lcm(*(group.chunk_tokens for group in groups))
+    if isinstance(options.points, int):
+        return Points(round_up(options.points, unit))
+    return Points(unit, _POINT_SHARE)
+
+
+def state_spacing(options: Options, step_tokens: int) -> int:
+    """Tokens of prompts for each recurrent state, by which the host arena is divided. vLLM shows a state where a step
+    ends, so there is no more than one in ``step_tokens`` of a long prompt; short ones have one each.
+    """
+    given = options.memory.snapshot_tokens
+    return given if options.spacing_given else max(given, min(step_tokens, _SPACING_MAX))

@@ -1,0 +1,155 @@
+"""A worker's side: copies between its KV cache and the arena, as the scheduler's side says.
+
+Owns one thread, which fills the blocks of waiting requests while the model computes for others. Stores are made between
+two forwards, in the order of the device, so that a block is never overwritten before it is copied. A copy that fails
+fails one store or one load; it never ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from stowage import openmp
+from stowage.errors import StowageError
+from stowage.log import Trouble
+from stowage.plugins.vllm.memory import ArenaPlace, Copies, GroupBytes, Rank, group_bytes
+from stowage.plugins.vllm.messages import Load, Part, Report, Step
+from stowage.storage.host import map_arena
+
+__all__ = ["WorkerSide", "machine"]
+
+_IDLE_WAIT_S = 0.001
+"""A step that computes nothing waits so long for a load, instead of coming back at once."""
+
+
+class WorkerSide:
+    """``layers``: the names of each group's layers. ``rank``: this worker's."""
+
+    def __init__(self, layers: Sequence[Sequence[str]], num_blocks: int, rank: Rank) -> None:
+        self._layers = layers
+        self._num_blocks = num_blocks
+        self._rank = rank
+        self._groups: list[GroupBytes] = []
+        self._copies: Copies | None = None
+        self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._arrived = threading.Event()
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._under_way = 0
+        self._report = Report()
+        self._trouble = Trouble("stowage.vllm")
+        self._thread: threading.Thread | None = None
+
+    def register(self, caches: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
+        """The KV cache has been allocated. Raises ``UnsupportedModelError`` for a layout that is not known."""
+        self._groups = [group_bytes(caches, names, self._num_blocks) for names in self._layers]
+
+    def part(self) -> Part:
+        """This rank's share of a block."""
+        return Part(
+            machine(),
+            self._num_blocks,
+            tuple(group.bytes_per_block for group in self._groups),
+            tuple(group.layout for group in self._groups),
+        )
+
+    # A step
+
+    def begin_loads(self, step: Step) -> None:
+        """Start the loads of this step; they end some step later."""
+        self._report.step = step.number
+        if step.arena is not None and self._copies is None:
+            self._open(step.arena)
+        for load in step.loads:
+            with self._turn:
+                self._under_way += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="stowage-vllm-loads", daemon=True)
+                self._thread.start()
+            self._loads.put(load)
+
+    def store(self, step: Step) -> None:
+        """Copy out what this step has computed. Done when it returns."""
+        for store in step.stores:
+            report = self._report
+            try:
+                copies = self._open_copies()
+                report.stored_bytes += sum(copies.store(plan) for plan in store.plans)
+            except Exception as error:  # noqa: BLE001 a failed copy costs a hit, whatever it was
+                report.failed.add(store.number)
+                self._complain("store_failed", "blocks could not be copied to host memory; they are not stored", error)
+            report.ended[store.number] = 1
+
+    def results(self, busy: bool) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call, and which of them failed."""
+        if not busy and self._under_way and not self._loaded:
+            self._arrived.wait(_IDLE_WAIT_S)
+        with self._turn:
+            self._arrived.clear()
+            ended, failed = self._loaded, self._failed
+            self._loaded, self._failed = set(), set()
+            self._under_way -= len(ended)
+        return ended, failed
+
+    def report(self) -> Report:
+        """What has ended since the last call; at the least the step itself."""
+        with self._turn:
+            report, self._report = self._report, Report(self._report.step)
+        return report
+
+    def close(self) -> None:
+        """End the thread and let go of the arena."""
+        if self._thread is not None:
+            self._loads.put(None)
+            self._thread.join(10.0)
+        self._copies = None
+
+    # The thread
+
+    def _run(self) -> None:
+        while (load := self._loads.get()) is not None:
+            nbytes, failed = 0, load.plans is None
+            try:
+                for plan in load.plans or ():
+                    nbytes += self._open_copies().load(plan)
+            except Exception as error:  # noqa: BLE001 a failed copy costs a recompute, whatever it was
+                failed = True
+                self._complain("load_failed", "blocks could not be filled from host memory; they are computed", error)
+            openmp.release_team()  # large copies had one; vLLM computes with its own
+            with self._turn:
+                self._report.loaded_bytes += nbytes
+                self._loaded.add(load.request)
+                if failed:
+                    self._failed.add(load.request)
+                self._arrived.set()
+
+    def _open(self, place: ArenaPlace) -> None:
+        try:
+            self._copies = Copies(self._groups, map_arena(place.path, place.nbytes), place, place.offsets[self._rank])
+        except (StowageError, KeyError) as error:
+            self._complain("arena_unreachable", "host memory cannot be reached: nothing is stored or loaded", error)
+
+    def _open_copies(self) -> Copies:
+        if self._copies is None:
+            raise StowageError("this worker has not mapped the arena")
+        return self._copies
+
+    def _complain(self, event: str, text: str, error: Exception) -> None:
+        self._trouble.report(logging.WARNING, event, text, count=1, error=f"{type(error).__name__}: {error}")
+
+
+def machine() -> str:
+    """A name that two processes have in common when they run on the same machine since the same start."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"

@@ -1,0 +1,86 @@
+"""What a simulated cluster costs, and how long its disks last: arithmetic on a report, and how people write it.
+
+Prices are in any currency. A month is 30 days. A price of 0 leaves its part out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from stowage.config.memory import parse_size
+from stowage.errors import ConfigError
+
+__all__ = ["Endurance", "Prices", "parse_endurance"]
+
+DAY_S: Final = 86_400.0
+YEAR_S: Final = 365 * DAY_S
+MONTH_S: Final = 30 * DAY_S
+WARRANTY_YEARS: Final = 5
+"""For which drive writes per day are stated."""
+_GIB: Final = 1 << 30
+_WRITES: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(PB|DWPD)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of a node per hour, of disk and objects per GiB and month, of a GB (10^9 bytes) to or from the object store."""
+
+    node_hour: float = 0.0
+    disk_gib_month: float = 0.0
+    object_gib_month: float = 0.0
+    transfer_gb: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"The price {name} is {getattr(self, name)}; it must be 0 or more.")
+
+    @property
+    def any(self) -> bool:
+        """Whether something has a price."""
+        return any(getattr(self, name) for name in self.__slots__)
+
+    def cost(self, node_s: float, disk_bytes: int, object_bytes: int, duration_s: float, transfer_bytes: int) -> float:
+        """Of `node_s` seconds of nodes, of what was held for `duration_s`, and of what was moved."""
+        months = duration_s / MONTH_S
+        return (
+            self.node_hour * node_s / 3600
+            + self.disk_gib_month * disk_bytes / _GIB * months
+            + self.object_gib_month * object_bytes / _GIB * months
+            + self.transfer_gb * transfer_bytes / 1e9
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Endurance:
+    """What a disk may be written: `bytes_written` in all, or `drive_writes_per_day` for five years."""
+
+    bytes_written: int = 0
+    drive_writes_per_day: float = 0.0
+
+    def years(self, bytes_per_day: float, disk_bytes: int) -> float | None:
+        """How long a disk of that size lasts; None: nothing is written."""
+        total = self.bytes_written or self.drive_writes_per_day * disk_bytes * 365 * WARRANTY_YEARS
+        return total / (bytes_per_day * 365) if bytes_per_day else None
+
+
+def parse_endurance(text: str) -> Endurance:
+    """`600TB`, `1.2PB` (total bytes written) or `3DWPD` (drive writes per day). Raises ConfigError."""
+    match = _WRITES.fullmatch(text.strip())
+    if match is None:
+        try:
+            found = Endurance(bytes_written=parse_size(text))
+        except ConfigError as error:
+            raise ConfigError(
+                f"The endurance {text!r} is not understood. Write what the disk may be written in all, such as 600TB "
+                "or 1.2PB, or drive writes per day, such as 3DWPD."
+            ) from error
+    elif match[2].upper() == "PB":
+        found = Endurance(bytes_written=int(float(match[1]) * 1e15))
+    else:
+        found = Endurance(drive_writes_per_day=float(match[1]))
+    if not (found.bytes_written or found.drive_writes_per_day):
+        raise ConfigError(f"The endurance {text!r} is nothing: such a disk could not be written at all.")
+    return found

@@ -1,0 +1,144 @@
+"""Replays a trace through simulated nodes, one event after the other, and gathers what became of every prompt.
+
+    trace ── route ──> node 0: agenda, Node        nodes that share nothing are replayed each on its own, so that
+                  └──> node 1: agenda, Node        several processes can do it; those with one object store share
+                                                   an agenda
+
+The same trace and scenario give the same figures, in how many processes ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.core.geometry import IntArray
+from stowage.simulator.disk_segments import Segments
+from stowage.simulator.node import Agenda, Node, keys_of
+from stowage.simulator.scenario import Scenario
+from stowage.simulator.tiers import Content, Objects
+from stowage.simulator.trace import Trace
+
+__all__ = ["Part", "Report", "parts_of", "replay", "route"]
+
+_REPORT_EVERY: Final = 2048
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+_FOLD: Final = np.uint64(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Nodes that have to be replayed together, with the prompts that are theirs, in order of arrival."""
+
+    prompts: IntArray
+    node_of: IntArray
+    nodes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of the prompts of one node. Columns: numbers, seconds to the first token, tokens reused by tier.
+
+    Bytes are those below host memory, by tier; `held_bytes` what the tiers hold at the end.
+    """
+
+    node: int
+    prompts: IntArray
+    ttft_s: NDArray[np.float64]
+    reused: list[IntArray]
+    busy_s: float
+    ended_s: float
+    read_bytes: list[int]
+    written_bytes: list[int]
+    held_bytes: list[int]
+    copied_bytes: int
+    loads_refused: int
+    evictions: int
+    spills_dropped: int
+
+
+def route(trace: Trace, scenario: Scenario) -> IntArray:
+    """The node of every prompt."""
+    count = len(trace)
+    numbers = np.arange(count, dtype=np.int64)
+    if scenario.routing == "random":
+        return np.random.default_rng(scenario.seed).integers(scenario.nodes, size=count, dtype=np.int64)
+    if scenario.routing == "sticky" and len(trace.blocks):
+        whole = np.diff(trace.first)
+        last = np.minimum(whole, scenario.sticky_blocks) - 1
+        ids = trace.blocks[np.maximum(trace.first[:-1] + last, 0).clip(max=len(trace.blocks) - 1)].astype(np.uint64)
+        mixed = ids * _MIX
+        mixed = (mixed ^ (mixed >> _FOLD)) * _MIX
+        spread = ((mixed >> _FOLD) % np.uint64(scenario.nodes)).astype(np.int64)
+        return np.where(whole > 0, spread, numbers % scenario.nodes)
+    return numbers % scenario.nodes
+
+
+def parts_of(trace: Trace, scenario: Scenario) -> list[Part]:
+    """What can be replayed apart: every node on its own, or all of them."""
+    node_of = route(trace, scenario)
+    if not scenario.are_nodes_apart:
+        return [Part(np.arange(len(trace)), node_of, range(scenario.nodes))]
+    return [Part(np.flatnonzero(node_of == node), node_of, [node]) for node in range(scenario.nodes)]
+
+
+def replay(
+    trace: Trace, scenario: Scenario, part: Part, progress: Callable[[int], None] = lambda done: None
+) -> list[Report]:
+    """Replay a part of a trace. `progress` is told now and then how many of its prompts have arrived."""
+    agenda = Agenda()
+    shared = Objects(scenario.chunk_bytes)
+    contents = {number: _contents(scenario, shared) for number in part.nodes}
+    nodes = {number: Node(scenario, agenda, contents[number], len(trace.blocks)) for number in part.nodes}
+    now_s = 0.0
+    for done in range(0, len(part.prompts), _REPORT_EVERY):
+        progress(done)
+        some = part.prompts[done : done + _REPORT_EVERY]
+        # As lists, made for many prompts at once: one number of an array by itself costs as much as ten of a list.
+        times_s, tokens = trace.arrived_s[some].tolist(), trace.tokens[some].tolist()
+        keys = keys_of(np.concatenate([trace.blocks_of(prompt) for prompt in some.tolist()]))
+        ends = np.cumsum(trace.first[some + 1] - trace.first[some]).tolist()
+        begin = 0
+        for at, (prompt, node) in enumerate(zip(some.tolist(), part.node_of[some].tolist(), strict=True)):
+            now_s, end = times_s[at], ends[at]
+            agenda.run(now_s)
+            nodes[node].arrive(prompt, tokens[at], keys[begin:end], now_s)
+            begin = end
+    ended_s = max(agenda.run(math.inf), now_s)
+    progress(len(part.prompts))
+    return [_report(number, node, contents[number], ended_s) for number, node in nodes.items()]
+
+
+def _contents(scenario: Scenario, shared: Objects) -> list[Content]:
+    contents: list[Content] = []
+    if scenario.disk_bytes:
+        contents.append(Segments(scenario.disk_bytes, scenario.chunk_bytes))
+    if scenario.objects:
+        contents.append(shared if scenario.shared_objects else Objects(scenario.chunk_bytes))
+    return contents
+
+
+def _report(number: int, node: Node, contents: list[Content], ended_s: float) -> Report:
+    node.check()
+    assert node.idle, "a prompt was left over"
+    outcomes, stats = node.outcomes, node.flow.stats()
+    return Report(
+        node=number,
+        prompts=np.array(outcomes.prompts, np.int64),
+        ttft_s=np.array(outcomes.ttft_s, np.float64),
+        reused=[np.array(column, np.int64) for column in outcomes.reused],
+        busy_s=outcomes.busy_s,
+        ended_s=ended_s,
+        read_bytes=[tier.read_bytes for tier in node.tiers],
+        written_bytes=[tier.written_bytes for tier in node.tiers],
+        held_bytes=[content.held_bytes for content in contents],
+        copied_bytes=node.copied_bytes,
+        loads_refused=outcomes.loads_refused,
+        evictions=stats["evictions"],
+        spills_dropped=stats["spills_dropped"],
+    )

@@ -1,0 +1,138 @@
+"""What is simulated: machines with their memory, disks and links, and how prompts are spread over them.
+
+Owns the numbers and their checks; a `Scenario` that exists can be simulated. Rates are bytes per second, or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from stowage.cache.policy import POLICIES, POLICY_DEFAULT
+from stowage.core.geometry import ALIGNMENT_BYTES, Geometry, Group, Kind, SlabClass, round_up, split_arena
+from stowage.errors import BudgetError, ConfigError
+from stowage.storage.disk.tier import least_limit_bytes
+
+__all__ = ["ROUTINGS", "Link", "Scenario"]
+
+ROUTINGS: Final = ("round-robin", "sticky", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to a tier. `parallel` transfers share the rates; each waits `latency_s` besides."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float
+    parallel: int = 8
+
+    def __post_init__(self) -> None:
+        for rate in (self.read_bytes_per_s, self.write_bytes_per_s):
+            if not rate > 0 or not math.isfinite(rate):
+                raise ConfigError(f"A tier that moves {rate:g} bytes per second is none: give rates above 0.")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"A latency of {self.latency_s:g} s cannot be: give 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One cluster of equal nodes. Sizes are per node; a size of 0 switches a tier off, but for `objects`.
+
+    `prefill_s_fixed` is what a forward takes whatever its length, `load_s_fixed` what a hit takes besides its bytes:
+    the look-up, the plan, the calls that copy. `step_tokens`: the longest forward, after each of which the engine
+    stores what became complete; 0: a prompt is computed, and stored, at once.
+    `shared_objects`: all nodes have one object store; otherwise each has its own. `sticky_blocks`: with the routing
+    `sticky`, prompts that begin with the same so many blocks go to the same node.
+    """
+
+    host_bytes: int
+    kv_bytes_per_token: int = 131_072
+    block_tokens: int = 512
+    disk_bytes: int = 0
+    objects: bool = False
+    shared_objects: bool = True
+    nodes: int = 1
+    routing: str = "sticky"
+    sticky_blocks: int = 2
+    seed: int = 0
+    policy: str = POLICY_DEFAULT
+    prefill_tokens_per_s: float = 20_000.0
+    prefill_s_fixed: float = 0.0
+    load_s_fixed: float = 0.0
+    step_tokens: int = 0
+    sequences_max: int = 16
+    load_timeout_s: float = 30.0
+    copy_bytes_per_s: float = 20e9
+    disk: Link = field(default=Link(6e9, 4e9, 100e-6))
+    object: Link = field(default=Link(2e9, 2e9, 20e-3, 16))
+
+    def __post_init__(self) -> None:
+        whole = ("kv_bytes_per_token", "block_tokens", "nodes", "sticky_blocks", "sequences_max")
+        for name in whole:
+            _at_least(name, getattr(self, name), 1)
+        for name in ("disk_bytes", "step_tokens", "prefill_s_fixed", "load_s_fixed", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("prefill_tokens_per_s", "copy_bytes_per_s", "load_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name):g}; it must be above 0.")
+        if self.step_tokens % self.block_tokens:
+            raise ConfigError(
+                f"step_tokens is {self.step_tokens}: the simulation stores whole blocks of {self.block_tokens} tokens, "
+                "so a step must be a multiple of that, or 0 for whole prompts."
+            )
+        if self.routing not in ROUTINGS:
+            raise ConfigError(f"The routing {self.routing!r} is unknown; choose one of {', '.join(ROUTINGS)}.")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"The policy {self.policy!r} is unknown; choose one of {', '.join(POLICIES)}.")
+        if self.host_bytes < self.slot_bytes:
+            raise BudgetError(
+                f"Host memory of {self.host_bytes} bytes holds not one block of {self.block_tokens} tokens with "
+                f"{self.kv_bytes_per_token} bytes each, and every tier works through it. The least that works is "
+                f"{self.slot_bytes} bytes."
+            )
+        if self.disk_bytes and self.disk_bytes < least_limit_bytes(self.chunk_bytes):
+            raise BudgetError(
+                f"A disk of {self.disk_bytes} bytes holds not one block of {self.chunk_bytes} bytes. The least that "
+                f"works is {least_limit_bytes(self.chunk_bytes)} bytes; 0 is no disk."
+            )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the keys and values of one block."""
+        return self.kv_bytes_per_token * self.block_tokens
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of host memory that one block takes."""
+        return round_up(self.chunk_bytes, ALIGNMENT_BYTES)
+
+    @property
+    def slabs(self) -> tuple[SlabClass, ...]:
+        """Host memory as the engine divides it."""
+        return split_arena(self.geometry(self.kv_bytes_per_token), self.host_bytes)
+
+    @property
+    def tier_names(self) -> list[str]:
+        """Fastest first; the host is number 0."""
+        return ["host", *(["disk"] if self.disk_bytes else []), *(["object"] if self.objects else [])]
+
+    @property
+    def are_nodes_apart(self) -> bool:
+        """Whether what one node does is nothing to the others."""
+        return self.nodes == 1 or not (self.objects and self.shared_objects)
+
+    def geometry(self, bytes_per_token: int) -> Geometry:
+        """One group of full attention, a block to a chunk."""
+        return Geometry((Group(0, Kind.FULL, self.block_tokens, 1, bytes_per_token * self.block_tokens),))
+
+    def forward_s(self, tokens: int) -> float:
+        """What computing so many tokens of a prompt takes."""
+        forwards = -(-tokens // self.step_tokens) if self.step_tokens else 1
+        return forwards * self.prefill_s_fixed + tokens / self.prefill_tokens_per_s
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if not least <= value < math.inf:
+        raise ConfigError(f"{name} is {value}; it must be {least} or more.")

@@ -1,0 +1,192 @@
+"""Which chunks are to be read next: in the order of the disk, neighbours together. No I/O.
+
+    found chunks -> sorted by segment and place -> stretches (nearly no gaps) -> runs, each cut off when it is asked for
+
+A run is what one reader reads at a time: up to 4 MiB of one stretch, or several short stretches that make up 1 MiB,
+so that scattered chunks do not cost a turn of a thread each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stowage.core.geometry import IntArray
+from stowage.storage.disk.files import CALL_BYTES_MAX
+from stowage.storage.disk.index import Found
+from stowage.storage.format.batch import Digests
+from stowage.storage.format.protection import Guard
+from stowage.storage.format.segment import PAGE_BYTES, SegmentName, round_up
+
+__all__ = ["GAP_BYTES_MAX", "RUN_BYTES_MAX", "Plan", "Run", "make_plan", "plan_runs"]
+
+GAP_BYTES_MAX: Final = 64 << 10
+"""Neighbours with at most that much between them are read in one go."""
+RUN_BYTES_MIN: Final = 1 << 20
+RUN_BYTES_MAX: Final = CALL_BYTES_MAX
+
+Opened = Callable[[int], "tuple[SegmentName, Guard] | None"]
+
+
+@dataclass(slots=True)
+class Run:
+    """Chunks of one segment in ascending order. Parallel columns.
+
+    `positions`: where the chunks stand in what was planned. `bounds`: where its stretches begin, and its end: [0, 4, 6]
+    are the first four chunks, then two.
+    """
+
+    name: SegmentName
+    guard: Guard
+    segment: int
+    positions: list[int]
+    keys: list[bytes]
+    offsets: list[int]
+    lengths: list[int]
+    masks: list[int]
+    digests: Digests
+    buffers: list[memoryview]
+    bounds: list[int]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def last(self) -> int:
+        """Where the last payload ends."""
+        return self.offsets[-1] + self.lengths[-1]
+
+    @property
+    def end(self) -> int:
+        """Where its last page ends."""
+        return self.offsets[-1] + round_up(self.lengths[-1])
+
+    def part(self, first: int, after: int) -> Run:
+        """A run of one stretch: these chunks."""
+        some = slice(first, after)
+        return Run(
+            self.name,
+            self.guard,
+            self.segment,
+            self.positions[some],
+            self.keys[some],
+            self.offsets[some],
+            self.lengths[some],
+            self.masks[some],
+            self.digests[some],
+            self.buffers[some],
+            [0, after - first],
+        )
+
+
+class Plan:
+    """Chunks that nobody has begun to read. Not for several threads at once. `positions`: of all, the begun ones too.
+
+    `found` has a row for each position. `opened`: the segments' names and guards by number; all are there.
+    `runs_about`: how many readers it is worth waking for. `scattered_bytes`: in stretches too short for a disk's rate.
+    """
+
+    def __init__(
+        self, positions: IntArray, found: Found, opened: Mapping[int, tuple[SegmentName, Guard]], readers: int
+    ) -> None:
+        order = np.lexsort((found.offsets, found.segments))
+        self.positions = positions[order]
+        self._found = found = found.part(order)
+        self._opened = opened
+        sizes = round_up(found.lengths)
+        ends = found.offsets + sizes
+        gaps = found.offsets[1:] - ends[:-1]
+        apart = (found.segments[1:] != found.segments[:-1]) | (gaps < 0) | (gaps > GAP_BYTES_MAX)
+        self._bounds = [*((apart.nonzero()[0] + 1).tolist()), len(order)]
+        self._segments, self._offsets, self._ends = found.segments.tolist(), found.offsets.tolist(), ends.tolist()
+        share = int(found.lengths.sum()) // readers  # a few chunks are read by all readers
+        self._run_bytes = min(max(share, RUN_BYTES_MIN), RUN_BYTES_MAX) + PAGE_BYTES
+        self._scattered_bytes = min(share, RUN_BYTES_MIN)
+        stretches = np.diff(np.append(0, np.cumsum(sizes))[self._bounds], prepend=0)
+        self.scattered_bytes = int(stretches[stretches < RUN_BYTES_MIN].sum())
+        runs = len(self._bounds) + int(sizes.sum()) // self._run_bytes
+        self.runs_about = min(len(order), runs)
+        self._at = 0
+        self._bound = 0
+
+    def __len__(self) -> int:
+        """Chunks that are left."""
+        return len(self._offsets) - self._at
+
+    def rest(self) -> tuple[IntArray, Found, Mapping[int, tuple[SegmentName, Guard]]]:
+        """What is left, as it was given."""
+        left = slice(self._at, None)
+        return self.positions[left], self._found.part(left), self._opened
+
+    def take(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Run:
+        """The next run; there must be one. `keys` and `buffers` are those of all positions."""
+        first = at = self._at
+        segment = self._segments[first]
+        bounds = [0]
+        taken = 0
+        while True:
+            stretch_end = self._bounds[self._bound]
+            fitting = bisect_right(self._ends, self._offsets[at] + self._run_bytes, at, stretch_end)
+            after = max(at + 1, fitting)
+            taken += self._ends[after - 1] - self._offsets[at]
+            bounds.append(after - first)
+            at = after
+            if at < stretch_end:
+                break  # as much as one system call takes
+            self._bound += 1
+            if at == len(self._ends) or self._segments[at] != segment:
+                break
+            if taken + self._ends[self._bounds[self._bound] - 1] - self._offsets[at] > self._scattered_bytes:
+                break
+        self._at = at
+        some = slice(first, at)
+        positions = self.positions[some].tolist()
+        return Run(
+            *self._opened[segment],
+            segment,
+            positions,
+            [keys[position] for position in positions],
+            self._offsets[some],
+            self._found.lengths[some].tolist(),
+            self._found.masks[some].tolist(),
+            self._found.digests[some],
+            [buffers[position] for position in positions],
+            bounds,
+        )
+
+
+def make_plan(positions: IntArray, found: Found, opened: Opened, readers: int, rest: Plan | None = None) -> Plan:
+    """A plan of chunks that were found, and of what is left of another one. Chunks of segments that `opened` does not
+    know are gone: left out.
+    """
+    known: dict[int, tuple[SegmentName, Guard]] = {}
+    for segment in np.unique(found.segments).tolist():
+        one = opened(segment)
+        if one is not None:
+            known[segment] = one
+        else:
+            here = found.segments != segment
+            positions, found = positions[here], found.part(here)
+    if rest is not None and len(rest):
+        others, found_before, known_before = rest.rest()
+        positions = np.concatenate((others, positions))
+        found = found_before.and_then(found)
+        known = {**known_before, **known}
+    return Plan(positions, found, known, readers)
+
+
+def plan_runs(
+    keys: Sequence[bytes], buffers: Sequence[memoryview], found: Found, opened: Opened, readers: int
+) -> list[Run]:
+    """The chunks that were found with the length of their buffers, as runs in the order of the disk."""
+    lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
+    here = np.flatnonzero((found.segments >= 0) & (found.lengths == lengths))
+    plan = make_plan(here, found.part(here), opened, readers)
+    runs = []
+    while len(plan):
+        runs.append(plan.take(keys, buffers))
+    return runs

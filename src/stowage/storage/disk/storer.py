@@ -1,0 +1,346 @@
+"""Stores: a bounded queue of transfers, and the one thread that writes, makes room, and follows other processes.
+
+Transfers that wait are written as one stream: a disk that gets many short ones is kept as busy as by a long one. A disk
+that fails fails all that were in the stream and are not whole.
+Nothing raises into the caller. A disk that is full or failing makes the thread back off: transfers fail at once for a
+while (0.1 s, doubled up to 30 s), so that a broken disk costs hits and no time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.storage.disk.allocator import LOCK_TIMEOUT_S, Room, segment_bytes_for
+from stowage.storage.disk.catalog import Segment
+from stowage.storage.disk.compaction import Rewriter
+from stowage.storage.disk.files import DISK_FULL, pages
+from stowage.storage.disk.index import LENGTH_MAX
+from stowage.storage.disk.shared import Shared
+from stowage.storage.disk.write_batches import Stream
+from stowage.storage.disk.write_pipeline import Line
+from stowage.storage.disk.writer import STAGING_BYTES, ActiveSegment
+from stowage.storage.format.segment import PAGE_BYTES, Entries
+from stowage.storage.protocol import Outcome, Transfer
+
+__all__ = ["Storer"]
+
+BACK_OFF_S_MIN: Final = 0.1
+BACK_OFF_S_MAX: Final = 30.0
+SHRINK_TIMEOUT_S: Final = 10.0
+INDEXED_BATCHES: Final = 8
+INDEXED_BYTES: Final = 16 << 20
+"""So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer: where
+nothing else is to be written, a transfer is reported as soon as it can be."""
+
+
+class NoRoom(Exception):
+    """No new segment fits within the limit, because live writers or other files take the rest."""
+
+
+class Storer:
+    """Any thread may submit. Segments take `segment_bytes` on disk, `room_bytes` if a chunk is so long."""
+
+    def __init__(self, shared: Shared, room: Room, *, segment_bytes: int, room_bytes: int, refresh_s: float) -> None:
+        self._catalog = shared.catalog
+        self._index = shared.index
+        self._room = room
+        self._namespace = shared.namespace
+        self._counters = shared.counters
+        self._segment_bytes = segment_bytes
+        self._room_bytes = room_bytes
+        self._transfers_max = shared.transfers_max
+        self._refresh_s = refresh_s
+        self._clock = shared.system.clock
+        self._timer = shared.system.timer
+        self._finish = shared.finish
+        self._together = shared.system.together
+        self._staging = pages(STAGING_BYTES)
+        self._rewriter = Rewriter(shared)
+        self._lock = threading.Lock()
+        self._queue: deque[Transfer] = deque()
+        self._under_way = 0
+        self._closing = False
+        self._open: dict[ActiveSegment, Segment] = {}  # oldest first; into the last one goes what comes
+        self._back_off_s = BACK_OFF_S_MIN
+        self._retry_at_s = float("-inf")
+        self._limit_changed = False
+        self._refresh_at_s = self._timer() + refresh_s
+        self._worker_pool = shared.system.worker_pool("stowage-disk-write", [self._turn])
+
+    @property
+    def under_way(self) -> int:
+        """Transfers that were taken and not reported yet."""
+        return self._under_way
+
+    def submit(self, transfer: Transfer) -> bool:
+        """Takes the transfer, or returns False at once when the queue is full or closed."""
+        with self._lock:
+            if self._closing or self._under_way >= self._transfers_max:
+                return False
+            self._under_way += 1
+            self._queue.append(transfer)
+        self._worker_pool.wake()
+        return True
+
+    def expire(self) -> None:
+        """Gives up what is queued past its deadline. Cheap when nothing is."""
+        if self._queue:
+            now_s = self._clock()
+            self._give_up(lambda transfer: transfer.deadline_s < now_s)
+
+    def close(self, seconds: Callable[[], float]) -> bool:
+        """Ends the thread once the queue is empty and the segment sealed. After `seconds()` what has not begun is
+        given up. False: the thread hangs."""
+        self._closing = True
+        self._worker_pool.wake()
+        self._worker_pool.join(max(0.0, seconds()))
+        self._give_up(lambda _: True)
+        return self._worker_pool.join(max(0.05, seconds()))
+
+    def change_limit(self, segment_bytes: int, room_bytes: int) -> None:
+        """The directory's limit is another one: the worker makes it true next. Any thread."""
+        self._segment_bytes, self._room_bytes = segment_bytes, room_bytes
+        self._limit_changed = True
+        self._worker_pool.wake()
+
+    def check(self) -> None:
+        """Asserts the invariants. Only while nothing is stored."""
+        for active in self._open:
+            active.check()
+
+    def _give_up(self, is_late: Callable[[Transfer], bool]) -> None:
+        with self._lock:
+            late = [transfer for transfer in self._queue if is_late(transfer)]
+            if late:
+                self._queue = deque(transfer for transfer in self._queue if not is_late(transfer))
+        for transfer in late:
+            self._counters.add("timed_out", len(transfer.keys))
+            self._report(transfer, np.zeros(len(transfer.keys), np.bool_), "timed out in the queue")
+
+    def _report(self, transfer: Transfer, ok: NDArray[np.bool_], error: str = "") -> None:
+        self._finish(Outcome(transfer.id, ok, transfer.masks.copy(), error))
+        with self._lock:
+            self._under_way -= 1
+
+    def _turn(self) -> float | None:
+        """The worker's turn: follow the directory when that is due, then write what waits."""
+        with self._lock:
+            transfer = self._queue.popleft() if self._queue else None
+            done = self._closing and transfer is None
+        try:
+            if done:
+                self._seal()
+                self._catalog.refresh()  # so that the last statistics are right
+                return None
+            if self._limit_changed:
+                self._shrink()
+            self._refresh_when_due()
+        except OSError:
+            self._counters.add("read_errors")
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("following the cache directory failed")
+        if done:
+            return None
+        if transfer is not None:
+            self._serve(transfer)
+        return 0 if self._queue or self._closing else max(0.0, self._refresh_at_s - self._timer())
+
+    def _shrink(self) -> None:
+        """Seals the active segment, which may be too large now, and reclaims down to the limit."""
+        self._limit_changed = False
+        self._seal()
+        self._room.recover(SHRINK_TIMEOUT_S)
+        self._catalog.refresh()
+
+    def _refresh_when_due(self) -> None:
+        started_s = self._timer()
+        if started_s < self._refresh_at_s:
+            return
+        try:
+            self._catalog.refresh()
+        finally:
+            now_s = self._timer()
+            self._refresh_at_s = now_s + max(self._refresh_s, 20 * (now_s - started_s))
+
+    def _serve(self, first: Transfer) -> None:
+        """Writes a transfer, and those that come meanwhile, as one stream. Each is reported when it is written."""
+        hopeless = self._hopeless(first)
+        if hopeless:
+            self._report(first, np.zeros(len(first.keys), np.bool_), hopeless)
+            return
+        waiting = [first]
+        stream = Stream(lambda: waiting.pop() if waiting else self._next(), self._fits)
+        error = ""
+        try:
+            self._store(stream)
+        except NoRoom:
+            self._counters.add("no_room")
+            self._back_off()
+            error = "no room within the limit"
+        except OSError as failure:
+            kind = "enospc" if failure.errno in DISK_FULL else "write_errors"
+            self._counters.add(kind, error=str(failure.strerror))
+            self._back_off()
+            error = f"the disk failed: {failure.strerror}"
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("the disk writer failed")
+            self._seal()
+            error = "the disk writer failed"
+        self._count_refused(stream)
+        for writing in stream.unfinished:
+            self._report(writing.transfer, writing.ok, error)
+
+    def _hopeless(self, transfer: Transfer) -> str:
+        """Why there is no use in beginning with a transfer; empty: there is."""
+        now_s = self._clock()
+        if transfer.deadline_s < now_s:
+            self._counters.add("timed_out", len(transfer.keys))
+            return "timed out in the queue"
+        if now_s < self._retry_at_s:
+            self._counters.add("backed_off", len(transfer.keys))
+            return "the disk failed lately"
+        return ""
+
+    def _next(self) -> Transfer | None:
+        """The next transfer that waits, to be written with those before. None where other work is due first."""
+        while not self._limit_changed and self._timer() < self._refresh_at_s:
+            with self._lock:
+                if not self._queue:
+                    return None
+                transfer = self._queue.popleft()
+            hopeless = self._hopeless(transfer)
+            if not hopeless:
+                return transfer
+            self._report(transfer, np.zeros(len(transfer.keys), np.bool_), hopeless)
+        return None
+
+    def _fits(self, length: int) -> bool:
+        """Whether a payload of that length can be stored within the limit."""
+        return length <= LENGTH_MAX and segment_bytes_for(length) <= self._room_bytes
+
+    def _back_off(self) -> None:
+        self._seal()
+        self._retry_at_s = self._clock() + self._back_off_s
+        self._back_off_s = min(2 * self._back_off_s, BACK_OFF_S_MAX)
+
+    def _seal(self, keep: int = 0) -> None:
+        """Closes the open segments but the last `keep`."""
+        for active in list(self._open)[: len(self._open) - keep]:
+            self._close(active)
+
+    def _close(self, active: ActiveSegment) -> None:
+        """One that cannot be sealed is scanned by whoever opens it."""
+        known = self._open.pop(active)
+        if active.seal():
+            self._counters.add("sealed_segments")
+        else:
+            known.complete, known.end = False, active.end
+            self._counters.add("write_errors")
+
+    def _store(self, stream: Stream) -> None:
+        """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoRoom."""
+        while ahead := stream.ahead(1):
+            active = self._make_ready(stream, ahead.payloads[0].nbytes)
+            known = self._open[active]
+            line = Line(stream, active, partial(self._another, stream), self._close)
+            whole: list[Entries] = []
+            gathered = 0
+            try:
+                with closing(line.write(self._together)) as batches:
+                    for active, entries in batches:
+                        if self._open[active] is not known:
+                            self._add_to_index(known, whole, stream)
+                            known, gathered = self._open[active], 0
+                        whole.append(entries)
+                        gathered += int(entries["length"].sum())
+                        many = len(whole) == INDEXED_BATCHES or gathered >= INDEXED_BYTES
+                        if many or stream.awaits(sum(map(len, whole))):
+                            self._add_to_index(known, whole, stream)
+                            gathered = 0
+            finally:  # what is whole is there, whatever happens to the rest
+                self._add_to_index(known, whole, stream)
+            self._back_off_s = BACK_OFF_S_MIN
+        self._report_settled(stream)
+
+    def _add_to_index(self, known: Segment, whole: list[Entries], stream: Stream) -> None:
+        """These batches are written: from now on they are found."""
+        if whole:
+            entries = np.concatenate(whole)
+            whole.clear()
+            if not self._is_gone(known):
+                self._catalog.index_batch(known, entries)
+            self._count(entries["length"])
+            stream.written(len(entries))
+            self._report_settled(stream)
+
+    def _count_refused(self, stream: Stream) -> None:
+        """Before those whose chunks they are are reported."""
+        refused, stream.refused = stream.refused, 0
+        if refused:
+            self._counters.add("refused", refused)
+
+    def _report_settled(self, stream: Stream) -> None:
+        self._count_refused(stream)
+        for writing in stream.settled():
+            self._report(writing.transfer, writing.ok, "" if writing.ok.all() else "some chunks do not fit")
+
+    def _count(self, lengths: NDArray[np.uint64]) -> None:
+        self._counters.add("writes", len(lengths))
+        self._counters.add("write_bytes", int(lengths.sum()))
+
+    def _is_gone(self, known: Segment) -> bool:
+        """Whether somebody removed the file."""
+        return self._catalog.name_of(known.number) is None
+
+    def _make_ready(self, stream: Stream, length: int) -> ActiveSegment:
+        """The only open segment: one that a payload of that length fits into. Raises OSError, NoRoom."""
+        if self._open:
+            active, known = next(reversed(self._open.items()))
+            if active.fitting([length]) and not self._is_gone(known):
+                return active
+        begun = self._begin(stream, length, LOCK_TIMEOUT_S)
+        if begun is None:
+            self._seal()  # gives back what was not needed, and may be reclaimed
+            begun = self._begin(stream, length, LOCK_TIMEOUT_S)
+        if begun is None:
+            raise NoRoom
+        self._seal(keep=1)
+        return begun
+
+    def _another(self, stream: Stream, length: int) -> ActiveSegment | None:
+        """A new segment for a payload of that length, while the one before it is written. None: not now, but it can be
+        tried again when that has ended.
+        """
+        before = set(self._open)
+        try:
+            return self._begin(stream, length, lock_timeout_s=0)
+        except OSError:
+            for active in self._open.keys() - before:
+                self._close(active)
+            return None
+
+    def _begin(self, stream: Stream, length: int, lock_timeout_s: float) -> ActiveSegment | None:
+        """Makes a new segment for a payload of that length, the next one of the stream, if there is room. Raises
+        OSError.
+        """
+        wanted = max(self._segment_bytes, segment_bytes_for(length))
+        created = self._room.create(wanted, self._catalog.complete(), lock_timeout_s)
+        if created is None:
+            return None
+        active = ActiveSegment(created.file, created.name, self._namespace, created.guard, self._staging)
+        known = self._catalog.add(created.name, guard=created.guard, complete=True, end=PAGE_BYTES)
+        self._open[active] = known
+        self._catalog.refresh()
+        if created.victim is not None:
+            waiting = stream.keys()
+            for entries in self._rewriter.copy(created.victim, active, known, keep_bytes=length, except_for=waiting):
+                self._count(entries["length"])
+        return active

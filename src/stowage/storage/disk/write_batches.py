@@ -1,0 +1,140 @@
+"""Transfers on their way to the disk, as one stream of chunks: many short ones keep it as busy as a long one.
+
+    transfers that wait --> ahead (looked at) --> taken (into a batch) --> written, and then settled
+
+Used by one thread, the tier's writer. Knows nothing of files. Chunks are columns: an object for each would cost more
+than what is done with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.storage.protocol import Transfer
+
+__all__ = ["Chunks", "Stream", "Writing"]
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Chunks to be written, in their order. Parallel columns."""
+
+    keys: list[bytes] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
+    payloads: list[memoryview] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the payloads, in bytes."""
+        return [payload.nbytes for payload in self.payloads]
+
+    def part(self, first: int, after: int) -> Chunks:
+        """Those from `first` on, before `after`."""
+        return Chunks(self.keys[first:after], self.masks[first:after], self.payloads[first:after])
+
+    def add(self, others: Chunks) -> None:
+        """Others come after these."""
+        self.keys += others.keys
+        self.masks += others.masks
+        self.payloads += others.payloads
+
+
+@dataclass(slots=True, eq=False)
+class Writing:
+    """A transfer, and those of its chunks that can be written: they stand at `places` in it. So many of them were
+    `taken`, and so many `written`.
+    """
+
+    transfer: Transfer
+    ok: NDArray[np.bool_]
+    chunks: Chunks
+    places: list[int]
+    taken: int = 0
+    written: int = 0
+
+
+class Stream:
+    """Chunks of one transfer after the other, in the order of `more`, which gives the next one or says that none is
+    there now. `fits`: whether a payload of that length can be written at all. `unfinished`: transfers that did not come
+    out of `settled` yet, oldest first. `refused`: chunks that will not be written.
+    """
+
+    def __init__(self, more: Callable[[], Transfer | None], fits: Callable[[int], bool]) -> None:
+        self._more = more
+        self._fits = fits
+        self.unfinished: deque[Writing] = deque()
+        self.refused = 0
+        self._dry = False  # nothing waited when it was last asked for
+
+    def ahead(self, count: int) -> Chunks:
+        """The chunks that come next, up to so many; they stay there. Empty: there is nothing to write."""
+        found = Chunks()
+        for writing in self.unfinished:
+            found.add(writing.chunks.part(writing.taken, writing.taken + count - len(found)))
+        while len(found) < count:
+            transfer = self._more()
+            self._dry = transfer is None
+            if transfer is None:
+                break
+            found.add(self._add(transfer).chunks.part(0, count - len(found)))
+        return found
+
+    def awaits(self, count: int) -> bool:
+        """Whether nothing more waits, and so many chunks that were written now would settle the oldest transfer."""
+        oldest = self.unfinished[0]
+        return self._dry and len(oldest.places) - oldest.written <= count
+
+    def keys(self) -> set[bytes]:
+        """Of transfers that are not settled."""
+        return {key for writing in self.unfinished for key in writing.transfer.keys}
+
+    def _add(self, transfer: Transfer) -> Writing:
+        lengths = [buffer.nbytes for buffer in transfer.buffers]
+        fitting = {length for length in set(lengths) if length and self._fits(length)}
+        masks: list[int] = transfer.masks.tolist()
+        places = [
+            at for at, (mask, length) in enumerate(zip(masks, lengths, strict=True)) if mask and length in fitting
+        ]
+        chunks = Chunks(transfer.keys, masks, transfer.buffers)
+        if len(places) < len(lengths):
+            self.refused += len(lengths) - len(places)
+            chunks = Chunks(
+                [transfer.keys[at] for at in places],
+                [masks[at] for at in places],
+                [transfer.buffers[at] for at in places],
+            )
+        writing = Writing(transfer, np.zeros(len(lengths), np.bool_), chunks, places)
+        self.unfinished.append(writing)
+        return writing
+
+    def take(self, count: int) -> None:
+        """The next so many chunks are being written."""
+        for writing in self.unfinished:
+            some = min(count, len(writing.places) - writing.taken)
+            writing.taken += some
+            count -= some
+        assert count == 0, "more than there is"
+
+    def written(self, count: int) -> None:
+        """The oldest so many of those are there."""
+        for writing in self.unfinished:
+            some = min(count, writing.taken - writing.written)
+            writing.ok[writing.places[writing.written : writing.written + some]] = True
+            writing.written += some
+            count -= some
+        assert count == 0, "more than were taken"
+
+    def settled(self) -> list[Writing]:
+        """Transfers of which nothing is left to be written, in their order. Each comes out once."""
+        done = []
+        while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].places):
+            done.append(self.unfinished.popleft())
+        return done

@@ -1,0 +1,135 @@
+"""One chunk on its own, as a value of a store that many machines share: a preface, an envelope, the payload.
+
+Layout: docs/format.md, "Parcel". Where a segment says once how its chunks are protected, each parcel says it for
+itself, and has a key of its own, so that any number of machines may write under one secret. Pure: no I/O, and
+randomness is passed in. Whatever is not exactly what `seal` made for this key and namespace is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stowage.errors import FormatError
+from stowage.storage.format.envelope import DIGEST_BYTES, HEADER_BYTES, pack_fields
+from stowage.storage.format.protection import NO_MARK, Cipher, Guard, Mark, Method, Protection
+
+__all__ = ["HEAD_BYTES", "VERSION", "Head", "Unreadable", "parse_head", "seal", "sealed_bytes", "unseal"]
+
+VERSION: Final = 1
+MAGIC: Final = b"STOWPCL1"
+ID_BYTES: Final = 8
+
+_PREFACE: Final = struct.Struct("<8sHH4x8s8s16s16x")
+_MASK_AND_LENGTH: Final = struct.Struct("<QQ")
+_MASK_OFFSET: Final = _PREFACE.size + 72
+HEAD_BYTES: Final = _PREFACE.size + HEADER_BYTES
+"""What stands before the payload."""
+_DIGEST_OFFSET: Final = HEAD_BYTES - DIGEST_BYTES
+
+
+class Unreadable(FormatError):
+    """Another version, another protection, or a key that is not there: nothing that had to be damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before a payload, for whoever asked for this key. `guard` knows the parcel's key."""
+
+    mask: int
+    length: int
+    fields: bytes
+    digest: bytes
+    guard: Guard
+
+
+def sealed_bytes(payload_bytes: int) -> int:
+    """The length of a parcel."""
+    return HEAD_BYTES + payload_bytes
+
+
+def seal(
+    key: bytes,
+    namespace: bytes,
+    mask: int,
+    payload: memoryview,
+    protection: Protection,
+    random_bytes: Callable[[int], bytes],
+) -> bytearray:
+    """The parcel, a copy of its own. Key and namespace have 32 bytes; mask and payload are not empty."""
+    mark = protection.new_mark(random_bytes)
+    parcel_id = bytes(ID_BYTES) if mark == NO_MARK else random_bytes(ID_BYTES)
+    guard = protection.guard(parcel_id, mark)
+    assert guard is not None, "a protection does not know the key that it writes with"
+    fields = pack_fields(key, namespace, mask, payload.nbytes, protection.method)
+    sealed = bytearray(sealed_bytes(payload.nbytes))
+    room = memoryview(sealed)[HEAD_BYTES:]
+    if isinstance(guard, Cipher):
+        stream = guard.encrypt(fields, HEAD_BYTES, payload.nbytes)
+        stream.update(payload, room)
+        digest = stream.tag()
+    else:
+        _copy(payload, room)
+        digest = guard.digest(fields, HEAD_BYTES, room)
+    preface = _PREFACE.pack(MAGIC, VERSION, mark.method, parcel_id, mark.key_id, mark.salt)
+    sealed[:HEAD_BYTES] = preface + fields + digest
+    return sealed
+
+
+def parse_head(head: memoryview, key: bytes, namespace: bytes, protection: Protection) -> Head:
+    """Reads the first `HEAD_BYTES`; says nothing about the payload. Raises FormatError (Unreadable).
+
+    Every byte is checked, also those that mean nothing yet.
+    """
+    if head.nbytes != HEAD_BYTES:
+        raise FormatError(f"the head of a parcel has {HEAD_BYTES} bytes, not {head.nbytes}")
+    magic, version, method, parcel_id, key_id, salt = _PREFACE.unpack_from(head)
+    if magic != MAGIC:
+        raise FormatError("not a parcel")
+    if version != VERSION:
+        raise Unreadable(f"parcel version {version}: this reads version {VERSION}")
+    mark = Mark(method, key_id, salt)
+    guard = protection.guard(parcel_id, mark)
+    if guard is None:
+        raise Unreadable("a parcel under another protection, or a key that is not there")
+    unkeyed = method == Method.CHECKSUM and (mark != NO_MARK or any(parcel_id))
+    if unkeyed or head[: _PREFACE.size] != _PREFACE.pack(magic, version, method, parcel_id, key_id, salt):
+        raise FormatError("a parcel whose preface holds what no writer put there")
+    mask, length = _MASK_AND_LENGTH.unpack_from(head, _MASK_OFFSET)
+    if not mask or not length:
+        raise FormatError("a parcel without blocks or payload")
+    fields = pack_fields(key, namespace, mask, length, method)
+    if head[_PREFACE.size : _DIGEST_OFFSET] != fields:
+        raise FormatError("a parcel of another key or namespace")
+    return Head(mask, length, fields, bytes(head[_DIGEST_OFFSET:]), guard)
+
+
+def unseal(parcel: memoryview, key: bytes, namespace: bytes, protection: Protection, buffer: memoryview) -> int:
+    """Brings the payload to `buffer`, and returns its valid blocks. Raises FormatError (Unreadable).
+
+    After an error the buffer holds bytes that may be anything, unless nothing is encrypted: then it is untouched.
+    """
+    head = parse_head(parcel[:HEAD_BYTES], key, namespace, protection)
+    payload = parcel[HEAD_BYTES:]
+    if payload.nbytes != head.length or buffer.nbytes != head.length:
+        raise FormatError(f"a payload of {payload.nbytes} bytes, said to be {head.length}, for {buffer.nbytes}")
+    if isinstance(head.guard, Cipher):
+        stream = head.guard.decrypt(head.fields, HEAD_BYTES, head.digest)
+        stream.update(payload, buffer)
+        exact = stream.verify()
+    else:
+        exact = head.guard.verify(head.fields, HEAD_BYTES, payload, head.digest)
+        if exact:
+            _copy(payload, buffer)
+    if not exact:
+        raise FormatError("a payload that was not stored under this key")
+    return head.mask
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Without the interpreter lock, so that the engine goes on."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

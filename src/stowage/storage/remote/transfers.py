@@ -1,0 +1,350 @@
+"""Brings chunks to and from a shared store, and asks it what it has: in batches, bounded, until a deadline.
+
+Runs in the tier's event loop. Buffers that are lent are touched in short stretches without a wait between them: a value
+is sealed into memory of our own before it is sent, and opened from such memory when all of it has come. So a transfer
+can be given back the moment it is given up, whatever the network does, and what is still on its way touches nobody's
+slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.core.prefix_search import Search
+from stowage.errors import FormatError
+from stowage.storage.format import object_envelope
+from stowage.storage.format.protection import Protection
+from stowage.storage.protocol import Inquiry, Outcome, Transfer
+from stowage.storage.remote.backend import Answer, Backend, Cause, Failure
+from stowage.storage.remote.backoff import Backoff
+from stowage.storage.remote.counters import Counters
+from stowage.storage.remote.limiter import Gate
+from stowage.storage.remote.presence import Presence
+
+__all__ = ["Carrier", "Flight"]
+
+TRIES_MAX: Final = 4
+RETRY_S: Final = 0.05
+"""The longest pause before the first retry, doubled for each further one."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A transfer under way: which of its chunks went well so far, and what was the matter with the others."""
+
+    transfer: Transfer
+    ok: NDArray[np.bool_]
+    masks: NDArray[np.uint64]
+    failures: Counter[str] = field(default_factory=Counter)
+    refused: bool = False
+
+    @property
+    def unsettled(self) -> int:
+        """Chunks of which nothing can be said yet."""
+        return max(0, len(self.ok) - int(np.count_nonzero(self.ok)) - self.failures.total())
+
+    def outcome(self) -> Outcome:
+        text = ", ".join(f"{count} of {len(self.ok)} chunks {what}" for what, count in sorted(self.failures.items()))
+        return Outcome(self.transfer.id, self.ok, self.masks, text, self.refused)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Under which name and in which seal chunks lie in the store."""
+
+    namespace: bytes
+    protection: Protection
+    name_of: Callable[[bytes], str]
+    random_bytes: Callable[[int], bytes]
+
+
+class Carrier:
+    """See above. `health` knows whether the store answers, `room` whether it takes anything."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        identity: Identity,
+        presence: Presence,
+        counters: Counters,
+        clock: Callable[[], float],
+        request_timeout_s: float,
+    ) -> None:
+        bounds = backend.bounds
+        self._backend = backend
+        self._identity = identity
+        self._presence = presence
+        self._counters = counters
+        self._request_timeout_s = request_timeout_s
+        self._reads = Gate(bounds.reads_max, bounds.staging_bytes)
+        self._writes = Gate(bounds.writes_max, bounds.staging_bytes)
+        self._probes = Gate(bounds.probes_max, bounds.staging_bytes)
+        self.health = Backoff(clock)
+        self.room = Backoff(clock)
+
+    # Loads
+
+    async def load(self, flight: Flight) -> None:
+        """Fill what comes. Ends when all is settled; cancelled, it leaves the rest as it is."""
+        number = self._presence.begin()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for places in self._batches(flight.transfer):
+                    group.create_task(self._load(flight, places, number))
+        finally:
+            self._presence.end(number)
+
+    async def _load(self, flight: Flight, places: list[int], number: int) -> None:
+        transfer = flight.transfer
+        names = [self._identity.name_of(transfer.keys[place]) for place in places]
+        lengths = [object_envelope.sealed_bytes(transfer.buffers[place].nbytes) for place in places]
+
+        def get(some: list[int]) -> Awaitable[Sequence[Answer]]:
+            self._counters.add("read_calls")
+            return self._backend.get([names[at] for at in some], [lengths[at] for at in some])
+
+        async with self._reads.passing(sum(lengths)):
+            answers = await self._ask(get, len(places))
+            for place, answer in zip(places, answers, strict=True):
+                self._open(flight, place, answer, number)
+
+    def _open(self, flight: Flight, place: int, answer: Answer, number: int) -> None:
+        transfer, identity = flight.transfer, self._identity
+        key, buffer = transfer.keys[place], transfer.buffers[place]
+        if answer is None:
+            self._fail(flight, "vanished", "absent")
+        elif isinstance(answer, Failure):
+            self._presence.unanswered(key)
+            self._fail(flight, "read_errors", "failed", answer.text)
+        else:
+            try:
+                value = memoryview(answer)
+                mask = object_envelope.unseal(value, key, identity.namespace, identity.protection, buffer)
+            except FormatError as error:
+                self._fail(flight, _kind(error), "corrupt", str(error))
+            else:
+                flight.ok[place], flight.masks[place] = True, mask
+                self._presence.correct(number, key, mask)
+                self._counters.add("reads")
+                self._counters.add("read_bytes", buffer.nbytes)
+
+    # Stores
+
+    async def store(self, flight: Flight) -> None:
+        """Send what the store lacks. Ends when all is settled; cancelled, what was not sent is not kept."""
+        async with asyncio.TaskGroup() as group:
+            for places in self._batches(flight.transfer):
+                group.create_task(self._store(flight, places))
+
+    async def _store(self, flight: Flight, places: list[int]) -> None:
+        if not self.room.allows():
+            flight.refused = True
+            for _ in places:
+                self._fail(flight, "backed_off", "not tried: the store is full")
+            return
+        lacking = await self._lacking(flight, places)
+        if not lacking:
+            return
+        transfer, identity = flight.transfer, self._identity
+        lengths = [object_envelope.sealed_bytes(transfer.buffers[place].nbytes) for place in lacking]
+        async with self._writes.passing(sum(lengths)):
+            names = [identity.name_of(transfer.keys[place]) for place in lacking]
+            values = [
+                object_envelope.seal(
+                    transfer.keys[place],
+                    identity.namespace,
+                    int(transfer.masks[place]),
+                    transfer.buffers[place],
+                    identity.protection,
+                    identity.random_bytes,
+                )
+                for place in lacking
+            ]
+
+            def put(some: list[int]) -> Awaitable[Sequence[Failure | None]]:
+                self._counters.add("write_calls")
+                return self._backend.put([names[at] for at in some], [values[at] for at in some])
+
+            answers = await self._ask(put, len(lacking))
+        for place, answer in zip(lacking, answers, strict=True):
+            self._sent(flight, place, answer)
+
+    def _sent(self, flight: Flight, place: int, answer: Answer) -> None:
+        if isinstance(answer, Failure):
+            full = answer.cause is Cause.FULL
+            if full:
+                self.room.failed()
+                flight.refused = True
+            self._fail(flight, "no_room" if full else "write_errors", "not kept", answer.text)
+            return
+        self.room.succeeded()
+        self._kept(flight, place, int(flight.transfer.masks[place]))
+        self._counters.add("writes")
+        self._counters.add("write_bytes", flight.transfer.buffers[place].nbytes)
+
+    def _kept(self, flight: Flight, place: int, mask: int) -> None:
+        flight.ok[place] = True
+        self._presence.stored(flight.transfer.keys[place], mask)
+
+    async def _lacking(self, flight: Flight, places: list[int]) -> list[int]:
+        """Which of the chunks to send: not those that another machine has put there meanwhile.
+
+        Asking costs a twelfth of what sending one costs, and no bytes. A chunk of which something is known is not asked
+        about: one that is there is sent because it gained blocks, one that may be damaged to repair it.
+        """
+        transfer = flight.transfer
+        keys = [transfer.keys[place] for place in places]
+        known = self._presence.known(keys)
+        unknown = [
+            place
+            for place, key, is_there in zip(places, keys, known, strict=True)
+            if is_there is None and not self._presence.must_write(key)
+        ]
+        masks = await self._heads([transfer.keys[place] for place in unknown])
+        there = dict(zip(unknown, masks, strict=True))
+        lacking = []
+        for place in places:
+            mask, offered = there.get(place, 0), int(transfer.masks[place])
+            if not offered or not transfer.buffers[place].nbytes:
+                self._fail(flight, "refused", "empty")
+            elif mask is None:
+                self._fail(flight, "write_errors", "not kept")
+            elif (mask | offered) == mask:
+                self._kept(flight, place, mask)
+                self._counters.add("already_there")
+            else:
+                lacking.append(place)
+        return lacking
+
+    # Questions
+
+    async def greet(self) -> None:
+        """Connect, so that the first prompt need not wait for that; `health` knows afterwards."""
+        name = self._identity.name_of(bytes(32))
+        async with self._probes.passing(object_envelope.HEAD_BYTES):
+            await self._ask(lambda _: self._backend.head([name], object_envelope.HEAD_BYTES), 1)
+
+    async def probe(self, inquiries: Sequence[Inquiry]) -> None:
+        """Find out how far the store has these chains; `Presence` knows afterwards."""
+        self._counters.add("probes")
+        async with asyncio.TaskGroup() as group:
+            for inquiry in inquiries:
+                group.create_task(self._probe(inquiry))
+
+    async def _probe(self, inquiry: Inquiry) -> None:
+        keys, presence = inquiry.keys, self._presence
+        widths = self._backend.bounds.search_widths
+        known = presence.known(keys)
+        search = Search(known, first=inquiry.first, stride=inquiry.stride, widths=widths, certain=inquiry.certain)
+        number = presence.begin()
+        try:
+            while places := search.ask():
+                masks = await self._heads([keys[place] for place in places])
+                for place, mask in zip(places, masks, strict=True):
+                    if mask is not None:
+                        presence.answer(number, keys[place], mask)
+                if None in masks:
+                    return
+                search.answer(places, [bool(mask) for mask in masks])
+            presence.take(number, [keys[place] for place in search.taken()], inquiry.mask)
+            for place in search.left_out():
+                presence.answer(number, keys[place], 0)
+        finally:
+            presence.end(number)
+
+    async def _heads(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The valid blocks of each key, 0 where the store has nothing that can be read. None: no answer."""
+        count = self._backend.bounds.batch_keys
+        parts = [keys[begin : begin + count] for begin in range(0, len(keys), count)]
+        return [mask for part in await asyncio.gather(*map(self._some_heads, parts)) for mask in part]
+
+    async def _some_heads(self, keys: Sequence[bytes]) -> list[int | None]:
+        names = [self._identity.name_of(key) for key in keys]
+
+        def head(some: list[int]) -> Awaitable[Sequence[Answer]]:
+            return self._backend.head([names[at] for at in some], object_envelope.HEAD_BYTES)
+
+        self._counters.add("probe_keys", len(keys))
+        async with self._probes.passing(object_envelope.HEAD_BYTES * len(keys)):
+            answers = await self._ask(head, len(keys))
+        return [self._mask(key, answer) for key, answer in zip(keys, answers, strict=True)]
+
+    def _mask(self, key: bytes, answer: Answer) -> int | None:
+        if answer is None:
+            return 0
+        if isinstance(answer, Failure):
+            self._counters.add("probe_errors", error=answer.text)
+            return None
+        try:
+            identity = self._identity
+            return object_envelope.parse_head(memoryview(answer), key, identity.namespace, identity.protection).mask
+        except FormatError as error:
+            self._counters.add(_kind(error), error=str(error))
+            return 0
+
+    # Asking
+
+    async def _ask(self, call: Callable[[list[int]], Awaitable[Sequence[Answer]]], count: int) -> list[Answer]:
+        """What `call` answers for the places 0 to count - 1; those without an answer are asked for again."""
+        answers: list[Answer] = [None] * count
+        left = list(range(count))
+        for attempt in range(TRIES_MAX):
+            if attempt:
+                self._counters.add("retries", len(left))
+                await asyncio.sleep(RETRY_S * 2.0 ** (attempt - 1) * random.random())
+            try:
+                async with asyncio.timeout(self._request_timeout_s):
+                    found = await call(left)
+            except TimeoutError:
+                found = [Failure(Cause.NETWORK, f"no answer within {self._request_timeout_s:g} s")] * len(left)
+            for place, answer in zip(left, found, strict=True):
+                answers[place] = answer
+            left = [place for place in left if _is_trouble(answers[place])]
+            if not left:
+                break
+        if all(isinstance(answer, Failure) and answer.cause is not Cause.FULL for answer in answers):
+            self.health.failed()
+        else:
+            self.health.succeeded()
+        return answers
+
+    def _batches(self, transfer: Transfer) -> list[list[int]]:
+        """The places of a transfer, in order, as many together as the store takes at once."""
+        bounds = self._backend.bounds
+        batches: list[list[int]] = []
+        room_bytes = 0
+        for place, buffer in enumerate(transfer.buffers):
+            if not batches or len(batches[-1]) >= bounds.batch_keys or buffer.nbytes > room_bytes:
+                batches.append([])
+                room_bytes = bounds.batch_bytes
+            batches[-1].append(place)
+            room_bytes -= buffer.nbytes
+        return batches
+
+    def _fail(self, flight: Flight, counter: str, what: str, error: str = "") -> None:
+        flight.failures[what] += 1
+        if error:
+            self._counters.add(counter, error=error)
+        else:
+            self._counters.add(counter)
+
+    def check(self) -> None:
+        """Assert the invariants. In the loop, or while nothing is under way."""
+        for gate in (self._reads, self._writes, self._probes):
+            gate.check()
+
+
+def _kind(error: FormatError) -> str:
+    return "unreadable" if isinstance(error, object_envelope.Unreadable) else "corrupt"
+
+
+def _is_trouble(answer: Answer) -> bool:
+    return isinstance(answer, Failure) and answer.cause is Cause.NETWORK

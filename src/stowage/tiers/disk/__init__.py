@@ -1,5 +1,0 @@
-"""The disk tier: append-only segments in a private directory, within a hard byte limit (docs/format.md)."""
-
-from stowage.tiers.disk.tier import DiskTier, least_limit_bytes
-
-__all__ = ["DiskTier", "least_limit_bytes"]

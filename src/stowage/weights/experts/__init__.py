@@ -1,0 +1,1 @@
+"""Mixture-of-experts weights: those that a router chooses, in a bounded cache."""

@@ -1,0 +1,299 @@
+"""The experts of all layers in a cache on a device: copied over when a router chooses them.
+
+Owns the cache, of which a layer's stacked parameters show all frames, and the staging for experts that lie on disk. An
+expert has the number of its frame while its layer computes: choices are written anew, and what a module has for each
+expert besides is put in the same order. Transformers' grouped and batched kernels add up a token's experts in the order
+in which they were chosen, whatever their numbers, so answers stay; other modules are refused (``renumbers``).
+
+Reading the choices waits for the device once in each layer of experts. The copies are on the carrier's stream: after
+what was computed from a frame, and before what will be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stowage.errors import StorageError, TransferError
+from stowage.weights.delivery import absent
+from stowage.weights.device_prefetcher import Carrier, Crossed
+from stowage.weights.experts.cache import ExpertCache
+from stowage.weights.parameter_location import Home
+from stowage.weights.placement import EXPERT_STAGES
+from stowage.weights.reader import Readers, Stall, Ticket
+
+__all__ = ["DeviceExperts", "Seated"]
+
+_ALIGNED_BYTES = 64
+_LIKELY: Final = 0.5
+"""An expert is brought before it is chosen when more recent tokens than this share chose it: of two such copies at
+least one is needed, and none of them leaves out what is expected back sooner."""
+
+
+class Seated:
+    """The experts of one layer: ``module``, its stacked ``parameters``, and their ``homes``."""
+
+    def __init__(
+        self, module: Any, parameters: Sequence[nn.Parameter], homes: Sequence[Home], device: torch.device
+    ) -> None:
+        self.module, self.parameters, self.homes = module, list(parameters), list(homes)
+        self.experts = homes[0].shape[0]
+        self.in_host = all(home.host is not None for home in homes)
+        own = {id(parameter) for parameter in parameters}
+        beside = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        self.beside = [t for t in beside if id(t) not in own and t.dim() and len(t) == self.experts]
+        self._values: list[Tensor] = []
+        self._away = [absent(home.shape, home.dtype, device) for home in homes]
+        self.take_back()
+
+    def show(self, frames: Sequence[Tensor], expert_in: Tensor) -> None:
+        """The module computes from all ``frames``, of which each holds the expert that ``expert_in`` names."""
+        self.module.num_experts = len(expert_in)
+        for parameter, frame in zip(self.parameters, frames, strict=True):
+            parameter.data = frame
+        self._values = [tensor.data for tensor in self.beside]  # delivered by now, where it is away otherwise
+        with torch.inference_mode(False):
+            for tensor, values in zip(self.beside, self._values, strict=True):
+                tensor.data = values.index_select(0, expert_in)
+
+    def take_back(self) -> None:
+        """May be called twice."""
+        self.module.num_experts = self.experts
+        for parameter, away in zip(self.parameters, self._away, strict=True):
+            parameter.data = away
+        for tensor, values in zip(self.beside, self._values, strict=False):
+            tensor.data = values
+        self._values = []
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Memory for one expert on its way from disk; the reads that fill it, and the copies that are reading it."""
+
+    memory: memoryview
+    filling: Ticket | None = None
+    leaving: Crossed | None = None
+
+
+class DeviceExperts(ExpertCache):
+    """For ``layers``, in the order in which they are computed, in ``cache_bytes``: at least all experts of one layer.
+
+    ``first``: the carrier's number of the first frame. ``timeout_s``: the longest wait for a read.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Seated],
+        cache_bytes: int,
+        readers: Readers,
+        timeout_s: float,
+        carrier: Carrier,
+        first: int,
+    ) -> None:
+        shapes = {tuple((home.shape[1:], home.dtype) for home in layer.homes) for layer in layers}
+        assert len(shapes) == 1, "all layers' experts are alike"
+        self.layers, self._carrier, self._first = list(layers), carrier, first
+        self._expert_bytes = sum(home.nbytes // layers[0].experts for home in layers[0].homes)
+        count = min(cache_bytes // self._expert_bytes, sum(layer.experts for layer in layers))
+        self._tables([layer.experts for layer in layers], count, readers, Stall(timeout_s))
+        with torch.inference_mode(False):
+            self._there = [
+                torch.zeros((count, *home.shape[1:]), dtype=home.dtype, device=carrier.device)
+                for home in layers[0].homes
+            ]
+        self._used: list[int] = []
+        self._last: Crossed | None = None
+        self._stages: list[_Stage] = []
+        self._pinned_stages: Any = None
+        if not all(layer.in_host for layer in layers):
+            each = stage_bytes(layers[0].homes, layers[0].experts)
+            memory = mmap.mmap(-1, EXPERT_STAGES * each)
+            self._stages = [_Stage(memoryview(memory)[n * each : (n + 1) * each]) for n in range(EXPERT_STAGES)]
+            self._pinned_stages = carrier.pin(np.frombuffer(memory, np.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it takes."""
+        return sum(frames.numel() * frames.element_size() for frames in self._there)
+
+    @property
+    def frames(self) -> int:
+        """How many experts it holds at most."""
+        return len(self._layer_in)
+
+    def bring(self, layer: int, choices: Tensor) -> Tensor:
+        """The experts in ``choices`` (tokens, experts per token) of ``layer`` are on the device until `give_back`, and
+        its module shows them; the same choices by their numbers there.
+
+        Raises StorageError (TransferError) when they could not be brought, ModelError when two threads compute at once.
+        """
+        here = choices.detach().cpu()
+        self.take(layer, here)
+        ids = here.numpy().astype(np.int64)
+        real = (ids >= 0) & (ids < self._experts[layer])
+        numbers = np.where(real, self._frame[layer, np.where(real, ids, 0)], self.frames)
+        needed = np.unique(numbers[real])
+        self._used = (self._first + needed).tolist()
+        self._carrier.use(self._used)
+        expert_in = torch.from_numpy(np.where(self._layer_in == layer, self._expert_in, 0))
+        self.layers[layer].show(self._there, expert_in.to(self._carrier.device))
+        self._go_ahead(layer)
+        return torch.from_numpy(numbers).to(choices.dtype).to(choices.device)
+
+    def give_back(self, layer: int) -> None:
+        """Nobody computes with experts of ``layer`` any more. May be called twice."""
+        if self._holder != (layer, threading.get_ident()):
+            return
+        if self._used:
+            self._carrier.computed(self._used)
+            self._used = []
+        super().give_back(layer)
+        self.layers[layer].take_back()
+
+    def settle(self) -> None:
+        """Wait until nothing is copied or read any more, whatever became of it."""
+        with contextlib.suppress(TransferError):
+            if self._last is not None:
+                self._last.wait()
+        for stage in self._stages:
+            with contextlib.suppress(StorageError):
+                self._vacate(stage)
+
+    def close(self, ended: bool) -> None:
+        """See ``ExpertCache.close``. ``settle`` was called."""
+        if self._pinned_stages is not None:
+            self._pinned_stages.close()
+        self._stages.clear()
+
+    def check(self) -> None:
+        """Invariants, between forwards."""
+        self._check_tables()
+        assert all(layer.module.num_experts == layer.experts for layer in self.layers)
+
+    def _fill_all(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
+        """Begin to copy ``missing`` of ``layer`` into ``frames``, which are free, and are theirs from here on."""
+        if not missing:
+            return
+        brought = self.layers[layer]
+        for expert, frame in zip(missing, frames, strict=True):
+            self._seat(layer, expert, frame)
+        self.read_bytes += len(missing) * self._expert_bytes
+        try:
+            if brought.in_host:
+                self._copy(frames, self._pairs(brought, missing, frames))
+            else:
+                self._from_disk(brought, missing, frames)
+        except BaseException:
+            for frame in frames:
+                self._evict(frame)
+            raise
+
+    def _pairs(self, brought: Seated, experts: Sequence[int], frames: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        hosts = [home.host for home in brought.homes if home.host is not None]
+        stacks = list(zip(self._there, hosts, strict=True))
+        return [(there[f], here[e]) for e, f in zip(experts, frames, strict=True) for there, here in stacks]
+
+    def _from_disk(self, brought: Seated, experts: Sequence[int], frames: Sequence[int]) -> None:
+        """Through the staging: some are read while the one before them crosses over."""
+        reading: deque[tuple[_Stage, int]] = deque()
+        for turn, (expert, frame) in enumerate(zip(experts, frames, strict=True)):
+            if len(reading) == len(self._stages):
+                self._send(brought, *reading.popleft())
+            stage = self._stages[turn % len(self._stages)]
+            self._vacate(stage)
+            reads = [
+                read
+                for home, into in zip(brought.homes, self._parts(brought, stage), strict=True)
+                for read in home.reads(expert * into.nbytes, into)
+            ]
+            stage.filling = self._readers.start(reads)
+            reading.append((stage, frame))
+        while reading:
+            self._send(brought, *reading.popleft())
+
+    def _parts(self, brought: Seated, stage: _Stage) -> list[memoryview]:
+        """Where each parameter of an expert lies in ``stage``."""
+        parts, begin = [], 0
+        for home in brought.homes:
+            parts.append(stage.memory[begin : begin + home.nbytes // brought.experts])
+            begin += -(-parts[-1].nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return parts
+
+    def _send(self, brought: Seated, stage: _Stage, frame: int) -> None:
+        """Copy the expert in ``stage`` into ``frame`` when it was read."""
+        assert stage.filling is not None
+        self._finish(stage.filling)
+        stage.filling = None
+        here = [
+            torch.frombuffer(part, dtype=home.dtype).view(home.shape[1:])
+            for home, part in zip(brought.homes, self._parts(brought, stage), strict=True)
+        ]
+        stage.leaving = self._copy([frame], list(zip([there[frame] for there in self._there], here, strict=True)))
+
+    def _vacate(self, stage: _Stage) -> None:
+        """Nobody reads or writes ``stage`` any more."""
+        if stage.filling is not None:  # of a forward that failed
+            self._stall.wait(stage.filling)
+            stage.filling = None
+        leaving, stage.leaving = stage.leaving, None
+        if leaving is not None:
+            leaving.wait()
+
+    def _copy(self, frames: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> Crossed | None:
+        try:
+            self._last = self._carrier.copy([self._first + frame for frame in frames], pairs)
+        except (RuntimeError, TransferError) as error:
+            raise TransferError(f"experts could not be copied to the device: {error}") from error
+        return self._last
+
+    def _go_ahead(self, layer: int) -> None:
+        """Begin to copy experts of the next layer that are likely to be chosen, in place of less likely ones."""
+        following = (layer + 1) % len(self.layers)
+        if not self.layers[following].in_host:
+            return
+        likely = [e for e in self._uses.likely(following, _LIKELY).tolist() if e < self._experts[following]]
+        for expert in likely:
+            if self._frame[following, expert] >= 0:
+                continue
+            if not self._free:
+                frames = np.flatnonzero(~self._pinned & (self._layer_in >= 0))
+                if not len(frames):
+                    return
+                distances = self._uses.distances(self._layer_in[frames], self._expert_in[frames], layer)
+                due = self._uses.distances(np.array([following]), np.array([expert]), layer)
+                if distances.max() <= due[0]:
+                    return
+                self._evict(int(frames[distances.argmax()]))
+            try:
+                self._fill_all(following, [expert], [self._free[-1]])
+            except TransferError:
+                return  # it is tried again when it is chosen
+
+    def _hide(self, layer: int, expert: int) -> None:
+        """Nothing shows it."""
+
+
+def stage_bytes(homes: Sequence[Home], experts: int) -> int:
+    """Of one expert on its way from disk."""
+    each = [-(-home.nbytes // experts // _ALIGNED_BYTES) * _ALIGNED_BYTES for home in homes]
+    return -(-sum(each) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def renumbered(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], choices: Tensor, numbers: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward with ``numbers`` instead of ``choices``."""
+
+    def change(value: Any) -> Any:
+        return numbers if value is choices else value
+
+    return tuple(change(value) for value in args), {name: change(value) for name, value in kwargs.items()}

@@ -1,0 +1,163 @@
+"""Which modules of a model get their weights together, when their forward begins: its layers, and large single modules.
+
+Owns the division: every parameter belongs to one unit, or is small and stays in memory. Of a layer's parameters, those
+that its experts have stacked can be a unit of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from stowage.weights.checkpoint import PAGE_BYTES
+from stowage.weights.experts import memory_pages
+
+__all__ = ["SMALL_BYTES", "Unit", "arranged", "divide", "looks_up", "renumbers"]
+
+SMALL_BYTES = 16 << 10
+"""Norms and biases: reading them by themselves costs more than keeping them."""
+LEAF_BYTES = 64 << 10
+"""A single module from here on is a unit of its own."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """``parameters``: those of ``module`` that are not small, by their name in the model. ``rows``: an embedding, of
+    which a forward needs the rows of its tokens and no others. ``experts``: how many are stacked in each parameter, 0
+    for what is not a layer's experts. ``apart``: the experts of this unit, whose parameters are also its own.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    rows: bool = False
+    experts: int = 0
+    apart: list[Unit] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters.values())
+
+
+def divide(model: Any) -> list[Unit]:
+    """The units of ``model`` in the order of its modules. Layers that share a parameter each have it; an embedding
+    whose table another unit has is no unit.
+    """
+    units = [unit for unit in _units("", model) if unit.parameters]
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    whole = {id(_named(model, tied.get(name, name))) for unit in units if not unit.rows for name in unit.parameters}
+    for unit in units:
+        if unit.rows:
+            names = [name for name in unit.parameters if id(_named(model, tied.get(name, name))) not in whole]
+            unit.parameters = {name: unit.parameters[name] for name in names}
+    owners = Counter(id(p) for unit in units for p in unit.parameters.values())
+    places = sum(part.experts * len(part.parameters) for unit in units for part in unit.apart)
+    possible = memory_pages.supported() and places <= memory_pages.places_most()
+    for unit in units:
+        unit.apart = [
+            part for part in unit.apart if possible and all(owners[id(p)] == 1 for p in part.parameters.values())
+        ]
+    return [unit for unit in units if unit.parameters]
+
+
+def arranged(units: list[Unit], names: Collection[str]) -> list[Unit]:
+    """The same, with the experts that are called by one of ``names`` as units of their own, after their layer's."""
+    found = []
+    for unit in units:
+        parts = [part for part in unit.apart if part.name in names]
+        away = {name for part in parts for name in part.parameters}
+        left = {name: parameter for name, parameter in unit.parameters.items() if name not in away}
+        found += [Unit(unit.name, unit.module, left, unit.rows, unit.experts), *parts] if parts else [unit]
+    return found
+
+
+def _named(model: Any, name: str) -> Any:
+    module, _, own = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(module), own)
+    except AttributeError:
+        return None
+
+
+def _units(name: str, module: nn.Module) -> Iterator[Unit]:
+    for own, child in module.named_children():
+        path = f"{name}.{own}" if name else own
+        if isinstance(child, nn.ModuleList) and len(child) > 1:
+            for index, layer in enumerate(child):
+                yield _unit(f"{path}.{index}", layer)
+        elif isinstance(child, nn.Embedding) or not any(True for _ in child.children()):
+            if sum(p.numel() * p.element_size() for p in child.parameters(recurse=False)) >= LEAF_BYTES:
+                yield _unit(path, child)
+        else:
+            yield from _units(path, child)
+
+
+def _unit(name: str, module: nn.Module) -> Unit:
+    unit = Unit(name, module, rows=isinstance(module, nn.Embedding) and looks_up(module))
+    for own, parameter in module.named_parameters():
+        if parameter.numel() * parameter.element_size() > SMALL_BYTES:
+            unit.parameters[f"{name}.{own}"] = parameter
+    for own, part in module.named_modules():
+        experts = _experts(f"{name}.{own}", part, unit) if own else None
+        if experts is not None:
+            unit.apart.append(experts)
+    return unit
+
+
+def _experts(name: str, module: nn.Module, unit: Unit) -> Unit | None:
+    """``module`` as a unit if it is experts: parameters of three dimensions, of which the first counts experts, and a
+    forward that takes hidden states, which experts are chosen, and by how much. ``WeightSource.prove`` sees whether it
+    computes with these only.
+    """
+    own = {f"{name}.{own}": p for own, p in module.named_parameters(recurse=False) if p.dim() == 3 and len(p) > 1}
+    stacked = {name: p for name, p in own.items() if name in unit.parameters and _in_pages(p)}
+    taken = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not stacked or len(taken) < 3 or len({len(p) for p in stacked.values()}) > 1:
+        return None
+    return Unit(name, module, stacked, experts=len(next(iter(stacked.values()))))
+
+
+def _in_pages(stack: nn.Parameter) -> bool:
+    """Whether each expert takes whole pages, and has some of its own wherever the first begins."""
+    expert_bytes = stack[0].numel() * stack.element_size()
+    return expert_bytes % PAGE_BYTES == 0 and expert_bytes > PAGE_BYTES
+
+
+def renumbers(module: nn.Module) -> bool:
+    """Whether a module of experts answers the same when its experts have other numbers: Transformers' grouped and
+    batched kernels do, which add up a token's experts in the order in which they were chosen; its plain loop adds them
+    up by number.
+    """
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    own = all(hasattr(module, name) for name in ("num_experts", "has_bias", "is_transposed"))
+    return own and implementation in ("grouped_mm", "batched_mm")
+
+
+def looks_up(module: nn.Embedding) -> bool:
+    """Whether the forward of an embedding takes ids and looks them up: then any table with their rows will do. A
+    class of its own may scale what it finds; one that makes ids of something else is found out by trying it with a
+    small table.
+    """
+    if module.max_norm is not None:
+        return False
+    if type(module).forward is nn.Embedding.forward:
+        return True
+    trial = copy.copy(module)
+    trial.padding_idx = None
+    trial.__dict__["_buffers"] = {name: torch.ones(b.shape, dtype=b.dtype) for name, b in module.named_buffers()}
+    table = torch.randn(8, module.embedding_dim)
+    found = []
+    for rows, ids in ((table, [[5, 2, 5, 7]]), (table[[2, 5, 7]], [[1, 0, 1, 2]])):
+        trial.__dict__["_parameters"] = {"weight": nn.Parameter(rows)}
+        try:
+            found.append(nn.Embedding.__call__(trial, torch.tensor(ids)))
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+            return False
+    return all(isinstance(f, torch.Tensor) for f in found) and torch.equal(*found)

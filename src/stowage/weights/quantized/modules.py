@@ -1,0 +1,305 @@
+"""Models with packed matrices: which matrices of a model can be packed, and the modules that compute with them.
+
+A linear layer has one parameter of bytes, called after its form, in the place of its weight; stacked experts have one
+of (experts, pieces, bytes) for each stack. Everything else of the model is Transformers' own and as it was: experts run
+its loop over those that were chosen. Transformers builds such a model because a quantizer is registered with it under
+``METHOD``; it replaces the modules before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stowage.errors import CheckpointError
+from stowage.weights.checkpoint import PAGE_BYTES
+from stowage.weights.quantized.codes import FORMS, GROUPS, Form, PackedMatrix, form_of
+
+__all__ = [
+    "FILE",
+    "METHOD",
+    "VARIANT",
+    "VERSION",
+    "Target",
+    "forms_in",
+    "marked",
+    "packed_forms",
+    "register",
+    "replace",
+    "targets",
+]
+
+METHOD: Final = "stowage_pack"
+"""What ``quantization_config`` in config.json calls it."""
+VERSION: Final = 1
+VARIANT: Final = "stowage"
+FILE: Final = f"model.{VARIANT}.safetensors"
+"""Not the name that Transformers looks for: without Stowage it finds no weights, and fills no gap."""
+_KEPT: Final = ("gate", "router", "wg", "shared_expert_gate", "kv_b_proj")
+"""Routers are small and decide much; of kv_b_proj the weight itself is computed with."""
+_OUTPUTS_LEAST, _INPUTS_LEAST = 16, 32
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is bytes of ``form``."""
+
+    def __init__(self, form: Form, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.form, self.dtype = form, dtype
+        self.in_features, self.out_features = form.inputs, form.outputs
+        empty = torch.empty(form.nbytes, dtype=torch.uint8, device="meta")
+        self.register_parameter(form.name, nn.Parameter(empty, requires_grad=False))
+        self.register_parameter("bias", bias)
+        self._is_hf_initialized = True  # Transformers would fill what it knows with random numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix: Any = self.matrix  # a mode of torch that has its own product is asked first
+        return nn.functional.linear(x, matrix, self._parameters["bias"])
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        return PackedMatrix(self.form, self._parameters[self.form.name], self.dtype)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> Tensor:
+        """Unpacked, in memory of its own: for code that does more with it than a linear layer does."""
+        return self.matrix.unpacked()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, form={self.form.name}"
+
+
+class PackedStack:
+    """``packed`` (experts, pieces, bytes) as what a model's loop over experts takes one matrix after the other from."""
+
+    __slots__ = ("dtype", "form", "packed", "transposed")
+
+    def __init__(self, form: Form, packed: Tensor, dtype: torch.dtype, transposed: bool) -> None:
+        self.form, self.packed, self.dtype, self.transposed = form, packed, dtype, transposed
+
+    def __getitem__(self, expert: Tensor | int) -> PackedMatrix:
+        return PackedMatrix(self.form, self.packed[int(expert)].reshape(-1), self.dtype, self.transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter that can be packed: ``own`` of ``module``. ``experts``: 0 for a linear layer's weight."""
+
+    path: str
+    module: nn.Module
+    own: str
+    outputs: int
+    inputs: int
+    experts: int = 0
+    transposed: bool = False
+    head: bool = False
+
+    def form(self, name: str, group: int) -> Form:
+        """How it is packed when the model is packed as ``name``: what has no whole groups, and the output layer, whose
+        errors nothing evens out, are int8.
+        """
+        if self.head or not Form.fits(name, self.inputs, group):
+            name = "int8"
+        return Form(name, self.outputs, self.inputs, group if name == "int4" else 0)
+
+    def packed_name(self, form: str) -> str:
+        """What it is called when it is packed."""
+        return f"{self.path}_{form}" if self.experts else f"{self.path.removesuffix('.weight')}.{form}"
+
+    def shape(self, form: Form) -> tuple[int, ...]:
+        """Of the packed parameter."""
+        if not self.experts:
+            return (form.nbytes,)
+        piece = PAGE_BYTES if form.nbytes % PAGE_BYTES == 0 else form.nbytes
+        return (self.experts, form.nbytes // piece, piece)
+
+    def pack(self, values: Tensor, form: Form) -> Tensor:
+        """The bytes of ``values``, in the shape that they have in the file. Raises CheckpointError."""
+        if not self.experts:
+            return form.pack(values)
+        packed = torch.empty(self.shape(form), dtype=torch.uint8)
+        for expert in range(self.experts):
+            one = values[expert].t() if self.transposed else values[expert]
+            packed[expert] = form.pack(one).view(packed.shape[1:])
+        return packed
+
+
+def targets(model: Any) -> Iterator[Target]:
+    """What of ``model`` (which may have no bytes) can be packed: linear layers, and stacked experts that its own loop
+    takes one by one. Not what is tied to another parameter, routers, and matrices that are too small.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    shared = {*tied.keys(), *tied.values()}
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            path = f"{name}.weight"
+            large = module.out_features >= _OUTPUTS_LEAST and module.in_features >= _INPUTS_LEAST
+            floats = module.weight is not None and module.weight.is_floating_point()
+            if large and floats and path not in shared and name.rpartition(".")[2] not in _KEPT:
+                outputs, inputs = module.weight.shape
+                yield Target(path, module, "weight", outputs, inputs, head=module is head)
+        elif _loops(module):
+            for own, stack in module.named_parameters(recurse=False):
+                if stack.dim() == 3 and len(stack) > 1 and stack.is_floating_point() and f"{name}.{own}" not in shared:
+                    outputs, inputs = stack.shape[1:][:: -1 if module.is_transposed else 1]
+                    if outputs >= _OUTPUTS_LEAST and inputs >= _INPUTS_LEAST:
+                        path = f"{name}.{own}"
+                        yield Target(path, module, own, outputs, inputs, len(stack), bool(module.is_transposed))
+
+
+def _loops(module: nn.Module) -> bool:
+    """Whether ``module`` is experts of the kind that Transformers can run in several ways, of which its own loop, which
+    indexes the stacks by expert, is one.
+    """
+    stated = all(hasattr(module, name) for name in ("is_transposed", "has_gate", "is_concatenated"))
+    return stated and hasattr(type(module).forward, "__wrapped__")
+
+
+def forms_in(names: Sequence[str]) -> dict[str, str]:
+    """The packed tensors among ``names``, and how each is packed."""
+    return {name: form for name in names if (form := form_of(name))}
+
+
+def replace(model: Any, names: Sequence[str], group: int, dtype: torch.dtype) -> list[Form]:
+    """Put packed modules in the place of those of ``model`` whose weights are packed in a file with tensors ``names``.
+
+    Raises CheckpointError when the model has no place for one of them.
+    """
+    packed, forms = forms_in(names), list[Form]()
+    stacks: dict[int, tuple[nn.Module, dict[str, tuple[Form, bool]]]] = {}
+    for target in list(targets(model)):
+        found = next((form for form in FORMS if target.packed_name(form) in packed), None)
+        if found is None:
+            continue
+        del packed[target.packed_name(found)]
+        form = Form(found, target.outputs, target.inputs, group if found == "int4" else 0)
+        forms.append(form)
+        if not target.experts:
+            parent, _, own = target.path.removesuffix(".weight").rpartition(".")
+            linear: Any = target.module
+            setattr(model.get_submodule(parent), own, PackedLinear(form, linear.bias, dtype))
+            continue
+        module = target.module
+        delattr(module, target.own)
+        empty = torch.empty(target.shape(form), dtype=torch.uint8, device="meta")
+        module.register_parameter(f"{target.own}_{found}", nn.Parameter(empty, requires_grad=False))
+        stacks.setdefault(id(module), (module, {}))[1][target.own] = (form, target.transposed)
+    if packed:
+        raise CheckpointError(
+            f"{next(iter(packed))} is packed, and this model has no such matrix: config.json and {FILE} do not belong "
+            "together, or Transformers has changed the model. Pack it again: stowage pack MODEL DIR"
+        )
+    for module, forms_of in stacks.values():
+        plain: Any = type(module)
+        module._is_hf_initialized = True  # type: ignore[assignment]  # see above
+        module.__class__ = _with_stacks(plain, dtype, tuple(sorted(forms_of.items())))
+    return forms
+
+
+@functools.lru_cache(maxsize=256)
+def _with_stacks(plain: Any, dtype: torch.dtype, forms: tuple[tuple[str, tuple[Form, bool]], ...]) -> type[nn.Module]:
+    """``plain`` experts that run their own loop, and take each stack from its packed parameter."""
+
+    def stack_of(own: str, form: Form, transposed: bool) -> property:
+        def stack(self: nn.Module) -> PackedStack:
+            packed = self._parameters[f"{own}_{form.name}"]
+            assert packed is not None
+            return PackedStack(form, packed, dtype, transposed)
+
+        return property(stack)
+
+    members: dict[str, Any] = {own: stack_of(own, *how) for own, how in forms}
+    members["stack_forms"] = tuple(form for _, (form, _) in forms)
+    members["forward"] = plain.forward.__wrapped__
+    return type(f"Packed{plain.__name__}", (plain,), members)
+
+
+def packed_forms(model: Any) -> list[Form]:
+    """Of every packed matrix of ``model``; of stacked experts, once."""
+    found = list[Form]()
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            found.append(module.form)
+        found += getattr(type(module), "stack_forms", ())
+    return found
+
+
+def marked(config: Any) -> dict[str, Any]:
+    """What a config says of packing, checked; empty where the checkpoint is not packed.
+
+    Raises CheckpointError for what this version does not read.
+    """
+    stated: Any = getattr(config, "quantization_config", None)
+    stated = stated.to_dict() if hasattr(stated, "to_dict") else stated
+    if not isinstance(stated, dict) or stated.get("quant_method") != METHOD:
+        return {}
+    if stated.get("version") != VERSION or stated.get("group") not in GROUPS:
+        raise CheckpointError(
+            f"the checkpoint was packed in version {stated.get('version')!r} with groups of {stated.get('group')!r}, "
+            f"and this Stowage reads version {VERSION}: pack it again with stowage pack, or upgrade Stowage."
+        )
+    return dict(stated)
+
+
+def register() -> None:
+    """Make Transformers build packed models. May be called again."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if METHOD in AUTO_QUANTIZER_MAPPING:
+        return
+
+    class PackConfig(QuantizationConfigMixin):  # type: ignore[misc]
+        def __init__(self, **stated: Any) -> None:
+            self.__dict__.update(stated)
+
+    class PackQuantizer(HfQuantizer):  # type: ignore[misc]
+        def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+            self._dtype = dtype
+            return dtype
+
+        def _process_model_before_weight_loading(self, model: Any, **given: Any) -> None:
+            (file,) = given["checkpoint_files"]
+            replace(model, names_in(Path(file)), self.quantization_config.group, self._dtype)
+            self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+        def _process_model_after_weight_loading(self, model: Any, **_given: Any) -> Any:
+            _check_shapes(model, self._shapes)
+            return model
+
+        def is_serializable(self) -> bool:
+            return False
+
+        @property
+        def is_trainable(self) -> bool:
+            return False
+
+    register_quantization_config(METHOD)(PackConfig)
+    register_quantizer(METHOD)(PackQuantizer)
+
+
+def _check_shapes(model: Any, shapes: Mapping[str, torch.Size]) -> None:
+    """Of a quantised model Transformers does not: with other groups, bytes would be taken for other weights."""
+    for name, tensor in model.state_dict().items():
+        if tensor.shape != shapes.get(name):
+            raise CheckpointError(
+                f"{name} in {FILE} is {tuple(tensor.shape)}, and config.json describes {tuple(shapes.get(name, ()))}: "
+                "they are of different checkpoints. Copy both files that stowage pack wrote."
+            )
+
+
+def names_in(path: Path) -> list[str]:
+    """The tensors of a safetensors file that was checked before."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return [name for name in json.loads(file.read(length)) if name != "__metadata__"]

@@ -1,0 +1,183 @@
+"""Writes a model's weights with its large matrices packed, one parameter at a time, as Transformers' loading leaves
+them: renamed, stacked and fused, so that nothing is left to convert when they are loaded.
+
+Owns the file, a safetensors file with room for its header in front. What is large is written as it comes, in whole
+pages most often; what is small or odd waits, and comes last: so every packed matrix begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
+from stowage.weights.building import Building
+from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint
+from stowage.weights.parameter_location import memory_of
+from stowage.weights.quantized.modules import METHOD, Target, targets
+
+__all__ = ["Written", "write"]
+
+_ALIGNED_BYTES: Final = 64
+_WAITS_BELOW_BYTES: Final = 64 << 10
+_ENTRY_BYTES: Final = 200
+"""Of a tensor in the header besides its name (twice), at most: type, dimensions, offsets, its number of weights."""
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(slots=True)
+class Written:
+    """What was written. ``packed``: tensors by form; ``weights``: numbers in them; ``kept``: other tensors."""
+
+    packed: dict[str, int]
+    weights: int = 0
+    kept: int = 0
+    nbytes: int = 0
+
+
+def write(
+    files: Sequence[Path],
+    build: Callable[[], Any],
+    path: Path,
+    form: str,
+    group: int,
+    progress: Callable[[int, int], None],
+) -> Written:
+    """``build`` loads the model from ``files``, with Transformers; it is written to ``path``, which is new.
+
+    ``progress`` is told how many tensors are done, of how many. The memory for it is the largest parameter, some times
+    over. Raises UnsupportedModelError when there is nothing to pack, CheckpointError, StorageError, and whatever
+    ``build`` raises.
+    """
+    checkpoint = Checkpoint(files)
+    try:
+        writing = _Writing(checkpoint, path, form, group, progress)
+        try:
+            writing.finish(writing.build(build))
+        finally:
+            os.close(writing.fd)
+        return writing.written
+    except OSError as error:
+        raise StorageError(f"{path.parent} does not take the packed weights: {error.strerror or error}.") from error
+    finally:
+        checkpoint.close()
+
+
+class _Writing(Building):
+    def __init__(
+        self, checkpoint: Checkpoint, path: Path, form: str, group: int, progress: Callable[[int, int], None]
+    ) -> None:
+        super().__init__(checkpoint)
+        self.written = Written({})
+        self._form, self._group, self._progress = form, group, progress
+        self._targets: dict[str, Target] = {}
+        self._wanted: set[str] = set()
+        self._all = 0
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._packed: dict[str, int] = {}
+        self._waiting: list[tuple[str, Tensor]] = []
+        self._data_at = self._end = 0
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def begin(self, root: nn.Module) -> None:
+        self._targets = {target.path: target for target in targets(root)}
+        if not self._targets:
+            raise UnsupportedModelError(
+                "this model has no linear layers or stacked experts that could be packed (GPT-2's are of a kind of its "
+                "own): run it as it is."
+            )
+        tied = getattr(root, "all_tied_weights_keys", None) or {}
+        self._wanted = {name for name in root.state_dict() if tied.get(name, name) == name}
+        self._all = len(self._wanted)
+        names_bytes = sum(_ENTRY_BYTES + 2 * len(json.dumps(name)) for name in self._wanted)
+        self._data_at = -(-(8 + 256 + names_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+    def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
+        values = parameter.detach()
+        if type(values) is not Tensor or values.layout is not torch.strided:
+            raise UnsupportedModelError(
+                f"{path} is a {type(values).__name__}, no plain tensor: the checkpoint is quantised already. Pack the "
+                "original that it was made from."
+            )
+        self._take(path, values)
+        nothing = torch.zeros(1, dtype=values.dtype).expand(values.shape)
+        return nn.Parameter(nothing, requires_grad=False)
+
+    def finish(self, model: Any) -> None:
+        """Buffers, what has waited, and the header. Raises CheckpointError when a tensor never came."""
+        buffers = dict(model.named_buffers())
+        for name in sorted(self._wanted & buffers.keys()):
+            self._take(name, buffers[name].detach())
+        if self._wanted:
+            raise CheckpointError(
+                f"{sorted(self._wanted)[0]} was not loaded, so the packed checkpoint would not be whole: download the "
+                "checkpoint again."
+            )
+        self._waiting.sort(key=lambda waiting: (waiting[1].nbytes % _ALIGNED_BYTES > 0, -waiting[1].nbytes))
+        for name, values in self._waiting:
+            self._append(name, values)
+        metadata = {"format": "pt", METHOD: json.dumps(self._packed, separators=(",", ":"))}
+        header = json.dumps({"__metadata__": metadata, **self._entries}, separators=(",", ":")).encode()
+        assert 8 + len(header) <= self._data_at
+        room = self._data_at - 8
+        _write_all(self.fd, room.to_bytes(8, "little") + header.ljust(room), 0)
+        os.fsync(self.fd)
+        self.written.nbytes = self._data_at + self._end
+
+    def _take(self, path: str, values: Tensor) -> None:
+        if path not in self._wanted:
+            return
+        self._wanted.remove(path)
+        target = self._targets.get(path)
+        if target is None:
+            self._put_off(path, values.contiguous())
+            self.written.kept += 1
+        else:
+            form = target.form(self._form, self._group)
+            name = target.packed_name(form.name)
+            self._put_off(name, target.pack(values, form))
+            self._packed[name] = values.numel()
+            self.written.packed[form.name] = self.written.packed.get(form.name, 0) + 1
+            self.written.weights += values.numel()
+        self._progress(self._all - len(self._wanted), self._all)
+
+    def _put_off(self, name: str, values: Tensor) -> None:
+        small = values.nbytes < _WAITS_BELOW_BYTES and values.nbytes % PAGE_BYTES
+        if small or values.nbytes % _ALIGNED_BYTES:
+            self._waiting.append((name, values.clone()))
+        else:
+            self._append(name, values)
+
+    def _append(self, name: str, values: Tensor) -> None:
+        if values.dtype not in _DTYPES:
+            raise UnsupportedModelError(f"{name} has the type {values.dtype}, which is not written.")
+        _write_all(self.fd, memory_of(values), self._data_at + self._end)
+        offsets = [self._end, self._end + values.nbytes]
+        self._entries[name] = {"dtype": _DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": offsets}
+        self._end += values.nbytes
+
+
+def _write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(fd, content[done:], offset + done)

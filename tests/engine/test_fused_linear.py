@@ -1,0 +1,150 @@
+"""Linear layers with one input: computed together where a model asks for all of them, with the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stowage.executor import kernels as native
+from stowage.executor.determinism.row_invariance import OwnRows
+
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+
+
+class Net(nn.Module):
+    """Three layers of one input, and what comes between them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(40, 30, bias=False), nn.Linear(40, 7, bias=False)
+        self.third = nn.Linear(40, 30, bias=False)
+        self.disturbs, self.skips = False, False
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        outs = [self.first(x)]
+        if self.disturbs:
+            x += 1
+        if not self.skips:
+            outs.append(self.second(x))
+        return [*outs, self.third(x)]
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def net(request):
+    return Net(request.param).requires_grad_(False)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many layers each call of the kernel computed."""
+    counted: list[int] = []
+    real = native._kernel.linear
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(native_kernel, name)
+
+        def linear(self, *args):
+            counted.append((len(args) - 8) // 5)
+            real(*args)
+
+    native_kernel = native._kernel
+    monkeypatch.setattr(native, "_kernel", Counting())
+    return counted
+
+
+def run(net: Net, mode: OwnRows, seed: int, rows: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    """What the model gives under the mode, and layer by layer."""
+    dtype = net.first.weight.dtype
+    x = torch.randn(1, rows, 40, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    later = x + 1 if net.disturbs else x
+    layers = [(net.first, x), *([] if net.skips else [(net.second, later)]), (net.third, later)]
+    expected = [native.linear(given, layer.weight) for layer, given in layers]
+    with torch.inference_mode(), mode:
+        return net(x.clone()), expected
+
+
+def agree(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def together() -> list[int]:
+    """How many layers a call of the kernel takes here, where it can take three."""
+    pairs = native._kernel.multiplies_halves()
+    return [3] if pairs else [1, 1, 1]
+
+
+def test_layers_of_one_input_are_computed_in_one_call_with_the_same_bits(net, calls):
+    mode = OwnRows(linear=True, exact=False)
+    for seed, rows in enumerate((3, 1, 8, 2)):
+        found, expected = run(net, mode, seed, rows)
+        assert agree(found, expected)
+        assert all(out.shape == (1, rows, layer.shape[0]) for out, layer in zip(found, net.parameters(), strict=True))
+    calls.clear()
+    with torch.inference_mode(), mode:
+        net(torch.ones(1, 1, 40, dtype=net.first.weight.dtype))
+    assert calls == ([3] if net.first.weight.dtype is torch.float32 else together())
+
+
+def test_a_model_that_changes_the_input_in_between_is_left_alone(net):
+    net.disturbs = True
+    mode = OwnRows(linear=True, exact=False)
+    for seed in range(3):
+        assert agree(*run(net, mode, seed))
+
+
+def test_a_layer_that_is_not_asked_for_any_more(net, calls):
+    mode = OwnRows(linear=True, exact=False)
+    for seed in range(2):
+        assert agree(*run(net, mode, seed))
+    net.skips = True
+    for seed in range(3):
+        assert agree(*run(net, mode, seed))
+    calls.clear()
+    net.skips = False
+    with torch.inference_mode(), mode:
+        net(torch.ones(1, 1, 40, dtype=net.first.weight.dtype))
+    assert calls[0] == 1, "what was in vain once is not tried again"
+
+
+def test_other_weights_of_the_same_layer_count(net):
+    """A parameter whose numbers are elsewhere than before."""
+    mode = OwnRows(linear=True, exact=False)
+    for seed in range(3):
+        net.second.weight.data = net.second.weight.data + seed
+        assert agree(*run(net, mode, seed))
+
+
+def test_weights_that_come_and_go_are_not_computed_ahead(net, calls):
+    mode = OwnRows(linear=True, exact=False, placed=True)
+    for seed in range(3):
+        assert agree(*run(net, mode, seed))
+    assert set(calls) == {1}
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, bias, placed, monkeypatch):
+    torch.manual_seed(3)
+    layer = nn.Linear(40, 24, bias=bias).requires_grad_(False).to(dtype)
+    torch_is_quick = dtype is torch.float32 or native._kernel.multiplies_halves()
+    asked = []
+    multiply = native._multiply
+    monkeypatch.setattr(native, "_multiply", lambda x, *rest: (asked.append(len(x)), multiply(x, *rest)))
+    for rows in (native.ROWS_FEW, native.ROWS_FEW + 1):
+        x = torch.randn(rows, 40).to(dtype)
+        ours = native.linear(x, layer.weight, layer.bias)
+        few = rows <= native.ROWS_FEW or not torch_is_quick
+        for exact, kernels in ((False, few), (True, True)):
+            asked.clear()
+            with OwnRows(linear=True, exact=exact, placed=placed):
+                found = layer(x)
+            assert asked == [rows] * kernels
+            assert torch.equal(found, ours if kernels else layer(x))
+        asked.clear()
+        assert torch.equal(native.product(x, layer.weight, layer.bias), ours if few else layer(x))
+        assert asked == [rows] * few
