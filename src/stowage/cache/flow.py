@@ -398,4 +398,4 @@ class Flow:
             queue.check()
             self.breakers[tier].check()
             mine = [flight.payload_bytes for flight in stores if flight.tier == tier]
-            assert (queue.transfers, queue.bytes_under_way) == (len(mine), sum(mine)), "spills under way do not add up"
+            assert (queue.transfers, queue.bytes_in_flight) == (len(mine), sum(mine)), "spills under way do not add up"

@@ -130,7 +130,7 @@ class Loader:
         self._newest_s = -math.inf
         self._planning = False
         self._planned: deque[Bundle] = deque()
-        self._under_way = 0
+        self._in_flight = 0
         self._closing = False
         self._readers = readers
         self._patience_s = patience_s
@@ -138,9 +138,9 @@ class Loader:
         self._worker_pool = shared.system.worker_pool("stowage-disk-read", turns)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Transfers that were taken and not reported yet."""
-        return self._under_way
+        return self._in_flight
 
     @property
     def waiting(self) -> bool:
@@ -152,9 +152,9 @@ class Loader:
         count = len(transfer.keys)
         flight = Flight(transfer, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
         with self._lock:
-            if self._closing or self._under_way >= self._transfers_max:
+            if self._closing or self._in_flight >= self._transfers_max:
                 return False
-            self._under_way += 1
+            self._in_flight += 1
             self._queued.append(flight)
             self._newest_s = self._timer()
             first = len(self._queued) == 1
@@ -379,4 +379,4 @@ class Loader:
         flight.masks[~flight.ok] = 0
         self._finish(flight.outcome())
         with self._lock:
-            self._under_way -= 1
+            self._in_flight -= 1

@@ -26,10 +26,10 @@ from stowage.storage.protocol import Inquiry, Outcome, Transfer
 from stowage.storage.remote.backend import Answer, Backend, Cause, Failure
 from stowage.storage.remote.backoff import Backoff
 from stowage.storage.remote.counters import Counters
-from stowage.storage.remote.limiter import Gate
+from stowage.storage.remote.limiter import Limiter
 from stowage.storage.remote.presence import Presence
 
-__all__ = ["Carrier", "Flight"]
+__all__ = ["Flight", "RemoteTransfers"]
 
 TRIES_MAX: Final = 4
 RETRY_S: Final = 0.05
@@ -66,7 +66,7 @@ class Identity:
     random_bytes: Callable[[int], bytes]
 
 
-class Carrier:
+class RemoteTransfers:
     """See above. `health` knows whether the store answers, `room` whether it takes anything."""
 
     def __init__(
@@ -84,9 +84,9 @@ class Carrier:
         self._presence = presence
         self._counters = counters
         self._request_timeout_s = request_timeout_s
-        self._reads = Gate(bounds.reads_max, bounds.staging_bytes)
-        self._writes = Gate(bounds.writes_max, bounds.staging_bytes)
-        self._probes = Gate(bounds.probes_max, bounds.staging_bytes)
+        self._reads = Limiter(bounds.reads_max, bounds.staging_bytes)
+        self._writes = Limiter(bounds.writes_max, bounds.staging_bytes)
+        self._probes = Limiter(bounds.probes_max, bounds.staging_bytes)
         self.health = Backoff(clock)
         self.room = Backoff(clock)
 
@@ -338,8 +338,8 @@ class Carrier:
 
     def check(self) -> None:
         """Assert the invariants. In the loop, or while nothing is under way."""
-        for gate in (self._reads, self._writes, self._probes):
-            gate.check()
+        for limiter in (self._reads, self._writes, self._probes):
+            limiter.check()
 
 
 def _kind(error: FormatError) -> str:

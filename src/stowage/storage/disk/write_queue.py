@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stowage.storage.protocol import Transfer
 
-__all__ = ["Chunks", "Stream", "Writing"]
+__all__ = ["Chunks", "PendingStore", "WriteQueue"]
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Chunks:
 
 
 @dataclass(slots=True, eq=False)
-class Writing:
+class PendingStore:
     """A transfer, and those of its chunks that can be written: they stand at `places` in it. So many of them were
     `taken`, and so many `written`.
     """
@@ -61,7 +61,7 @@ class Writing:
     written: int = 0
 
 
-class Stream:
+class WriteQueue:
     """Chunks of one transfer after the other, in the order of `more`, which gives the next one or says that none is
     there now. `fits`: whether a payload of that length can be written at all. `unfinished`: transfers that did not come
     out of `settled` yet, oldest first. `refused`: chunks that will not be written.
@@ -70,7 +70,7 @@ class Stream:
     def __init__(self, more: Callable[[], Transfer | None], fits: Callable[[int], bool]) -> None:
         self._more = more
         self._fits = fits
-        self.unfinished: deque[Writing] = deque()
+        self.unfinished: deque[PendingStore] = deque()
         self.refused = 0
         self._dry = False  # nothing waited when it was last asked for
 
@@ -96,7 +96,7 @@ class Stream:
         """Of transfers that are not settled."""
         return {key for writing in self.unfinished for key in writing.transfer.keys}
 
-    def _add(self, transfer: Transfer) -> Writing:
+    def _add(self, transfer: Transfer) -> PendingStore:
         lengths = [buffer.nbytes for buffer in transfer.buffers]
         fitting = {length for length in set(lengths) if length and self._fits(length)}
         masks: list[int] = transfer.masks.tolist()
@@ -111,7 +111,7 @@ class Stream:
                 [masks[at] for at in places],
                 [transfer.buffers[at] for at in places],
             )
-        writing = Writing(transfer, np.zeros(len(lengths), np.bool_), chunks, places)
+        writing = PendingStore(transfer, np.zeros(len(lengths), np.bool_), chunks, places)
         self.unfinished.append(writing)
         return writing
 
@@ -132,7 +132,7 @@ class Stream:
             count -= some
         assert count == 0, "more than were taken"
 
-    def settled(self) -> list[Writing]:
+    def settled(self) -> list[PendingStore]:
         """Transfers of which nothing is left to be written, in their order. Each comes out once."""
         done = []
         while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].places):
