@@ -18,10 +18,11 @@ from stowage.engine.pace import Pace
 from stowage.engine.request import Delta, Request
 from stowage.engine.residency import Residency
 from stowage.engine.runner import Runner
+from stowage.engine.sampler import check_logits
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.sequence import Sequence
 from stowage.engine.step import Work
-from stowage.errors import RequestError, StowageError
+from stowage.errors import ModelError, RequestError, StowageError
 from stowage.store import TieredStore
 
 logger = logging.getLogger("stowage.engine")
@@ -190,18 +191,26 @@ class Loop:
         """End the requests that cannot go on."""
         failed, self._scheduler.failed = self._scheduler.failed, []
         for sequence, error in failed:
-            self._scheduler.finish(sequence)
-            self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
+            self._end(sequence, error)
 
     def _fail(self, work: list[Work], error: StowageError) -> None:
         logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})
         for item in work:
-            request, sequence = self.open.pop(item.sequence.id)
-            self._scheduler.finish(sequence)
-            request.deliver(Delta("", [], error=error))
+            self._end(item.sequence, error)
+
+    def _end(self, sequence: Sequence, error: StowageError) -> None:
+        """End one request with its error; what it has is given back."""
+        self._scheduler.finish(sequence)
+        self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
 
     def _advance(self, work: Work, logits: Any) -> None:
         sequence = work.sequence
+        try:
+            check_logits(logits)  # before anything of the step is kept: its keys and values may be no numbers either
+        except ModelError as error:
+            logger.warning("a request failed: %s", error, extra={"stowage_event": "no-numbers"})
+            self._end(sequence, error)
+            return
         sequence.computed += work.count
         self._residency.settle(sequence)
         if work.every_logit:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stowage.errors import RequestError
+from stowage.errors import ModelError, RequestError
 
 LOGPROBS_MAX = 50
 
@@ -84,6 +84,17 @@ def logprobs_of(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogpro
     return [TokenLogprob(*report) for report in zip(tokens, chosen, likeliest, strict=True)]
 
 
+def check_logits(logits: Tensor) -> None:
+    """Raises ModelError for a row of ``logits`` ``[rows, vocab]`` that says nothing: with a NaN, with plus infinity, or
+    with minus infinity everywhere. Minus infinity at some tokens says that those are never drawn.
+    """
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise ModelError(
+            "the model computed logits that are not numbers (NaN or infinite) for this request, so no token can be "
+            "drawn; nothing of this step is kept. Try another dtype (float32), and check the checkpoint's weights."
+        )
+
+
 class Sampler:
     """Draws the tokens of one sequence."""
 
@@ -108,13 +119,15 @@ class Sampler:
     def _filtered(self, logits: Tensor) -> Tensor:
         """Probabilities ``[vocab]`` after temperature and filters."""
         params = self.params
-        scaled = logits / params.temperature
+        # The likeliest is 0 whatever the temperature, and others at worst minus infinity: no overflow, no NaN.
+        scaled = ((logits.double() - logits.max()) / params.temperature).float()
         if 0 < params.top_k < scaled.numel():
             least = scaled.topk(params.top_k).values[-1]
             scaled = scaled.masked_fill(scaled < least, -math.inf)
         if params.top_p < 1:
             ordered, order = scaled.softmax(-1).sort(descending=True)
             beyond = ordered.cumsum(-1) - ordered >= params.top_p
+            beyond[0] = False  # where top_p is less than a float32 can say
             scaled = scaled.index_fill(0, order[beyond], -math.inf)
         probabilities = scaled.softmax(-1)
         if params.min_p > 0:
