@@ -190,11 +190,17 @@ class Engine:
         """
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
+        asked: list[Request] = []
 
         def hand_over(delta: Delta) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, delta)
+            try:
+                loop.call_soon_threadsafe(pieces.put_nowait, delta)
+            except RuntimeError:  # the event loop was closed: nobody listens any more
+                for request in asked:
+                    self.cancel(request)
 
         request = self.submit(prompt, params, hand_over, salt=salt)
+        asked.append(request)
         try:
             delta = Delta("", [])
             while delta.completion is None:

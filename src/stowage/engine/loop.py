@@ -1,14 +1,17 @@
 """The engine's thread: requests come in, steps are computed, completions go out.
 
 Owns the lives of requests. The scheduler and everything behind it is touched by this thread only, or under ``lock``
-while it rests. A bug ends the loop with every request told; an operating error never does.
+while it rests. A bug ends the loop with every request told; an operating error never does, nor does what a request's
+own ``on_delta`` raises.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from stowage import openmp
@@ -32,6 +35,8 @@ CHECK_EVERY_S = 30.0
 """An engine that has become idle verifies its invariants, at most this often."""
 _LOADING_WAIT_S = 0.005
 _IDLE_WAIT_S = 0.05
+_TELLERS = 32
+"""Threads that call ``on_delta`` of what was open when the engine stopped: one that blocks holds up nobody else."""
 
 
 class Loop:
@@ -114,21 +119,32 @@ class Loop:
                     self._accept()
                     self._end_cancelled()
                     self._step()
-        except Exception as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
+            with self.lock:
+                self._accept()
+                for request, sequence in list(self.open.values()):
+                    self._finish(request, sequence, "cancelled")
+        except BaseException as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
             logger.exception("the engine stopped", extra={"stowage_event": "fault"})
             self._broken = error
-        with self.lock, self._news:
-            self._accept()
-            for request, sequence in list(self.open.values()):
-                self._end_with_loop(request, sequence)
+        finally:
+            self._tell_all()
 
-    def _end_with_loop(self, request: Request, sequence: Sequence) -> None:
-        if self._broken is not None:
-            error = StowageError(f"the engine stopped: {self._broken!r}")
-            error.__cause__ = self._broken
-            request.deliver(Delta("", [], error=error))
-            return
-        self._finish(request, sequence, "cancelled")
+    def _tell_all(self) -> None:
+        """The loop has ended: so have all requests that are still open, because a bug ended it."""
+        with self._news:
+            arrived, self._inbox = self._inbox, []
+        told = [request for request, _ in [*self.open.values(), *arrived]]
+        self.open.clear()
+        error = StowageError(f"the engine stopped: {self._broken!r}")
+        error.__cause__ = self._broken
+        for request in told:
+            request.end(error)
+        listening = deque(request for request in told if request.on_delta is not None)
+        try:
+            for _ in range(min(_TELLERS, len(listening))):
+                threading.Thread(target=_tell, args=(listening, error), name="stowage-tell", daemon=True).start()
+        except RuntimeError:  # no more threads are to be had
+            _tell(listening, error)
 
     def _rest(self) -> bool:
         """Poll the store, and wait until there is something to do; False when closing."""
@@ -232,11 +248,17 @@ class Loop:
             request.deliver(piece(sequence, text))
 
     def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
-        del self.open[sequence.id]
         self._scheduler.finish(sequence)
         sequence.times.finished_s = self._clock()
         text += sequence.text.finish()
+        del self.open[sequence.id]
         request.deliver(last_piece(sequence, text, reason))
+
+
+def _tell(listening: deque[Request], error: StowageError) -> None:
+    while listening:
+        with suppress(IndexError):  # another one took it
+            listening.popleft().deliver(Delta("", [], error=error))
 
 
 def _leave_cores() -> None:
