@@ -26,6 +26,7 @@ from stowage.config import Memory, format_size
 from stowage.engine import loading
 from stowage.engine.arrival import Arrivals
 from stowage.engine.assembly import assemble
+from stowage.engine.border import check_request, listed_prompts, listed_tiers
 from stowage.engine.boundary import Boundaries
 from stowage.engine.budgets import left, weights_budget
 from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
@@ -91,6 +92,7 @@ class Engine:
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
+        own = listed_tiers(memory, salt, tiers)
         self.memory = memory or Memory()
         self._clock = time.monotonic
         here = device_of(model, device)
@@ -100,7 +102,6 @@ class Engine:
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights)
-            own = tuple(tiers)
             parts = assemble(
                 *(loaded, self.memory, salt, self._clock, own), deterministic=deterministic, cuda_graphs=cuda_graphs
             )
@@ -170,10 +171,9 @@ class Engine:
 
         Raises the first request's error, if one failed; the others are cancelled.
         """
-        listed: list[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         requests: list[Request] = []
         try:
-            requests += (self.submit(prompt, params, salt=salt) for prompt in listed)
+            requests += (self.submit(prompt, params, salt=salt) for prompt in listed_prompts(prompts))
             for request in requests:
                 while not request.wait(0.5):
                     pass
@@ -240,6 +240,7 @@ class Engine:
         Raises ``RequestError`` for a prompt that cannot be served and ``BudgetError`` for one that the device budget
         cannot hold.
         """
+        check_request(params, on_delta)
         sequence = self._new_sequence(prompt, params or SamplingParams(), salt)
         request = Request(sequence.id, on_delta, partial(progress_of, sequence, self._clock))
         self._loop.submit(request, sequence)
