@@ -41,18 +41,31 @@ def prompt_tokens(prompt: Any, tokenizer: Any, layout: ModelLayout) -> list[int]
 
 def tokenize(prompt: Any, tokenizer: Any) -> list[int]:
     """``prompt_tokens`` without its checks of length and vocabulary. Raises ``RequestError``."""
-    if isinstance(prompt, Items) and not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
+    if isinstance(prompt, Items) and not isinstance(prompt, str | bytes) and all(isinstance(t, int) for t in prompt):
         return list(prompt)
     if tokenizer is None:
         raise RequestError("this model has no tokenizer; give the prompt as token ids.")
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        ids: list[int] = tokenizer(_encodable(prompt))["input_ids"]
         return list(ids)
-    if not isinstance(prompt, Items) or not all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
-    ):
+    if not isinstance(prompt, Items) or isinstance(prompt, bytes) or not all(map(_is_message, prompt)):
         raise RequestError("a prompt is text, a list of token ids, or a list of messages with role and content.")
     return _apply_chat_template(prompt, tokenizer)
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is no text: it has half a surrogate pair at {error.start}.") from error
+    return text
 
 
 def _apply_chat_template(messages: Any, tokenizer: Any) -> list[int]:
@@ -63,10 +76,10 @@ def _apply_chat_template(messages: Any, tokenizer: Any) -> list[int]:
     try:
         if _takes_parts(tokenizer):
             messages = [{**m, "content": _parts(m["content"])} for m in messages]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # as values in it may be odd
         raise RequestError(f"the model's chat template refuses these messages: {error}") from error
-    return list(encoded["input_ids"])
+    return list(tokenizer(_encodable(text), add_special_tokens=False)["input_ids"])
 
 
 def _takes_parts(tokenizer: Any) -> bool:

@@ -1,14 +1,17 @@
 """The engine's thread: requests come in, steps are computed, completions go out.
 
 Owns the lives of requests. The scheduler and everything behind it is touched by this thread only, or under ``lock``
-while it rests. A bug ends the loop with every request told; an operating error never does.
+while it rests. A bug ends the loop with every request told; an operating error never does, nor does what a request's
+own ``on_delta`` raises.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from stowage import openmp
@@ -17,9 +20,10 @@ from stowage.cache.store import TieredStore
 from stowage.engine.completion import is_over, last_piece, piece
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.request import Delta, Request
+from stowage.engine.sampling import check_logits
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.sequence import Sequence, sequence_of
-from stowage.errors import RequestError, StowageError
+from stowage.errors import ModelError, RequestError, StowageError
 from stowage.executor.batch import Work
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
@@ -31,6 +35,8 @@ CHECK_EVERY_S = 30.0
 """An engine that has become idle verifies its invariants, at most this often."""
 _LOADING_WAIT_S = 0.005
 _IDLE_WAIT_S = 0.05
+_TELLERS = 32
+"""Threads that call ``on_delta`` of what was open when the engine stopped: one that blocks holds up nobody else."""
 
 
 class Loop:
@@ -113,21 +119,32 @@ class Loop:
                     self._accept()
                     self._end_cancelled()
                     self._step()
-        except Exception as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
+            with self.lock:
+                self._accept()
+                for request, sequence in list(self.open.values()):
+                    self._finish(request, sequence, "cancelled")
+        except BaseException as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
             logger.exception("the engine stopped", extra={"stowage_event": "fault"})
             self._broken = error
-        with self.lock, self._news:
-            self._accept()
-            for request, sequence in list(self.open.values()):
-                self._end_with_loop(request, sequence)
+        finally:
+            self._tell_all()
 
-    def _end_with_loop(self, request: Request, sequence: Sequence) -> None:
-        if self._broken is not None:
-            error = StowageError(f"the engine stopped: {self._broken!r}")
-            error.__cause__ = self._broken
-            request.deliver(Delta("", [], error=error))
-            return
-        self._finish(request, sequence, "cancelled")
+    def _tell_all(self) -> None:
+        """The loop has ended: so have all requests that are still open, because a bug ended it."""
+        with self._news:
+            arrived, self._inbox = self._inbox, []
+        told = [request for request, _ in [*self.open.values(), *arrived]]
+        self.open.clear()
+        error = StowageError(f"the engine stopped: {self._broken!r}")
+        error.__cause__ = self._broken
+        for request in told:
+            request.end(error)
+        listening = deque(request for request in told if request.on_delta is not None)
+        try:
+            for _ in range(min(_TELLERS, len(listening))):
+                threading.Thread(target=_tell, args=(listening, error), name="stowage-tell", daemon=True).start()
+        except RuntimeError:  # no more threads are to be had
+            _tell(listening, error)
 
     def _rest(self) -> bool:
         """Poll the store, and wait until there is something to do; False when closing."""
@@ -190,18 +207,26 @@ class Loop:
         """End the requests that cannot go on."""
         failed, self._scheduler.failed = self._scheduler.failed, []
         for sequence, error in failed:
-            self._scheduler.finish(sequence)
-            self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
+            self._end(sequence, error)
 
     def _fail(self, work: list[Work], error: StowageError) -> None:
         logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})
         for item in work:
-            request, sequence = self.open.pop(item.sequence.id)
-            self._scheduler.finish(sequence)
-            request.deliver(Delta("", [], error=error))
+            self._end(sequence_of(item), error)
+
+    def _end(self, sequence: Sequence, error: StowageError) -> None:
+        """End one request with its error; what it has is given back."""
+        self._scheduler.finish(sequence)
+        self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
 
     def _advance(self, work: Work, logits: Any) -> None:
         sequence = sequence_of(work)
+        try:
+            check_logits(logits)  # before anything of the step is kept: its keys and values may be no numbers either
+        except ModelError as error:
+            logger.warning("a request failed: %s", error, extra={"stowage_event": "no-numbers"})
+            self._end(sequence, error)
+            return
         sequence.computed += work.count
         self._kv_manager.settle(sequence)
         if work.every_logit:
@@ -223,11 +248,17 @@ class Loop:
             request.deliver(piece(sequence, text))
 
     def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
-        del self.open[sequence.id]
         self._scheduler.finish(sequence)
         sequence.times.finished_s = self._clock()
         text += sequence.text.finish()
+        del self.open[sequence.id]
         request.deliver(last_piece(sequence, text, reason))
+
+
+def _tell(listening: deque[Request], error: StowageError) -> None:
+    while listening:
+        with suppress(IndexError):  # another one took it
+            listening.popleft().deliver(Delta("", [], error=error))
 
 
 def _leave_cores() -> None:
