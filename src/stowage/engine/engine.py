@@ -29,7 +29,7 @@ from stowage.engine.assembly import assemble
 from stowage.engine.border import check_request, listed_prompts, listed_tiers
 from stowage.engine.boundary import Boundaries
 from stowage.engine.budgets import left, weights_budget
-from stowage.engine.completion import eos_ids, namespace_of, progress_of, prompt_tokens
+from stowage.engine.completion import eos_ids, namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.device import carrier, check, device_of
 from stowage.engine.graphs import with_share
@@ -40,6 +40,7 @@ from stowage.engine.overflow import Overflow
 from stowage.engine.pace import Pace
 from stowage.engine.peak import prefill_tokens_per_s_most
 from stowage.engine.pool import bytes_needed
+from stowage.engine.prompts import Prompts
 from stowage.engine.questions import Questions
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.residency import Residency
@@ -110,6 +111,7 @@ class Engine:
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
+        self.prompts = Prompts(loaded.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.reach.longest({pool.group.index: pool.blocks for pool in parts.pools})
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
@@ -253,7 +255,7 @@ class Engine:
         self._loop.cancel(request)
 
     def _new_sequence(self, prompt: Prompt, params: SamplingParams, salt: str | bytes) -> Sequence:
-        tokens = prompt_tokens(prompt, self.tokenizer, self.parts.layout)
+        tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
         sequence = Sequence(
             id=next(self._ids),

@@ -18,10 +18,11 @@ from transformers import AutoModelForMultimodalLM
 import stowage
 from stowage.config import Memory
 from stowage.engine import families, loading
-from stowage.engine.completion import eos_ids, tokenize
+from stowage.engine.completion import eos_ids
 from stowage.engine.engine import Engine
 from stowage.engine.outer import text_model, text_part
 from stowage.engine.packing import pack
+from stowage.engine.prompts import Prompts
 from stowage.errors import RequestError, UnsupportedModelError
 from stowage.planner.model import read_model
 from stowage.testing import tiny_models
@@ -326,11 +327,12 @@ def test_a_chat_template_beside_the_tokenizer(template, tmp_path):
     (path / "chat_template.jinja").unlink()
     (path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = loading.load(path).tokenizer
+    prompts = Prompts(tokenizer, None)
     messages = [{"role": "user", "content": "ahoy"}, {"role": "assistant", "content": "there"}]
-    assert tokenizer.decode(tokenize(messages, tokenizer)) == "user: ahoy;assistant: there;"
+    assert tokenizer.decode(prompts.tokenize(messages, 100)) == "user: ahoy;assistant: there;"
     listed = [{"role": "user", "content": [{"type": "text", "text": "ahoy"}]}]
     if template != TEMPLATES["text"]:
-        assert tokenizer.decode(tokenize(listed, tokenizer)) == "user: ahoy;"
+        assert tokenizer.decode(prompts.tokenize(listed, 100)) == "user: ahoy;"
 
 
 def load_packed(path: Path, directory: Path) -> dict[str, torch.Tensor]:
