@@ -93,7 +93,7 @@ class Residency:
 
     def settle(self, sequence: Sequence) -> None:
         """Keep what became complete, and free what no later query sees. Call after ``sequence.computed`` has grown."""
-        sequence.keys.extend(sequence.tokens, sequence.shared_tokens)
+        sequence.extend_keys()
         for pool, strategy in zip(self.pools, self.strategies, strict=True):
             group = pool.group
             if group.kind is Kind.RECURRENT:

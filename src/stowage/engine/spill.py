@@ -67,9 +67,10 @@ class Spill:
             sequence.phase = Phase.PREEMPTED
             return
         self._free(groups)
-        self._again(sequence)
+        self.again(sequence)
 
-    def _again(self, sequence: Sequence) -> None:
+    def again(self, sequence: Sequence) -> None:
+        """Take everything from ``sequence``, which has blocks: WAITING, to be computed again."""
         self._residency.counters.preemptions_recomputed += 1
         self._residency.drop(sequence)
         sequence.restart()
@@ -109,7 +110,7 @@ class Spill:
             return False
         sequence, groups = self._spilled.popitem()[1]
         self._free(groups)
-        self._again(sequence)
+        self.again(sequence)
         return True
 
     def _spill_group(self, sequence: Sequence, pool: BlockPool) -> GroupSpill | None:
