@@ -24,8 +24,7 @@ DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 # What is compiled when the package is installed.
-KERNEL := $(wildcard src/stowage/c*/*/kernel/*.[ch] src/stowage/engine/kernel/*.[ch] src/stowage/storage/format/kernel/*.[ch] \
-	src/stowage/transfer/kernel/*.[ch])
+KERNEL := $(wildcard src/stowage/native/*.[ch] src/stowage/native/*/*.[ch])
 CODE := src tests benchmarks scripts docs/examples
 # The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
 CORE_TESTS = $(shell $(PY) -c 'import tomllib; \

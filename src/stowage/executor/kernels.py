@@ -24,12 +24,8 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.core.switches import PURE_PYTHON, is_on
-
-try:
-    from stowage.engine import _kernel as _kernel
-except ImportError:  # pragma: no cover - where nothing could be compiled
-    _kernel = None  # type: ignore[assignment]
+from stowage.native import extension as _kernel
+from stowage.native.switches import PURE_PYTHON, is_on
 
 _KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)

@@ -18,13 +18,9 @@ from numpy.typing import NDArray
 
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import IntArray, SlabClass
-from stowage.core.switches import PURE_PYTHON, is_on
+from stowage.native import extension as _native
+from stowage.native import is_wanted
 from stowage.transfer.runs import columns_of_runs
-
-try:
-    from stowage.transfer import _copy
-except ImportError:  # pragma: no cover - where nothing could be compiled
-    _copy = None  # type: ignore[assignment]
 
 Memory = tuple[int, int]
 """Its address and its length in bytes."""
@@ -72,9 +68,9 @@ def copy_runs(source: Memory, target: Memory, begins: IntArray, places: IntArray
     """Copies `lengths[i]` bytes from `begins[i]` of the source to `places[i]` of the target. Raises ValueError where a
     run does not lie in its memory; then nothing was copied. Memories and targets do not overlap.
     """
-    if _copy is not None and not is_on(PURE_PYTHON):
+    if is_wanted():
         begins, places, lengths = (np.ascontiguousarray(column, np.int64) for column in (begins, places, lengths))
-        _copy.copy_runs(source, target, begins, places, lengths, torch.get_num_threads())
+        _native.copy_runs(source, target, begins, places, lengths, torch.get_num_threads())
     else:
         copy_one_by_one(source, target, begins, places, lengths)
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.switches import is_on
+from stowage.native.switches import is_on
 
 __all__ = ["USES_HOST_PAGE_TABLES", "CudaDriver", "Pinned", "is_unified", "pin", "should_pin_memory"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.core.switches import PURE_PYTHON, is_on
 from stowage.executor.attention_scores import Scores
+from stowage.native.switches import PURE_PYTHON, is_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SWITCH = "STOWAGE_TORCH_ATTENTION"

@@ -1,5 +1,6 @@
-/* The module `_cost`: arguments in, the kernel's work done, arrays out. kernel.h says what a kernel is. */
+/* The eviction policy: arguments in, the kernel's work done, arrays out. kernel.h says what a kernel is. */
 
+#include "../binding.h"
 #include "order.h"
 
 /* Arguments. */
@@ -70,16 +71,15 @@ static Py_ssize_t read_slots(Kernel *k, PyObject *array) {
 }
 
 static int copy_prints(Kernel *k, PyObject *keys, Py_ssize_t count) {
-    if (!PyList_Check(keys) || PyList_GET_SIZE(keys) != count) {
-        PyErr_SetString(PyExc_ValueError, "as many keys as slots, in a list");
+    Py_ssize_t given = count_keys(keys);
+    if (given < 0)
+        return -1;
+    if (given != count) {
+        PyErr_SetString(PyExc_ValueError, "as many keys as slots");
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *key = PyList_GET_ITEM(keys, i);
-        if (!PyBytes_Check(key)) {
-            PyErr_SetString(PyExc_TypeError, "keys must be bytes");
-            return -1;
-        }
         k->prints[i] = fingerprint(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key));
     }
     return 0;
@@ -90,10 +90,8 @@ static int copy_prints(Kernel *k, PyObject *keys, Py_ssize_t count) {
 PyDoc_STRVAR(admit_doc, "admit(slots, keys, parents, /)\n--\n\nNew chunks; see `Policy.admit`.");
 static PyObject *kernel_admit(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer slots, parents;
-    if (given != 3) {
-        PyErr_SetString(PyExc_TypeError, "admit takes slots, keys and parents");
+    if (!takes("admit", given, 3))
         return NULL;
-    }
     if (view_slots(arguments[0], &slots) < 0)
         return NULL;
     if (view_slots(arguments[2], &parents) < 0) {
@@ -118,10 +116,8 @@ static PyObject *kernel_admit(Kernel *k, PyObject *const *arguments, Py_ssize_t 
 
 PyDoc_STRVAR(insert_doc, "insert(slots, used, /)\n--\n\nEvictable again; see `Policy.insert`.");
 static PyObject *kernel_insert(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
-    if (given != 2) {
-        PyErr_SetString(PyExc_TypeError, "insert takes slots and whether they were used");
+    if (!takes("insert", given, 2))
         return NULL;
-    }
     int used = PyObject_IsTrue(arguments[1]);
     Py_ssize_t count = used < 0 ? -1 : read_slots(k, arguments[0]);
     if (count < 0)
@@ -199,10 +195,8 @@ static Py_ssize_t kernel_length(Kernel *k) { return (Py_ssize_t)k->length; }
 PyDoc_STRVAR(best_rates_doc, "best_rates(hazard, rates, /)\n--\n\nFor arrays of float64, a row of ages per class.");
 static PyObject *module_best_rates(PyObject *module, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer hazard, rates;
-    if (given != 2) {
-        PyErr_SetString(PyExc_TypeError, "best_rates takes hazards and an array for the rates");
+    if (!takes("best_rates", given, 2))
         return NULL;
-    }
     if (PyObject_GetBuffer(arguments[0], &hazard, PyBUF_ND | PyBUF_FORMAT) < 0)
         return NULL;
     if (PyObject_GetBuffer(arguments[1], &rates, PyBUF_WRITABLE | PyBUF_ND | PyBUF_FORMAT) < 0) {
@@ -224,7 +218,7 @@ static PyObject *module_best_rates(PyObject *module, PyObject *const *arguments,
 }
 
 static PyMethodDef functions[] = {
-    {"best_rates", (PyCFunction)(void (*)(void))module_best_rates, METH_FASTCALL, best_rates_doc},
+    {"best_rates", FAST(module_best_rates), METH_FASTCALL, best_rates_doc},
     {NULL},
 };
 
@@ -320,8 +314,8 @@ static void kernel_dealloc(Kernel *k) {
 }
 
 static PyMethodDef methods[] = {
-    {"admit", (PyCFunction)(void (*)(void))kernel_admit, METH_FASTCALL, admit_doc},
-    {"insert", (PyCFunction)(void (*)(void))kernel_insert, METH_FASTCALL, insert_doc},
+    {"admit", FAST(kernel_admit), METH_FASTCALL, admit_doc},
+    {"insert", FAST(kernel_insert), METH_FASTCALL, insert_doc},
     {"remove", (PyCFunction)kernel_remove, METH_O, remove_doc},
     {"victims", (PyCFunction)kernel_victims, METH_O, victims_doc},
     {"runs", (PyCFunction)kernel_runs, METH_NOARGS, runs_doc},
@@ -347,23 +341,18 @@ static PyType_Slot slots_of_type[] = {
 };
 
 static PyType_Spec type = {
-    .name = "stowage.cache.policy._cost.Kernel",
+    .name = "stowage.native._native.Kernel",
     .basicsize = sizeof(Kernel),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots_of_type,
 };
 
-static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "stowage.cache.policy._cost", "The cost-aware policy in C; see native.py.", -1,
-    functions, NULL, NULL, NULL, NULL,
-};
-
-PyMODINIT_FUNC PyInit__cost(void) {
+int add_policy(PyObject *module) {
     for (int age = 0; age < AGES; age++)
         widths[age] = exp2((age + 1) / 2.0) - exp2(age / 2.0);
-    PyObject *made = PyModule_Create(&module), *kernel = made == NULL ? NULL : PyType_FromSpec(&type);
-    if (kernel == NULL || PyModule_AddObjectRef(made, "Kernel", kernel) < 0)
-        Py_CLEAR(made);
+    PyObject *kernel = PyType_FromSpec(&type);
+    int failed = kernel == NULL || PyModule_AddFunctions(module, functions) < 0 ||
+                 PyModule_AddObjectRef(module, "Kernel", kernel) < 0;
     Py_XDECREF(kernel);
-    return made;
+    return failed ? -1 : 0;
 }

@@ -294,12 +294,12 @@ static PyObject *rows_used(Rows *r, PyObject *nothing) {
 static Py_ssize_t rows_length(Rows *r) { return (Py_ssize_t)r->table.count; }
 
 static PyMethodDef rows_methods[] = {
-    {"insert", (PyCFunction)(void (*)(void))rows_insert, METH_FASTCALL, insert_doc},
-    {"find", (PyCFunction)(void (*)(void))rows_find, METH_FASTCALL, find_doc},
+    {"insert", FAST(rows_insert), METH_FASTCALL, insert_doc},
+    {"find", FAST(rows_find), METH_FASTCALL, find_doc},
     {"drop", (PyCFunction)rows_drop, METH_O, drop_doc},
     {"mark", (PyCFunction)rows_mark, METH_O, mark_doc},
-    {"marked", (PyCFunction)(void (*)(void))rows_marked, METH_FASTCALL, marked_doc},
-    {"release", (PyCFunction)(void (*)(void))rows_release, METH_FASTCALL, release_doc},
+    {"marked", FAST(rows_marked), METH_FASTCALL, marked_doc},
+    {"release", FAST(rows_release), METH_FASTCALL, release_doc},
     {"extents_used", (PyCFunction)rows_used, METH_NOARGS, used_doc},
     {"check", (PyCFunction)rows_check, METH_NOARGS, rows_check_doc},
     {NULL},
@@ -308,7 +308,7 @@ static PyMethodDef rows_methods[] = {
 static PySequenceMethods rows_sequence = {.sq_length = (lenfunc)rows_length};
 
 static PyTypeObject rows_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.core.table._table.Rows",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.core.table.stowage.native._native.Rows",
     .tp_doc = "Rows(width, bucket_bits=12, depth_max=20)\n--\n\nSee `rows.Rows`.",
     .tp_basicsize = sizeof(Rows),
     .tp_flags = Py_TPFLAGS_DEFAULT,

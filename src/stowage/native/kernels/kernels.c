@@ -1,5 +1,6 @@
-/* The module `_kernel`: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
+/* Kernels: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
 
+#include "../binding.h"
 #include "kernel.h"
 #include "team.h"
 
@@ -152,7 +153,7 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
         if (value[i] == -1 && PyErr_Occurred())
             return NULL;
     }
-    Linear common = {.x = (const void *)(intptr_t)value[0],
+    Linear common = {.x = address(value[0]),
                      .rows = value[1],
                      .inputs = value[2],
                      .x_row = value[3],
@@ -169,9 +170,9 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
     for (int i = 0; i < layers; i++) {
         const long long *own = value + COMMON + EACH * i;
         shares.job[i] = common;
-        shares.job[i].w = (const void *)(intptr_t)own[0];
-        shares.job[i].scales = (const void *)(intptr_t)own[1];
-        shares.job[i].y = (void *)(intptr_t)own[2];
+        shares.job[i].w = address(own[0]);
+        shares.job[i].scales = address(own[1]);
+        shares.job[i].y = address(own[2]);
         shares.job[i].outputs = own[3];
         shares.job[i].w_row = own[4];
         outputs += own[3];
@@ -239,7 +240,7 @@ static int read_place(PyObject *tuple, Place *place)
     long long at, block, token, head, away = 0, unit = 0;
     if (!PyArg_ParseTuple(tuple, "LLLL|LL", &at, &block, &token, &head, &away, &unit))
         return -1;
-    *place = (Place){(const void *)(intptr_t)at, block, token, head, (const void *)(intptr_t)away, unit};
+    *place = (Place){address(at), block, token, head, address(away), unit};
     return 0;
 }
 
@@ -256,11 +257,11 @@ static PyObject *attention(PyObject *self, PyObject *args)
                           &softcap, &half, &threads)
         || read_place(k, &job.k) < 0 || read_place(v, &job.v) < 0)
         return NULL;
-    job.q = (const void *)(intptr_t)q;
-    job.out = (float *)(intptr_t)out;
-    job.table = (const int64_t *)(intptr_t)table;
-    job.runs = (const Run *)(intptr_t)runs;
-    job.sinks = (const float *)(intptr_t)sinks;
+    job.q = address(q);
+    job.out = address(out);
+    job.table = address(table);
+    job.runs = address(runs);
+    job.sinks = address(sinks);
     job.count = count, job.heads = heads, job.fold = fold, job.width = width, job.value_width = value_width;
     job.block_tokens = block_tokens, job.window = window, job.kind = kind;
     job.scale = scale, job.softcap = softcap, job.half = half;
@@ -313,7 +314,7 @@ static PyObject *norm(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "LLLLLffiii", &x, &w, &y, &rows, &width, &job->eps, &job->more, &job->half, &job->way,
                           &threads))
         return NULL;
-    job->x = (const void *)(intptr_t)x, job->w = (const void *)(intptr_t)w, job->y = (void *)(intptr_t)y;
+    job->x = address(x), job->w = address(w), job->y = address(y);
     job->rows = rows, job->width = width;
     atomic_init(&shares.next, 0);
     Py_BEGIN_ALLOW_THREADS
@@ -354,7 +355,7 @@ static PyObject *multiplies_halves(PyObject *self, PyObject *nothing)
 }
 
 static PyMethodDef methods[] = {
-    {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
+    {"linear", FAST(linear), METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
     {"norm", norm, METH_VARARGS, "Root mean square norm; addresses and sizes."},
     {"delta", delta, METH_VARARGS, "Gated delta rules; addresses, sizes and strides."},
@@ -366,13 +367,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_kernel", .m_size = -1, .m_methods = methods};
-
-PyMODINIT_FUNC PyInit__kernel(void)
+int add_kernels(PyObject *module)
 {
     choose(NULL);
 #ifdef TEAM
     pthread_atfork(NULL, NULL, alone_after_fork);
 #endif
-    return PyModule_Create(&definition);
+    return PyModule_AddFunctions(module, methods);
 }

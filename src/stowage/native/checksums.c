@@ -1,17 +1,14 @@
-/* The module `_batch`: what is done for many payloads at a time, in one call; see batch.py.
+/* Checksums: what is done for many payloads at a time, in one call; see storage/format/batch.py.
 
    The hash is that of the package xxhash: its library is opened here, and its functions are called as its public header
    declares them (stable since 0.8.0). Whoever connects compares with the package's own answers before the first use. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "binding.h"
 
 #include <dlfcn.h>
-#include <stdint.h>
 
 #define FIELD_BYTES 112 /* of an envelope's header: all but the digest */
 #define DIGEST_BYTES 16
-#define BYTES_ALONE (32 << 10) /* fewer bytes than that are hashed before anybody else could have the lock */
 
 typedef struct {
     uint64_t low, high;
@@ -148,12 +145,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_batch",
-    .m_doc = "What is done for many payloads at a time, in C; see batch.py.",
-    .m_size = -1,
-    .m_methods = methods,
-};
-
-PyMODINIT_FUNC PyInit__batch(void) { return PyModule_Create(&definition); }
+int add_checksums(PyObject *module) { return PyModule_AddFunctions(module, methods); }

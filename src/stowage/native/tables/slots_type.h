@@ -184,8 +184,8 @@ static PyObject *slots_check(Slots *s, PyObject *nothing) { return none_or_wrong
 static Py_ssize_t slots_length(Slots *s) { return (Py_ssize_t)s->table.count; }
 
 static PyMethodDef slots_methods[] = {
-    {"set", (PyCFunction)(void (*)(void))slots_set, METH_FASTCALL, set_doc},
-    {"find", (PyCFunction)(void (*)(void))slots_find, METH_FASTCALL, slots_find_doc},
+    {"set", FAST(slots_set), METH_FASTCALL, set_doc},
+    {"find", FAST(slots_find), METH_FASTCALL, slots_find_doc},
     {"slot_of", (PyCFunction)slots_slot_of, METH_O, slot_of_doc},
     {"has_none", (PyCFunction)slots_has_none, METH_O, has_none_doc},
     {"drop", (PyCFunction)slots_drop, METH_O, slots_drop_doc},
@@ -197,7 +197,7 @@ static PyMethodDef slots_methods[] = {
 static PySequenceMethods slots_sequence = {.sq_length = (lenfunc)slots_length};
 
 static PyTypeObject slots_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.core.table._table.Slots",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.core.table.stowage.native._native.Slots",
     .tp_doc = "Slots(slots, bucket_bits=12, depth_max=20)\n--\n\nSee `slots.h`.",
     .tp_basicsize = sizeof(Slots),
     .tp_flags = Py_TPFLAGS_DEFAULT,

@@ -3,6 +3,7 @@
 #ifndef STOWAGE_TABLE_ARGUMENTS_H
 #define STOWAGE_TABLE_ARGUMENTS_H
 
+#include "../binding.h"
 #include "table.h"
 
 /* An array of as many items of so many bytes, to be released if 0 comes back. `count` of -1: any number; it is set. */
@@ -16,20 +17,6 @@ static int view_items(PyObject *array, Py_buffer *view, Py_ssize_t *count, Py_ss
     PyBuffer_Release(view);
     PyErr_Format(PyExc_ValueError, "an array of another length: items of %zd bytes are needed", bytes);
     return -1;
-}
-
-/* The number of keys; -1: not a list of bytes. */
-static Py_ssize_t count_keys(PyObject *keys) {
-    if (!PyList_Check(keys)) {
-        PyErr_SetString(PyExc_TypeError, "keys must be a list");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys); i++)
-        if (!PyBytes_Check(PyList_GET_ITEM(keys, i))) {
-            PyErr_SetString(PyExc_TypeError, "keys must be bytes");
-            return -1;
-        }
-    return PyList_GET_SIZE(keys);
 }
 
 /* A key of another length is in no table. */
@@ -52,13 +39,6 @@ static PyObject *none_or_wrong(const char *wrong) {
         return NULL;
     }
     Py_RETURN_NONE;
-}
-
-static int takes(const char *method, Py_ssize_t given, Py_ssize_t wanted) {
-    if (given == wanted)
-        return 1;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments", method, wanted);
-    return 0;
 }
 
 static int good_sizes(int bits, int depth) {

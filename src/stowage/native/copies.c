@@ -1,14 +1,12 @@
-/* The module `_copy`: many runs of bytes from one memory to another, in one call; see cpu.py.
+/* Copies: many runs of bytes from one memory to another, in one call; see transfer/cpu.py.
 
    The interpreter's lock is given up, and long work is shared with helpers that take pieces off it as the caller does.
    The caller waits for pieces that were taken and for no helper: one that is not given a core in time finds nothing to
    do, whenever that is. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "binding.h"
 
 #include <pthread.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,7 +14,6 @@
 #define HELPED_BYTES (4 << 20)        /* a helper is worth its start for so many bytes */
 #define HELPERS_MAX 15
 #define STACK_BYTES (256 << 10)
-#define BYTES_ALONE (32 << 10)        /* fewer are copied before anybody else could have the lock */
 
 typedef struct {
     const char *source;
@@ -182,12 +179,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_copy",
-    .m_doc = "Many runs of bytes from one memory to another, in C; see cpu.py.",
-    .m_size = -1,
-    .m_methods = methods,
-};
-
-PyMODINIT_FUNC PyInit__copy(void) { return PyModule_Create(&definition); }
+int add_copies(PyObject *module) { return PyModule_AddFunctions(module, methods); }
