@@ -35,7 +35,7 @@ class Described:
     reads: tuple[Read, ...]
 
 
-class _NoValues(TorchDispatchMode):
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what needs values: numbers are zero, nothing is found, a split gives all to its first part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,9 +68,9 @@ def describe(config: Any, dtype: torch.dtype) -> Described:
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with _NoValues():
+    with probing.refusing(), _NoValues():  # type: ignore[no-untyped-call]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         if config.model_type in ALONE:
             return Described(model, tuple(fallback_layout.look(model)), ())
         seen = probing.glance(model)

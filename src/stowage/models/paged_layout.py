@@ -23,7 +23,6 @@ from stowage.models.layout import (
     ModelLayout,
     context_tokens,
     lay_out_groups,
-    refuse_unsupported,
     visible,
 )
 from stowage.models.probing import PROBE_TOKENS, Probe, Read, look
@@ -41,11 +40,10 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
         block_tokens: tokens per block for each kind of group. The recurrent entry is the grid on which snapshots may be
         taken. chunk_blocks: blocks per chunk of the attention groups.
 
-    Raises ``UnsupportedModelError`` when what the model does, does not fit its config.
+    Raises ``UnsupportedModelError`` when what the model does, does not fit its config. Whether its family is one that
+    is run, the caller asks first (``layout.refuse_unsupported``).
     """
-    config = model.config
-    refuse_unsupported(config)
-    seen = look(model)
+    config, seen = model.config, look(model)
     layers = layers_read(config, seen)
     return ModelLayout(
         blocks=lay_out_groups(layers, lambda one: (one.kind, one.window, one.latent), block_tokens, chunk_blocks),

@@ -114,7 +114,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Whether they are one tensor, on a device without memory (meta) too."""
     if one.shape != other.shape or one.stride() != other.stride() or one.storage_offset() != other.storage_offset():
         return False
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 _recording: ContextVar[tuple[_RecordingCache, list[Read]]] = ContextVar("stowage_probe")
@@ -195,7 +195,7 @@ def forget(model: Any) -> None:
 
 @torch.inference_mode()
 def _look(model: Any) -> Probe:
-    with _refusing(), recorded(model):
+    with refusing(), recorded(model):
         probe = _forwards(model, (PROBE_TOKENS,))
         _refuse_state_elsewhere(model)
         probe.continues = _continues(model, probe)
@@ -205,12 +205,13 @@ def _look(model: Any) -> Probe:
 @torch.inference_mode()
 def glance(model: Any) -> Probe:
     """One forward of ``model``, which may be without values (``meta_forward``): no answer is compared."""
-    with _refusing(), recorded(model):
+    with refusing(), recorded(model):
         return _forwards(model, (PROBE_TOKENS,))
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
+    """What a model raises in here refuses it."""
     try:
         yield
     except UnsupportedModelError:
