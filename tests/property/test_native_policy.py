@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.cache.policy import POLICIES, CostAware, cost, native
+from stowage.cache.policy import POLICIES, CostAware, cost
 from stowage.cache.policy.hazard import AGES, best_rate
 from stowage.cache.policy.native import NativeCostAware, cost_aware, is_built, quick_rate
 from stowage.native import extension
@@ -226,9 +226,9 @@ def test_rates_are_refused_for_what_is_no_table_of_ages() -> None:
         (np.zeros(AGES - 1), np.zeros(AGES - 1)),
     ):
         with pytest.raises(ValueError, match="must be float64, and alike"):
-            native.best_rates(hazard, rates)
+            extension.best_rates(hazard, rates)
     with pytest.raises(TypeError, match="takes hazards"):
-        native.best_rates(np.zeros(AGES))
+        extension.best_rates(np.zeros(AGES))
 
 
 class Both:

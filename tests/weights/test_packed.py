@@ -293,7 +293,7 @@ def test_bytes_of_another_kind_are_not_offloaded(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stowage.engine import packing
+from stowage.evaluation import pack as packing
 source, directory = sys.argv[1:]
 def progress(what, done, _all):
     if done == 12:

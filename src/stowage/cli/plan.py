@@ -53,14 +53,16 @@ def plan(
 ) -> None:
     """Show where a model's weights and KV would lie, and predict its speed.
 
-    From the config alone: no weights, no torch. Sizes as 24GiB or 30% of this machine's memory.
+    From the config alone, without weights. Sizes as 24GiB or 30% of this machine's memory.
     """
+    from stowage.cli.output import quiet_libraries
     from stowage.planner.model import read_model
     from stowage.planner.picture import draw
     from stowage.planner.predict import Workload
     from stowage.planner.report import to_json
     from stowage.planner.solve import Room, solve
 
+    quiet_libraries()
     found = read_model(model, dtype)
     work = Workload(parse_tokens(context), batch, parse_tokens(prompt_tokens), max_new_tokens, step_tokens)
     budgets = _budgets(found, model, device_memory, host, disk)
@@ -102,9 +104,9 @@ def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None
 
 
 def _machine(name: str | None) -> "Machine":
-    """As asked for; else as measured before; else measured now, if torch is here; else typical figures."""
+    """As asked for; else as measured before; else measured now."""
     from stowage.planner.machine import TYPICAL, TYPICAL_CPU, from_json
-    from stowage.planner.probe import can_compute, measure, remembered
+    from stowage.planner.probe import measure, remembered
 
     if name is not None:
         if name in TYPICAL:
@@ -116,8 +118,6 @@ def _machine(name: str | None) -> "Machine":
     known = remembered()
     if known is not None:
         return known
-    if not can_compute():
-        return TYPICAL_CPU
     note("Measuring this machine once; `stowage probe` shows the result.")
     try:
         return measure(say=lambda text: note(f"measuring {text}"))

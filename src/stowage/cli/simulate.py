@@ -135,8 +135,7 @@ def _token_bytes(model: str) -> int:
     from stowage.planner.model import read_model
 
     found = read_model(model, "auto")
-    caches = [layer.cache for layer in found.layers]
-    if any(cache.window or cache.conv_elements or cache.state_elements for cache in caches):
+    if any(one.window or one.recurrent for one in found.kept):
         raise ConfigError(
             f"The model {model} keeps windows or states, and the simulation knows only full attention. Give what a "
             "token takes on the whole with --kv-bytes-per-token."

@@ -232,26 +232,25 @@ def _check_file(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
 
 
-def part_of(directory: Path) -> TextPart:
-    """What the checkpoint there is run as. Raises CheckpointError."""
-    return text_part(_config_of(directory))
+def part_of(path: Path) -> TextPart:
+    """What the checkpoint in that directory, or of that config file, is run as. Raises CheckpointError."""
+    return text_part(_config_of(path / "config.json" if path.is_dir() else path))
 
 
-def _config_of(directory: Path) -> Any:
+def _config_of(file: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        found = _config_of_architecture(directory)
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        found = _config_of_architecture(file)
         if found is not None:
             return found
-        raise CheckpointError(
-            f"{directory / 'config.json'} is not a config that Transformers understands: {error}"
-        ) from error
+        raise CheckpointError(f"{file} is not a config that Transformers understands: {error}") from error
 
 
-def _config_of_architecture(directory: Path) -> Any:
+def _config_of_architecture(file: Path) -> Any:
     """The config of a checkpoint whose type Transformers does not know, while it has the class of model that the config
     names (Kimi-K2 is a ``DeepseekV3ForCausalLM``); ``None`` if it has not.
     """
@@ -259,7 +258,7 @@ def _config_of_architecture(directory: Path) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        entries = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        entries = json.loads(file.read_text(encoding="utf-8"))
         (architecture,) = entries["architectures"]
         if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return None

@@ -2,7 +2,7 @@
 
 Owns no memory: it is lent the arena and is handed the device storage. A block is one run of bytes on either side (the
 pool keeps all layers of a group together), so a chunk moves in as few copies as it has blocks, and neighbouring blocks
-move as one. A plan is one call of C (`kernel/module.c`, built with the package where there is a compiler), in which
+move as one. A plan is one call of C (`native/copies.c`, built with the package where there is a compiler), in which
 several threads take pieces off it; else Python copies run by run. Python does it too if `STOWAGE_PURE_PYTHON` is set.
 """
 

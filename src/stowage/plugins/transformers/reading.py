@@ -138,12 +138,13 @@ class Reader:
                 for row, plan in plans:
                     if plan.group == block.group.index:
                         self._transfer.load(plan, held, row)
-                for index, found in held.items():
-                    tensors = [tensor.to(self._layout.devices[index]) for tensor in found.tensors]
-                    if block.group.kind is Kind.RECURRENT:
-                        put_states(cache.layers[index], self._layout.states[index], tensors)
+                for layer in block.layers:
+                    device = self._layout.devices[layer.index]
+                    tensors = [tensor.to(device) for tensor in held[layer.index].tensors]
+                    if layer.kind is Kind.RECURRENT:
+                        put_states(cache.layers[layer.index], layer.states, tensors)
                     else:
-                        put_attention(cache.layers[index], tensors[0], tensors[1], boundary)
+                        put_attention(cache.layers[layer.index], tensors[0], tensors[1], boundary)
         return cache
 
     def _empty(self, block: BlockLayout, boundary: int, rows: int) -> dict[int, SwappedBlocks]:

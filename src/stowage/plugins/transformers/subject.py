@@ -73,13 +73,14 @@ class Subject:
         whole = self.forward(ids, 0, DynamicCache(config=self.model.config))
         cache = DynamicCache(config=self.model.config)
         self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
-        layout = classify(self.model, cache, block_tokens, chunk_blocks)
+        layout = classify(cache, block_tokens, chunk_blocks)
         continued = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
-        for name in sorted({name for states in layout.states.values() for name, _ in states}):
+        recurrent = [la for b in layout.blocks if b.group.kind is Kind.RECURRENT for la in b.layers]
+        for name in sorted({name for layer in recurrent for name, _ in layer.states}):
             cache = DynamicCache(config=self.model.config)
             self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
-            for index in layout.states:
-                for state in getattr(cache.layers[index], name).values():
+            for layer in recurrent:
+                for state in getattr(cache.layers[layer.index], name).values():
                     state.zero_()
             forgotten = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
             if _distance(whole, continued) > _NEARER * _distance(whole, forgotten):
