@@ -17,7 +17,7 @@ import transformers
 
 from stowage.config import Memory, format_size
 from stowage.core.geometry import Geometry, Kind, split_arena
-from stowage.core.groups import GroupStrategy, strategy
+from stowage.core.groups import GroupStrategy, snapshot_spacing, strategy
 from stowage.core.key import Field, namespace
 from stowage.engine import attention
 from stowage.engine.device import Link, link
@@ -153,7 +153,7 @@ def _assemble(
         computed = f"{computed}/{exact_name(pieces)}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
-    snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+    snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
     slabs = split_arena(geometry, memory.host_bytes, snapshot_tokens) if memory.host_bytes else ()
     reach = Reach(layout.blocks, slabs, memory.step_tokens_max, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.device_kv_bytes) if records is not None else 0

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 
 from stowage.config import Memory, unknown_name
 from stowage.core.geometry import Geometry, Kind
-from stowage.core.groups import strategy
+from stowage.core.groups import snapshot_spacing, strategy
 from stowage.core.key import namespace
 from stowage.engine import assembly
 from stowage.engine.loading import Loaded
@@ -106,7 +106,7 @@ class PrefixCache:
         )
         grid = math.lcm(*(group.chunk_tokens for group in geometry.groups))
         self._grid = grid
-        self._snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+        self._snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
         self._step_tokens = memory.step_tokens_max
         store = open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, others)
         assert store is not None, "host was checked"
