@@ -94,6 +94,9 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).norm())
 
 
+_OWN_CACHES = ("minimax",)
+
+
 def _refuse(model: Any) -> None:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
@@ -101,6 +104,11 @@ def _refuse(model: Any) -> None:
             f"a {type(model).__name__} is no Transformers model that generates: give one that from_pretrained() made."
         )
     refuse_config(config)
+    if config.model_type in _OWN_CACHES:
+        raise UnsupportedModelError(
+            f"a model of type {config.model_type!r} has a cache of a class of its own, which generate() makes by "
+            "itself and takes from nobody. It is not supported here; a stowage.Engine runs it."
+        )
     if getattr(config, "_attn_implementation", "") == attention.NAME:
         raise UnsupportedModelError("a stowage.Engine runs this model object: close it first, or load the model twice.")
     if getattr(model, "peft_config", None):
