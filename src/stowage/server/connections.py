@@ -52,7 +52,7 @@ class Connection(H11Protocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._lingered_bytes = 0
         self._refused = False
-        self.app = _within(self.app, self.limits.header_bytes_max)  # type: ignore[assignment]
+        self.app = _within(self.app, self.limits.header_bytes_max)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
