@@ -102,6 +102,8 @@ def bounded(parser: type[Any]) -> type[Any]:
     """A parser of the client library, within bounds."""
 
     class Bounded(parser):  # type: ignore[misc]
+        _stream: Any
+
         def on_connect(self, connection: Any) -> None:
             super().on_connect(connection)
             self._stream = Scanned(self._stream)
