@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
@@ -19,6 +20,7 @@ from stowage.errors import (
     UnsupportedModelError,
 )
 from stowage.models.loading import find
+from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
@@ -70,6 +72,60 @@ def test_missing_shard(damaged):
     (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="is missing"):
         Engine(damaged)
+
+
+ELSEWHERE = ["../other/model.safetensors", "{root}/other/model.safetensors", "a/../../x.safetensors", "model.bin", ""]
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, 5, None, {}])
+def test_an_index_that_leads_elsewhere(name, damaged, tmp_path):
+    """Nothing but the checkpoint's own files is opened, whatever its index says."""
+    shutil.copytree(damaged, tmp_path / "other")
+    name = name.format(root=tmp_path) if isinstance(name, str) else name
+    (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"index.json is damaged"):
+        Engine(damaged)
+
+
+def test_links_that_lead_elsewhere(damaged, tmp_path):
+    other = shutil.copytree(damaged, tmp_path / "other")
+    (damaged / "model.safetensors").unlink()
+    (damaged / "model.safetensors").symlink_to(other / "model.safetensors")
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint's directory"):
+        Engine(damaged)
+
+
+def test_links_of_the_hub_and_within_the_directory(damaged, tmp_path):
+    hub = tmp_path / "models--some--tiny"
+    (hub / "blobs").mkdir(parents=True)
+    snapshot = shutil.copytree(damaged, hub / "snapshots" / ("0" * 40))
+    shutil.move(snapshot / "model.safetensors", hub / "blobs" / "1234")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/1234")
+    shutil.move(damaged / "model.safetensors", damaged / "weights")
+    (damaged / "model.safetensors").symlink_to("weights")
+    (tmp_path / "link").symlink_to(damaged)
+    for path in (snapshot, damaged, tmp_path / "link"):
+        with Engine(path, Memory(device_kv="8MiB")) as engine:
+            assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss"])
+def test_a_window_of_one_token(family, tmp_path):
+    """Transformers disagrees with itself about it, by whole logits."""
+    path = tiny_models.write(family, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": 1}))
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 1"):
+        Engine(path, Memory(device_kv="8MiB"))
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 1"):
+        Engine(model, Memory(device_kv="8MiB"))
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 1"):
+        PrefixCache(model, host="8MiB")
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": 1}))
+    with Engine(path, Memory(device_kv="8MiB")) as engine:
+        assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
 
 
 def test_pickled_weights_are_refused(damaged):

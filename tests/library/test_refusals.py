@@ -68,9 +68,11 @@ def not_loaded() -> nn.Module:
             "dynamic",
         ),
         (lambda: nn.Linear(2, 2), UnsupportedModelError, "Linear is no Transformers model"),
+        (lambda: own("minimax"), UnsupportedModelError, "a cache of a class of its own"),
+        (lambda: own("mpt"), UnsupportedModelError, "its whole prompt again"),
         (lambda: own("gemma3", sliding_window=3), UnsupportedModelError, "window of 3"),
     ],
-    ids="seq2seq pictures adapters quantised meta training jamba rope linear window".split(),
+    ids="seq2seq pictures adapters quantised meta training jamba rope linear minimax mpt window".split(),
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_models(make, error, says):

@@ -65,6 +65,14 @@ def test_every_route_but_health_wants_a_key(server: Server, method: str, path: s
         assert client.request(method, url, headers={"authorization": f"bearer {ALICE}"}).status_code != 401
 
 
+@pytest.mark.parametrize("given", [(ALICE, BOB), (BOB, ALICE), (ALICE, ALICE), ("wrong-wrong-wrong", ALICE)])
+def test_two_keys_are_none(server: Server, given: tuple[str, str]) -> None:
+    """The last one used to win, whatever a proxy in between had looked at."""
+    headers = [("authorization", f"Bearer {key}") for key in given]
+    response = httpx.get(server.url + "/v1/models", headers=headers)
+    assert response.status_code == 400 and "more than once" in response.json()["error"]["message"]
+
+
 def test_health_is_open_and_tells_nothing(server: Server) -> None:
     for key in ("", "wrong", ALICE):
         response = httpx.get(server.url + "/health", headers={"authorization": f"Bearer {key}".strip()})

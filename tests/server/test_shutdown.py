@@ -170,3 +170,37 @@ def test_signals_while_clients_come_and_go(start) -> None:
             httpx.ReadError,
             httpx.WriteError,
         }
+
+
+_FAILING = """
+import sys
+from stowage.engine.runner import Runner
+real, failed = Runner.run, []
+def run(self, work):
+    failed.extend(w for w in work if w.sequence.params.max_new_tokens == 77)
+    if failed:
+        raise ZeroDivisionError("a bug")
+    return real(self, work)
+Runner.run = run
+from stowage.cli.app import app
+app(sys.argv[1:])
+"""
+
+
+def test_an_engine_that_has_failed_ends_the_server(tiny_llama, tmp_path) -> None:
+    """With a status on which supervisors start it anew, unlike that of wrong use."""
+    arguments = ["serve", str(tiny_llama), "--listen", "127.0.0.1:0", "--json", "--device-kv", "8MiB"]
+    environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _FAILING, *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as served:
+        assert served.stdout is not None
+        told = json.loads(served.stdout.readline())
+        with httpx.Client(base_url=told["url"], timeout=60) as client:
+            asked = SHORT | {"model": told["model"]}
+            assert client.post(TEXT, json=asked).status_code == 200
+            assert client.post(TEXT, json=asked | {"max_tokens": 77}).status_code == 500
+        _, errors = served.communicate(timeout=60)
+    assert served.returncode == 70, errors
+    assert "The engine has failed" in errors

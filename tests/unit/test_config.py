@@ -67,6 +67,35 @@ def test_impossible_sizes_are_refused(value: int | str) -> None:
         parse_size(value)
 
 
+@pytest.mark.parametrize(
+    "text", ["9" * 4301, "9" * 65, "1" + "0" * 10_000 + "GiB", "0." + "0" * 5000 + "1%", 10**5000], ids=range(5)
+)
+def test_sizes_of_thousands_of_digits_are_refused(text: int | str) -> None:
+    """Python itself refuses to read them, with another error."""
+    with pytest.raises(ConfigError, match="size") as caught:
+        parse_size(text, 1000)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("disk", 5), ("disk", None), ("policy", b"lru"), ("weights", None), ("valkey", ["a"]), ("object", 1.5),
+        ("disk_key_file", 5), ("disk_protection", None), ("valkey_password_file", True), ("load_timeout_s", "5"),
+        ("load_timeout_s", None), ("load_timeout_s", True), ("load_timeout_s", 1j), ("valkey_ttl_s", "day"),
+        ("probe_timeout_s", [1]), ("probe_timeout_s", float("nan")), ("group_block_tokens", 5),
+        ("group_block_tokens", [("full", 16)]), ("group_block_tokens", {"full": "16"}), ("block_tokens", 10**5000),
+        ("block_tokens", "16"), ("step_tokens_max", 1.5), ("device_kv", None), ("host", 10**5000), ("host", "9" * 5000),
+        ("device_memory", [1]), ("object_limit", {}),
+    ],
+    ids=range(27),
+)  # fmt: skip
+def test_fields_of_the_wrong_type_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        Memory(**{name: value})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 400
+
+
 def test_format_size() -> None:
     assert [format_size(n) for n in (0, 1023, 1024, 1536, 1 << 30, 5 << 40)] == [
         "0 B",

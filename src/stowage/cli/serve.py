@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, Json, Model, with_settings
-from stowage.cli.output import note, print_json
+from stowage.cli.output import complain, note, print_json
 from stowage.cli.run import opened
 from stowage.config.settings import Settings
 from stowage.errors import ConfigError
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from stowage.engine.engine import Engine
     from stowage.server.auth import ApiKeys
     from stowage.server.listen import Place
+
+FAILED = 70
+"""The status after a failure of the engine: not 2, which is wrong use, so that supervisors start the server anew."""
 
 
 @with_settings(*SERVER, *MEMORY, *GRAPHS, *LOG)
@@ -59,7 +62,9 @@ def serve(
         from stowage.server.serve import serve as run
 
         name = settings["served_name"] or _name_of(model)
-        run(engine, name, place, limits, keys, lambda: _tell(engine, name, place, keys, json=json))
+        if not run(engine, name, place, limits, keys, lambda: _tell(engine, name, place, keys, json=json)):
+            complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
+            raise typer.Exit(FAILED)
         note("Stopping: writing what is held to the tiers below ..." if engine.memory.disk else "Stopping.")
 
 

@@ -14,10 +14,12 @@ Imports only the standard library, ``errors`` and ``addresses``. Which source a 
 import difflib
 import os
 import re
+import reprlib
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 
 from stowage.config.addresses import parse_object, parse_valkey, shown
@@ -32,7 +34,10 @@ _UNITS = {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 _SIZE_BYTES_MAX = 1 << 62
+_SIZE_CHARACTERS_MAX = 64
 SIZE_FIX = "Write a number of bytes, or a number with a unit such as 512MB, 2GiB or 30%."
+_COUNT_MAX = (1 << 31) - 1
+_TEXTS = "disk disk_protection disk_key_file valkey valkey_password_file object policy weights".split()
 _GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
 POLICIES = ("cost", "lru", "s3fifo", "arc")
 DISK_PROTECTIONS = ("checksum", "blake3", "aes-256-gcm")
@@ -47,7 +52,9 @@ def parse_size(text: int | str, total_bytes: int | None = None) -> int:
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise ConfigError(f"The size {text!r} is a {type(text).__name__}, not a number or text. {SIZE_FIX}")
     if isinstance(text, int):
-        return _bounded(text, str(text))
+        return _bounded(text, str(text) if abs(text) <= _SIZE_BYTES_MAX else "given")
+    if len(text) > _SIZE_CHARACTERS_MAX:
+        raise ConfigError(f"The size {text[:20]!r}... has {len(text)} characters. {SIZE_FIX}")
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"The size {text!r} is not understood. {SIZE_FIX}")
@@ -183,6 +190,7 @@ class Memory:
     weights: str = "auto"
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.device_kv_bytes == 0:
             raise ConfigError("device_kv is 0: the model has no memory to compute from. Give it a size, such as 1GiB.")
         if 0 < self.device_memory_bytes <= self.device_kv_bytes:
@@ -214,6 +222,19 @@ class Memory:
             raise ConfigError(
                 f"load_timeout_s is {self.load_timeout_s}: it must be a finite number of seconds above 0."
             )
+
+    def _check_types(self) -> None:
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ConfigError(f"{name} is a {type(value).__name__}: it must be text.")
+        for name in ("load_timeout_s", "valkey_ttl_s", "probe_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigError(f"{name} is {shown_value(value)}: it must be a number of seconds.")
+        if not isinstance(self.group_block_tokens, Mapping):
+            kind = type(self.group_block_tokens).__name__
+            raise ConfigError(f"group_block_tokens is a {kind}: it must be a mapping from a kind of group to tokens.")
 
     def _check_shared(self, host_bytes: int) -> None:
         for name, url in (("valkey", self.valkey), ("object", self.object)):
@@ -310,8 +331,15 @@ def _check_protection(protection: str, key_file: str) -> None:
 
 
 def _positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}: it must be a whole number of 1 or more.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _COUNT_MAX:
+        raise ConfigError(f"{name} is {shown_value(value)}: it must be a whole number of 1 or more.")
+
+
+def shown_value(value: object) -> str:
+    """What a message says of a value that may be anything, of any length."""
+    if isinstance(value, int) and abs(value) > _SIZE_BYTES_MAX:
+        return "a very large number"
+    return reprlib.repr(value)
 
 
 def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:

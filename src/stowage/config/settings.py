@@ -16,14 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
-from stowage.config.memory import SIZE_FIX, Memory, unknown_name
+from stowage.config.memory import SIZE_FIX, Memory, shown_value, unknown_name
 from stowage.errors import ConfigError
+
+_DIGITS_MAX = 40
+
+
+def _digits(text: str) -> int:
+    if len(text) > _DIGITS_MAX:
+        raise ConfigError(f"it has {len(text)} digits: no machine has so many of anything.")
+    return int(text)
 
 
 def _as_size(value: object) -> int | str:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"it is {value!r}, not a size. {SIZE_FIX}")
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() and value.isascii() else value
+    return _digits(value) if isinstance(value, str) and value.strip().isdecimal() and value.isascii() else value
 
 
 def _as_text(value: object) -> str:
@@ -34,7 +42,7 @@ def _as_text(value: object) -> str:
 
 def _as_int(value: object) -> int:
     if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
-        return int(value)
+        return _digits(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"it is {value!r}, not a whole number.")
     return value
@@ -44,9 +52,9 @@ def _as_float(value: object) -> float:
     try:
         if not isinstance(value, bool) and isinstance(value, int | float | str):
             return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
-    raise ConfigError(f"it is {value!r}, not a number.")
+    raise ConfigError(f"it is {shown_value(value)}, not a number.")
 
 
 def _as_switch(value: object) -> bool:

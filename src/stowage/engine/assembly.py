@@ -17,7 +17,7 @@ from stowage.cache.opening import check_tiers, open_store
 from stowage.cache.store import TieredStore
 from stowage.config.memory import Memory, format_size
 from stowage.core.geometry import Geometry, Kind, split_arena
-from stowage.core.groups import GroupStrategy, strategy
+from stowage.core.groups import GroupStrategy, snapshot_spacing, strategy
 from stowage.core.key import namespace
 from stowage.engine.capacity import Capacity
 from stowage.errors import ConfigError, UnsupportedModelError
@@ -147,7 +147,7 @@ def _assemble(
         computed = f"{computed}/{exact_name(pieces)}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
-    snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+    snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
     slabs = split_arena(geometry, memory.host_bytes, snapshot_tokens) if memory.host_bytes else ()
     capacity = Capacity(layout.blocks, slabs, memory.step_tokens_max, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.device_kv_bytes) if records is not None else 0

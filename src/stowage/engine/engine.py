@@ -113,8 +113,7 @@ class Engine:
             self._close_weights()
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        self.store, self.parts = parts.store, parts
-        self.prompts = Prompts(loaded.tokenizer, parts.layout)
+        self.store, self.parts, self.prompts = parts.store, parts, Prompts(loaded.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
@@ -195,17 +194,14 @@ class Engine:
         """
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
-        asked: list[Request] = []
 
         def hand_over(delta: Delta) -> None:
             try:
                 loop.call_soon_threadsafe(pieces.put_nowait, delta)
             except RuntimeError:  # the event loop was closed: nobody listens any more
-                for request in asked:
-                    self.cancel(request)
+                self.cancel(request)
 
         request = self.submit(prompt, params, hand_over, salt=salt)
-        asked.append(request)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -301,6 +297,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether it takes requests: it is neither closed nor stopped by a bug."""
         return self._loop.alive
+
+    @property
+    def failed(self) -> bool:
+        """Whether a bug has stopped it: nothing is computed any more, and only a new one will."""
+        return self._loop.failed
 
     @property
     def executor(self) -> str:

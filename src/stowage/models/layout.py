@@ -132,6 +132,7 @@ def refuse_unsupported(config: Any) -> None:
             f"Supported: {', '.join(sorted(PROVED | OUTER.keys()))}."
         )
     _refuse_bidirectional(config)
+    _refuse_window_of_one(config)
 
 
 def refuse_positions(config: Any) -> None:
@@ -143,6 +144,7 @@ def refuse_positions(config: Any) -> None:
                 "so an answer would depend on its neighbours; it is not supported yet."
             )
     _refuse_bidirectional(config)
+    _refuse_window_of_one(config)
 
 
 def _refuse_bidirectional(config: Any) -> None:
@@ -154,6 +156,17 @@ def _refuse_bidirectional(config: Any) -> None:
         )
     if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         raise UnsupportedModelError("bidirectional attention has no causal KV cache; it is not supported.")
+
+
+def _refuse_window_of_one(config: Any) -> None:
+    """With one, Transformers itself gives another answer from its cache than without (5.17 to 5.23)."""
+    text = config.get_text_config(decoder=True)
+    used = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+    if getattr(text, "sliding_window", None) == 1 and getattr(text, "use_sliding_window", True) and used:
+        raise UnsupportedModelError(
+            "sliding_window is 1 in the model's config: Transformers computes something else then token by token than "
+            "at once, so there is no right answer. It is not supported."
+        )
 
 
 def _rope_settings(config: Any) -> list[Mapping[str, Any]]:

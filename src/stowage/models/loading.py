@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -182,7 +182,7 @@ def check_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [directory / name for name in names]
+            files = [directory / _plain(name) for name in names]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
     else:
@@ -198,8 +198,28 @@ def check_files(directory: Path) -> list[Path]:
             f"{directory} holds no model*.safetensors file: its download was cut short, or the weights are elsewhere."
         )
     for path in files:
+        _check_inside(path, directory)
         _check_file(path)
     return files
+
+
+def _plain(name: str) -> str:
+    """The name of a file in the checkpoint's directory, or below it."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
+        raise ValueError(f"{name!r} is no name of a safetensors file in this directory")
+    return name
+
+
+def _check_inside(path: Path, directory: Path) -> None:
+    """A link may lead to another place in the directory, or, in the hub's cache, to where that keeps the files."""
+    home, target = directory.resolve(), path.resolve()
+    roots = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    if not any(target.is_relative_to(root) for root in roots):
+        raise CheckpointError(
+            f"{path} is a link that leads out of the checkpoint's directory, to {target}. Only the hub's own cache may "
+            "have such links: copy the file, or give the directory in which it lies."
+        )
 
 
 def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]:

@@ -28,7 +28,7 @@ from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import check_tiers, open_store
 from stowage.config.memory import Memory, unknown_name
 from stowage.core.geometry import Geometry, Kind
-from stowage.core.groups import strategy
+from stowage.core.groups import snapshot_spacing, strategy
 from stowage.core.key import SequenceKeys, namespace
 from stowage.errors import ConfigError, StowageError
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
@@ -103,7 +103,7 @@ class PrefixCache:
         )
         grid = math.lcm(*(group.chunk_tokens for group in geometry.groups))
         self._grid = grid
-        self._snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
+        self._snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
         self._step_tokens = memory.step_tokens_max
         store = open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, others)
         assert store is not None, "host was checked"

@@ -96,6 +96,12 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).norm())
 
 
+_NOT_RESUMED = {
+    "minimax": "has a cache of a class of its own, which generate() makes by itself and takes from nobody",
+    "mpt": "is given its whole prompt again by generate(), whatever its cache has seen, which gives another answer",
+}
+
+
 def _refuse(model: Any) -> None:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
@@ -103,6 +109,11 @@ def _refuse(model: Any) -> None:
             f"a {type(model).__name__} is no Transformers model that generates: give one that from_pretrained() made."
         )
     refuse_config(config)
+    if config.model_type in _NOT_RESUMED:
+        raise UnsupportedModelError(
+            f"a model of type {config.model_type!r} {_NOT_RESUMED[config.model_type]}. It is not supported here; a "
+            "stowage.Engine runs it."
+        )
     if getattr(config, "_attn_implementation", "") == attention.NAME:
         raise UnsupportedModelError("a stowage.Engine runs this model object: close it first, or load the model twice.")
     if getattr(model, "peft_config", None):

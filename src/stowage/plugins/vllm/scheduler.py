@@ -26,7 +26,7 @@ from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import open_store
 from stowage.cache.prefix_planner import Choice
 from stowage.core.geometry import Geometry, Group, Kind
-from stowage.core.groups import strategy
+from stowage.core.groups import snapshot_spacing, strategy
 from stowage.errors import ConfigError
 from stowage.log import Trouble
 from stowage.plugins.vllm import adapter, namespace
@@ -96,7 +96,7 @@ class SchedulerSide:
         step_tokens = self._config.scheduler_config.max_num_batched_tokens
         dense = any(shape.dense for shape in self._shapes)
         spacing = memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens)
-        self._snapshot_tokens = -(-spacing // grid) * grid
+        self._snapshot_tokens = snapshot_spacing(spacing, grid)
         self._has_states = bool(recurrent)
         points = resume_points(self._options, self._groups)
         sparse = self._has_states or not points.everywhere
