@@ -37,8 +37,8 @@ class Scheduler:
         overlapped_loads: OverlappedLoads,
         spill: PreemptionSwap,
         long_context: LongContextSwap,
-        step_tokens_max: int,
-        sequences_max: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         pieces: Pieces = Pieces(),  # noqa: B008 - it never changes
     ) -> None:
         self._kv_manager = kv_manager
@@ -46,8 +46,8 @@ class Scheduler:
         self._overlapped_loads = overlapped_loads
         self._spill = spill
         self._long_context = long_context
-        self._step_tokens_max = step_tokens_max
-        self._sequences_max = sequences_max
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._pieces = pieces
@@ -74,7 +74,7 @@ class Scheduler:
         """The next step's work; empty when every sequence waits for a tier, or there is none."""
         self._collect_arrived()
         work: list[Work] = []
-        budget = self._step_tokens_max
+        budget = self._max_num_batched_tokens
         self._logit_rows = self._logit_rows_max
         for sequence in list(self.running):
             if sequence.phase is Phase.RUNNING and len(sequence.tokens) - sequence.computed == 1:
@@ -131,7 +131,7 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Move the first waiting sequence on, if there is room; later ones never overtake it."""
-        if not self.waiting or len(self.running) + len(self._admissions) >= self._sequences_max:
+        if not self.waiting or len(self.running) + len(self._admissions) >= self._max_num_seqs:
             return None
         sequence = self.waiting[0]
         alone = not self.running and not len(self._admissions)

@@ -86,8 +86,8 @@ class Reader:
         self._tokenizer = engine.tokenizer
         self._layout = engine.parts.layout
         self._tokens_max = engine.sequence_tokens_max
-        self._prompt_tokens_max = min(limits.prompt_tokens_max or self._tokens_max, self._tokens_max)
-        self._choices_max = min(limits.choices_max, limits.queue_max + engine.memory.sequences_max)
+        self._max_prompt_tokens = min(limits.max_prompt_tokens or self._tokens_max, self._tokens_max)
+        self._max_choices = min(limits.max_choices, limits.max_queued_requests + engine.memory.max_num_seqs)
         self._has_template = bool(getattr(engine.tokenizer, "chat_template", None))
 
     def completion(self, body: bytes) -> Ask:
@@ -158,11 +158,11 @@ class Reader:
         return model
 
     def _n(self, fields: Fields) -> int:
-        return fields.whole("n", 1, 1, self._choices_max) or 1
+        return fields.whole("n", 1, 1, self._max_choices) or 1
 
     def _count_choices(self, prompts: int, n: int) -> None:
-        if prompts * n > self._choices_max:
-            what = f"{prompts} prompts times {n} choices: one request may ask for at most {self._choices_max}."
+        if prompts * n > self._max_choices:
+            what = f"{prompts} prompts times {n} choices: one request may ask for at most {self._max_choices}."
             raise bad(what, "n" if n > 1 else "prompt")
 
     def _params(self, fields: Fields, logprobs: int | None) -> SamplingParams:
@@ -205,9 +205,9 @@ class Reader:
         param = "messages" if chat else "prompt"
         try:
             tokens = tokenize(raw, self._tokenizer)
-            if len(tokens) > self._prompt_tokens_max:
+            if len(tokens) > self._max_prompt_tokens:
                 what = (
-                    f"This server takes at most {self._prompt_tokens_max} tokens in {param!r}; these are {len(tokens)}."
+                    f"This server takes at most {self._max_prompt_tokens} tokens in {param!r}; these are {len(tokens)}."
                 )
                 raise bad(what, param, "context_length_exceeded")
             tokens = prompt_tokens(tokens, None, self._layout)
