@@ -88,12 +88,13 @@ def test_sizes_of_thousands_of_digits_are_refused(text: int | str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("disk", 5), ("disk", None), ("policy", b"lru"), ("weights", None), ("valkey", ["a"]), ("object", 1.5),
+        ("disk", 5), ("disk", None), ("eviction_policy", b"lru"), ("weights", None), ("valkey", ["a"]), ("object", 1.5),
         ("disk_key_file", 5), ("disk_protection", None), ("valkey_password_file", True), ("load_timeout_s", "5"),
         ("load_timeout_s", None), ("load_timeout_s", True), ("load_timeout_s", 1j), ("valkey_ttl_s", "day"),
         ("lookup_timeout_s", [1]), ("lookup_timeout_s", float("nan")), ("group_block_size", 5),
-        ("group_block_size", [("full", 16)]), ("group_block_tokens", {"full": "16"}), ("block_size", 10**5000),
-        ("block_size", "16"), ("max_num_batched_tokens", 1.5), ("kv_cache_memory", None), ("host_memory", 10**5000), ("host_memory", "9" * 5000),
+        ("group_block_size", [("full", 16)]), ("group_block_size", {"full": "16"}), ("block_size", 10**5000),
+        ("block_size", "16"), ("max_num_batched_tokens", 1.5), ("kv_cache_memory", None),
+        ("host_memory", 10**5000), ("host_memory", "9" * 5000),
         ("device_memory", [1]), ("object_limit", {}),
     ],
     ids=range(27),
