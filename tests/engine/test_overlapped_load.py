@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from docs.examples.dict_tier import DictTier
-from stowage.cache import cost_model, flow
+from stowage.cache import cost_model, flow, overlapped_load
 from stowage.config.memory import Memory
-from stowage.engine import overlapped_load
 from stowage.engine.engine import Engine
 from stowage.errors import TransferError
 from stowage.storage.protocol import Outcome, Transfer
@@ -284,13 +283,13 @@ def test_pieces_are_asked_for_from_the_end(checkpoints, monkeypatch):
         engine.generate([prompt], greedy(1))
         leave_below(engine)
         begins: list[list[int]] = []
-        ask = overlapped_load.OverlappedLoads._ask
+        ask = overlapped_load.OverlappedLoad.ask
 
-        def watched(self: Any, one: overlapped_load.OverlappedLoad) -> None:
-            ask(self, one)
-            begins.append([piece.begin for piece in one.pieces if piece.fetch is not None])
+        def watched(self: overlapped_load.OverlappedLoad, computed: int, now_s: float) -> None:
+            ask(self, computed, now_s)
+            begins.append([piece.begin for piece in self.pieces if piece.fetch is not None])
 
-        monkeypatch.setattr(overlapped_load.OverlappedLoads, "_ask", watched)
+        monkeypatch.setattr(overlapped_load.OverlappedLoad, "ask", watched)
         tier.begin((1,))
         engine.generate([prompt], greedy(1))
         first = begins[0]

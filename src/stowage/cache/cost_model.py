@@ -23,8 +23,8 @@ _LOOKUP_SHARE = 0.05
 """Of the time to compute a prompt, that it waits for answers of shared tiers."""
 LOOKUP_LEAST_S = 0.02
 """For short prompts: about what two answers of a near object store take."""
-_MEETING_RATIO, _MEETING_STEPS = 8.0, 2.0
-"""A meeting costs some steps more."""
+_OVERLAP_RATIO, _OVERLAP_STEPS = 8.0, 2.0
+"""To compute while loading costs some steps more."""
 
 _Point = tuple[float, float]
 """Tokens and seconds of a forward."""
@@ -36,8 +36,9 @@ def bytes_of_tiers(parts: Iterable[tuple[NDArray[np.int8], int]]) -> dict[int, i
     """
     total: dict[int, int] = {}
     for sources, chunk_bytes in parts:
-        for tier, count in zip(*np.unique(sources[sources > 0], return_counts=True), strict=True):
-            total[int(tier)] = total.get(int(tier), 0) + int(count) * chunk_bytes
+        for tier, count in enumerate(np.bincount(sources[sources > 0]).tolist()):
+            if count:
+                total[tier] = total.get(tier, 0) + count * chunk_bytes
     return total
 
 
@@ -140,7 +141,7 @@ class CostModel:
 
     def worth_overlapping(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
         """Whether loading these bytes and computing ``tokens`` take times so alike that both at once, from either end,
-        are much quicker than the quicker of them: at ``_MEETING_RATIO`` a ninth is won. False while nothing is known.
+        are much quicker than the quicker of them: at ``_OVERLAP_RATIO`` a ninth is won. False while nothing is known.
         """
         compute_s = self.recompute_s(tokens) if self._forwards else None
         if compute_s is None or any(tier not in self.bytes_per_s for tier in bytes_of_tier):
@@ -148,7 +149,7 @@ class CostModel:
         load_s = self.load_s(bytes_of_tier)
         shorter_s = min(load_s, compute_s)
         won_s = shorter_s**2 / (load_s + compute_s) if shorter_s else 0.0
-        return _MEETING_RATIO * shorter_s >= max(load_s, compute_s) and won_s > _MEETING_STEPS * self.prefill_s(1)
+        return _OVERLAP_RATIO * shorter_s >= max(load_s, compute_s) and won_s > _OVERLAP_STEPS * self.prefill_s(1)
 
     def load_s(self, bytes_of_tier: Mapping[int, int]) -> float:
         """Predicted time to load these bytes; what comes from a tier that is not measured counts nothing."""

@@ -118,6 +118,10 @@ class TieredStore:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 `tiers[i]`."""
         return self._flow.sources(group, keys, self._clock())
 
+    def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
+        """What `lookup` and `sources` say of these keys."""
+        return self._flow.locate(group, keys, self._clock())
+
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
         """Pin what is in host and start to promote the rest; (group, keys) pairs, keys in prompt order. Never blocks.
 

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from stowage.cache.cost_model import CostModel
+from stowage.cache.prefix_planner import PrefixPlanner
+from stowage.cache.remote_lookup import RemoteLookup
 from stowage.config.memory import Memory, format_size
 from stowage.core.key import SequenceKeys
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
 from stowage.engine.border import check_request, listed_prompts, listed_tiers
-from stowage.engine.boundary import Boundaries
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.kv_manager import KVManager
@@ -36,7 +37,6 @@ from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import left, weights_budget
 from stowage.engine.overlapped_load import OverlappedLoads
 from stowage.engine.prompts import Prompts
-from stowage.engine.remote_lookup import RemoteLookup
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.engine.scheduler import Scheduler
@@ -129,7 +129,7 @@ class Engine:
             parts.transfer,
             parts.snapshot_tokens,
         )
-        remote_lookup = RemoteLookup(self.store, self._cost_model, self._clock, self.memory.lookup_timeout_s)
+        remote_lookup = RemoteLookup(self.store, self._cost_model, self.memory.lookup_timeout_s)
         swap_space = SwapSpace(self._kv_manager, parts.namespace, secrets.token_bytes(16), self._clock)
         long_context = LongContextSwap(self._kv_manager, swap_space, parts.capacity)
         step = math.lcm(parts.geometry.boundary_tokens, parts.pieces.grid)
@@ -138,7 +138,7 @@ class Engine:
             self._kv_manager,
             long_context,
             overlapped_loads,
-            Boundaries(self._kv_manager, self._cost_model, parts.geometry.boundary_tokens),
+            PrefixPlanner(self.store, parts.strategies, self._cost_model),
             self.memory.max_num_batched_tokens,
             self._cost_model,
             remote_lookup,
