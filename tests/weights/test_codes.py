@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stowage.errors import CheckpointError
 from stowage.weights import codes
+from stowage.weights.away import absent
 from stowage.weights.codes import Form, PackedMatrix
-from stowage.weights.source import absent
 
 SHAPES = [(48, 64, 32), (33, 128, 64), (300, 4096, 128), (17, 96, 32)]
 

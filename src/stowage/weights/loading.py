@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import UnsupportedModelError
+from stowage.weights.away import absent
 from stowage.weights.berths import Berths
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.codes import form_of, workspace_bytes
 from stowage.weights.crossing import Carrier
-from stowage.weights.delivered import HOST, Load, absent
+from stowage.weights.delivered import HOST, Load
 from stowage.weights.holds import Home, as_bytes, copy_of, phase_of
 from stowage.weights.image import Image
 from stowage.weights.locate import Locator

@@ -23,6 +23,7 @@ def offload(
     dtype: str = "auto",
     weights: str = "auto",
     device: str = "",
+    threads: str = "wait",
     **options: Any,
 ) -> Any:
     """A model that answers as it would without a budget, and keeps no more of its weights in memory than it is given.
@@ -39,15 +40,19 @@ def offload(
         weights: ``auto``, or rules such as ``"model.layers.*=stream"`` and ``"last 1 of 4=resident"``, with commas
         between.
         device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
+        threads: what becomes of a forward that begins while another thread is in one: ``wait`` for its turn, or
+            ``refuse`` it with a ModelError.
         options: for Transformers' ``from_pretrained``, such as ``attn_implementation``.
 
-    Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. One thread computes
-    at a time. Raises BudgetError (with the least that works), ConfigError, CheckpointError, StorageError,
-    UnsupportedModelError.
+    Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. Any number of threads
+    may call it: whole forwards take turns. Raises BudgetError (with the least that works), ConfigError,
+    CheckpointError, StorageError, UnsupportedModelError.
     """
     device_bytes = _size("device_memory", device_memory)
     host_bytes = _size("host", host)
     image = parse_disk(disk) if disk else None
+    if threads not in ("wait", "refuse"):
+        raise ConfigError(f"threads={threads!r} is unknown: say 'wait' or 'refuse'.")
     rules = parse_rules(weights)
     if not device_bytes and not rules:
         raise ConfigError(
@@ -64,7 +69,9 @@ def offload(
         _refuse(model, options)
     here = device_of(model, device)
     budget = Budget(device_bytes or None, host_bytes, image, rules, carrier(here))
-    return loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
+    offloaded = loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
+    offloaded.stowage.waits = threads == "wait"
+    return offloaded
 
 
 def _size(name: str, size: int | str) -> int:
