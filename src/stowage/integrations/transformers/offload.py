@@ -9,6 +9,7 @@ from typing import Any
 
 from stowage.config import parse_disk, parse_size, ram_total_bytes
 from stowage.errors import ConfigError, ModelError, UnsupportedModelError
+from stowage.weights.image import usual_place
 from stowage.weights.placement import parse_rules
 
 __all__ = ["offload"]
@@ -35,7 +36,8 @@ def offload(
             KV cache and activations are the script's own and come on top.
         host: memory for weights besides: views over the checkpoint's files, shared with the page cache.
         disk: ``"DIR:SIZE"`` for weights whose form in memory is not the checkpoint's (another ``dtype``, a model in
-            memory). A file without a name that vanishes with the process.
+            memory). A file without a name that vanishes with the process. Where ``device_memory`` is given and this is
+            not, it is made where the system keeps large temporary files, of at most half of what is free there.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         weights: ``auto``, or rules such as ``"model.layers.*=stream"`` and ``"last 1 of 4=resident"``, with commas
         between.
@@ -50,7 +52,7 @@ def offload(
     """
     device_bytes = _size("device_memory", device_memory)
     host_bytes = _size("host", host)
-    image = parse_disk(disk) if disk else None
+    image = parse_disk(disk) if disk else usual_place() if device_bytes else None
     if threads not in ("wait", "refuse"):
         raise ConfigError(f"threads={threads!r} is unknown: say 'wait' or 'refuse'.")
     rules = parse_rules(weights)
