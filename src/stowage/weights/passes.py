@@ -80,12 +80,16 @@ class Passes:
         finally:
             self._leave(claim, whole)
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of the whole model, in its turn, and without gradients."""
+    def around(self, forward: Callable[..., Any], asked: Callable[[], None]) -> Callable[..., Any]:
+        """``forward`` of the whole model, in its turn, and without gradients; ``asked`` is told when they were asked
+        for, and may refuse.
+        """
 
         @functools.partial(torch.compiler.disable, reason=_COMPILED)
         def in_turn(*args: Any, **kwargs: Any) -> Any:
             gradients = torch.is_grad_enabled()
+            if gradients:
+                asked()
             try:
                 torch._C._set_grad_enabled(False)
                 return self._run(sys._getframe(), forward, args, kwargs)

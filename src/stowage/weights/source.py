@@ -48,8 +48,9 @@ class WeightSource(Deliveries):
         super().__init__(model, placement, loads, checkpoint, image, carrier, berths)
         self.identity = ""
         """Names the weights, where they have a name."""
+        self._own = {id(parameter): parameter for parameter in model.parameters()}
         if any(load.delivery is not Delivery.RESIDENT for load in loads):
-            model.forward = self._passes.around(model.forward)
+            model.forward = self._passes.around(model.forward, self._refuse_training)
             guard(model, self.read, any(load.delivery is not Delivery.MAPPED for load in loads))
 
     @property
@@ -145,6 +146,16 @@ class WeightSource(Deliveries):
         """Copies of all parameters and persistent buffers that a checkpoint has, one at a time, by name."""
         for name in names(self._model):
             yield name, self.read(name)
+
+    def _refuse_training(self) -> None:
+        """A forward that asks for gradients gets answers without; but who added something to train must know."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._own:
+                raise ModelError(
+                    f"{name} was added to a model whose weights come and go, and would get no gradient: an adapter "
+                    "cannot be trained on them. Load the model without a budget to train it; for answers call it under "
+                    "torch.no_grad()."
+                )
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ModelError("what delivers the weights of a model cannot be copied: load the model again.")
