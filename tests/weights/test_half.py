@@ -20,8 +20,14 @@ from stowage.weights.placement import Delivery
 from tests.weights.conftest import bytes_of, logits, prompt
 from tests.weights.test_parity import FAMILIES
 
+LEFT_OUT = {
+    "diffllama": "is built from values that are not there yet",
+    "rwkv": "uses weights of modules that it does not call",
+    "deepseek_v4": "plain Transformers multiplies float32 and half precision, and fails",
+    "cohere_compass": "its tiny model has no other size",
+}
 TRIED = (
-    [family for family in tiny_models.FAMILIES if family not in ("diffllama", "rwkv")]
+    [family for family in tiny_models.FAMILIES if family not in LEFT_OUT]
     if os.environ.get("STOWAGE_TEST_FAMILIES") == "all"
     else FAMILIES
 )
@@ -57,8 +63,8 @@ def test_every_placement_answers_in_half_precision_as_plain_transformers(
         budgets.append({"weights": "*.experts=experts,*=resident"})
     for budget in budgets:
         try:
-            model = stowage.offload(directory, **budget)
-        except (stowage.BudgetError, stowage.ConfigError):  # three quarters are too few, or its experts go by layers
+            model = stowage.offload(directory, disk=f"{tmp_path}:1GiB", **budget)
+        except (stowage.ConfigError, stowage.UnsupportedModelError):  # too little, or its experts go by layers
             assert "weights" not in budget or "experts" in budget["weights"]
             continue
         for ids, wanted in zip(asked, expected, strict=True):
@@ -66,7 +72,8 @@ def test_every_placement_answers_in_half_precision_as_plain_transformers(
         moved = model.stowage.placement
         seen.update(moved.deliveries)
         if budget.get("weights", "").startswith("*="):
-            assert total - moved.nbytes(Delivery.RESIDENT) - moved.small_bytes > total // 2, "most of it comes and goes"
+            away = moved.nbytes(*(set(Delivery) - {Delivery.RESIDENT}))
+            assert away > total // 2, "most of it comes and goes"
         model.stowage.check()
         model.stowage.close()
     assert seen >= {Delivery.STREAM, Delivery.PREFETCH, Delivery.MAPPED}
