@@ -172,7 +172,7 @@ def test_experts_that_were_not_chosen_are_not_computed_with(
         return whole(self, hidden_states, top_k_index.long(), top_k_weights)
 
     monkeypatch.setattr(Qwen3MoeExperts, "forward", without)
-    monkeypatch.setattr("stowage.weights.source.chosen", lambda args, kwargs: args[1][:, :1])
+    monkeypatch.setattr("stowage.weights.deliveries.chosen", lambda args, kwargs: args[1][:, :1])
     with pytest.raises(stowage.UnsupportedModelError, match="did not choose"):
         stowage.offload(checkpoints("qwen3_moe"), weights="*=experts")
 
@@ -188,7 +188,7 @@ def test_families_that_compute_with_all_experts_come_and_go_by_layer(
 
 
 def test_two_threads_do_not_share_a_cache(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
-    model = stowage.offload(checkpoints("mixtral"), weights="*=experts")
+    model = stowage.offload(checkpoints("mixtral"), weights="*=experts", threads="refuse")
     inside, errors = threading.Event(), list[BaseException]()
 
     def meanwhile(*_: Any) -> None:

@@ -22,6 +22,7 @@ from stowage.errors import ModelError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.models import identity
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
+from stowage.weights.away import AwayParameter
 
 _PIECE_TOKENS, _REST_TOKENS = 24, 2
 _NEARER = 0.5
@@ -123,8 +124,10 @@ def _refuse(model: Any) -> None:
         )
     if model.training:
         raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
-    for name, value in {**dict(model.named_buffers()), **model.state_dict()}.items():
-        if type(value) not in (Tensor, torch.nn.Parameter):
+    placed = getattr(model, "stowage", None) is not None
+    kept = dict(model.named_parameters()) if placed else model.state_dict()
+    for name, value in {**dict(model.named_buffers()), **kept}.items():
+        if type(value) not in (Tensor, torch.nn.Parameter, AwayParameter):
             raise UnsupportedModelError(
                 f"{name} is a {type(value).__name__}, no plain tensor: what a quantised model computes with cannot be "
                 "named here yet; it is not supported."
@@ -140,6 +143,9 @@ def _mark(model: Any) -> int:
     """
     found: list[object] = [bool(getattr(model, "peft_config", None)), getattr(model.config, "_attn_implementation", "")]
     for parameter in model.parameters():
+        if isinstance(parameter, AwayParameter):  # what it shows is the checkpoint's, and nobody can write to it
+            found.append((id(parameter), parameter.dtype))
+            continue
         version = 0 if parameter.is_inference() else parameter._version
         found.append((parameter.data_ptr(), version, parameter.dtype))
     return hash(tuple(found))
