@@ -280,3 +280,175 @@ def test_streams_of_an_engine_that_stops_end(engines):
     with pytest.raises(StowageError, match="a bug"):
         asyncio.run(asyncio.wait_for(read(), 30))
     engine._loop.closing = True
+
+
+# What is done for one request
+
+
+def poisoned(sequence):
+    return sequence.tokens[: len(PROMPT)] == PROMPT
+
+
+def raises(error):
+    def method(*_, **__):
+        raise error
+
+    return method
+
+
+def break_draw(engine, sequence):
+    sequence.sampler.draw = raises(ZeroDivisionError("a bug"))
+
+
+def break_text(engine, sequence):
+    sequence.text.push = raises(SystemExit("a bug"))
+
+
+def break_last_text(engine, sequence):
+    sequence.text.finish = raises(ZeroDivisionError("a bug"))
+
+
+def break_keys(engine, sequence):
+    sequence.keys.extend = raises(ZeroDivisionError("a bug"))
+
+
+def break_score(engine, sequence):
+    sequence.prompt_logprobs = None
+
+
+def break_report(engine, sequence):
+    sequence.reused = 5
+
+
+BREAK = [break_draw, break_text, break_last_text, break_keys, break_score, break_report]
+
+
+@pytest.mark.parametrize("how", BREAK)
+@pytest.mark.parametrize("family", ["llama", "nemotron_h"])
+def test_what_goes_wrong_for_one_request(how, family, engines, references):
+    """Whatever it is: drawing, text, keys, scores, telling."""
+    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    real = engine.parts.runner.run
+
+    def run(work):
+        for item in work:
+            if poisoned(item.sequence):
+                how(engine, item.sequence)
+        return real(work)
+
+    engine.parts.runner.run = run
+    other = random_prompt(150, seed=5)
+    good = engine.submit(other, greedy(20))
+    bad = engine.submit(PROMPT, SamplingParams(max_new_tokens=8, prompt_logprobs=0 if how is break_score else None))
+    assert good.wait(60) and bad.wait(60)
+    with pytest.raises(StowageError, match=r"this request failed .*no other one with it"):
+        bad.result()
+    assert_same(good.result(), references(family).answer(other, 20))
+    engine.parts.runner.run = real
+    assert_well(engine, references, family)
+
+
+def test_a_request_that_cannot_even_be_queued(engines, references, monkeypatch):
+    engine = engines("llama")
+    real = engine._scheduler._admissions.announce
+
+    def announce(sequence):
+        if poisoned(sequence):
+            raise ZeroDivisionError("a bug")
+        real(sequence)
+
+    monkeypatch.setattr(engine._scheduler._admissions, "announce", announce)
+    request = engine.submit(PROMPT, greedy(4))
+    assert request.wait(60)
+    with pytest.raises(StowageError, match="a bug"):
+        request.result()
+    monkeypatch.undo()
+    assert_well(engine, references, "llama")
+
+
+# Forwards that raise
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v4"])
+def test_a_forward_that_one_request_makes_raise(family, when, engines, references):
+    """The others are computed again without it, whatever the forward had left in their blocks."""
+    engine = engines(family, host="32MiB", snapshot_tokens=128, step_tokens_max=256)
+    real = engine.parts.runner.run
+
+    def run(work):
+        outputs = real(work) if when == "after" else []
+        if any(poisoned(item.sequence) and item.start + item.count > 150 for item in work):
+            raise ZeroDivisionError("a bug")
+        return outputs if when == "after" else real(work)
+
+    engine.parts.runner.run = run
+    prompts = [random_prompt(length, seed=length) for length in (30, 150, 90)]
+    good = [engine.submit(prompt, greedy(20)) for prompt in prompts]
+    bad = engine.submit(PROMPT, greedy(20))
+    good.append(engine.submit(random_prompt(70, seed=70), greedy(20)))
+    prompts.append(random_prompt(70, seed=70))
+    assert bad.wait(60)
+    with pytest.raises(StowageError, match=r"this request failed \(ZeroDivisionError\('a bug'\)\)"):
+        bad.result()
+    for prompt, request in zip(prompts, good, strict=True):
+        assert request.wait(60)
+        assert_same(request.result(), references(family).answer(prompt, 20))
+    engine.parts.runner.run = real
+    assert_well(engine, references, family)
+
+
+@pytest.mark.parametrize("family", ["llama", "nemotron_h"])
+def test_states_of_a_forward_that_raised_are_not_gone_on_with(family, engines, references):
+    """It had changed them already."""
+    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    real, raised = engine.parts.runner.run, []
+
+    def run(work):
+        outputs = real(work)
+        if len(work) == 3 and not raised:
+            raised.append(work)
+            raise ZeroDivisionError("a bug")
+        return outputs
+
+    engine.parts.runner.run = run
+    prompts = [random_prompt(length, seed=length) for length in (30, 150, 90)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(20)), strict=True):
+        assert_same(completion, references(family).answer(prompt, 20))
+    assert raised
+    engine.parts.runner.run = real
+    assert_well(engine, references, family)
+
+
+def test_forwards_that_are_too_large_together(engines, references):
+    """Nobody's fault: fewer are computed at once, and all get their answers."""
+    engine = engines("llama")
+    real, sizes = engine.parts.runner.run, []
+
+    def run(work):
+        sizes.append(len(work))
+        if len(work) > 2:
+            raise MemoryError
+        return real(work)
+
+    engine.parts.runner.run = run
+    prompts = [random_prompt(40, seed=seed) for seed in range(9)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(20)), strict=True):
+        assert_same(completion, references("llama").answer(prompt, 20))
+    assert sum(size > 2 for size in sizes) <= 3 and sizes.count(2) > 20
+    engine.check()
+    engine.parts.runner.run = real
+
+
+def test_a_model_that_computes_nothing_any_more(engines):
+    """Not even what nobody asked for: that is no request's fault, and the engine ends."""
+    engine = engines("llama")
+    requests = [engine.submit(random_prompt(40, seed=seed), LONG) for seed in range(5)]
+    break_down(engine)
+    for request in requests:
+        assert request.wait(30)
+        with pytest.raises(StowageError, match="a bug"):
+            request.result()
+    engine._loop.thread.join(10)
+    assert not engine.alive
+    engine._loop.closing = True

@@ -29,12 +29,13 @@ from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
 from stowage.engine.border import check_request, listed_prompts, listed_tiers
 from stowage.engine.boundary import Boundaries
-from stowage.engine.completion import namespace_of, progress_of, prompt_tokens
+from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import left, weights_budget
 from stowage.engine.overlapped_load import OverlappedLoads
+from stowage.engine.prompts import Prompts
 from stowage.engine.remote_lookup import RemoteLookup
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
@@ -113,6 +114,7 @@ class Engine:
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
+        self.prompts = Prompts(loaded.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
@@ -256,7 +258,7 @@ class Engine:
         self._loop.cancel(request)
 
     def _new_sequence(self, prompt: Prompt, params: SamplingParams, salt: str | bytes) -> Sequence:
-        tokens = prompt_tokens(prompt, self.tokenizer, self.parts.layout)
+        tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
         sequence = Sequence(
             id=next(self._ids),

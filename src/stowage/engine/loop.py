@@ -1,8 +1,9 @@
 """The engine's thread: requests come in, steps are computed, completions go out.
 
 Owns the lives of requests. The scheduler and everything behind it is touched by this thread only, or under ``lock``
-while it rests. A bug ends the loop with every request told; an operating error never does, nor does what a request's
-own ``on_delta`` raises.
+while it rests. What is done for one request (drawing, text, keys, telling) ends that request alone when it raises; a
+forward that raises is tried again without the request that made it. What is nobody's request's fault ends the loop,
+with every request told; an operating error never does.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from stowage import openmp
@@ -23,10 +24,11 @@ from stowage.engine.request import Delta, Request
 from stowage.engine.sampling import check_logits
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.sequence import Sequence, sequence_of
-from stowage.errors import ModelError, RequestError, StowageError
+from stowage.errors import RequestError, StowageError
 from stowage.executor.batch import Work
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
+from stowage.executor.sequence_state import sequence_on_trial, take_blocks
 
 logger = logging.getLogger("stowage.engine")
 REQUESTS_MAX = 1 << 16
@@ -121,8 +123,7 @@ class Loop:
                     self._step()
             with self.lock:
                 self._accept()
-                for request, sequence in list(self.open.values()):
-                    self._finish(request, sequence, "cancelled")
+                self._finish_all(list(self.open.values()))
         except BaseException as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
             logger.exception("the engine stopped", extra={"stowage_event": "fault"})
             self._broken = error
@@ -173,11 +174,31 @@ class Loop:
             arrived, self._inbox = self._inbox, []
         for request, sequence in arrived:
             self.open[sequence.id] = (request, sequence)
-            self._scheduler.add(sequence)
+            with self._alone(sequence):
+                self._scheduler.add(sequence)
 
     def _end_cancelled(self) -> None:
-        for request, sequence in [pair for pair in self.open.values() if pair[0].cancelled]:
-            self._finish(request, sequence, "cancelled")
+        self._finish_all([pair for pair in self.open.values() if pair[0].cancelled])
+
+    def _finish_all(self, ended: list[tuple[Request, Sequence]]) -> None:
+        for request, sequence in ended:
+            with self._alone(sequence):
+                self._finish(request, sequence, "cancelled")
+
+    @contextmanager
+    def _alone(self, sequence: Sequence) -> Iterator[None]:
+        """What goes wrong in here ends the request of ``sequence``, and nobody else's, if everything else is in order
+        then.
+        """
+        try:
+            yield
+        except StowageError as error:
+            logger.warning("a request failed: %s", error, extra={"stowage_event": "request-failed"})
+            self._end(sequence, error)
+        except BaseException as error:
+            logger.warning("a request failed", exc_info=True, extra={"stowage_event": "fault"})
+            self._end(sequence, _own(error))
+            self._scheduler.check()
 
     def _step(self) -> None:
         self._kv_manager.async_copies.collect()
@@ -192,6 +213,10 @@ class Loop:
             outputs = self._runner.run(work)
         except StowageError as error:  # weights that could not be delivered: the next step may have them
             self._fail(work, error)
+            return
+        except Exception as error:
+            logger.warning("a forward of %d raised", len(work), exc_info=True, extra={"stowage_event": "fault"})
+            self._find_culprit(work, error)
             return
         elapsed_s = self._clock() - began_s
         tokens = sum(w.count for w in work)
@@ -214,6 +239,31 @@ class Loop:
         for item in work:
             self._end(sequence_of(item), error)
 
+    def _find_culprit(self, work: list[Work], error: Exception) -> None:
+        """A forward raised. Of several requests each is tried by itself; one by itself ends, and if not even a token
+        that nobody asked for can be computed then, it was not its fault: raises what that raised.
+        """
+        if len(work) > 1:
+            self._scheduler.separate(work)
+            self._scheduler.check()
+            return
+        self._scheduler.found()
+        self._end(sequence_of(work[0]), _own(error))
+        self._scheduler.check()
+        self._try_model()
+
+    def _try_model(self) -> None:
+        """Compute a token that nobody asked for."""
+        pools = self._kv_manager.pools
+        if any(not pool.available for pool in pools):
+            return
+        sequence = sequence_on_trial(-1, [0], self._kv_manager.layout.groups)
+        take_blocks(sequence, pools, 1)
+        try:
+            self._runner.run([Work(sequence, 0, 1)])
+        finally:
+            self._kv_manager.vacate(sequence)
+
     def _end(self, sequence: Sequence, error: StowageError) -> None:
         """End one request with its error; what it has is given back."""
         self._scheduler.finish(sequence)
@@ -221,14 +271,18 @@ class Loop:
 
     def _advance(self, work: Work, logits: Any) -> None:
         sequence = sequence_of(work)
-        try:
+        with self._alone(sequence):
             check_logits(logits)  # before anything of the step is kept: its keys and values may be no numbers either
-        except ModelError as error:
-            logger.warning("a request failed: %s", error, extra={"stowage_event": "no-numbers"})
-            self._end(sequence, error)
-            return
-        sequence.computed += work.count
-        self._kv_manager.settle(sequence)
+            sequence.computed += work.count
+            sequence.extend_keys()
+        if sequence.id in self.open:
+            self._kv_manager.settle(sequence)
+            with self._alone(sequence):
+                self._say(work, logits)
+
+    def _say(self, work: Work, logits: Any) -> None:
+        """Draw the next token, if it is known, and tell it."""
+        sequence = sequence_of(work)
         if work.every_logit:
             sequence.score(work.start, logits)
         if sequence.computed < len(sequence.tokens):
@@ -250,9 +304,16 @@ class Loop:
     def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
         self._scheduler.finish(sequence)
         sequence.times.finished_s = self._clock()
-        text += sequence.text.finish()
+        last = last_piece(sequence, text + sequence.text.finish(), reason)
         del self.open[sequence.id]
-        request.deliver(last_piece(sequence, text, reason))
+        request.deliver(last)
+
+
+def _own(cause: BaseException) -> StowageError:
+    """What a request is told that something has gone wrong for, and for no other one."""
+    error = StowageError(f"this request failed ({cause!r}), and no other one with it; the log has the traceback.")
+    error.__cause__ = cause
+    return error
 
 
 def _tell(listening: deque[Request], error: StowageError) -> None:

@@ -105,9 +105,9 @@ class Bundle:
         shares: dict[int, Share] = {}
         for at, position in enumerate(positions):
             number = bisect_right(self.starts, position) - 1
-            _, mine, places = shares.setdefault(number, (self.flights[number], [], []))
+            _, mine, indices = shares.setdefault(number, (self.flights[number], [], []))
             mine.append(at)
-            places.append(position - self.starts[number])
+            indices.append(position - self.starts[number])
         return list(shares.values())
 
 
@@ -344,11 +344,11 @@ class Loader:
 
     def _settle(self, shares: list[Share], run: Run, results: list[Result]) -> None:
         all_good = results.count(Result.OK) == len(results)
-        for flight, mine, places in shares:
+        for flight, mine, indices in shares:
             if all_good:
-                flight.ok[places] = True  # nobody else writes these
+                flight.ok[indices] = True  # nobody else writes these
                 continue
-            fine = [place for at, place in zip(mine, places, strict=True) if results[at] is Result.OK]
+            fine = [index for at, index in zip(mine, indices, strict=True) if results[at] is Result.OK]
             bad = [results[at].name.lower() for at in mine if results[at] is not Result.OK]
             flight.ok[fine] = True
             with self._lock:

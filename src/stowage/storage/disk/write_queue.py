@@ -49,14 +49,14 @@ class Chunks:
 
 @dataclass(slots=True, eq=False)
 class PendingStore:
-    """A transfer, and those of its chunks that can be written: they stand at `places` in it. So many of them were
+    """A transfer, and those of its chunks that can be written: they stand at `indices` in it. So many of them were
     `taken`, and so many `written`.
     """
 
     transfer: Transfer
     ok: NDArray[np.bool_]
     chunks: Chunks
-    places: list[int]
+    indices: list[int]
     taken: int = 0
     written: int = 0
 
@@ -90,7 +90,7 @@ class WriteQueue:
     def awaits(self, count: int) -> bool:
         """Whether nothing more waits, and so many chunks that were written now would settle the oldest transfer."""
         oldest = self.unfinished[0]
-        return self._dry and len(oldest.places) - oldest.written <= count
+        return self._dry and len(oldest.indices) - oldest.written <= count
 
     def keys(self) -> set[bytes]:
         """Of transfers that are not settled."""
@@ -100,25 +100,25 @@ class WriteQueue:
         lengths = [buffer.nbytes for buffer in transfer.buffers]
         fitting = {length for length in set(lengths) if length and self._fits(length)}
         masks: list[int] = transfer.masks.tolist()
-        places = [
+        indices = [
             at for at, (mask, length) in enumerate(zip(masks, lengths, strict=True)) if mask and length in fitting
         ]
         chunks = Chunks(transfer.keys, masks, transfer.buffers)
-        if len(places) < len(lengths):
-            self.refused += len(lengths) - len(places)
+        if len(indices) < len(lengths):
+            self.refused += len(lengths) - len(indices)
             chunks = Chunks(
-                [transfer.keys[at] for at in places],
-                [masks[at] for at in places],
-                [transfer.buffers[at] for at in places],
+                [transfer.keys[at] for at in indices],
+                [masks[at] for at in indices],
+                [transfer.buffers[at] for at in indices],
             )
-        writing = PendingStore(transfer, np.zeros(len(lengths), np.bool_), chunks, places)
+        writing = PendingStore(transfer, np.zeros(len(lengths), np.bool_), chunks, indices)
         self.unfinished.append(writing)
         return writing
 
     def take(self, count: int) -> None:
         """The next so many chunks are being written."""
         for writing in self.unfinished:
-            some = min(count, len(writing.places) - writing.taken)
+            some = min(count, len(writing.indices) - writing.taken)
             writing.taken += some
             count -= some
         assert count == 0, "more than there is"
@@ -127,7 +127,7 @@ class WriteQueue:
         """The oldest so many of those are there."""
         for writing in self.unfinished:
             some = min(count, writing.taken - writing.written)
-            writing.ok[writing.places[writing.written : writing.written + some]] = True
+            writing.ok[writing.indices[writing.written : writing.written + some]] = True
             writing.written += some
             count -= some
         assert count == 0, "more than were taken"
@@ -135,6 +135,6 @@ class WriteQueue:
     def settled(self) -> list[PendingStore]:
         """Transfers of which nothing is left to be written, in their order. Each comes out once."""
         done = []
-        while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].places):
+        while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].indices):
             done.append(self.unfinished.popleft())
         return done
