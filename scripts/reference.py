@@ -20,7 +20,6 @@ from typing import Any, Final
 import typer
 
 from stowage import metrics
-from stowage.cli import options
 from stowage.cli.app import app
 from stowage.config.settings import SETTINGS, Setting
 
@@ -61,8 +60,12 @@ def flags(name: str) -> str:
     groups = [group for group, names in setting_groups().items() if set(shared) & set(names)]
     if not groups:
         return text
-    links = ", ".join(f"[{group}](settings.md#{group.lower().replace(' ', '-')})" for group in groups)
+    links = ", ".join(f"[{group}](settings.md#{_anchor(group)})" for group in groups)
     return f"{text}\nAlso the settings under {links}.\n" if text else f"The settings under {links}.\n"
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
 
 
 def _written(parameter: Any) -> str:
@@ -73,18 +76,24 @@ def _written(parameter: Any) -> str:
 
 
 def command_list() -> str:
-    rows = [(f"[`{n}`](#{n.replace(' ', '-')})", (one.help or "").split("\n")[0]) for n, one in commands().items()]
+    rows = [(f"[`{n}`](#{_anchor(n)})", (one.help or "").split("\n")[0]) for n, one in commands().items()]
     return table(("Command", "What it does"), rows)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
-def setting_groups() -> dict[str, tuple[str, ...]]:
-    """As ``--help`` groups them."""
-    named = {group: tuple(names) for group, names in options._PANELS.items()}
-    rest = tuple(name for name in SETTINGS if not any(name in names for names in named.values()))
-    return {"Memory": rest, **named}
+def setting_groups() -> dict[str, list[str]]:
+    """As ``--help`` groups them; what stands there without a group comes first."""
+    group_of: dict[str, str] = {}
+    for command in commands().values():
+        for parameter in command.params:
+            if parameter.name in SETTINGS:
+                group_of.setdefault(parameter.name, getattr(parameter, "rich_help_panel", None) or "Common")
+    groups: dict[str, list[str]] = {}
+    for name in SETTINGS:
+        groups.setdefault(group_of[name], []).append(name)
+    return groups
 
 
 def settings() -> str:
