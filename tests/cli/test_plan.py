@@ -38,8 +38,19 @@ def planned(call: Stowage, *arguments: str | Path) -> dict[str, Any]:
 
 
 def test_a_plan_for_programs(call: Stowage, model: Path) -> None:
-    sizes = ("--device-memory", "24MiB", "--host", "8MiB", "--disk", "60MiB", "--context", "1k", "--batch", "2")
-    found = planned(call, model, *sizes, "--step-tokens", "64")
+    sizes = (
+        "--device-memory",
+        "24MiB",
+        "--host-memory",
+        "8MiB",
+        "--disk",
+        "60MiB",
+        "--max-model-len",
+        "1k",
+        "--max-num-seqs",
+        "2",
+    )
+    found = planned(call, model, *sizes, "--max-num-batched-tokens", "64")
     assert found["workload"] | {"context_tokens": 1024, "batch": 2} == found["workload"]
     assert found["budgets"] == {"device_bytes": 24 << 20, "host_bytes": 8 << 20, "disk_bytes": 60 << 20}
     for hold, budget in zip(("device", "host", "disk"), found["budgets"].values(), strict=True):
@@ -82,7 +93,7 @@ def test_the_table_holds_what_the_budget_is_used_for(call: Stowage, model: Path)
 
 
 def test_experts_with_a_cache_are_shown_in_the_table_the_bars_and_the_json(call: Stowage, model: Path) -> None:
-    sizes = ("--device-memory", "24MiB", "--context", "1k", "--step-tokens", "64")
+    sizes = ("--device-memory", "24MiB", "--context", "1k", "--max-num-batched-tokens", "64")
     shown = call("plan", model, *sizes, "--machine", "typical-cpu")
     assert shown.exit_code == 0, shown.stderr
     for said in ("layers 0-7 without experts", "experts of layers 0-7", "of the experts", "cache", "chosen evenly"):

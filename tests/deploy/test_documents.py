@@ -115,7 +115,7 @@ def test_the_bytes_of_each_family(row: tuple[str, ...], tmp_path: Path) -> None:
     family, *numbers = row
     per_token, per_snapshot, device, host = (int(number.replace(",", "")) for number in numbers)
     model = tiny_models.write(family, tmp_path / family)
-    with Engine(model, Memory(device_kv="16MiB", host="32MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="16MiB", host_memory="32MiB")) as engine:
         groups = engine.parts.layout.groups
         paged = [group for group in groups if group.kind is not Kind.RECURRENT]
         assert per_token == sum(group.bytes_per_chunk // group.chunk_tokens for group in paged)

@@ -10,6 +10,7 @@ import pytest
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import (
     BudgetError,
     CheckpointError,
@@ -104,7 +105,7 @@ def test_rope_that_depends_on_the_batch(damaged):
         "original_max_position_embeddings": 64,
     }
     (damaged / "config.json").write_text(json.dumps(config))
-    with Engine(damaged, Memory(device_kv="4MiB")) as engine:
+    with Engine(damaged, Memory(kv_cache_memory="4MiB")) as engine:
         assert len(engine.generate([random_prompt(50)], greedy(30))[0].token_ids) == 15
         with pytest.raises(RequestError, match="context of 64"):
             engine.generate([random_prompt(65)], greedy(1))
@@ -113,29 +114,29 @@ def test_rope_that_depends_on_the_batch(damaged):
 @pytest.mark.parametrize("family", tiny_models.KINDS)
 def test_budget_for_no_sequence_says_the_least(family, checkpoints):
     """The least that the message names works."""
-    with pytest.raises(BudgetError, match=r"--device-kv (\d+)KiB") as caught:
-        Engine(checkpoints(family), Memory(device_kv="1KiB"))
-    least = str(caught.value).split("--device-kv ")[1].split()[0]
-    with Engine(checkpoints(family), Memory(device_kv=least, step_tokens_max=1024)) as engine:
+    with pytest.raises(BudgetError, match=r"--kv-cache-memory (\d+)KiB") as caught:
+        Engine(checkpoints(family), Memory(kv_cache_memory="1KiB"))
+    least = str(caught.value).split("--kv-cache-memory ")[1].split()[0]
+    with Engine(checkpoints(family), Memory(kv_cache_memory=least, max_num_batched_tokens=1024)) as engine:
         assert len(engine.generate([random_prompt(4)], greedy(2))[0].token_ids) == 2
 
 
 @pytest.mark.parametrize("family", tiny_models.KINDS)
 def test_budget_for_one_long_sequence_says_the_least(family, checkpoints, references):
     prompt = random_prompt(2000)
-    with Engine(checkpoints(family), Memory(device_kv="400KiB", step_tokens_max=64)) as engine:
-        with pytest.raises(BudgetError, match="--device-kv") as caught:
+    with Engine(checkpoints(family), Memory(kv_cache_memory="400KiB", max_num_batched_tokens=64)) as engine:
+        with pytest.raises(BudgetError, match="--kv-cache-memory") as caught:
             engine.generate([prompt], greedy(20))
         (short,) = engine.generate([prompt[:20]], greedy(4))
         assert_same(short, references(family).answer(prompt[:20], 4))
-    least = str(caught.value).split("--device-kv ")[1].rstrip(".")
-    with Engine(checkpoints(family), Memory(device_kv=least, step_tokens_max=64)) as engine:
+    least = str(caught.value).split("--kv-cache-memory ")[1].rstrip(".")
+    with Engine(checkpoints(family), Memory(kv_cache_memory=least, max_num_batched_tokens=64)) as engine:
         assert_same(engine.generate([prompt], greedy(20))[0], references(family).answer(prompt, 20))
 
 
 def test_host_too_small_for_one_chunk(checkpoints):
     with pytest.raises(BudgetError):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8KiB"))
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8KiB"))
 
 
 def test_prompts_that_cannot_be_served(engines, references):
@@ -205,14 +206,14 @@ def test_directory_of_another_user(checkpoints, tmp_path):
     foreign.mkdir(mode=0o700)
     os.chown(foreign, 12345, 12345)
     with pytest.raises(DirectoryError):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB", disk=f"{foreign}:64MiB"))
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{foreign}:64MiB"))
 
 
 def test_stop_strings_without_a_tokenizer(references):
     from stowage.engine.sampling import SamplingParams
 
     model = tiny_models.build("llama")
-    with Engine(model, Memory(device_kv="8MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="8MiB")) as engine:
         with pytest.raises(RequestError, match="tokenizer"):
             engine.generate([[5, 6]], SamplingParams(stop=("x",)))
         with pytest.raises(RequestError, match="token ids"):
@@ -223,4 +224,18 @@ def test_stop_strings_without_a_tokenizer(references):
 def test_a_model_that_is_not_on_the_cpu():
     model = tiny_models.build("llama").to("meta")
     with pytest.raises(UnsupportedModelError, match="meta"):
-        Engine(model, Memory(device_kv="8MiB"))
+        Engine(model, Memory(kv_cache_memory="8MiB"))
+
+
+def test_a_length_that_is_set_bounds_prompt_and_answer(engines):
+    """Of a model whose own context is longer; answers within it are the same."""
+    prompt, params = random_prompt(90, seed=5), SamplingParams(max_new_tokens=40, ignore_eos=True)
+    expected = engines("llama").generate([prompt], params)[0].token_ids
+    engine = engines("llama", max_model_len=100)
+    assert engine.sequence_tokens_max == 100
+    completion = engine.generate([prompt], params)[0]
+    assert completion.finish_reason == "length" and completion.token_ids == expected[: len(completion.token_ids)]
+    assert 90 + len(completion.token_ids) in (100, 101), "the last token drawn is not computed with"
+    with pytest.raises(RequestError, match="100"):
+        engine.generate([random_prompt(120)], params)
+    assert engines("llama", 128, max_model_len=1 << 20).sequence_tokens_max == 128

@@ -70,10 +70,10 @@ def met(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_with(path: Any, tier: HeldTier, **memory: Any) -> Engine:
     sizes = {
-        "device_kv": "16MiB",
-        "host": "32MiB",
+        "kv_cache_memory": "16MiB",
+        "host_memory": "32MiB",
         "snapshot_tokens": 128,
-        "step_tokens_max": 192,
+        "max_num_batched_tokens": 192,
         "load_timeout_s": 60,
     }
     deterministic = memory.pop("deterministic", False)
@@ -263,7 +263,7 @@ def test_many_at_once_on_a_small_device(family, checkpoints, references):
     """Preempted while they meet, and without room for what came."""
     tier = HeldTier(64 << 20)
     prompts = [random_prompt(400, seed=seed) for seed in range(5)]
-    with engine_with(checkpoints(family), tier, device_kv="1MiB" if family != "qwen3_next" else "4MiB") as engine:
+    with engine_with(checkpoints(family), tier, kv_cache_memory="1MiB" if family != "qwen3_next" else "4MiB") as engine:
         for prompt in prompts:
             engine.generate([prompt], greedy(1))
         leave_below(engine)

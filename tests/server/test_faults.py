@@ -29,12 +29,12 @@ class Here:
     """A server on a thread of this process."""
 
     def __init__(self, engine: Engine) -> None:
-        place = listen.bind("127.0.0.1:0")
+        place = listen.bind("127.0.0.1", 0)
         self.url = place.url
         self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         ready = threading.Event()
-        serving = run(engine, "tiny", place, Limits(grace_s=1), ApiKeys([]), self._stop, ready.set)
+        serving = run(engine, "tiny", place, Limits(shutdown_timeout_s=1), ApiKeys([]), self._stop, ready.set)
         self._thread = threading.Thread(target=lambda: self.loop.run_until_complete(serving))
         self._thread.start()
         assert ready.wait(60)
@@ -49,7 +49,7 @@ class Here:
 
 @pytest.fixture
 def engine(tiny_llama) -> Iterator[Engine]:
-    with Engine(tiny_llama, Memory(device_kv="8MiB")) as opened:
+    with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as opened:
         yield opened
 
 
@@ -137,7 +137,7 @@ def test_a_bug_in_the_middle_of_a_stream(here: Here, monkeypatch: pytest.MonkeyP
 
 def test_an_engine_that_is_closed_first(tiny_llama) -> None:
     """Whoever runs it may close it; the requests that it had are told."""
-    engine = Engine(tiny_llama, Memory(device_kv="8MiB"))
+    engine = Engine(tiny_llama, Memory(kv_cache_memory="8MiB"))
     here = Here(engine)
     with httpx.stream(
         "POST", here.url + TEXT, json=SHORT | {"max_tokens": 3000, "stream": True}, timeout=60

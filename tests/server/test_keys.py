@@ -40,7 +40,7 @@ def server(start, tmp_path_factory) -> Server:
     path = tmp_path_factory.mktemp("keys") / "api-keys"
     path.write_text(f"# who: alice\n{ALICE}\n\n  {BOB}  \n")
     path.chmod(0o600)
-    return start("--api-key-file", str(path), "--host", "16MiB", "--log-level", "info", STOWAGE_API_KEYS=CAROL)
+    return start("--api-key-file", str(path), "--host-memory", "16MiB", "--log-level", "info", STOWAGE_API_KEYS=CAROL)
 
 
 def ask(server: Server, key: str, prompt: object = "x", **extra: object) -> openai.types.Completion:
@@ -236,7 +236,7 @@ def open_server(start) -> Server:
 
 
 def test_insecure_serves_everybody_under_any_name(start) -> None:
-    server = start("--listen", "0.0.0.0:0", "--insecure")
+    server = start("--host", "0.0.0.0", "--insecure")
     port = server.port
     url = f"http://127.0.0.1:{port}"
     assert httpx.get(url + "/v1/models", headers={"host": "my.server.example"}).status_code == 200

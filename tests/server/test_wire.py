@@ -23,7 +23,7 @@ HASTY = ["--header-timeout-s", "1", "--body-timeout-s", "1", "--stall-timeout-s"
 
 @pytest.fixture(scope="module")
 def server(start) -> Server:
-    return start("--body-max", "256KiB", "--header-max", "4KiB", "--connections-max", "40")
+    return start("--max-body-size", "256KiB", "--max-header-size", "4KiB", "--max-connections", "40")
 
 
 @pytest.fixture(scope="module")

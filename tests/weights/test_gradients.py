@@ -41,7 +41,7 @@ def test_the_last_tokens_of_a_batch_are_multiplied_as_without_offloading(rules: 
     tiny_models.build("llama", tiny_models.TinySize(layers=4)).save_pretrained(tmp_path)
     expected, result = multiplied(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids)
     assert len(expected) > 16
-    model = stowage.offload(tmp_path, weights=rules, host="1GiB")
+    model = stowage.offload(tmp_path, weights=rules, host_memory="1GiB")
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     modes: list[bool] = []
     for module in linear:
@@ -63,7 +63,7 @@ def multiplied(model: Any, ids: torch.Tensor) -> tuple[list[tuple[str, list[tupl
 def test_a_forward_that_asks_for_gradients_gets_logits_without(
     rules: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]
 ) -> None:
-    model = stowage.offload(checkpoints("llama"), weights=rules, host="1GiB")
+    model = stowage.offload(checkpoints("llama"), weights=rules, host_memory="1GiB")
     assert torch.is_grad_enabled()
     out = model(input_ids=prompt(), use_cache=False).logits
     assert torch.equal(out, logits(plain("llama"), prompt()))

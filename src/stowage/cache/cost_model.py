@@ -44,14 +44,16 @@ def bytes_of_tiers(parts: Iterable[tuple[NDArray[np.int8], int]]) -> dict[int, i
 class CostModel:
     """Seconds per forward, by size, and delivery rate of each tier (bytes per second).
 
-    ``step_tokens_max``: the longest forward, a longer prefill takes several. ``tokens_per_s_most``: a rate that no
-    prefill exceeds, for a first deadline (a load that hangs right after a start costs no more than the recompute
+    ``max_num_batched_tokens``: the longest forward, a longer prefill takes several. ``tokens_per_s_most``: a rate that
+    no prefill exceeds, for a first deadline (a load that hangs right after a start costs no more than the recompute
     either); 0 when it is not known, then ``load_timeout_s`` alone bounds the first loads.
     """
 
-    def __init__(self, load_timeout_s: float, step_tokens_max: int = 1024, tokens_per_s_most: float = 0.0) -> None:
+    def __init__(
+        self, load_timeout_s: float, max_num_batched_tokens: int = 1024, tokens_per_s_most: float = 0.0
+    ) -> None:
         self.load_timeout_s = load_timeout_s
-        self._step_tokens_max = step_tokens_max
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._tokens_per_s_most = tokens_per_s_most
         self._forwards: dict[int, _Point] = {}
         self.bytes_per_s: dict[int, float] = {}
@@ -104,8 +106,8 @@ class CostModel:
 
     def prefill_s(self, tokens: int) -> float:
         """Predicted time of the forwards that compute ``tokens``; only when there were some."""
-        whole, rest = divmod(tokens, self._step_tokens_max)
-        return whole * self._forward_s(self._step_tokens_max) + (self._forward_s(rest) if rest else 0.0)
+        whole, rest = divmod(tokens, self._max_num_batched_tokens)
+        return whole * self._forward_s(self._max_num_batched_tokens) + (self._forward_s(rest) if rest else 0.0)
 
     def _forward_s(self, tokens: int) -> float:
         """On the line between the sizes measured that are nearest; beyond the longest, with the slope over all."""

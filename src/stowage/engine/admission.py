@@ -57,7 +57,7 @@ class Admissions:
         long_context: LongContextSwap,
         overlapped_loads: OverlappedLoads,
         boundaries: Boundaries,
-        step_tokens_max: int,
+        max_num_batched_tokens: int,
         cost_model: CostModel,
         remote_lookup: RemoteLookup,
         clock: Callable[[], float],
@@ -66,7 +66,7 @@ class Admissions:
         self._long_context = long_context
         self._overlapped_loads = overlapped_loads
         self._boundaries = boundaries
-        self._step_tokens_max = step_tokens_max
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._cost_model = cost_model
         self._remote_lookup = remote_lookup
         self._clock = clock
@@ -162,7 +162,7 @@ class Admissions:
             pool, count = need.pool, need.lacking
             if running or self._pending:
                 layout = self._kv_manager.layout.blocks[pool.group.index]
-                whole = blocks_needed(layout, len(sequence.tokens), self._step_tokens_max) - len(need.retained)
+                whole = blocks_needed(layout, len(sequence.tokens), self._max_num_batched_tokens) - len(need.retained)
                 first, left = self._long_context.headroom(pool, sequence, running)
                 count = max(count, min(whole, first) if need.stays else whole) + left
             asked.append(count)

@@ -105,7 +105,7 @@ class Engine:
         loaded = loading.load(model, dtype, tokenizer, budget, device=here)
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
-            self.memory = left(self.memory, self.weights)
+            self.memory = left(self.memory, self.weights, loaded.model.config)
             parts = assemble(
                 *(loaded, self.memory, salt, self._clock, own), deterministic=deterministic, cuda_graphs=cuda_graphs
             )
@@ -121,7 +121,7 @@ class Engine:
         """
         below = parts.store is not None and bool(parts.store.tiers)
         most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
-        self._cost_model = CostModel(self.memory.load_timeout_s, self.memory.step_tokens_max, most)
+        self._cost_model = CostModel(self.memory.load_timeout_s, self.memory.max_num_batched_tokens, most)
         self._kv_manager = KVManager(
             parts.layout,
             parts.pools,
@@ -130,7 +130,7 @@ class Engine:
             parts.transfer,
             parts.snapshot_tokens,
         )
-        remote_lookup = RemoteLookup(self.store, self._cost_model, self._clock, self.memory.probe_timeout_s)
+        remote_lookup = RemoteLookup(self.store, self._cost_model, self._clock, self.memory.lookup_timeout_s)
         swap_space = SwapSpace(self._kv_manager, parts.namespace, secrets.token_bytes(16), self._clock)
         long_context = LongContextSwap(self._kv_manager, swap_space, parts.capacity)
         step = math.lcm(parts.geometry.boundary_tokens, parts.pieces.grid)
@@ -140,7 +140,7 @@ class Engine:
             long_context,
             overlapped_loads,
             Boundaries(self._kv_manager, self._cost_model, parts.geometry.boundary_tokens),
-            self.memory.step_tokens_max,
+            self.memory.max_num_batched_tokens,
             self._cost_model,
             remote_lookup,
             self._clock,
@@ -151,8 +151,8 @@ class Engine:
             overlapped_loads,
             PreemptionSwap(self._kv_manager, swap_space, long_context),
             long_context,
-            self.memory.step_tokens_max,
-            self.memory.sequences_max,
+            self.memory.max_num_batched_tokens,
+            self.memory.max_num_seqs,
             parts.pieces,
         )
         self._ids = itertools.count()
@@ -283,16 +283,20 @@ class Engine:
         length = sequence.length_max
         if length <= self.sequence_tokens_max:
             return
-        need = bytes_needed(self.parts.layout.blocks, length, self.memory.step_tokens_max)
+        need = bytes_needed(self.parts.layout.blocks, length, self.memory.max_num_batched_tokens)
         need = need if self.parts.graphs is None else with_share(need)
         memory, capacity = self.memory, self.parts.capacity
-        behind = f"with host memory of {format_size(memory.host_bytes)}" if memory.host_bytes else "without host memory"
-        least = capacity.least_host_bytes(length, self.parts.device_kv_bytes, self.parts.snapshot_tokens)
-        instead = f"With this device budget it needs --host {-(-least // 1024)}KiB; alone on" if least else "On"
+        behind = (
+            f"with host memory of {format_size(memory.host_memory_bytes)}"
+            if memory.host_memory_bytes
+            else "without host memory"
+        )
+        least = capacity.least_host_bytes(length, self.parts.kv_cache_memory_bytes, self.parts.snapshot_tokens)
+        instead = f"With this device budget it needs --host-memory {-(-least // 1024)}KiB; alone on" if least else "On"
         raise BudgetError(
             f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} "
-            f"new) does not fit into the device KV budget of {format_size(memory.device_kv_bytes)}, {behind} behind "
-            f"it. {instead} the device it needs {need:,} bytes: --device-kv {-(-need // 1024)}KiB."
+            f"new) does not fit into the device KV budget of {format_size(memory.kv_cache_memory_bytes)}, {behind} "
+            f"behind it. {instead} the device it needs {need:,} bytes: --kv-cache-memory {-(-need // 1024)}KiB."
         )
 
     # looking and tending

@@ -46,7 +46,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         # Whatever the system does not take counts as unread at once, so that no answer can wait for ever.
         transport.set_write_buffer_limits(high=0)
-        if len(self.connections) > self.limits.connections_max:
+        if len(self.connections) > self.limits.max_connections:
             self._say(ApiError(503, "Too many connections; try again later.", code="too_many_connections"))
             return
         self._await_head()

@@ -1,7 +1,7 @@
 """Runs the server until it is told to stop, and stops it in order.
 
-    signal ── no new connections or requests ── running requests end, at most grace_s ── the rest is told ── the engine
-              is closed by whoever opened it, which writes what it holds to its tiers
+    signal ── no new connections or requests ── running requests end, at most shutdown_timeout_s ── the rest is told ──
+              the engine is closed by whoever opened it, which writes what it holds to its tiers
 
 A second signal ends the process at once.
 """
@@ -96,7 +96,7 @@ async def run(
 async def _stop(server: uvicorn.Server, running: asyncio.Task[None], bridge: Bridge, limits: Limits) -> None:
     bridge.stopping = True
     server.should_exit = True
-    if not (await asyncio.wait({running}, timeout=limits.grace_s))[0]:
+    if not (await asyncio.wait({running}, timeout=limits.shutdown_timeout_s))[0]:
         bridge.end_all(stopping())
         await asyncio.wait({running}, timeout=_LAST_WORDS_S)
         server.force_exit = True

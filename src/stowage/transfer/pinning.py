@@ -77,7 +77,7 @@ class Pinned:
             if error:
                 logger.warning(
                     "only %d of %d bytes of host memory could be pinned (error %d): copies wait for each other. "
-                    "Raise the limit of locked memory (ulimit -l), or take a smaller --host.",
+                    "Raise the limit of locked memory (ulimit -l), or take a smaller --host-memory.",
                     self.nbytes,
                     memory.nbytes,
                     error,

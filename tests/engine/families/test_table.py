@@ -13,7 +13,7 @@ from stowage.models import families, layout
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TinySize
 
-MEMORY = Memory(device_kv="8MiB")
+MEMORY = Memory(kv_cache_memory="8MiB")
 
 
 def test_what_is_proved_is_what_is_tested():

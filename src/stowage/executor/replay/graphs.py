@@ -66,9 +66,9 @@ otherwise.
 """
 
 
-def share(device_kv_bytes: int) -> int:
+def share(kv_cache_memory_bytes: int) -> int:
     """Bytes of a device's KV budget that recordings may take; 0: it is too small for them."""
-    part = min(device_kv_bytes // SHARE, SHARE_MOST_BYTES)
+    part = min(kv_cache_memory_bytes // SHARE, SHARE_MOST_BYTES)
     return part if part >= SHARE_LEAST_BYTES else 0
 
 
@@ -189,7 +189,7 @@ class Graphs:
     attend: Attend
     dtype: torch.dtype
     limit_bytes: int
-    sequences_max: int
+    max_num_seqs: int
     context_tokens: int
     octave: int = 4
     steps_before: int = STEPS_BEFORE
@@ -227,7 +227,7 @@ class Graphs:
         longest = max(w.start for w in work) + 1
         octave = max(TOKENS_LEAST, 1 << (longest - 1).bit_length()) // 2
         tokens = max(TOKENS_LEAST, octave + -((octave - longest) * self.octave // octave) * octave // self.octave)
-        return max(count, min(sequences, self.sequences_max)), max(longest, min(tokens, self.context_tokens))
+        return max(count, min(sequences, self.max_num_seqs)), max(longest, min(tokens, self.context_tokens))
 
     def stats(self) -> dict[str, int]:
         """Counters, and what is recorded."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.memory import parse_disk, parse_size, ram_total_bytes
+from stowage.config.names import arguments_today
 from stowage.errors import ConfigError, ModelError, UnsupportedModelError
 from stowage.weights.placement import parse_rules
 
@@ -18,7 +19,7 @@ def offload(
     model: str | Path | Any,
     *,
     device_memory: int | str = 0,
-    host: int | str = 0,
+    host_memory: int | str = 0,
     disk: str = "",
     dtype: str = "auto",
     weights: str = "auto",
@@ -32,7 +33,7 @@ def offload(
         device_memory: what weights may take in the memory that the model computes from, such as ``"3GiB"``; 0: no
         limit.
             KV cache and activations are the script's own and come on top.
-        host: memory for weights besides: views over the checkpoint's files, shared with the page cache.
+        host_memory: memory for weights besides: views over the checkpoint's files, shared with the page cache.
         disk: ``"DIR:SIZE"`` for weights whose form in memory is not the checkpoint's (another ``dtype``, a model in
             memory). A file without a name that vanishes with the process.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
@@ -46,7 +47,8 @@ def offload(
     UnsupportedModelError.
     """
     device_bytes = _size("device_memory", device_memory)
-    host_bytes = _size("host", host)
+    options = arguments_today("stowage.offload", options)
+    host_bytes = _size("host_memory", options.pop("host_memory", host_memory))
     image = parse_disk(disk) if disk else None
     rules = parse_rules(weights)
     if not device_bytes and not rules:

@@ -109,7 +109,7 @@ class SchedulerSide:
         self._strategies = [strategy(group) for group in self._groups]
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         choice = Choice(store, self._strategies, self._cost_model)
-        self._prefixes = Prefixes(store, choice, self._cost_model, self._strategies, points, memory.probe_timeout_s)
+        self._prefixes = Prefixes(store, choice, self._cost_model, self._strategies, points, memory.lookup_timeout_s)
         self._place = ArenaPlace(
             store.arena.path, store.arena.bytes, store.slabs, tuple(sizes), _offsets(parts, ranks, len(sizes))
         )
