@@ -52,10 +52,10 @@ def flags(name: str) -> str:
     for parameter in command.params:
         if getattr(parameter, "hidden", False):
             continue
-        if parameter.name in SETTINGS:
+        if _is_setting(parameter):
             shared.append(parameter.name)
         elif parameter.name not in ("help", "debug"):
-            rows.append((_written(parameter), getattr(parameter, "help", None) or ""))
+            rows.append((_written(parameter), _meaning(parameter)))
     text = table(("Argument or flag", "Meaning"), rows) if rows else ""
     groups = [group for group, names in setting_groups().items() if set(shared) & set(names)]
     if not groups:
@@ -66,6 +66,18 @@ def flags(name: str) -> str:
 
 def _anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+
+
+def _is_setting(parameter: Any) -> bool:
+    """A flag of a setting's name may mean something else: ``plan --disk`` is a size."""
+    setting = SETTINGS.get(parameter.name)
+    return setting is not None and (parameter.help or "").lower().startswith(setting.about.lower())
+
+
+def _meaning(parameter: Any) -> str:
+    text, default = getattr(parameter, "help", None) or "", getattr(parameter, "default", None)
+    given = isinstance(default, str | int | float) and default not in ("", False) and "[default" not in text
+    return f"{text} [default: {default}]" if given else text
 
 
 def _written(parameter: Any) -> str:
@@ -88,7 +100,7 @@ def setting_groups() -> dict[str, list[str]]:
     group_of: dict[str, str] = {}
     for command in commands().values():
         for parameter in command.params:
-            if parameter.name in SETTINGS:
+            if _is_setting(parameter):
                 group_of.setdefault(parameter.name, getattr(parameter, "rich_help_panel", None) or "Common")
     groups: dict[str, list[str]] = {}
     for name in SETTINGS:
