@@ -1,4 +1,4 @@
-"""A conversation whose turns are not computed twice, with Transformers' own generate(). docs/library.md explains it.
+"""A conversation whose turns are not computed twice, with Transformers' own generate(). See docs/transformers.md.
 
     python docs/examples/chat_prefixes.py [MODEL] [DIRECTORY]
 

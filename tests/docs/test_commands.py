@@ -23,7 +23,7 @@ from tests.ports import free_port
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, credentials
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES: Final = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 PAGE_TIMEOUT_S: Final = 200
 NOT_RUN: Final = {
     "make": "tests/unit/test_docs.py holds that the target exists, continuous integration runs them",

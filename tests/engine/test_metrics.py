@@ -18,7 +18,7 @@ from stowage.engine.engine import Engine
 from stowage.metrics import Collector, exposition
 from tests.engine.conftest import greedy, random_prompt
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROWS = (*metrics.ENGINE, *metrics.WEIGHTS, *metrics.GRAPHS, *metrics.POOL, *metrics.STORE, *metrics.TIER)
 
 

@@ -228,7 +228,7 @@ def test_whole_blocks_of_a_sequence_and_no_more_than_a_window() -> None:
 
 
 def test_stored_prefixes_hold_windows_whole_and_states_now_and_then() -> None:
-    """As docs/sizing.md counts them."""
+    """As docs/planning.md#sizing counts them."""
     gemma, _ = planned("gemma3", TinySize())
     assert gemma.stored_bytes_per_token(512) == 4 * 2 * 2 * 16 * 4
     hybrid, _ = planned("nemotron_h", TinySize())

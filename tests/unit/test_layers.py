@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "native": set(),
     "core": {"native"},
     "transfer": {"core", "native"},
-    "weights": {"core"},
+    "weights": {"config", "core"},
     "storage": {"config", "core", "log", "native"},
     "cache": {"config", "core", "log", "native", "storage"},
     "models": {"config", "core", "storage", "weights"},

@@ -7,13 +7,13 @@ import errno
 import io
 import json
 import os
-import pickle
 import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -168,13 +168,13 @@ READS: dict[str, Callable[[Any], Any]] = {
     "fill": lambda p: torch.nn.init.zeros_(p),
     "save": lambda p: torch.save(p, io.BytesIO()),
     "deepcopy": copy.deepcopy,
-    "pickle": pickle.dumps,
+    "pickle": lambda p: p.__reduce_ex__(2),
     "half": lambda p: p.half(),
     "linear": lambda p: torch.nn.functional.linear(torch.ones(1, p.shape[-1]), p),
     "pointer": lambda p: p.data_ptr(),
     "equal": lambda p: torch.equal(p, p),
     "share": lambda p: p.share_memory_(),
-    "numpy array": lambda p: __import__("numpy").asarray(p),
+    "numpy array": np.asarray,
 }
 
 
@@ -207,7 +207,7 @@ WISHES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "load_state_dict": (lambda m, _: m.load_state_dict({}), "without a budget"),
     "resize": (lambda m, _: m.resize_token_embeddings(600), "without a budget"),
     "deepcopy": (lambda m, _: copy.deepcopy(m), "Load it again"),
-    "pickle": (lambda m, _: pickle.dumps(m), "save_pretrained"),
+    "pickle": (lambda m, _: m.__reduce_ex__(2), "save_pretrained"),
     "source": (lambda m, _: copy.deepcopy(m.stowage), "load the model again"),
     "half": (lambda m, _: m.half(), "without a budget"),
     "bfloat16": (lambda m, _: m.to(torch.bfloat16), "without a budget"),

@@ -98,7 +98,6 @@ class TieredStore:
         self._wake = wake or threading.Event()
         self._all_announce = True
         self._closed = False
-        self._trouble = Trouble("stowage.cache.store", clock)
         self._opened = [0 for _ in self.tiers]
         self._left_alone = [False for _ in self.tiers]
         self._timeouts = self._without_room = 0

@@ -28,7 +28,7 @@ def _size(metavar: str, about: str, panel: str = "Tiers of each node") -> Any:
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file of JSON lines; see docs/simulate.md.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file of JSON lines; see docs/planning.md.")],
     *,
     host_memory: Annotated[str, _size("SIZE", "Host memory for keys and values.")] = "64GiB",
     disk: Annotated[str, _size("SIZE", "Disk; 0 for none.")] = "0",

@@ -70,15 +70,15 @@ class Engine:
         text prompts). memory: the budgets; see ``Memory``.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         device: what it computes on: ``cpu``, ``cuda``, ``cuda:1``; empty: where a model in memory lies, else ``cpu``
-        (``docs/cuda.md``).
+        (``docs/internals.md#cuda``).
         deterministic: an answer is the same to the bit however its prompt's state arrived, whatever is computed beside
-        it (``docs/deterministic.md``); on a CPU only.
-        cuda_graphs: decode steps are recorded and replayed (``docs/cuda.md``); None: where that is possible.
+        it (``docs/internals.md#deterministic-answers``); on a CPU only.
+        cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
     It computes on a thread of its own: a script is quicker with ``GOMP_SPINCOUNT=1000`` in its environment
-    (``docs/engine.md#threads``).
+    (``docs/internals.md#threads``).
 
     Raises ``ModelError``, ``ConfigError`` (``BudgetError``) or ``StorageError`` when it cannot be built.
     """
@@ -329,7 +329,7 @@ class Engine:
             }
 
     def metrics(self) -> str:
-        """``stats`` in the text format that Prometheus reads; docs/metrics.md lists what is in it."""
+        """``stats`` in the text format that Prometheus reads; docs/reference/metrics.md lists what is in it."""
         return exposition(self.stats())
 
     def drop_device_cache(self) -> int:

@@ -41,7 +41,7 @@ def block_tokens_of(memory: Memory, grid: int = 1) -> Mapping[Kind, int]:
 def namespace_fields(
     loaded: Loaded, layout: ModelLayout, salt: str, writer: str, attention_name: str
 ) -> Mapping[str, Field]:
-    """All that a chunk's bytes depend on besides its tokens (case F3); ``docs/keys.md`` explains each. ``writer``: who
+    """All that a chunk's bytes depend on besides its tokens (case F3); see ``docs/security.md``. ``writer``: who
     lays chunks out, and its format.
     """
     config = loaded.model.config

@@ -132,7 +132,7 @@ def _limit(solution: Solution) -> str:
 
 
 def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, Any]:
-    """Everything that the table, the picture and the hints say; docs/planner.md lists the keys."""
+    """Everything that the table, the picture and the hints say; docs/planning.md lists the keys."""
     model, machine, prediction = solution.model, solution.machine, solution.prediction
     decode = prediction.decode
     return {

@@ -44,7 +44,7 @@ def test_batches_and_reuse(family, tmp_path):
     for tier in ("device", "host", "disk"):
         for cut in CUTS:
             ask(world, engine, tier, cut, cut // grid * grid)
-    assert row(world.family, engine.parts.layout) in PAGE.read_text(), "docs/models.md: python scripts/models_doc.py"
+    assert row(world.family, engine.parts.layout) in PAGE.read_text(), "make reference"
     check_and_close([engine])
     engine = Engine(world.fresh(), memory)
     ask(world, engine, "disk", CUTS[0], CUTS[0] // grid * grid)

@@ -75,7 +75,7 @@ def test_text_is_answered_as_by_the_whole_model(name, tmp_path):
     assert sum(p.numel() for p in engine.model.parameters()) == own
     held = {tensor.data_ptr(): tensor.numel() for tensor in engine.model.state_dict().values()}
     assert read_model(world.path).total_parameters == sum(held.values())
-    assert outer_row(world.row) in PAGE.read_text(), "docs/models.md: python scripts/models_doc.py"
+    assert outer_row(world.row) in PAGE.read_text(), "make reference"
     check_and_close([engine])
 
 

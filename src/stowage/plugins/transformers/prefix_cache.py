@@ -75,7 +75,7 @@ class PrefixCache:
         ``"DIR:SIZE"``, a hard limit; processes may share it. salt: caches with different salts share nothing. tiers:
         places of your own, below those of the settings, fastest first; closed with it.
         settings: further fields of ``Memory`` (``valkey``, ``object``, ``snapshot_tokens``, ``disk_protection``, ...),
-        as docs/configuration.md has them.
+        as docs/reference/settings.md has them.
 
     Raises ``ModelError`` (``UnsupportedModelError``) for a model whose caches cannot be kept exactly, ``ConfigError``
     (``BudgetError``) or ``StorageError`` for settings that cannot work.

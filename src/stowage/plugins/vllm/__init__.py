@@ -1,4 +1,4 @@
-"""vLLM's KV cache in the holds of the machine: checked, bounded, and there after a restart.
+"""vLLM's KV cache in host memory, on disk and in shared stores: checked, bounded, and there after a restart.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "StowageConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"host_memory": "8GiB", "disk": "~/.cache/stowage:100GiB"}}'
