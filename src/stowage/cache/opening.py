@@ -37,7 +37,7 @@ def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
             what = ", ".join(lacking) or "a name that is text"
             raise ConfigError(
                 f"tiers has a {type(tier).__name__}, which is no tier: it lacks {what}. A tier has a name and the "
-                "methods of stowage.tiers.protocol.Tier."
+                "methods of stowage.storage.protocol.Tier."
             )
         if not re.fullmatch(r"(?!slab\d)[a-z][a-z0-9_]*", tier.name) or tier.name in taken:
             raise ConfigError(
