@@ -143,7 +143,7 @@ def status(name):
 import torch, stowage
 from stowage.weights import loading, source
 from transformers import AutoModelForCausalLM
-from stowage.engine import loading as names
+from stowage.models import loading as names
 torch.set_num_threads(1)
 (directory, device, host) = sys.argv[1:4]
 open("/proc/self/clear_refs", "w").write("5")
