@@ -289,7 +289,7 @@ import sys
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from tests.engine.conftest import greedy, random_prompt
-engine = Engine(sys.argv[1], Memory(kv_cache_memory="8MiB", host="32MiB", disk=sys.argv[2] + ":64MiB"))
+engine = Engine(sys.argv[1], Memory(kv_cache_memory="8MiB", host_memory="32MiB", disk=sys.argv[2] + ":64MiB"))
 engine.generate([random_prompt(500)], greedy(2))
 engine.flush()
 print("stored", flush=True)

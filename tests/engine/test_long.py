@@ -313,7 +313,7 @@ def test_host_memory_too_small(opened):
         with pytest.raises(BudgetError) as refused:
             engine.submit(PROMPT, greedy(200))
         assert "--kv-cache-memory 264KiB" in str(refused.value)
-        least = re.search(r"--host (\d+KiB)", str(refused.value))[1]
+        least = re.search(r"--host-memory (\d+KiB)", str(refused.value))[1]
     engine = opened("llama", 40, host_memory=least)
     (completion,) = engine.generate([PROMPT], greedy(200))
     world_of("llama").check(PROMPT, completion)

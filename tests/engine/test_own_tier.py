@@ -67,7 +67,7 @@ def test_tiers_that_cannot_be_told_apart_are_refused(name, checkpoints, tmp_path
 
 
 def test_a_tier_without_host_memory_is_refused(checkpoints):
-    with pytest.raises(ConfigError, match="add a host size"):
+    with pytest.raises(ConfigError, match="give it a size"):
         Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB"), tiers=[DictTier(1 << 20)])
 
 

@@ -149,7 +149,7 @@ def test_answers_are_those_of_resident_weights(
 def test_host_memory_for_the_staging_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_models.write("llama", tmp_path / "llama")
     monkeypatch.setattr(engine_module, "carrier", lambda device: LateCarrier())
-    with pytest.raises(BudgetError, match="give host a larger size"):
+    with pytest.raises(BudgetError, match="give host_memory a larger size"):
         Engine(path, Memory(kv_cache_memory="4MiB", weights="*=stream"))
 
 

@@ -148,7 +148,7 @@ torch.set_num_threads(1)
 (directory, device, host) = sys.argv[1:4]
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmHWM")
-model = stowage.offload(directory, device_memory=int(device), host=int(host))
+model = stowage.offload(directory, device_memory=int(device), host_memory=int(host))
 for _ in range(3):
     with torch.no_grad():
         out = model(input_ids=torch.arange(5, 13)[None], use_cache=False).logits

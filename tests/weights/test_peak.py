@@ -30,7 +30,7 @@ with Engine(small, Memory(kv_cache_memory="1MiB", device_memory="64MiB", weights
     asked(engine, 2, 40)  # what a process needs for any engine at all
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-memory = Memory(kv_cache_memory=int(kv), device_memory=int(device), host=int(host), max_num_batched_tokens=128)
+memory = Memory(kv_cache_memory=int(kv), device_memory=int(device), host_memory=int(host), max_num_batched_tokens=128)
 with Engine(directory, memory) as engine:
     asked(engine, 3, 400)
     placed = engine.weights.placement

@@ -74,8 +74,8 @@ class TieredStore:
     ) -> None:
         if host_bytes == 0:
             raise ConfigError(
-                "the store needs host memory, because chunks of every tier pass through it; set host to a size such as "
-                "'1GiB', or leave out the lower tiers"
+                "the store needs host memory, because chunks of every tier pass through it; set host_memory to a "
+                "size such as '1GiB', or leave out the lower tiers"
             )
         if policy not in POLICIES:
             raise ConfigError(f"the policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")

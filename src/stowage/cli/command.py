@@ -74,7 +74,7 @@ def _renamed(flag: str, value: str, flags: Mapping[str, Any]) -> list[str]:
     found = {"--" + new.replace("_", "-"): text for new, text in flags_today(name, value).items()}
     if flag in found or not value or not found.keys() <= flags.keys():
         if answer := elsewhere(name):
-            raise ConfigError(f"There is no {flag} here: {answer}.")
+            raise ConfigError(f"There is no {flag} here. {answer}.")
         return []
     note("stowage: " + renamed_hint(flag, found))
     return [part for new, text in found.items() for part in (new, text)]

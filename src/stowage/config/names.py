@@ -45,20 +45,20 @@ _RENAMED_FLAGS: Mapping[str, str] = {
 """Of ``plan`` and ``simulate``: never settings."""
 
 _DEVICE_MEMORY = "--device-memory SIZE, such as 20GiB, is for weights, KV cache and activations together"
-_KV = "--kv-cache-memory SIZE"
+_KV = "Use --kv-cache-memory SIZE"
 _HOST = "--host-memory SIZE keeps prefixes in host memory"
 _PLACED = "--device-memory SIZE decides which weights fit; --weights RULES names places, as 'last 8 of 32=stream'"
-_LENGTH = "--max-model-len N"
-_SEQUENCES = "--max-num-seqs N"
-_STEP = "--max-num-batched-tokens N"
-_ANSWER = "--max-new-tokens N, or -n N"
-_ONE_DEVICE = "one server computes on one device; servers share prefixes through --valkey URL or --object URL"
-_KEY = "every user of the machine can read a command line: write keys to --api-key-file FILE or STOWAGE_API_KEYS"
-_MODEL = "the model is the argument MODEL, or -m MODEL"
-_PREFIXES = "prefixes are always reused; --host-memory SIZE and --disk DIR:SIZE say where they are kept"
+_LENGTH = "Use --max-model-len N"
+_SEQUENCES = "Use --max-num-seqs N"
+_STEP = "Use --max-num-batched-tokens N"
+_ANSWER = "Use --max-new-tokens N, or -n N"
+_ONE_DEVICE = "One server computes on one device; servers share prefixes through --valkey URL or --object URL"
+_KEY = "Every user of the machine can read a command line: write keys to --api-key-file FILE or STOWAGE_API_KEYS"
+_MODEL = "The model is the argument MODEL, or -m MODEL"
+_PREFIXES = "Prefixes are always reused; --host-memory SIZE and --disk DIR:SIZE say where they are kept"
 _TIERS = "--disk DIR:SIZE, --valkey URL or --object URL keep prefixes below host memory"
 _FEWER_BITS = "`stowage pack MODEL DIR --weights int8` writes a checkpoint in fewer bits"
-_TLS = "put a proxy with TLS in front of the server"
+_TLS = "Put a proxy with TLS in front of the server"
 _ELSEWHERE: Mapping[str, str] = {
     name: answer
     for names, answer in {
@@ -69,35 +69,35 @@ _ELSEWHERE: Mapping[str, str] = {
         "ctx_size c context_length max_context max_seq_len n_ctx": _LENGTH,
         "max_running_requests max_batch_size parallel np": _SEQUENCES,
         "chunked_prefill_size max_prefill_tokens batch_size ubatch_size b ub": _STEP,
-        "page_size": "--block-size N",
-        "mamba_block_size": "--snapshot-tokens N",
+        "page_size": "Use --block-size N",
+        "mamba_block_size": "Use --snapshot-tokens N",
         "max_tokens predict n_predict": _ANSWER,
-        "temp": "--temperature X",
-        "random_seed": "--seed N",
-        "file f": "--prompt-file FILE",
-        "system_prompt sys": "--system TEXT",
+        "temp": "Use --temperature X",
+        "random_seed": "Use --seed N",
+        "file f": "Use --prompt-file FILE",
+        "system_prompt sys": "Use --system TEXT",
         "model_path hf_repo hf": _MODEL,
-        "alias": "--served-model-name NAME",
+        "alias": "Use --served-model-name NAME",
         "api_key": _KEY,
         "tensor_parallel_size tp tp_size pipeline_parallel_size pp pp_size data_parallel_size dp dp_size": _ONE_DEVICE,
         "tensor_split split_mode main_gpu": _ONE_DEVICE,
         "enable_prefix_caching no_enable_prefix_caching disable_radix_cache enable_hierarchical_cache": _PREFIXES,
         "kv_transfer_config kv_offloading_backend hicache_storage_backend slot_save_path prompt_cache": _TIERS,
-        "radix_eviction_policy": "--eviction-policy NAME",
-        "enforce_eager disable_cuda_graph": "--cuda-graphs off",
-        "enable_deterministic_inference": "--deterministic",
+        "radix_eviction_policy": "Use --eviction-policy NAME",
+        "enforce_eager disable_cuda_graph": "Use --cuda-graphs off",
+        "enable_deterministic_inference": "Use --deterministic",
         "quantization": _FEWER_BITS,
-        "trust_remote_code": "code that comes with a checkpoint is never run",
-        "download_dir": "set HF_HOME to the directory that models are to be kept in",
-        "threads": "set OMP_NUM_THREADS to the number of threads",
-        "uvicorn_log_level log_verbosity verbose v": "--log-level LEVEL",
-        "timeout": "--request-timeout-s SECONDS",
-        "timeout_keep_alive": "--keep-alive-s SECONDS",
-        "timeout_graceful_shutdown shutdown_timeout": "--shutdown-timeout-s SECONDS",
-        "limit_concurrency": "--max-connections N",
-        "h11_max_incomplete_event_size": "--max-header-size SIZE",
+        "trust_remote_code": "Code that comes with a checkpoint is never run",
+        "download_dir": "Set HF_HOME to the directory that models are to be kept in",
+        "threads": "Set OMP_NUM_THREADS to the number of threads",
+        "uvicorn_log_level log_verbosity verbose v": "Use --log-level LEVEL",
+        "timeout": "Use --request-timeout-s SECONDS",
+        "timeout_keep_alive": "Use --keep-alive-s SECONDS",
+        "timeout_graceful_shutdown shutdown_timeout": "Use --shutdown-timeout-s SECONDS",
+        "limit_concurrency": "Use --max-connections N",
+        "h11_max_incomplete_event_size": "Use --max-header-size SIZE",
         "ssl_keyfile ssl_certfile ssl_key_file ssl_cert_file": _TLS,
-        "host": "the address that `stowage serve` listens on; bytes of host memory are --host-memory SIZE",
+        "host": "It is the address that `stowage serve` listens on; a size of host memory is --host-memory SIZE",
         "port listen": "`stowage serve --host ADDRESS --port N` says where the server listens",
     }.items()
     for name in names.split()
@@ -129,7 +129,9 @@ def flags_today(name: str, value: str) -> dict[str, str]:
 
 
 def elsewhere(name: str) -> str:
-    """What to use instead of a name that other programs have; empty for one that is not known here."""
+    """A sentence without its period: what to use instead of a name that other programs have; empty for one that is not
+    known here.
+    """
     return _ELSEWHERE.get(name, "")
 
 
@@ -170,7 +172,7 @@ def arguments_today(function: str, given: Mapping[str, Any], own: Iterable[str] 
     others = {name: value for name, value in given.items() if name not in known}
     for name in others:
         if answer := elsewhere(name):
-            raise ConfigError(f"{function} has no {name}: {answer}.")
+            raise ConfigError(f"{function} has no {name}. {answer}.")
     return others | all_today(known, said)
 
 

@@ -327,7 +327,7 @@ def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str]
 
     for name, value in all_today(raw, said).items():
         if name not in SETTINGS and (answer := elsewhere(name)):
-            raise ConfigError(f"{spelled(name)}{where} is no setting: {answer}.")
+            raise ConfigError(f"{spelled(name)}{where} is no setting. {answer}.")
         if name not in SETTINGS:
             raise ConfigError(unknown_name(f"The setting {name!r} in {source}", name, SETTINGS))
         try:
