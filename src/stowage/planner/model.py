@@ -95,21 +95,19 @@ def _with_experts(config: Any) -> dict[str, Any]:
 
 def _attention(found: Described) -> Iterator[Attention]:
     """Each call of attention. Where it was not seen, each layer that keeps rows reads them with all heads."""
-    by_index = {layer.index: layer for layer in found.layers if layer.kind is not Kind.RECURRENT}
+    rows = {layer.index: layer for layer in found.layers if layer.kind is not Kind.RECURRENT}
     for read in found.reads:
-        layer, query = by_index[read.source], read.query
+        layer, query = rows[read.source], read.query
         assert query is not None, "every call that was recorded has a query"
-        read_columns = sum(tensor.shape[-1] for tensor in layer.tensors)
+        columns = sum(tensor.shape[-1] for tensor in layer.tensors)
         if layer.latent:  # projections are absorbed, so that scores are made with the latents themselves
-            read_columns += query.rank
-        yield Attention(2 * query.heads * read_columns, layer.nbytes, layer.window)
-    if not found.reads:
-        heads = Fields(found.model.config.to_dict()).number("num_attention_heads", 0)
-        for layer in found.layers:
-            if layer.kind is not Kind.RECURRENT:
-                columns = (
-                    2 * layer.tensors[0].shape[-1]
-                    if len(layer.tensors) == 1
-                    else sum(tensor.shape[-1] for tensor in layer.tensors[:2])
-                )
-                yield Attention(2 * heads * columns, layer.nbytes, layer.window, layer.tensors[0].every)
+            columns += query.rank
+        yield Attention(2 * query.heads * columns, layer.nbytes, layer.window)
+    if found.reads:
+        return
+    heads = Fields(found.model.config.to_dict()).number("num_attention_heads", 0)
+    for layer in found.layers:
+        if layer.kind is not Kind.RECURRENT:
+            keys, values, *_ = layer.tensors * 2  # one tensor is both
+            columns = keys.shape[-1] + values.shape[-1]
+            yield Attention(2 * heads * columns, layer.nbytes, layer.window, keys.every)
