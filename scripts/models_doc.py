@@ -11,10 +11,10 @@ from pathlib import Path
 
 from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
+from stowage.executor.probe import probe
 from stowage.models import families
 from stowage.models.layout import BlockLayout, ModelLayout
 from stowage.models.namespace import block_tokens_of
-from stowage.executor.probe import probe
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import Family, TinySize
 from stowage.testing.tiny_models.outer import Outer
