@@ -55,8 +55,8 @@ def test_every_placement_answers_in_half_precision_as_plain_transformers(
     seen, total = set[Delivery](), bytes_of(whole)
     budgets: list[dict[str, Any]] = [
         {"weights": "*=stream"},
-        {"weights": "*=prefetch", "host": "1GiB"},
-        {"weights": "*=mapped", "host": "1GiB"},
+        {"weights": "*=prefetch", "host_memory": "1GiB"},
+        {"weights": "*=mapped", "host_memory": "1GiB"},
         {"device_memory": int(total * 0.75)},
     ]
     if any(p.dim() == 3 and "experts" in name for name, p in whole.named_parameters()):

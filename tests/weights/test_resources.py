@@ -46,7 +46,7 @@ def test_models_that_go_leave_nothing(how: str, family: str, rules: str, checkpo
     mapped = Path("/proc/self/maps")
     before = threads(), descriptors(), mapped.read_text().count(str(checkpoints(family)))
     for _ in range(3):
-        model = stowage.offload(checkpoints(family), weights=rules, host="1GiB")
+        model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
         logits(model, prompt())
         if how == "closed":
             model.stowage.close()
@@ -66,7 +66,7 @@ def test_a_child_reads_for_itself(
     family: str, rules: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]
 ) -> None:
     """Forked between forwards: parent and child go on, and neither disturbs the other."""
-    model = stowage.offload(checkpoints(family), weights=rules, host="1GiB")
+    model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
     asked = [prompt(4 + 3 * seed, seed) for seed in range(6)]
     expected = [logits(plain(family), ids) for ids in asked]
     assert torch.equal(logits(model, asked[0]), expected[0])

@@ -64,7 +64,7 @@ def placed(
         model = stowage.offload(checkpoints(family), device_memory=int(bytes_of(plain(family)) * 0.7))
         assert Delivery.ROWS in model.stowage.placement.deliveries
         return family, model
-    return family, stowage.offload(checkpoints(family), weights=rules, host="1GiB")
+    return family, stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
 
 
 @pytest.mark.parametrize("family", [family for family in tiny_models.FAMILIES if family not in NEVER_STREAMED])
@@ -106,7 +106,7 @@ def test_a_model_is_saved_onto_the_directory_it_runs_from(
 ) -> None:
     directory = Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
     before = contents(directory)
-    model = stowage.offload(directory, weights=rules, host="1GiB")
+    model = stowage.offload(directory, weights=rules, host_memory="1GiB")
     for size in ("50GB", "200KB", "50GB"):
         model.save_pretrained(directory, max_shard_size=size)
         assert same(contents(directory), before)

@@ -43,7 +43,7 @@ class Raised(Exception):
 @pytest.fixture(params=PLACEMENTS)
 def placed(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[tuple[str, Any]]:
     family, rules = PLACEMENTS[request.param]
-    model = stowage.offload(checkpoints(family), weights=rules, host="1GiB")
+    model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
     yield family, model
     model.stowage.close()
 
