@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray
+from stowage.simulator.agenda import Agenda
 from stowage.simulator.disk_segments import Segments
-from stowage.simulator.node import Agenda, Node, keys_of
+from stowage.simulator.node import Node, keys_of
 from stowage.simulator.scenario import Scenario
 from stowage.simulator.tiers import Content, Objects
 from stowage.simulator.trace import Trace
@@ -126,7 +127,7 @@ def _contents(scenario: Scenario, shared: Objects) -> list[Content]:
 def _report(number: int, node: Node, contents: list[Content], ended_s: float) -> Report:
     node.check()
     assert node.idle, "a prompt was left over"
-    outcomes, stats = node.outcomes, node.flow.stats()
+    outcomes, stats = node.outcomes, node.stats()
     return Report(
         node=number,
         prompts=np.array(outcomes.prompts, np.int64),
