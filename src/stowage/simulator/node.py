@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -26,10 +25,9 @@ from stowage.cache.prefix_planner import PrefixPlan, PrefixPlanner, PrefixReques
 from stowage.cache.remote_lookup import RemoteLookup
 from stowage.core.geometry import IntArray
 from stowage.core.groups import strategy
-from stowage.simulator.agenda import Agenda
 from stowage.simulator.scenario import Scenario
-from stowage.simulator.store import SimulatedStore
-from stowage.simulator.tiers import Content, Tier
+from stowage.simulator.store import Agenda, SimulatedStore
+from stowage.simulator.tiers import Content
 
 __all__ = ["Node", "Outcomes", "keys_of"]
 
@@ -66,7 +64,7 @@ class _Prompt:
     """Tokens that are on the device."""
     copied: int = 0
     """Chunks that were copied there, or from there."""
-    reused: Sequence[int] = ()
+    reused: list[int] = field(default_factory=list)
     loads: int = 0
     """Which cost their fixed time, and have not yet."""
 
@@ -81,11 +79,11 @@ class Node:
     def __init__(self, scenario: Scenario, agenda: Agenda, contents: list[Content], chunks_max: int) -> None:
         self._scenario = scenario
         self._agenda = agenda
-        self._store = SimulatedStore(scenario, agenda, contents, chunks_max, self._progress)
+        self.store = SimulatedStore(scenario, agenda, contents, chunks_max, self._progress)
         self.cost_model = _cost_model_of(scenario)
-        strategies = [strategy(group) for group in self._store.geometry.groups]
-        self._planner = PrefixPlanner(self._store, strategies, self.cost_model)
-        self._remote_lookup = RemoteLookup(self._store, self.cost_model, scenario.probe_timeout_s)
+        strategies = [strategy(group) for group in self.store.geometry.groups]
+        self._planner = PrefixPlanner(self.store, strategies, self.cost_model)
+        self._remote_lookup = RemoteLookup(self.store, self.cost_model, scenario.probe_timeout_s)
         self.outcomes = Outcomes(array("q"), array("d"), [array("q") for _ in scenario.tier_names])
         self.copied_bytes = 0
         self._waiting: deque[_Prompt] = deque()
@@ -96,22 +94,13 @@ class Node:
         self._look_s = 0.0
 
     @property
-    def tiers(self) -> list[Tier]:
-        """Its ways to the tiers below host memory."""
-        return self._store.tiers
-
-    @property
     def idle(self) -> bool:
         """Whether every prompt that arrived was computed, and nothing is under way."""
-        return not (self._waiting or self._loading or self._ready or self._computing or self._store.flow.flights())
-
-    def stats(self) -> dict[str, int]:
-        """Of its store."""
-        return self._store.flow.stats()
+        return not (self._waiting or self._loading or self._ready or self._computing or self.store.flow.flights())
 
     def arrive(self, number: int, tokens: int, keys: list[bytes], now_s: float) -> None:
         """A prompt whose whole blocks have these keys; see `keys_of`."""
-        self._store.now_s = now_s
+        self.store.now_s = now_s
         prompt = _Prompt(number, now_s, tokens, keys)
         self._remote_lookup.ask(prompt.prefix, [prompt], tokens - 1, now_s)
         self._waiting.append(prompt)
@@ -125,7 +114,7 @@ class Node:
 
     def _turn(self, now_s: float) -> None:
         """Compute what is ready; as long as nothing is, admit what waits."""
-        self._store.now_s = now_s
+        self.store.now_s = now_s
         while not self._computing and not self._compute_one(now_s):
             if not self._waiting or len(self._loading) + len(self._ready) >= self._scenario.sequences_max:
                 return
@@ -145,7 +134,7 @@ class Node:
             self._loading.append(prompt)
             self._agenda.at(prompt.prefix.answers_until_s, self._progress)
             return
-        self._store.unanswered = self._store.probes and now_s < prompt.arrived_s + self._scenario.object.latency_s
+        self.store.unanswered = self.store.probes and now_s < prompt.arrived_s + self._scenario.object.latency_s
         plan = prompt.plan = self._planner.plan(prompt.prefix, [prompt], prompt.tokens - 1, overlaps=True)
         self.outcomes.loads_refused += plan.load_refused
         if not plan.boundary or self._planner.fetch(prompt.prefix, plan, now_s).done:
@@ -172,9 +161,11 @@ class Node:
             return
         counts = np.zeros(len(self.outcomes.reused), np.int64)
         if plan.fetch is not None:
-            if self.tiers and prompt.began_forward == self._forwards:  # while one computes, nobody sees what arrives
+            if (
+                self.store.tiers and prompt.began_forward == self._forwards
+            ):  # while one computes, nobody sees what arrives
                 self._planner.learn(plan, now_s)
-            self._store.flow.release(plan.fetch)
+            self.store.flow.release(plan.fetch)
             if self._planner.refuse_missing(prompt.prefix, plan):
                 self._again(prompt, now_s)
                 return
@@ -220,7 +211,7 @@ class Node:
     def _end_overlap(self, prompt: _Prompt, load: OverlappedLoad, now_s: float) -> None:
         load.learn(now_s)
         for fetch in load.fetches:
-            self._store.flow.release(fetch)
+            self.store.flow.release(fetch)
         prompt.overlap = None
 
     def _compute(self, prompt: _Prompt, count: int, now_s: float) -> None:
@@ -256,12 +247,8 @@ class Node:
         step = self._scenario.step_tokens // size or max(1, last)
         for begin in range(first, last, step):
             after = prompt.keys[begin - 1] if begin else None
-            self._store.store(prompt.keys[begin : min(begin + step, last)], after, now_s)
-        self._store.act(now_s)
-
-    def check(self) -> None:
-        """Assert the invariants of its store."""
-        self._store.check()
+            self.store.store(prompt.keys[begin : min(begin + step, last)], after, now_s)
+        self.store.act(now_s)
 
 
 def _cost_model_of(scenario: Scenario) -> CostModel:

@@ -5,9 +5,11 @@ Owns the flow and one node's ways to its tiers; transfers end as events of the a
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import MappingProxyType
 from typing import Final
 
@@ -18,12 +20,11 @@ from stowage.cache.flow import Flow
 from stowage.cache.policy import POLICIES
 from stowage.core.geometry import MaskArray
 from stowage.core.prefix_search import Certain
-from stowage.simulator.agenda import Agenda
 from stowage.simulator.scenario import Scenario
 from stowage.simulator.tiers import Content, Landing, Tier
 from stowage.storage.protocol import Probe
 
-__all__ = ["SimulatedStore"]
+__all__ = ["Agenda", "SimulatedStore"]
 
 _SPILL_BYTES_MAX: Final = 256 << 20
 _SPILL_SHARE: Final = 4
@@ -31,6 +32,28 @@ _SPILL_SHARE: Final = 4
 _CHUNK_BYTES_MAX: Final = 1 << 20
 """Chunks are told to the flow as no longer than this, so that a transfer takes up to 32 of them: blocks of a trace are
 longer than chunks of an engine, and one transfer for each would cost the simulation more than all the rest."""
+
+
+class Agenda:
+    """What happens when. Things of one time happen in the order in which they were put down."""
+
+    __slots__ = ("_heap", "_numbers")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = count()
+
+    def at(self, time_s: float, call: Callable[[float], None]) -> None:
+        """`call` at that time, with the time as its argument."""
+        heapq.heappush(self._heap, (time_s, next(self._numbers), call))
+
+    def run(self, until_s: float) -> float:
+        """All that is due by then. When the last of it happened, 0 if nothing did."""
+        last_s = 0.0
+        while self._heap and self._heap[0][0] <= until_s:
+            last_s, _, call = heapq.heappop(self._heap)
+            call(last_s)
+        return last_s
 
 
 class SimulatedStore:
