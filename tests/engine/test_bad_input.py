@@ -147,6 +147,17 @@ def test_prompts_that_cannot_be_served(engines, references):
         ([-1], "vocabulary"),
         (3.5, "a prompt is text"),
         ([{"role": "user"}], "role and content"),
+        ([{"role": "user", "content": 5}], "role and content"),
+        ([{"role": None, "content": "x"}], "role and content"),
+        ([{"role": "user", "content": [5]}], "role and content"),
+        ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
+        ("a\ud800b", "half a surrogate pair at 1"),
+        (None, "a prompt is text"),
+        (b"bytes", "a prompt is text"),
+        ({"role": "user"}, "a prompt is text"),
+        ([None], "a prompt is text"),
+        ([[1, 2]], "a prompt is text"),
+        ([1, 10**30], "vocabulary"),
     ):
         with pytest.raises(RequestError, match=text):
             engine.generate([prompt], greedy(2))
@@ -161,6 +172,25 @@ def test_one_bad_prompt_does_not_hurt_the_others(engines, references):
         engine.submit([], greedy(2))
     assert good.wait(60)
     assert len(good.result().token_ids) == 30
+
+
+def test_arguments_of_the_wrong_type(engines, checkpoints):
+    engine = engines("llama")
+    for wrong, name in (
+        (lambda: engine.generate(5), "prompts"),
+        (lambda: engine.generate(b"text"), "prompts"),
+        (lambda: engine.generate([[5]], {"temperature": 1}), "params"),
+        (lambda: engine.submit([5], "x"), "params"),
+        (lambda: engine.submit([5], None, 5), "on_delta"),
+        (lambda: engine.submit([5], salt=5), "salt"),
+        (lambda: next(engine.iterate([5], 5)), "params"),
+    ):
+        with pytest.raises(RequestError, match=name):
+            wrong()
+    for wrong, name in (({"memory": {}}, "memory"), ({"salt": 5}, "salt"), ({"tiers": 5}, "tiers")):
+        with pytest.raises(ConfigError, match=name):
+            Engine(checkpoints("llama"), **wrong)
+    assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
 
 
 def test_unknown_dtype(checkpoints):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from docs.examples.dict_tier import DictTier
@@ -11,6 +15,7 @@ from stowage.cache import cost_model, flow
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
+from stowage.storage.protocol import Outcome
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 PROMPT_TOKENS = 400
@@ -147,3 +152,147 @@ def test_requests_go_on_while_somebody_waits_for_a_flush(checkpoints):
         engine.generate([random_prompt(PROMPT_TOKENS, seed=2)], greedy(1))
         assert engine.flush(0.01) is False
         tier.let_go = True
+
+
+def raises(*_):
+    raise ZeroDivisionError("the tier's own bug")
+
+
+class EvilError(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+    __repr__ = __str__
+
+
+def raises_evil(*_):
+    raise EvilError
+
+
+BROKEN = {
+    "lookup raises": {"lookup": raises},
+    "lookup raises what cannot be shown": {"lookup": raises_evil},
+    "lookup answers nothing": {"lookup": lambda keys: None},
+    "lookup answers a list": {"lookup": lambda keys: [1] * len(keys)},
+    "lookup answers too much": {"lookup": lambda keys: np.ones(len(keys) + 1, np.uint64)},
+    "lookup answers floats": {"lookup": lambda keys: np.ones(len(keys))},
+    "load raises": {"load": raises},
+    "store raises": {"store": raises},
+    "poll raises": {"poll": raises},
+    "poll answers nothing": {"poll": lambda: None},
+    "poll answers something": {"poll": lambda: [None, 3, Outcome(None, None, None), Outcome([1], "ab", {})]},
+    "reports say nothing": {"poll": lambda: [Outcome(n, None, "x") for n in range(1000)]},
+    "discard raises": {"load": lambda transfer: None, "discard": raises},
+    "probe raises": {"probe": raises},
+    "probe answers nothing": {"probe": lambda inquiries: None},
+    "stats raises": {"stats": raises},
+    "stats answers nothing": {"stats": lambda: None},
+    "close raises": {"close": raises},
+    "everything raises": dict.fromkeys(
+        ["lookup", "load", "store", "poll", "discard", "probe", "stats", "close"], raises
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("when", ["from the start", "later"])
+def test_a_tier_that_is_broken_costs_hits_only(broken, when, checkpoints, references):
+    tier = DictTier(64 << 20)
+    prompts = [random_prompt(PROMPT_TOKENS), random_prompt(PROMPT_TOKENS, seed=2)]
+    memory = Memory(device_kv="8MiB", host="8MiB", load_timeout_s=0.5)
+    if when == "from the start":
+        vars(tier).update(broken)
+    with Engine(checkpoints("llama"), memory, tiers=[tier]) as engine:
+        for asked in (prompts[0], *prompts, prompts[1], prompts[0]):
+            assert_same(engine.generate([asked], greedy(8))[0], references("llama").answer(asked, 8))
+            engine.flush(0.2)
+            engine.drop_device_cache()
+            engine.drop_host()
+            vars(tier).update(broken)
+        assert engine.alive
+        assert "dict.breaker" in engine.stats()["store"]
+        engine.check()
+        engine.close(1.0)
+
+
+def test_a_tier_that_keeps_raising_is_left_alone(checkpoints):
+    """As one whose transfers fail: after some failures it is not asked any more."""
+    tier, asked = DictTier(64 << 20), []
+
+    def lookup(keys):
+        asked.append(len(keys))
+        raise ZeroDivisionError
+
+    tier.lookup, tier.store = lookup, raises
+    with Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=[tier]) as engine:
+        for seed in range(6):
+            engine.generate([random_prompt(100, seed=seed)], greedy(1))
+        assert engine.stats()["store"]["dict.breaker_opened"] == 1
+        assert len(asked) <= 5
+
+
+class WritesInTheEnd(DictTier):
+    """Raises instead of loading, and has begun all the same. ``write`` is what it does much later."""
+
+    def __init__(self, reading):
+        super().__init__(64 << 20)
+        self.reading, self.lent, self.pipes, self.threads = reading, [], [], []
+
+    def load(self, transfer):
+        self.lent += transfer.buffers
+        if self.reading:
+            self.pipes += [os.pipe() for _ in transfer.buffers]
+            pairs = zip(self.pipes, transfer.buffers, strict=True)
+            self.threads = [threading.Thread(target=os.readv, args=(out, [view])) for (out, _), view in pairs]
+            for thread in self.threads:
+                thread.start()
+            time.sleep(0.3)  # so that the reads have begun
+        raise ZeroDivisionError
+
+    def write(self):
+        for view in self.lent:
+            with contextlib.suppress(ValueError):  # it was taken back
+                view[:] = b"\xff" * view.nbytes
+
+    def finish_reading(self):
+        for _, into in self.pipes:
+            os.write(into, b"\xff" * 4096)
+        for thread in self.threads:
+            thread.join(10)
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_memory_that_a_tier_kept_is_not_overwritten(reading, checkpoints, references):
+    """Whoever lies there now would have other bytes."""
+    tier = WritesInTheEnd(reading)
+    prompt, others = random_prompt(PROMPT_TOKENS), [random_prompt(PROMPT_TOKENS, seed=n) for n in range(20, 32)]
+    memory = Memory(device_kv="4MiB", host="1MiB", load_timeout_s=0.5)
+    with Engine(checkpoints("llama"), memory, tiers=[tier]) as engine:
+        engine.generate([prompt], greedy(1))
+        assert engine.flush()
+        engine.drop_device_cache()
+        engine.drop_host()
+        assert_same(engine.generate([prompt], greedy(8))[0], references("llama").answer(prompt, 8))
+        assert len(tier.lent) > 0
+        tier.load = lambda transfer: None
+        for other in others:
+            engine.generate([other], greedy(1))
+            tier.write()
+            if other is others[-1]:
+                tier.finish_reading()
+            engine.drop_device_cache()
+            assert_same(engine.generate([other], greedy(8))[0], references("llama").answer(other, 8))
+        engine.check()
+        engine.close(1.0)
+
+
+@pytest.mark.parametrize("lacking", ["lookup", "load", "store", "poll", "discard", "close", "name"])
+def test_what_is_no_tier_is_refused(lacking, checkpoints):
+    class Partial(DictTier):
+        pass
+
+    setattr(Partial, lacking, None)
+    with pytest.raises(ConfigError, match=f"tiers has a Partial, which is no tier: it lacks .*{lacking}"):
+        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=[Partial(1 << 20)])
+    with pytest.raises(ConfigError, match="tiers"):
+        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -167,11 +168,25 @@ def test_text_with_characters_of_several_tokens(engines):
     [
         {"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5},
         {"top_k": -1}, {"min_p": 1.0}, {"logprobs": 1000}, {"stop": "text"}, {"stop": ("",)}, {"seed": -1},
+        {"stop": [None]}, {"stop": (b"x",)}, {"stop": b"x"}, {"stop": 5}, {"stop": None}, {"stop": ["a", 1]},
+        {"stop_token_ids": 5}, {"stop_token_ids": "ab"}, {"stop_token_ids": [1.5]}, {"stop_token_ids": [None]},
+        {"stop_token_ids": [True]}, {"temperature": "x"}, {"temperature": None}, {"temperature": True},
+        {"temperature": 10**400}, {"temperature": [1.0]}, {"temperature": 1j}, {"top_p": "0.5"}, {"min_p": {}},
+        {"top_k": 1.5}, {"top_k": "4"}, {"top_k": 1 << 80}, {"max_new_tokens": "9"}, {"max_new_tokens": None},
+        {"max_new_tokens": 2.0}, {"seed": "x"}, {"seed": 1 << 63}, {"logprobs": None}, {"prompt_logprobs": "1"},
+        {"prompt_logprobs_from": None}, {"ignore_eos": "no"}, {"ignore_eos": None}, {"max_new_tokens": 10**5000},
     ],
 )  # fmt: skip
 def test_parameters_out_of_range(wrong):
     with pytest.raises(RequestError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+def test_parameters_of_numpy_and_lists_are_taken():
+    found = SamplingParams(
+        max_new_tokens=np.int64(3), temperature=np.float32(0.5), stop=["a", "b"], stop_token_ids={7}, seed=np.int32(4)
+    )
+    assert found == SamplingParams(max_new_tokens=3, temperature=0.5, stop=("a", "b"), stop_token_ids=(7,), seed=4)
 
 
 def test_the_queue_has_a_limit(engines, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 from stowage.storage.disk.system import System
 from tests.disk_client import NAMESPACE, Client
-from tests.inline_crew import InlineCrew
+from tests.inline_worker_pool import InlineCrew
 
 LIMIT = 8 << 20
 

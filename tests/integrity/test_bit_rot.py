@@ -14,7 +14,7 @@ import pytest
 from stowage.storage.disk.directory import SegmentFile
 from stowage.storage.disk.read_plan import plan_runs
 from stowage.storage.disk.reader import Reader, Result
-from stowage.storage.disk.recovery import survey
+from stowage.storage.disk.recovery import scan_segment
 from stowage.storage.format.envelope import pack_fields
 from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
@@ -118,7 +118,7 @@ def entries_in(client: Client, good: Surgery) -> bytes:
     path = client.directory / good.path.name
     fd = os.open(path, os.O_RDONLY)
     with SegmentFile(client.tier._directory, fd, path.stat().st_size, direct=False) as file:
-        return b"".join(entries.tobytes() for entries in survey(file, good.name, LIMIT).batches)
+        return b"".join(entries.tobytes() for entries in scan_segment(file, good.name, LIMIT).batches)
 
 
 def read_and_repair(directory: Path, names: list[bytes], lengths: list[int], expected: list[bool]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from stowage.storage.disk.directory import SegmentFile
 from stowage.storage.disk.read_plan import plan_runs
 from stowage.storage.disk.reader import Reader, Result
-from stowage.storage.disk.recovery import State, repair, survey
+from stowage.storage.disk.recovery import State, repair, scan_segment
 from tests.disk_client import NAMESPACE, aligned, key, only_segment, payload
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery
@@ -46,7 +46,7 @@ def test_every_length_of_a_small_segment(good: Surgery, tmp_path: Path) -> None:
         for length in range(whole - 1, -1, -1):
             os.truncate(raw.fileno(), length)
             file = SegmentFile(client.tier._directory, raw.fileno(), length, direct=False)
-            batches = survey(file, good.name, LIMIT).batches
+            batches = scan_segment(file, good.name, LIMIT).batches
             found.append(len(batches))
             assert [entries["digest"].tobytes() for entries in batches] == written[: len(batches)], length
     # The footer is gone with the first byte: the batches speak, while they lie in the file whole.

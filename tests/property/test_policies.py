@@ -82,8 +82,8 @@ def test_the_memory_of_what_left_is_bounded_and_right(seed: int, entries: int, b
                 if place >= 0:
                     known = {other: where for other, where in known.items() if where != place} | {number: place}
         history.check()
-        assert len(history) == len(known) <= history.places
-    assert entries <= history.places <= max(64, 5 * entries)
+        assert len(history) == len(known) <= history.capacity
+    assert entries <= history.capacity <= max(64, 5 * entries)
 
 
 @pytest.mark.parametrize("name", IN_PYTHON)

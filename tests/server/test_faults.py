@@ -15,6 +15,7 @@ import pytest
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
+from stowage.engine.prompts import Prompts
 from stowage.server import listen
 from stowage.server.auth import ApiKeys
 from stowage.server.limits import Limits
@@ -90,17 +91,24 @@ def test_an_engine_that_stops(here: Here, engine: Engine, caplog: pytest.LogCapt
     assert any("the engine stopped" in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize("odd", [{"temperature": 1e-38}, {"temperature": 5e-324}, {"top_p": 1e-320}])
+def test_numbers_that_are_almost_nothing(odd, here: Here) -> None:
+    """One such request used to end the engine for everybody."""
+    likeliest = httpx.post(here.url + TEXT, json=SHORT | {"temperature": 0}).json()["choices"][0]["text"]
+    answer = httpx.post(here.url + TEXT, json=SHORT | odd)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == likeliest
+    assert httpx.get(here.url + "/health").status_code == 200
+
+
 def test_a_bug_of_one_request(here: Here, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    import stowage.server.openai as reading
+    real = Prompts.tokenize
 
-    real = reading.tokenize
-
-    def broken(prompt, tokenizer):
+    def broken(self, prompt, most):
         if prompt == "poison":
             raise ZeroDivisionError("the secret reason")
-        return real(prompt, tokenizer)
+        return real(self, prompt, most)
 
-    monkeypatch.setattr(reading, "tokenize", broken)
+    monkeypatch.setattr(Prompts, "tokenize", broken)
     internal_error(httpx.post(here.url + TEXT, json=SHORT | {"prompt": "poison"}))
     assert httpx.post(here.url + TEXT, json=SHORT).status_code == 200
     (record,) = [record for record in caplog.records if record.exc_info]

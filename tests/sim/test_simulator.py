@@ -80,12 +80,12 @@ def missed_pin_of_a_fetch(patch: pytest.MonkeyPatch) -> None:
 
 def limit_off_by_a_page(patch: pytest.MonkeyPatch) -> None:
     """One page less than needed is reclaimed."""
-    real = allocator.Room._reclaim
+    real = allocator.SegmentAllocator._reclaim
 
-    def reclaim(self: allocator.Room, entries: list, excess: int, *, partly: bool = False) -> bool:
+    def reclaim(self: allocator.SegmentAllocator, entries: list, excess: int, *, partly: bool = False) -> bool:
         return real(self, entries, excess - 4096 if excess > 1 else excess, partly=partly)
 
-    patch.setattr(allocator.Room, "_reclaim", reclaim)
+    patch.setattr(allocator.SegmentAllocator, "_reclaim", reclaim)
 
 
 def lost_wake_up_of_a_reader(patch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def spill_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def leaked_segment(patch: pytest.MonkeyPatch) -> None:
     """A segment that could not be made whole keeps its descriptor, and its lock."""
-    patch.setattr(allocator.Room, "_discard", lambda self, file, name: None)
+    patch.setattr(allocator.SegmentAllocator, "_discard", lambda self, file, name: None)
 
 
 PLANTS: list[Plant] = [

@@ -21,11 +21,11 @@ from tests.tiers.proxy import Mood, Proxy, proxied
 from tests.tiers.servers import BUCKET, RedisServer, wait_until
 
 BROKEN = [Mood.SILENT, Mood.CUT, Mood.REFUSE, Mood.FAIL, Mood.SLOW]
-Line = tuple[str, Proxy]
+WritePipeline = tuple[str, Proxy]
 
 
 @pytest.fixture(params=["valkey", "object"])
-def line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+def line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[WritePipeline]:
     """The address of a store behind a proxy, and the proxy."""
     name = f"line-{time.monotonic_ns()}"
     if request.param == "valkey":
@@ -48,7 +48,7 @@ def mend(client: Client, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("mood", BROKEN, ids=lambda mood: mood.name.lower())
-def test_a_broken_network_is_a_miss(mood: Mood, line: Line, tiers: Callable[..., RemoteTier]) -> None:
+def test_a_broken_network_is_a_miss(mood: Mood, line: WritePipeline, tiers: Callable[..., RemoteTier]) -> None:
     url, proxy = line
     client = Client(tiers(url, request_timeout_s=1.0))
     wait_until(lambda: client.store(range(6)).ok.all(), what="a second for an answer, on a busy machine,")
@@ -67,7 +67,7 @@ def test_a_broken_network_is_a_miss(mood: Mood, line: Line, tiers: Callable[...,
 
 
 @pytest.mark.parametrize("mood", [Mood.SILENT, Mood.REFUSE], ids=lambda mood: mood.name.lower())
-def test_a_probe_ends_without_an_answer(mood: Mood, line: Line, tiers: Callable[..., RemoteTier]) -> None:
+def test_a_probe_ends_without_an_answer(mood: Mood, line: WritePipeline, tiers: Callable[..., RemoteTier]) -> None:
     url, proxy = line
     client = Client(tiers(url, request_timeout_s=1.0))
     client.store(range(6))
@@ -88,7 +88,7 @@ def test_a_probe_ends_without_an_answer(mood: Mood, line: Line, tiers: Callable[
 
 
 def test_deadlines_hold_however_long_an_answer_may_take(
-    line: Line, tiers: Callable[..., RemoteTier], monkeypatch: pytest.MonkeyPatch
+    line: WritePipeline, tiers: Callable[..., RemoteTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a transfer, and of a probe, whose end nobody else sets."""
     monkeypatch.setattr(tier_module, "PROBE_S_MAX", 0.2)
@@ -101,12 +101,14 @@ def test_deadlines_hold_however_long_an_answer_may_take(
         client.begin(is_load, range(3), 4096, 1, began_s + 0.2)
     assert not any(outcome.ok.any() or outcome.refused for outcome in client.outcomes(2))
     assert client.count("timed_out") == 6 and client.tier.stats()["healthy"] == 0
-    client.tier._carrier.health.succeeded()
+    client.tier._transfers.health.succeeded()
     assert client.probe([99]) == [0] and client.tier.stats()["healthy"] == 0
     assert time.monotonic() - began_s < 30
 
 
-def test_an_answer_that_was_given_up_is_not_taken_for_the_next(line: Line, tiers: Callable[..., RemoteTier]) -> None:
+def test_an_answer_that_was_given_up_is_not_taken_for_the_next(
+    line: WritePipeline, tiers: Callable[..., RemoteTier]
+) -> None:
     """A connection on which half an answer is still to come must not be used again."""
     url, proxy = line
     client = Client(tiers(url, request_timeout_s=30.0))
@@ -121,7 +123,7 @@ def test_an_answer_that_was_given_up_is_not_taken_for_the_next(line: Line, tiers
     assert client.count("corrupt") == 0
 
 
-def test_trouble_that_passes_is_tried_again_in_time(line: Line, tiers: Callable[..., RemoteTier]) -> None:
+def test_trouble_that_passes_is_tried_again_in_time(line: WritePipeline, tiers: Callable[..., RemoteTier]) -> None:
     url, proxy = line
     client = Client(tiers(url))
     client.store(range(3))
@@ -137,7 +139,7 @@ def test_trouble_that_passes_is_tried_again_in_time(line: Line, tiers: Callable[
     assert client.count("retries") > 0
 
 
-def test_transfers_beyond_the_queue_are_refused_at_once(line: Line, tiers: Callable[..., RemoteTier]) -> None:
+def test_transfers_beyond_the_queue_are_refused_at_once(line: WritePipeline, tiers: Callable[..., RemoteTier]) -> None:
     url, proxy = line
     client = Client(tiers(url, transfers_max=2))
     client.store([0])
@@ -150,7 +152,7 @@ def test_transfers_beyond_the_queue_are_refused_at_once(line: Line, tiers: Calla
     assert client.count("dropped") == 3
 
 
-def test_closing_does_not_wait_for_a_silent_network(line: Line, tiers: Callable[..., RemoteTier]) -> None:
+def test_closing_does_not_wait_for_a_silent_network(line: WritePipeline, tiers: Callable[..., RemoteTier]) -> None:
     url, proxy = line
     client = Client(tiers(url))
     client.store([0])
@@ -165,7 +167,7 @@ def test_closing_does_not_wait_for_a_silent_network(line: Line, tiers: Callable[
     assert client.tier.probe([]).done
 
 
-def test_the_breaker_opens_and_closes_again(line: Line, tiers: Callable[..., RemoteTier]) -> None:
+def test_the_breaker_opens_and_closes_again(line: WritePipeline, tiers: Callable[..., RemoteTier]) -> None:
     """As the store sees it: loads that fail five times in a row are not begun any more, until a try goes well."""
     url, proxy = line
     now_s = [1000.0]
@@ -220,7 +222,7 @@ def test_the_breaker_opens_and_closes_again(line: Line, tiers: Callable[..., Rem
 
 
 def test_no_password_key_or_name_of_an_object_is_logged(
-    line: Line, tiers: Callable[..., RemoteTier], caplog: pytest.LogCaptureFixture
+    line: WritePipeline, tiers: Callable[..., RemoteTier], caplog: pytest.LogCaptureFixture
 ) -> None:
     url, proxy = line
     url = url.replace("redis://", "redis://:hush@")

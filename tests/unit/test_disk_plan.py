@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stowage.storage.disk.index import Found
 from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, RUN_BYTES_MIN, Plan, Run, make_plan
-from stowage.storage.disk.write_batches import Stream
+from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.format.protection import NO_MARK, Protection
 from stowage.storage.format.segment import SegmentName, round_up
 from stowage.storage.protocol import Transfer
@@ -131,7 +131,7 @@ class Waiting:
 
     def __init__(self, *transfers: Transfer) -> None:
         self.left = list(transfers)
-        self.stream = Stream(lambda: self.left.pop(0) if self.left else None, lambda length: length < 100)
+        self.stream = WriteQueue(lambda: self.left.pop(0) if self.left else None, lambda length: length < 100)
 
 
 def test_transfers_are_one_stream_and_end_one_by_one() -> None:

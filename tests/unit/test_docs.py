@@ -1,5 +1,6 @@
 """The documentation names what there is: every file, every setting, every command; and no link leads nowhere."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -11,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 
-def test_every_file_has_one_line_in_the_architecture() -> None:
-    listed = re.findall(r"^\| `([\w/]+\.py)` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+def test_every_file_says_what_it_owns() -> None:
     source = ROOT / "src" / "stowage"
-    assert sorted(listed) == sorted(str(path.relative_to(source)) for path in source.rglob("*.py"))
+    silent = [path for path in source.rglob("*.py") if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
 
 
 def test_every_setting_is_documented() -> None:

@@ -39,8 +39,8 @@ def test_what_was_put_is_found_once() -> None:
 def test_a_past_of_sixteen_times_the_slots_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "_REMEMBERED_MAX", 4096)
     for slots, remembered in ((100, 1600), (256, 4096), (2000, 4096), (30_000, 30_000)):
-        assert CostAware(1, slots)._history.places == History(remembered).places
-        assert History(remembered).places >= remembered
+        assert CostAware(1, slots)._history.capacity == History(remembered).capacity
+        assert History(remembered).capacity >= remembered
 
 
 def test_of_a_full_row_the_entry_that_was_put_first_leaves() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.storage.remote.backoff import PAUSE_S_MAX, PAUSE_S_MIN, Backoff
-from stowage.storage.remote.limiter import Gate
+from stowage.storage.remote.limiter import Limiter
 from stowage.storage.remote.presence import Presence
-from stowage.storage.remote.quota import Holdings
+from stowage.storage.remote.quota import Quota
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 
@@ -149,15 +149,15 @@ def test_two_that_failed_together_do_not_come_back_together() -> None:
 def test_never_more_than_allowed_and_all_come_through(
     sizes: list[int], cancelled: set[int], count_max: int, bytes_max: int
 ) -> None:
-    gate = Gate(count_max, bytes_max)
+    limiter = Limiter(count_max, bytes_max)
     passed: list[int] = []
 
     async def one(number: int, size: int) -> None:
-        async with gate.passing(size):
-            gate.check()
+        async with limiter.passing(size):
+            limiter.check()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            gate.check()
+            limiter.check()
             passed.append(number)
 
     async def all_of_them() -> None:
@@ -170,16 +170,16 @@ def test_never_more_than_allowed_and_all_come_through(
 
     asyncio.run(all_of_them())
     assert set(passed) >= set(range(len(sizes))) - cancelled
-    assert (gate.count, gate.bytes) == (0, 0)
-    gate.check()
+    assert (limiter.count, limiter.bytes) == (0, 0)
+    limiter.check()
 
 
 def test_the_first_to_come_is_the_first_through() -> None:
-    gate = Gate(2, 10)
+    limiter = Limiter(2, 10)
     order: list[int] = []
 
     async def one(number: int, size: int) -> None:
-        async with gate.passing(size):
+        async with limiter.passing(size):
             order.append(number)
             await asyncio.sleep(0)
 
@@ -199,34 +199,34 @@ def test_the_first_to_come_is_the_first_through() -> None:
     st.integers(1, 5),
 )
 def test_the_oldest_go_until_the_next_fits(values: list[tuple[str, int]], limit: int, names_max: int) -> None:
-    holdings = Holdings(limit, names_max)
+    quota = Quota(limit, names_max)
     there: dict[str, int] = {}
     for name, length in values:
-        assert holdings.fits(length) == (length <= limit)
-        while not holdings.has_room(name, length):
-            oldest = holdings.oldest()
+        assert quota.fits(length) == (length <= limit)
+        while not quota.has_room(name, length):
+            oldest = quota.oldest()
             assert oldest == next(iter(there))
             del there[oldest]
-            holdings.removed(oldest)
+            quota.removed(oldest)
         there.pop(name, None)
         there[name] = length
-        holdings.add(name, length)
-        holdings.check()
+        quota.add(name, length)
+        quota.check()
         assert sum(there.values()) <= limit and len(there) <= names_max
-        assert holdings.stats()["bytes_used"] == sum(there.values())
+        assert quota.stats()["bytes_used"] == sum(there.values())
 
 
 def test_without_a_limit_nothing_goes() -> None:
-    holdings = Holdings(0)
-    holdings.add("a", 1 << 60)
-    assert holdings.fits(1 << 60) and holdings.has_room("b", 1 << 60) and holdings.stats() == {}
-    assert holdings.oldest() is None
-    holdings.check()
+    quota = Quota(0)
+    quota.add("a", 1 << 60)
+    assert quota.fits(1 << 60) and quota.has_room("b", 1 << 60) and quota.stats() == {}
+    assert quota.oldest() is None
+    quota.check()
 
 
 def test_what_is_being_written_does_not_go() -> None:
-    holdings = Holdings(10)
+    quota = Quota(10)
     for name in "abc":
-        holdings.add(name, 3)
-    assert not holdings.has_room("d", 2)
-    assert (holdings.oldest({"a": 1}), holdings.oldest({"a", "b", "c"})) == ("b", None)
+        quota.add(name, 3)
+    assert not quota.has_room("d", 2)
+    assert (quota.oldest({"a": 1}), quota.oldest({"a", "b", "c"})) == ("b", None)

@@ -146,7 +146,7 @@ def test_the_check_finds_counts_that_do_not_add_up() -> None:
     queue.begin(6)
     queue.begin(4)
     queue.check()
-    for name, value in (("chunks", 3), ("chunks", 1), ("transfers", -1), ("transfers", 5), ("bytes_under_way", -1)):
+    for name, value in (("chunks", 3), ("chunks", 1), ("transfers", -1), ("transfers", 5), ("bytes_in_flight", -1)):
         right = getattr(queue, name)
         setattr(queue, name, value)
         with pytest.raises(AssertionError):
@@ -162,6 +162,6 @@ def test_the_check_finds_bytes_without_a_transfer_and_transfers_without_bytes(
     transfers: int, payload_bytes: int
 ) -> None:
     queue = waiting((1,))
-    queue.transfers, queue.bytes_under_way = transfers, payload_bytes
+    queue.transfers, queue.bytes_in_flight = transfers, payload_bytes
     with pytest.raises(AssertionError):
         queue.check()

@@ -55,11 +55,11 @@ class Fetches:
             )
         return fetch
 
-    def wait(self, fetch: Fetch, pair: int, places: IntArray, slots: IntArray) -> None:
-        """The slots are on their way, and will serve these places of a pair. Once for each pair."""
+    def wait(self, fetch: Fetch, pair: int, positions: IntArray, slots: IntArray) -> None:
+        """The slots are on their way, and will serve these positions of a pair. Once for each pair."""
         if not len(slots):
             return
-        fetch.coming[pair] = places, slots
+        fetch.coming[pair] = positions, slots
         before = self._waits[slots]
         others = (before != _NOBODY) & (before != fetch.id)
         self._waits[slots] = np.where(others, _SEVERAL, fetch.id)
@@ -71,10 +71,10 @@ class Fetches:
         parts: list[IntArray] = []
         for fetch in self._meet(slots):
             for pair, here in self._met(fetch):
-                places, served = (column[here] for column in fetch.coming[pair])
-                fetch.slots[pair][places] = served
-                fetch.masks[pair][places] = self._ledger.masks(served)
-                fetch.sources[pair][places] = source
+                positions, served = (column[here] for column in fetch.coming[pair])
+                fetch.slots[pair][positions] = served
+                fetch.masks[pair][positions] = self._ledger.masks(served)
+                fetch.sources[pair][positions] = source
                 parts.append(served)
                 self._drop(fetch, pair, here)
         if parts:
@@ -106,8 +106,8 @@ class Fetches:
     def _drop(self, fetch: Fetch, pair: int, here: BoolArray) -> None:
         """The fetch waits no more for these of a pair's slots."""
         if not holds(here):
-            places, slots = fetch.coming[pair]
-            fetch.coming[pair] = places[~here], slots[~here]
+            positions, slots = fetch.coming[pair]
+            fetch.coming[pair] = positions[~here], slots[~here]
             return
         del fetch.coming[pair]
         if not fetch.coming:

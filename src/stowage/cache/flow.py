@@ -119,10 +119,10 @@ class Flow:
         for tier, index in enumerate(self._indexes):
             if not len(absent) or not self.breakers[tier].allows(now_s):
                 continue
-            below = index(keys if len(absent) == len(keys) else [keys[place] for place in absent.tolist()])
+            below = index(keys if len(absent) == len(keys) else [keys[position] for position in absent.tolist()])
             late_keys = self._flights.late_keys
             if late_keys:
-                below = np.where([keys[place] in late_keys for place in absent.tolist()], np.uint64(0), below)
+                below = np.where([keys[position] in late_keys for position in absent.tolist()], np.uint64(0), below)
             if not is_empty(below):
                 masks[absent] = below
                 sources[absent[below != 0]] = tier + 1
@@ -143,7 +143,7 @@ class Flow:
             for pair, (group, keys) in enumerate(wanted):
                 missing = fetch.sources[pair].nonzero()[0]
                 if len(missing):
-                    self._promote(fetch, pair, group, [keys[place] for place in missing.tolist()], missing, now_s)
+                    self._promote(fetch, pair, group, [keys[position] for position in missing.tolist()], missing, now_s)
         if not fetch.done:
             self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         return fetch
@@ -152,8 +152,10 @@ class Flow:
         """Unpin what the fetch holds. One that is not done is cancelled. Releasing twice is the same as once."""
         self._fetches.release(fetch)
 
-    def _promote(self, fetch: Fetch, pair: int, group: int, keys: list[bytes], places: IntArray, now_s: float) -> None:
-        """Start to bring the missing `keys`, which are at `places` of the pair, or wait where that was done before."""
+    def _promote(
+        self, fetch: Fetch, pair: int, group: int, keys: list[bytes], positions: IntArray, now_s: float
+    ) -> None:
+        """Start to bring the missing `keys`, at `positions` of the pair, or wait where that was done before."""
         masks, sources = self._look_below(keys, np.zeros(len(keys), np.uint64), now_s)
         before = self.ledger.find_on_the_way(keys)
         for tier in range(len(self._indexes)):
@@ -165,7 +167,7 @@ class Flow:
         if self._flights.late_keys:
             coming &= np.fromiter((key not in self._flights.late_keys for key in keys), np.bool_, len(keys))
         self.counters.joined += int(np.count_nonzero(coming & (before >= 0)))
-        self._fetches.wait(fetch, pair, places[coming], slots[coming])
+        self._fetches.wait(fetch, pair, positions[coming], slots[coming])
 
     def _load(
         self, tier: int, group: int, keys: list[bytes], masks: MaskArray, deadline_s: float, now_s: float
@@ -411,4 +413,4 @@ class Flow:
             queue.check()
             self.breakers[tier].check()
             mine = [flight.payload_bytes for flight in stores if flight.tier == tier]
-            assert (queue.transfers, queue.bytes_under_way) == (len(mine), sum(mine)), "spills under way do not add up"
+            assert (queue.transfers, queue.bytes_in_flight) == (len(mine), sum(mine)), "spills under way do not add up"

@@ -191,11 +191,11 @@ class Ledger:
             self._follow(slots, before, slots)
             return slots
         result = np.full(len(wanted), ABSENT, np.int64)
-        places = np.flatnonzero(wanted)[: len(slots)]
-        result[places] = slots
+        indices = np.flatnonzero(wanted)[: len(slots)]
+        result[indices] = slots
         line = result if all_new else np.where(result >= 0, result, known)
         there = slots >= 0
-        self._follow(slots[there], before, line, places[there])
+        self._follow(slots[there], before, line, indices[there])
         return result
 
     def commit(self, slots: IntArray) -> None:
@@ -311,15 +311,15 @@ class Ledger:
                 some, self.keys(some), parents if holds(same) else np.where(same, parents, ABSENT)
             )
 
-    def _follow(self, slots: IntArray, before: int, line: IntArray, places: IntArray | None = None) -> None:
-        """The chunks of the slots are those of a prompt's `line` at these places, or all; `before` comes before it."""
+    def _follow(self, slots: IntArray, before: int, line: IntArray, indices: IntArray | None = None) -> None:
+        """The chunks of the slots are those of a prompt's `line` at these indices, or all; `before` comes before it."""
         if not len(slots):
             return
         parents = np.empty(len(line), np.int64)
         parents[0] = before
         parents[1:] = line[:-1]
-        if places is not None:
-            parents = parents[places]
+        if indices is not None:
+            parents = parents[indices]
         self._parent[slots] = parents
         self._parent_serial[slots] = self._serial.take(parents)
 
@@ -358,7 +358,7 @@ class Ledger:
         return wanted
 
     def _without_repeated(self, keys: list[bytes], slots: IntArray) -> IntArray:
-        """Release the slots of repeated keys that the map does not lead to; ABSENT in their places."""
+        """Release the slots of repeated keys that the map does not lead to; ABSENT at their indices."""
         vain = slots != self.find_on_the_way(keys)
         self._release(slots[vain])
         return np.where(vain, ABSENT, slots)

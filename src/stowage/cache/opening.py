@@ -19,13 +19,24 @@ from stowage.storage.protocol import Tier
 
 __all__ = ["check_tiers", "open_store"]
 
+_METHODS = ("lookup", "load", "store", "poll", "discard", "close")
+
 
 def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
-    """Tiers need host memory, since chunks pass through it, and names of their own, since statistics go by name."""
+    """Tiers have all methods, need host memory, since chunks pass through it, and names of their own, since statistics
+    go by name.
+    """
     if tiers and not memory.host_bytes:
         raise ConfigError("tiers are given but host is 0. Chunks reach them through host memory: add a host size.")
     taken = {"device", "host", "hits"} | {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
     for tier in tiers:
+        lacking = [name for name in _METHODS if not callable(getattr(tier, name, None))]
+        if lacking or not isinstance(getattr(tier, "name", None), str):
+            what = ", ".join(lacking) or "a name that is text"
+            raise ConfigError(
+                f"tiers has a {type(tier).__name__}, which is no tier: it lacks {what}. A tier has a name and the "
+                "methods of stowage.tiers.protocol.Tier."
+            )
         if not re.fullmatch(r"(?!slab\d)[a-z][a-z0-9_]*", tier.name) or tier.name in taken:
             raise ConfigError(
                 f"A tier's name is {tier.name!r}: it must be lower-case letters, digits and _, and none of "

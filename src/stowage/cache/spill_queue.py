@@ -25,14 +25,14 @@ TRANSFER_BYTES_MIN: Final = 4 << 20
 class SpillQueue:
     """Batches of chunks, oldest first, and the bytes that are under way. Holds at most `chunks_max` chunks."""
 
-    __slots__ = ("_batches", "_bytes_max", "_chunks_max", "bytes_under_way", "chunks", "dropped", "transfers")
+    __slots__ = ("_batches", "_bytes_max", "_chunks_max", "bytes_in_flight", "chunks", "dropped", "transfers")
 
     def __init__(self, bytes_max: int, chunks_max: int) -> None:
         self._batches: deque[tuple[IntArray, list[bytes]]] = deque()
         self._bytes_max = bytes_max
         self._chunks_max = chunks_max
         self.chunks = 0
-        self.bytes_under_way = 0
+        self.bytes_in_flight = 0
         self.transfers = 0
         self.dropped = 0
 
@@ -55,7 +55,7 @@ class SpillQueue:
 
     def room(self) -> bool:
         """Whether something waits and another transfer may begin."""
-        full = self.transfers >= TRANSFERS_MAX or self.bytes_under_way >= self._bytes_max
+        full = self.transfers >= TRANSFERS_MAX or self.bytes_in_flight >= self._bytes_max
         return bool(self._batches) and (not full or self.transfers == 0)
 
     def pop(self, count: int) -> tuple[IntArray, list[bytes]]:
@@ -76,7 +76,7 @@ class SpillQueue:
     def allowed_bytes(self, gathered_bytes: int, transfer_bytes_max: int) -> int:
         """How many bytes may join a transfer that has `gathered_bytes` and has not begun; but see `fitting`."""
         share = max(self._bytes_max // TRANSFERS_MAX, TRANSFER_BYTES_MIN)
-        return min(self._bytes_max - self.bytes_under_way, share, transfer_bytes_max) - gathered_bytes
+        return min(self._bytes_max - self.bytes_in_flight, share, transfer_bytes_max) - gathered_bytes
 
     def fitting(self, sizes: IntArray, gathered_bytes: int, transfer_bytes_max: int) -> int:
         """How many chunks of these sizes, in order, may join such a transfer.
@@ -86,17 +86,17 @@ class SpillQueue:
         count = int(sizes.cumsum().searchsorted(self.allowed_bytes(gathered_bytes, transfer_bytes_max), side="right"))
         if count or gathered_bytes or not len(sizes):
             return count
-        return int(self.transfers == 0 or self.bytes_under_way + int(sizes[0]) <= self._bytes_max)
+        return int(self.transfers == 0 or self.bytes_in_flight + int(sizes[0]) <= self._bytes_max)
 
     def begin(self, payload_bytes: int) -> None:
         """A transfer of so many bytes starts."""
         self.transfers += 1
-        self.bytes_under_way += payload_bytes
+        self.bytes_in_flight += payload_bytes
 
     def end(self, payload_bytes: int) -> None:
         """It was reported."""
         self.transfers -= 1
-        self.bytes_under_way -= payload_bytes
+        self.bytes_in_flight -= payload_bytes
 
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
@@ -105,6 +105,6 @@ class SpillQueue:
     def check(self) -> None:
         """Assert the invariants."""
         assert self.chunks == sum(len(keys) for _, keys in self._batches) <= self._chunks_max
-        assert 0 <= self.transfers <= TRANSFERS_MAX and self.bytes_under_way >= 0
-        assert (self.bytes_under_way == 0) == (self.transfers == 0)
-        assert self.transfers <= 1 or self.bytes_under_way <= self._bytes_max, "too much is under way"
+        assert 0 <= self.transfers <= TRANSFERS_MAX and self.bytes_in_flight >= 0
+        assert (self.bytes_in_flight == 0) == (self.transfers == 0)
+        assert self.transfers <= 1 or self.bytes_in_flight <= self._bytes_max, "too much is under way"

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -23,10 +24,11 @@ from stowage.cache.flow import Flow
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
 from stowage.core.prefix_search import Certain
-from stowage.errors import ConfigError, StorageError
+from stowage.errors import ConfigError
 from stowage.log import Trouble
+from stowage.storage.guard import Guarded
 from stowage.storage.host import HostArena
-from stowage.storage.protocol import Described, Inquiry, Probe, Probing, Tier, Transfer, Waitable
+from stowage.storage.protocol import Inquiry, Probe, Probing, Tier, Transfer, Waitable
 
 __all__ = ["Fetch", "TieredStore"]
 
@@ -85,7 +87,12 @@ class TieredStore:
         self.tiers = tuple(tiers)
         if spill_bytes_max is None:
             spill_bytes_max = min(_SPILL_BYTES_MAX, self.arena.bytes // 4)
-        self._flow = Flow(geometry, self.slabs, [tier.lookup for tier in tiers], spill_bytes_max, POLICIES[policy])
+        self._trouble = Trouble("stowage.store", clock)
+        self._guarded = [
+            Guarded(tier, self._trouble, partial(self._failed, number)) for number, tier in enumerate(self.tiers)
+        ]
+        indexes = [tier.lookup for tier in self._guarded]
+        self._flow = Flow(geometry, self.slabs, indexes, spill_bytes_max, POLICIES[policy])
         self._snapshot_tokens = snapshot_tokens
         self._clock = clock
         self._wake = wake or threading.Event()
@@ -144,11 +151,8 @@ class TieredStore:
             if (inquiry := self._inquiry(group, keys, now_s, certain.get(group))) is not None
         ]
         breakers = self._flow.breakers
-        return [
-            tier.probe(inquiries)
-            for number, tier in enumerate(self.tiers)
-            if inquiries and isinstance(tier, Probing) and breakers[number].allows(now_s)
-        ]
+        asked = [tier for number, tier in enumerate(self._guarded) if inquiries and breakers[number].allows(now_s)]
+        return [probe for tier in asked if (probe := tier.probe(inquiries)) is not None]
 
     def _inquiry(self, group: int, keys: list[bytes], now_s: float, certain: Certain | None) -> Inquiry | None:
         absent = np.flatnonzero(self._flow.sources(group, keys, now_s) < 0)
@@ -213,7 +217,7 @@ class TieredStore:
         # Cleared before the tiers are asked: an outcome that is queued afterwards sets it again.
         self._wake.clear()
         if self._flow.flights():
-            for tier in self.tiers:
+            for tier in self._guarded:
                 for outcome in tier.poll():
                     self._flow.outcome(outcome.id, outcome.ok, outcome.masks, self._clock(), outcome.refused)
         self._flow.tick(self._clock())
@@ -266,23 +270,21 @@ class TieredStore:
             self.poll()
         return True
 
+    def _failed(self, tier: int) -> None:
+        self._flow.breakers[tier].failed(self._clock())
+
     def _act(self) -> None:
         """Carry out what the flow asks for. A tier that cannot even begin has failed that transfer."""
         actions = self._flow.take_actions()
         while actions:
             for action in actions:
-                tier = self.tiers[action.tier]
+                tier = self._guarded[action.tier]
                 if isinstance(action, Discard):
                     tier.discard(action.keys)
                     continue
                 buffers = self.arena.slot_views(action.slots, action.sizes)
-                transfer = Transfer(action.id, action.keys, buffers, action.masks, action.deadline_s)
-                try:
-                    if isinstance(action, StartLoad):
-                        tier.load(transfer)
-                    else:
-                        tier.store(transfer)
-                except (StorageError, OSError):
+                transfer = Transfer(action.id, list(action.keys), buffers, action.masks, action.deadline_s)
+                if not tier.begin(transfer, load=isinstance(action, StartLoad)):
                     self._flow.broke(action.id, self._clock())
             actions = self._flow.take_actions()
 
@@ -299,8 +301,7 @@ class TieredStore:
             stats[f"hits.{tier.name}"] = int(self._flow.hits[number + 1])
             stats[f"{tier.name}.breaker"] = self._flow.breakers[number].state(now_s)
             stats[f"{tier.name}.breaker_opened"] = self._flow.breakers[number].opened
-            if isinstance(tier, Described):
-                stats |= {f"{tier.name}.{name}": value for name, value in tier.stats().items()}
+            stats |= {f"{tier.name}.{name}": value for name, value in self._guarded[number].stats().items()}
         return stats
 
     def check(self) -> None:
@@ -321,7 +322,7 @@ class TieredStore:
         self._closed = True
         end_s = self._clock() + timeout_s
         self.flush(timeout_s)
-        for tier in self.tiers:
+        for tier in self._guarded:
             tier.close(end_s)
         self.poll()
         if not self._flow.flights():

@@ -20,7 +20,7 @@ _STATES = ("sealed", "open", "torn", "empty", "unusable")
 
 
 @dataclass(slots=True)
-class Holdings:
+class Quota:
     """What was found. ``bytes`` is what the limit of a disk tier is compared with: everything in the directory.
 
     Segments by state: ``open`` ones are being written, ``torn`` ones were left by a killed writer (the next tier that
@@ -43,7 +43,7 @@ def stats(
     debug: Debug = False,
 ) -> None:
     """Show what a cache directory holds."""
-    found = holdings(directory.expanduser().absolute())
+    found = quota(directory.expanduser().absolute())
     if json:
         print_json(
             {
@@ -74,7 +74,7 @@ def stats(
         print(f"  {found.other_files} files that are not Stowage's count towards the limit and are never touched")
 
 
-def holdings(directory: Path) -> Holdings:
+def quota(directory: Path) -> Quota:
     """Read the directory. Raises DirectoryError where there is no cache in it."""
     from stowage.storage.disk.inspector import open_existing
     from stowage.storage.disk.system import System
@@ -86,11 +86,11 @@ def holdings(directory: Path) -> Holdings:
         opened.close()
 
 
-def _read(directory: "Directory") -> Holdings:
+def _read(directory: "Directory") -> Quota:
     from stowage.storage.disk.inspector import FILE_BYTES_MAX
-    from stowage.storage.disk.recovery import State, survey
+    from stowage.storage.disk.recovery import State, scan_segment
 
-    found = Holdings()
+    found = Quota()
     strangers = -2  # the directory itself and its lock are entries as well
     for entry in directory.entries():
         found.bytes += entry.bytes
@@ -99,7 +99,7 @@ def _read(directory: "Directory") -> Holdings:
             continue
         try:
             with directory.open_segment(entry.name) as file:
-                seen = survey(file, entry.name, FILE_BYTES_MAX)
+                seen = scan_segment(file, entry.name, FILE_BYTES_MAX)
                 torn = seen.state is State.OPEN and _is_torn(directory, file, entry.name)
         except FileNotFoundError:
             continue  # reclaimed meanwhile by whoever writes

@@ -7,10 +7,10 @@
 
 Whoever stored a chunk had stored those before it, and stores forget the old first; where that is not so, a load finds
 out. Of recurrent state only every `stride`-th snapshot is kept for certain, besides those at the ends of prompts, and
-of windows those of certain places: the search runs over these, and asks about all that lie between the last that is
+of windows those of certain positions: the search runs over these, and asks about all that lie between the last that is
 there and the next.
 
-State machine: `ask` says which places to ask about, `answer` takes what came. No I/O, no clock.
+State machine: `ask` says which positions to ask about, `answer` takes what came. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _PRESENT: Final = 1
 
 
 class Certain(NamedTuple):
-    """The places, ascending, that are stored before any later one; with none all are asked about, the last first.
+    """The positions, ascending, that are stored before any later one; with none all are asked about, the last first.
     `behind`: so many up to the last of them that is there are asked about too, because a window may reach back there.
     """
 
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     behind: int = 0
 
 
 class Search:
-    """Over the places 0 to len(known) - 1. `known`: True, False, or None where nothing is known yet.
+    """Over the positions 0 to len(known) - 1. `known`: True, False, or None where nothing is known yet.
 
-    `first`: how many keys of the prompt come before place 0. `widths`: how many places to ask about in the first round,
-    and in each later one; a cold prompt costs the first number. `certain`: these places instead of every stride-th.
+    `first`: how many keys of the prompt come before position 0. `widths`: how many positions to ask about in the first
+    round, and in each later one; a cold prompt costs the first number. `certain`: these, not every stride-th.
     """
 
     __slots__ = ("_anchors", "_answers", "_asked", "_behind", "_widths")
@@ -61,38 +61,38 @@ class Search:
         self._anchors: IntArray = np.arange((stride - 1 - first) % stride, len(known), stride)
         self._behind = certain.behind if certain is not None else 0
         if certain is not None:
-            self._anchors = np.array(certain.places, np.int64)
+            self._anchors = np.array(certain.positions, np.int64)
         self._widths = widths
         self._asked = 0
 
     def ask(self) -> list[int]:
-        """The places to ask about now, ascending; none: the search is over. All of them must be answered."""
+        """The positions to ask about now, ascending; none: the search is over. All of them must be answered."""
         width = self._widths[min(self._asked, 1)]
         self._asked += 1
         begin, end = self._reach()
-        places = self._unknown(self._anchors[begin:end])
-        if len(places):
-            return _spread(places, width)
+        positions = self._unknown(self._anchors[begin:end])
+        if len(positions):
+            return _spread(positions, width)
         after = max(0, int(self._anchors[begin - 1]) + 1 - self._behind) if begin else 0
         before = int(self._anchors[end]) if end < len(self._anchors) else len(self._answers)
         newest: list[int] = self._unknown(np.arange(after, before))[-width:].tolist()
         return newest
 
-    def answer(self, places: Sequence[int], present: Sequence[bool]) -> None:
+    def answer(self, positions: Sequence[int], present: Sequence[bool]) -> None:
         """What was asked about is there, or is not."""
-        self._answers[list(places)] = present
+        self._answers[list(positions)] = present
 
     def taken(self) -> list[int]:
         """Places that nobody was asked about, and that are taken to be there because a later one is."""
-        places: list[int] = self._unknown(self._anchors[: self._reach()[0]]).tolist()
-        return places
+        positions: list[int] = self._unknown(self._anchors[: self._reach()[0]]).tolist()
+        return positions
 
     def left_out(self) -> list[int]:
         """Places that nobody was asked about, and that are taken not to be there because an earlier one is not."""
         end = self._reach()[1]
         first = int(self._anchors[end]) if end < len(self._anchors) else len(self._answers)
-        places: list[int] = self._unknown(np.arange(first, len(self._answers))).tolist()
-        return places
+        positions: list[int] = self._unknown(np.arange(first, len(self._answers))).tolist()
+        return positions
 
     def _reach(self) -> tuple[int, int]:
         """Of the anchors: how many there are up to the last one known to be there, and the first known not to be."""
@@ -102,15 +102,15 @@ class Search:
         present = np.flatnonzero(answers[:end] == _PRESENT)
         return (int(present[-1]) + 1 if len(present) else 0), end
 
-    def _unknown(self, places: IntArray) -> IntArray:
-        unknown: BoolArray = self._answers[places] == _UNKNOWN
-        return places[unknown]
+    def _unknown(self, positions: IntArray) -> IntArray:
+        unknown: BoolArray = self._answers[positions] == _UNKNOWN
+        return positions[unknown]
 
 
-def _spread(places: IntArray, count: int) -> list[int]:
-    """At most so many of the places, evenly spaced, the first and the last among them."""
-    if len(places) <= count:
-        chosen: list[int] = places.tolist()
+def _spread(positions: IntArray, count: int) -> list[int]:
+    """At most so many of the positions, evenly spaced, the first and the last among them."""
+    if len(positions) <= count:
+        chosen: list[int] = positions.tolist()
         return chosen
-    found: list[int] = places[np.linspace(0, len(places) - 1, count).round().astype(np.int64)].tolist()
+    found: list[int] = positions[np.linspace(0, len(positions) - 1, count).round().astype(np.int64)].tolist()
     return found

@@ -1,91 +1,14 @@
-"""The two ends of a request: what a prompt is made of, and when and with what a completion ends."""
+"""The two ends of a request: whose it is, and when and with what its completion ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import replace
-from typing import Any
 
 from stowage.core.key import tenant_namespace
 from stowage.engine.request import Completion, Delta, Progress
 from stowage.engine.sequence import Phase, Sequence
 from stowage.errors import RequestError
-from stowage.models.layout import ModelLayout
-
-_TRIAL = "stowage"
-
-
-def prompt_tokens(prompt: Any, tokenizer: Any, layout: ModelLayout) -> list[int]:
-    """Token ids of a prompt: text, token ids, or chat messages (``[{"role": ..., "content": ...}]``, through the
-    model's template).
-
-    Raises ``RequestError`` for an empty prompt, one longer than the context, a token outside the vocabulary, or text
-    without a tokenizer.
-    """
-    tokens = tokenize(prompt, tokenizer)
-    if not tokens:
-        raise RequestError("the prompt is empty; give at least one token.")
-    if len(tokens) > layout.context_tokens:
-        raise RequestError(
-            f"the prompt is {len(tokens)} tokens long, above the context of {layout.context_tokens}: shorten it."
-        )
-    wrong = next((t for t in tokens if not 0 <= t < layout.vocab), None)
-    if wrong is not None:
-        raise RequestError(f"token {wrong} is outside the model's vocabulary of {layout.vocab}.")
-    if layout.placeholders and not layout.placeholders.isdisjoint(tokens):
-        picture = next(t for t in tokens if t in layout.placeholders)
-        raise RequestError(f"token {picture} stands for a picture or a sound, and of this model only text is run.")
-    return tokens
-
-
-def tokenize(prompt: Any, tokenizer: Any) -> list[int]:
-    """``prompt_tokens`` without its checks of length and vocabulary. Raises ``RequestError``."""
-    if isinstance(prompt, Items) and not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
-        return list(prompt)
-    if tokenizer is None:
-        raise RequestError("this model has no tokenizer; give the prompt as token ids.")
-    if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt)["input_ids"]
-        return list(ids)
-    if not isinstance(prompt, Items) or not all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
-    ):
-        raise RequestError("a prompt is text, a list of token ids, or a list of messages with role and content.")
-    return _apply_chat_template(prompt, tokenizer)
-
-
-def _apply_chat_template(messages: Any, tokenizer: Any) -> list[int]:
-    from jinja2 import TemplateError
-
-    if not getattr(tokenizer, "chat_template", None):
-        raise RequestError("this model's tokenizer has no chat template; give the prompt as text.")
-    try:
-        if _takes_parts(tokenizer):
-            messages = [{**m, "content": _parts(m["content"])} for m in messages]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise RequestError(f"the model's chat template refuses these messages: {error}") from error
-    return list(encoded["input_ids"])
-
-
-def _takes_parts(tokenizer: Any) -> bool:
-    """Whether the template leaves out what is given as plain text, or fails at it, and takes lists of parts: so do some
-    of models that take pictures.
-    """
-    from jinja2 import TemplateError
-
-    for content in (_TRIAL, _parts(_TRIAL)):
-        try:
-            if _TRIAL in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False):
-                return content is not _TRIAL
-        except (TemplateError, TypeError):
-            continue
-    return False
-
-
-def _parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def namespace_of(engine: bytes, salt: str | bytes) -> bytes:

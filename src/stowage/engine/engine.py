@@ -29,12 +29,14 @@ from stowage.config.memory import Memory, format_size
 from stowage.core.key import SequenceKeys
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
-from stowage.engine.completion import namespace_of, progress_of, prompt_tokens
+from stowage.engine.border import check_request, listed_prompts, listed_tiers
+from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import left, weights_budget
 from stowage.engine.overlapped_load import OverlappedLoads
+from stowage.engine.prompts import Prompts
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.engine.scheduler import Scheduler
@@ -94,6 +96,7 @@ class Engine:
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
+        own = listed_tiers(memory, salt, tiers)
         self.memory = memory or Memory()
         self._clock = time.monotonic
         here = device_of(model, device)
@@ -103,7 +106,6 @@ class Engine:
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights)
-            own = tuple(tiers)
             parts = assemble(
                 *(loaded, self.memory, salt, self._clock, own), deterministic=deterministic, cuda_graphs=cuda_graphs
             )
@@ -112,6 +114,7 @@ class Engine:
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts = parts.store, parts
+        self.prompts = Prompts(loaded.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
@@ -174,10 +177,9 @@ class Engine:
 
         Raises the first request's error, if one failed; the others are cancelled.
         """
-        listed: list[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         requests: list[Request] = []
         try:
-            requests += (self.submit(prompt, params, salt=salt) for prompt in listed)
+            requests += (self.submit(prompt, params, salt=salt) for prompt in listed_prompts(prompts))
             for request in requests:
                 while not request.wait(0.5):
                     pass
@@ -194,11 +196,17 @@ class Engine:
         """
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
+        asked: list[Request] = []
 
         def hand_over(delta: Delta) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, delta)
+            try:
+                loop.call_soon_threadsafe(pieces.put_nowait, delta)
+            except RuntimeError:  # the event loop was closed: nobody listens any more
+                for request in asked:
+                    self.cancel(request)
 
         request = self.submit(prompt, params, hand_over, salt=salt)
+        asked.append(request)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -238,6 +246,7 @@ class Engine:
         Raises ``RequestError`` for a prompt that cannot be served and ``BudgetError`` for one that the device budget
         cannot hold.
         """
+        check_request(params, on_delta)
         sequence = self._new_sequence(prompt, params or SamplingParams(), salt)
         request = Request(sequence.id, on_delta, partial(progress_of, sequence, self._clock))
         self._loop.submit(request, sequence)
@@ -250,7 +259,7 @@ class Engine:
         self._loop.cancel(request)
 
     def _new_sequence(self, prompt: Prompt, params: SamplingParams, salt: str | bytes) -> Sequence:
-        tokens = prompt_tokens(prompt, self.tokenizer, self.parts.layout)
+        tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
         sequence = Sequence(
             id=next(self._ids),

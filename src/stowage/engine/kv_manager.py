@@ -27,6 +27,7 @@ from stowage.engine.sequence import Phase, Sequence, snapshot_places
 from stowage.engine.swap.host_blocks import let_go
 from stowage.errors import TransferError
 from stowage.executor.block_pool import BlockPool
+from stowage.executor.sequence_state import SequenceState
 from stowage.models.layout import ModelLayout
 from stowage.transfer.async_copies import AsyncCopies
 from stowage.transfer.protocol import Transfer
@@ -95,7 +96,7 @@ class KVManager:
 
     def settle(self, sequence: Sequence) -> None:
         """Keep what became complete, and free what no later query sees. Call after ``sequence.computed`` has grown."""
-        sequence.keys.extend(sequence.tokens, sequence.shared_tokens)
+        sequence.extend_keys()
         for pool, strategy in zip(self.pools, self.strategies, strict=True):
             group = pool.group
             if group.kind is Kind.RECURRENT:
@@ -230,7 +231,7 @@ class KVManager:
         pool.name(key, spare)
         pool.release(spare)
 
-    def vacate(self, sequence: Sequence) -> None:
+    def vacate(self, sequence: SequenceState) -> None:
         """Take all device blocks from ``sequence``; what is named stays findable. It keeps what it holds in host
         memory.
         """

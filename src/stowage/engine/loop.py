@@ -1,14 +1,18 @@
 """The engine's thread: requests come in, steps are computed, completions go out.
 
 Owns the lives of requests. The scheduler and everything behind it is touched by this thread only, or under ``lock``
-while it rests. A bug ends the loop with every request told; an operating error never does.
+while it rests. What is done for one request (drawing, text, keys, telling) ends that request alone when it raises; a
+forward that raises is tried again without the request that made it. What is nobody's request's fault ends the loop,
+with every request told; an operating error never does.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from stowage import openmp
@@ -17,12 +21,14 @@ from stowage.cache.store import TieredStore
 from stowage.engine.completion import is_over, last_piece, piece
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.request import Delta, Request
+from stowage.engine.sampling import check_logits
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.sequence import Sequence, sequence_of
 from stowage.errors import RequestError, StowageError
 from stowage.executor.batch import Work
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
+from stowage.executor.sequence_state import sequence_on_trial, take_blocks
 
 logger = logging.getLogger("stowage.engine")
 REQUESTS_MAX = 1 << 16
@@ -31,6 +37,8 @@ CHECK_EVERY_S = 30.0
 """An engine that has become idle verifies its invariants, at most this often."""
 _LOADING_WAIT_S = 0.005
 _IDLE_WAIT_S = 0.05
+_TELLERS = 32
+"""Threads that call ``on_delta`` of what was open when the engine stopped: one that blocks holds up nobody else."""
 
 
 class Loop:
@@ -113,21 +121,31 @@ class Loop:
                     self._accept()
                     self._end_cancelled()
                     self._step()
-        except Exception as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
+            with self.lock:
+                self._accept()
+                self._finish_all(list(self.open.values()))
+        except BaseException as error:  # the thread's outermost frame: a bug; every request is told, nothing hangs
             logger.exception("the engine stopped", extra={"stowage_event": "fault"})
             self._broken = error
-        with self.lock, self._news:
-            self._accept()
-            for request, sequence in list(self.open.values()):
-                self._end_with_loop(request, sequence)
+        finally:
+            self._tell_all()
 
-    def _end_with_loop(self, request: Request, sequence: Sequence) -> None:
-        if self._broken is not None:
-            error = StowageError(f"the engine stopped: {self._broken!r}")
-            error.__cause__ = self._broken
-            request.deliver(Delta("", [], error=error))
-            return
-        self._finish(request, sequence, "cancelled")
+    def _tell_all(self) -> None:
+        """The loop has ended: so have all requests that are still open, because a bug ended it."""
+        with self._news:
+            arrived, self._inbox = self._inbox, []
+        told = [request for request, _ in [*self.open.values(), *arrived]]
+        self.open.clear()
+        error = StowageError(f"the engine stopped: {self._broken!r}")
+        error.__cause__ = self._broken
+        for request in told:
+            request.end(error)
+        listening = deque(request for request in told if request.on_delta is not None)
+        try:
+            for _ in range(min(_TELLERS, len(listening))):
+                threading.Thread(target=_tell, args=(listening, error), name="stowage-tell", daemon=True).start()
+        except RuntimeError:  # no more threads are to be had
+            _tell(listening, error)
 
     def _rest(self) -> bool:
         """Poll the store, and wait until there is something to do; False when closing."""
@@ -156,11 +174,31 @@ class Loop:
             arrived, self._inbox = self._inbox, []
         for request, sequence in arrived:
             self.open[sequence.id] = (request, sequence)
-            self._scheduler.add(sequence)
+            with self._alone(sequence):
+                self._scheduler.add(sequence)
 
     def _end_cancelled(self) -> None:
-        for request, sequence in [pair for pair in self.open.values() if pair[0].cancelled]:
-            self._finish(request, sequence, "cancelled")
+        self._finish_all([pair for pair in self.open.values() if pair[0].cancelled])
+
+    def _finish_all(self, ended: list[tuple[Request, Sequence]]) -> None:
+        for request, sequence in ended:
+            with self._alone(sequence):
+                self._finish(request, sequence, "cancelled")
+
+    @contextmanager
+    def _alone(self, sequence: Sequence) -> Iterator[None]:
+        """What goes wrong in here ends the request of ``sequence``, and nobody else's, if everything else is in order
+        then.
+        """
+        try:
+            yield
+        except StowageError as error:
+            logger.warning("a request failed: %s", error, extra={"stowage_event": "request-failed"})
+            self._end(sequence, error)
+        except BaseException as error:
+            logger.warning("a request failed", exc_info=True, extra={"stowage_event": "fault"})
+            self._end(sequence, _own(error))
+            self._scheduler.check()
 
     def _step(self) -> None:
         self._kv_manager.async_copies.collect()
@@ -176,6 +214,10 @@ class Loop:
         except StowageError as error:  # weights that could not be delivered: the next step may have them
             self._fail(work, error)
             return
+        except Exception as error:
+            logger.warning("a forward of %d raised", len(work), exc_info=True, extra={"stowage_event": "fault"})
+            self._find_culprit(work, error)
+            return
         elapsed_s = self._clock() - began_s
         tokens = sum(w.count for w in work)
         counters = self._kv_manager.counters
@@ -190,20 +232,57 @@ class Loop:
         """End the requests that cannot go on."""
         failed, self._scheduler.failed = self._scheduler.failed, []
         for sequence, error in failed:
-            self._scheduler.finish(sequence)
-            self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
+            self._end(sequence, error)
 
     def _fail(self, work: list[Work], error: StowageError) -> None:
         logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})
         for item in work:
-            request, sequence = self.open.pop(item.sequence.id)
-            self._scheduler.finish(sequence)
-            request.deliver(Delta("", [], error=error))
+            self._end(sequence_of(item), error)
+
+    def _find_culprit(self, work: list[Work], error: Exception) -> None:
+        """A forward raised. Of several requests each is tried by itself; one by itself ends, and if not even a token
+        that nobody asked for can be computed then, it was not its fault: raises what that raised.
+        """
+        if len(work) > 1:
+            self._scheduler.separate(work)
+            self._scheduler.check()
+            return
+        self._scheduler.found()
+        self._end(sequence_of(work[0]), _own(error))
+        self._scheduler.check()
+        self._try_model()
+
+    def _try_model(self) -> None:
+        """Compute a token that nobody asked for."""
+        pools = self._kv_manager.pools
+        if any(not pool.available for pool in pools):
+            return
+        sequence = sequence_on_trial(-1, [0], self._kv_manager.layout.groups)
+        take_blocks(sequence, pools, 1)
+        try:
+            self._runner.run([Work(sequence, 0, 1)])
+        finally:
+            self._kv_manager.vacate(sequence)
+
+    def _end(self, sequence: Sequence, error: StowageError) -> None:
+        """End one request with its error; what it has is given back."""
+        self._scheduler.finish(sequence)
+        self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
 
     def _advance(self, work: Work, logits: Any) -> None:
         sequence = sequence_of(work)
-        sequence.computed += work.count
-        self._kv_manager.settle(sequence)
+        with self._alone(sequence):
+            check_logits(logits)  # before anything of the step is kept: its keys and values may be no numbers either
+            sequence.computed += work.count
+            sequence.extend_keys()
+        if sequence.id in self.open:
+            self._kv_manager.settle(sequence)
+            with self._alone(sequence):
+                self._say(work, logits)
+
+    def _say(self, work: Work, logits: Any) -> None:
+        """Draw the next token, if it is known, and tell it."""
+        sequence = sequence_of(work)
         if work.every_logit:
             sequence.score(work.start, logits)
         if sequence.computed < len(sequence.tokens):
@@ -223,11 +302,24 @@ class Loop:
             request.deliver(piece(sequence, text))
 
     def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
-        del self.open[sequence.id]
         self._scheduler.finish(sequence)
         sequence.times.finished_s = self._clock()
-        text += sequence.text.finish()
-        request.deliver(last_piece(sequence, text, reason))
+        last = last_piece(sequence, text + sequence.text.finish(), reason)
+        del self.open[sequence.id]
+        request.deliver(last)
+
+
+def _own(cause: BaseException) -> StowageError:
+    """What a request is told that something has gone wrong for, and for no other one."""
+    error = StowageError(f"this request failed ({cause!r}), and no other one with it; the log has the traceback.")
+    error.__cause__ = cause
+    return error
+
+
+def _tell(listening: deque[Request], error: StowageError) -> None:
+    while listening:
+        with suppress(IndexError):  # another one took it
+            listening.popleft().deliver(Delta("", [], error=error))
 
 
 def _leave_cores() -> None:

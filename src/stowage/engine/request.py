@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stowage.engine.sampling import TokenLogprob
-from stowage.errors import StowageError
+from stowage.errors import RequestError, StowageError
+
+logger = logging.getLogger("stowage.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,9 @@ class Progress:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The handle of a submitted prompt. ``on_delta`` is called on the engine's thread and must not block. ``progress``
-    says how far it is: at any time, from any thread, without waiting for the engine.
+    """The handle of a submitted prompt. ``on_delta`` is called on the engine's thread and must not block; when it
+    raises, the request ends with that as its error. ``progress`` says how far it is: at any time, from any thread,
+    without waiting for the engine.
     """
 
     id: int
@@ -100,10 +104,29 @@ class Request:
         return self.completion
 
     def deliver(self, delta: Delta) -> None:
-        """Hand a piece to whoever listens; called by the engine."""
-        if delta.completion is not None or delta.error is not None:
-            self.completion, self.error = delta.completion, delta.error
-        if self.on_delta is not None:
-            self.on_delta(delta)
-        if delta.completion is not None or delta.error is not None:
+        """Hand a piece to whoever listens; called by the engine. Never raises: when ``on_delta`` does, it is not called
+        again, and the engine cancels the request before the next step.
+        """
+        over = delta.completion is not None or delta.error is not None
+        if over:
+            self.completion, self.error = delta.completion, self.error or delta.error
+        try:
+            if self.on_delta is not None:
+                self.on_delta(delta)
+        except BaseException as error:  # whatever it is, it must not reach the engine, which others use too
+            logger.warning("on_delta raised: its request ends", exc_info=True, extra={"stowage_event": "on-delta"})
+            self.on_delta, self.cancelled = None, True
+            self.error = self.error or _raised(error)
+        if over:
             self._done.set()
+
+    def end(self, error: StowageError) -> None:
+        """End with ``error`` for whoever waits, before anybody's ``on_delta`` is called."""
+        self.error = self.error or error
+        self._done.set()
+
+
+def _raised(cause: BaseException) -> RequestError:
+    error = RequestError(f"on_delta raised {cause!r}, so this request was ended; no other one is affected.")
+    error.__cause__ = cause
+    return error

@@ -9,14 +9,18 @@ processors.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stowage.errors import RequestError
+from stowage.errors import ModelError, RequestError
 
 LOGPROBS_MAX = 50
+_SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class SamplingParams:
     A ``stop`` string ends the text before it; a token of ``stop_token_ids`` (and, unless ``ignore_eos``, the model's
     own end of sequence) ends it after it.
 
-    Raises ``RequestError`` for a value out of range.
+    Raises ``RequestError`` for a value of the wrong type or out of range, with the field's name.
     """
 
     max_new_tokens: int = 128
@@ -47,6 +51,17 @@ class SamplingParams:
     prompt_logprobs_from: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "logprobs", "prompt_logprobs_from"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        for name in ("seed", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        object.__setattr__(self, "stop", _listed("stop", self.stop, str, "non-empty strings"))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, int, "token ids"))
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}.")
         problems = {
             f"max_new_tokens must be at least 1, not {self.max_new_tokens}": self.max_new_tokens < 1,
             f"temperature must be a finite number from 0, not {self.temperature}": not 0 <= self.temperature < math.inf,
@@ -58,12 +73,49 @@ class SamplingParams:
                 self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= LOGPROBS_MAX
             ),
             f"prompt_logprobs_from must be 0 or more, not {self.prompt_logprobs_from}": self.prompt_logprobs_from < 0,
-            "stop must be a sequence of non-empty strings": isinstance(self.stop, str) or "" in self.stop,
+            "stop must be a sequence of non-empty strings": "" in self.stop,
             f"seed must be from 0 to 2**63 - 1, not {self.seed}": self.seed is not None and not 0 <= self.seed < 2**63,
         }
         for problem, true in problems.items():
             if true:
                 raise RequestError(f"{problem}.")
+
+
+def _whole(name: str, value: Any) -> int:
+    """``value`` as an int of at most 64 bits. Raises RequestError."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not -(1 << 63) <= int(value) < 1 << 63:
+        raise RequestError(f"{name} must be a whole number, not {_shown(value)}.")
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} must be a number, not {_shown(value)}.")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise RequestError(f"{name} must be a finite number, not {_shown(value)}.") from error
+
+
+def _listed(name: str, values: Any, kind: type, wanted: str) -> tuple[Any, ...]:
+    """``values`` as a tuple. Raises RequestError."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a sequence of {wanted}, not {_shown(values)}.")
+    items = tuple(values)
+    wrong = [
+        item for item in items if isinstance(item, bool) or not isinstance(item, Integral if kind is int else kind)
+    ]
+    if wrong:
+        raise RequestError(f"{name} must be a sequence of {wanted}; it holds {_shown(wrong[0])}.")
+    return items if kind is str else tuple(int(item) for item in items)
+
+
+def _shown(value: Any) -> str:
+    """What a message says of a value that may be anything."""
+    if isinstance(value, int) and not -(1 << 64) < value < 1 << 64:
+        return "a very large number"
+    text = repr(value) if isinstance(value, int | float | str | bytes | None) else f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +134,17 @@ def logprobs_of(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogpro
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
     likeliest = [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
     return [TokenLogprob(*report) for report in zip(tokens, chosen, likeliest, strict=True)]
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raises ModelError for a row of ``logits`` ``[rows, vocab]`` that says nothing: with a NaN, with plus infinity, or
+    with minus infinity everywhere. Minus infinity at some tokens says that those are never drawn.
+    """
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise ModelError(
+            "the model computed logits that are not numbers (NaN or infinite) for this request, so no token can be "
+            "drawn; nothing of this step is kept. Try another dtype (float32), and check the checkpoint's weights."
+        )
 
 
 class Sampler:
@@ -108,13 +171,15 @@ class Sampler:
     def _filtered(self, logits: Tensor) -> Tensor:
         """Probabilities ``[vocab]`` after temperature and filters."""
         params = self.params
-        scaled = logits / params.temperature
+        # The likeliest is 0 whatever the temperature, and others at worst minus infinity: no overflow, no NaN.
+        scaled = ((logits.double() - logits.max()) / params.temperature).float()
         if 0 < params.top_k < scaled.numel():
             least = scaled.topk(params.top_k).values[-1]
             scaled = scaled.masked_fill(scaled < least, -math.inf)
         if params.top_p < 1:
             ordered, order = scaled.softmax(-1).sort(descending=True)
             beyond = ordered.cumsum(-1) - ordered >= params.top_p
+            beyond[0] = False  # where top_p is less than a float32 can say
             scaled = scaled.index_fill(0, order[beyond], -math.inf)
         probabilities = scaled.softmax(-1)
         if params.min_p > 0:

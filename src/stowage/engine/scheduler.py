@@ -1,13 +1,15 @@
 """What is computed next: continuous batching under a token budget, with prefill in pieces and preemption.
 
 Owns the queues. Every step takes one token of each decoding sequence first, then pieces of prefills, then admits
-waiting sequences while the budget lasts. When a block is lacking, sequences that are larger than the device give some
-of theirs away (``long_context``); else the youngest sequence is preempted, so the oldest gets on and every request
-ends. It never waits for a tier: a sequence whose prefix is on its way is simply not ready yet.
+waiting sequences while the budget lasts. After a forward that raised each of its sequences is computed by itself until
+it is beyond that point, so that the one at fault is found. When a block is lacking, sequences that are larger than the
+device give some of theirs away (``long_context``); else the youngest sequence is preempted, so the oldest gets on and
+every request ends. It never waits for a tier: a sequence whose prefix is on its way is simply not ready yet.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 
 from stowage.core.geometry import Kind
@@ -57,6 +59,9 @@ class Scheduler:
         self.failed: list[tuple[Sequence, StowageError]] = []
         """Sequences that cannot go on, for whoever tells their requests; ``finish`` takes them out of the queues."""
         self._stuck = 0
+        self._apart: dict[int, int] = {}
+        """By id, sequences that are computed by themselves until so many of their tokens are."""
+        self._together_max = sequences_max
 
     @property
     def busy(self) -> bool:
@@ -76,19 +81,44 @@ class Scheduler:
         work: list[Work] = []
         budget = self._step_tokens_max
         self._logit_rows = self._logit_rows_max
-        for sequence in list(self.running):
+        apart = self._next_apart()
+        for sequence in apart or list(self.running):
             if sequence.phase is Phase.RUNNING and len(sequence.tokens) - sequence.computed == 1:
                 budget -= self._take(sequence, 1, work)
-        for sequence in list(self.running):
+        for sequence in apart or list(self.running):
             if sequence.phase is Phase.RUNNING and len(sequence.tokens) - sequence.computed > 1 and budget > 0:
                 budget -= self._take(sequence, budget, work)
-        while budget > 0 and (admitted := self._admit()) is not None:
-            if admitted.phase is Phase.RUNNING:
+        while budget > 0 and not apart and (admitted := self._admit()) is not None:
+            if admitted.phase is Phase.RUNNING and admitted.id not in self._apart:
                 budget -= self._take(admitted, budget, work)
-        work = [w for w in work if sequence_of(w).phase is Phase.RUNNING]
+        work = [w for w in work if sequence_of(w).phase is Phase.RUNNING][: self._together_max]
         self._notice_stuck(work)
         self._admissions.forwards += bool(work)
         return work
+
+    def separate(self, work: list[Work]) -> None:
+        """A forward of ``work`` raised: its sequences begin anew, since nobody knows what became of their blocks, and
+        are computed one by one until they are beyond it. If it is nobody's fault, fewer are computed together.
+        """
+        for item in reversed(work):
+            sequence = sequence_of(item)
+            self.running.remove(sequence)
+            self._overlapped_loads.drop(sequence)
+            self._spill.again(sequence)
+            self.waiting.appendleft(sequence)
+            self._apart[sequence.id] = item.start + item.count
+        self._together_max = max(1, len(work) // 2)
+
+    def found(self) -> None:
+        """A sequence by itself was at fault: the others can be computed together."""
+        self._together_max = self._sequences_max
+
+    def _next_apart(self) -> list[Sequence]:
+        """The first sequence that is to be computed by itself, if there is one that can be."""
+        for sequence in self.running:
+            if sequence.computed >= self._apart.get(sequence.id, sys.maxsize):
+                del self._apart[sequence.id]
+        return [sequence for sequence in self.running if sequence.id in self._apart][:1]
 
     def _notice_stuck(self, work: list[Work]) -> None:
         """The oldest sequence always gets on, unless its blocks cannot be copied to host memory, again and again."""
@@ -113,6 +143,7 @@ class Scheduler:
         elif sequence.phase is Phase.RUNNING:
             self._overlapped_loads.drop(sequence)
             self._kv_manager.drop(sequence)
+        self._apart.pop(sequence.id, None)
         if sequence in self.running:
             self.running.remove(sequence)
         if sequence in self.waiting:

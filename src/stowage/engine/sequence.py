@@ -99,6 +99,10 @@ class Sequence(SequenceState):
         """Of how many computed tokens the state may be reused by others."""
         return min(self.computed, self.own_from)
 
+    def extend_keys(self) -> None:
+        """Name the chunks that others may reuse, as far as it is computed."""
+        self.keys.extend(self.tokens, self.shared_tokens)
+
     def score(self, start: int, logits: Tensor) -> None:
         """Note the log-probabilities of the prompt tokens that follow the positions of ``logits`` ``[count, vocab]``,
         which begin at ``start``.

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.memory import Memory
-from stowage.engine.completion import prompt_tokens
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
 from stowage.engine.sampling import SamplingParams
@@ -140,7 +139,7 @@ def _ask(
     for begin in range(0, len(asked), _AT_ONCE):
         writing, scoring = [], []
         for question in asked[begin : begin + _AT_ONCE]:
-            tokens = prompt_tokens(question.prompt, engine.tokenizer, engine.parts.layout)
+            tokens = engine.prompts.read(question.prompt)
             whole = tokens + _reference(engine.tokenizer, question)
             params = SamplingParams(max_new_tokens=max_new_tokens, logprobs=5, stop=question.stop)
             score = SamplingParams(max_new_tokens=1, prompt_logprobs=0, prompt_logprobs_from=len(tokens))

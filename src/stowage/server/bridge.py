@@ -28,6 +28,8 @@ from stowage.server.vocabulary import Vocabulary
 T = TypeVar("T")
 logger = logging.getLogger("stowage.server")
 _RETRY_AFTER_S_MAX: Final = 60
+SHORT_BYTES: Final = 1 << 16
+"""Bodies up to this are read on a thread of their own, so that they never wait for the long ones of others."""
 
 
 class Bridge:
@@ -46,11 +48,18 @@ class Bridge:
         self._seconds = 1.0
         """How long a request takes, as far as the last ones tell."""
         self._reading = ThreadPoolExecutor(1, "stowage-read")
+        self._reading_long = ThreadPoolExecutor(1, "stowage-read-long")
         self._looking = ThreadPoolExecutor(1, "stowage-look")
 
     async def read(self, chat: bool, body: bytes) -> Ask:
-        """Understand a body. Raises ApiError."""
-        return await self._in(self._reading, lambda: (self.reader.chat if chat else self.reader.completion)(body))
+        """Understand a body. Until that is done it counts as one choice. Raises ApiError."""
+        self.refuse_if_full()
+        threads = self._reading if len(body) <= SHORT_BYTES else self._reading_long
+        self.choices_open += 1
+        try:
+            return await self._in(threads, lambda: (self.reader.chat if chat else self.reader.completion)(body))
+        finally:
+            self.choices_open -= 1
 
     def look(self, at: Callable[[], T]) -> asyncio.Future[T]:
         """Ask the engine something that waits for its lock, which a step may hold for long."""
@@ -89,6 +98,7 @@ class Bridge:
         for exchange in list(self._exchanges):
             exchange.close()
         self._reading.shutdown(wait=False, cancel_futures=True)
+        self._reading_long.shutdown(wait=False, cancel_futures=True)
         self._looking.shutdown(wait=False, cancel_futures=True)
 
     def closed(self, exchange: Exchange, seconds: float) -> None:

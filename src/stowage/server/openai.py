@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from stowage.engine.completion import prompt_tokens, tokenize
 from stowage.engine.engine import Engine
+from stowage.engine.prompts import PromptTooLong
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import RequestError
 from stowage.server.fields import Fields, parse_object
@@ -79,12 +79,12 @@ class Ask:
 
 
 class Reader:
-    """Reads requests for one engine, which is served under `name`. One thread at a time (tokenizers want it so)."""
+    """Reads requests for one engine, which is served under `name`. Several threads may at a time."""
 
     def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
         self.name = name
         self._tokenizer = engine.tokenizer
-        self._layout = engine.parts.layout
+        self._prompts = engine.prompts
         self._tokens_max = engine.sequence_tokens_max
         self._prompt_tokens_max = min(limits.prompt_tokens_max or self._tokens_max, self._tokens_max)
         self._choices_max = min(limits.choices_max, limits.queue_max + engine.memory.sequences_max)
@@ -203,16 +203,13 @@ class Reader:
     def _prompt(self, raw: Any, new_tokens: int | None, default: int) -> Prompt:
         chat = isinstance(raw, list) and isinstance(raw[0], dict)
         param = "messages" if chat else "prompt"
+        most = self._prompt_tokens_max
         try:
-            tokens = tokenize(raw, self._tokenizer)
-            if len(tokens) > self._prompt_tokens_max:
-                what = (
-                    f"This server takes at most {self._prompt_tokens_max} tokens in {param!r}; these are {len(tokens)}."
-                )
-                raise bad(what, param, "context_length_exceeded")
-            tokens = prompt_tokens(tokens, None, self._layout)
-        except ApiError:
-            raise
+            tokens = self._prompts.read(raw, most)
+        except PromptTooLong as error:
+            count = error.what.removesuffix(" tokens")
+            what = f"This server takes at most {most} tokens in {param!r}; these are {count.rstrip(',')}."
+            raise bad(what, param, "context_length_exceeded") from error
         except RequestError as error:
             raise bad(f"In {param!r}: {error}", param) from error
         room = self._tokens_max - len(tokens) + 1

@@ -25,7 +25,7 @@ from stowage.config.addresses import parse_object
 from stowage.errors import BudgetError, ConfigError, DirectoryError
 from stowage.storage.format.object_envelope import sealed_bytes
 from stowage.storage.remote.backend import Answer, Bounds, Cause, Failure
-from stowage.storage.remote.quota import Holdings
+from stowage.storage.remote.quota import Quota
 from stowage.storage.remote.tier import RemoteTier
 
 __all__ = ["ObjectTier"]
@@ -134,7 +134,7 @@ class _ObjectBackend:
         self._library = obstore
         self._store = store
         self.bounds = bounds
-        self._holdings = Holdings(limit_bytes)
+        self._quota = Quota(limit_bytes)
         self._making_room = asyncio.Lock()
         self._writing: Counter[str] = Counter()
         """Objects that are being written: removing one now would not keep it from appearing afterwards."""
@@ -194,12 +194,12 @@ class _ObjectBackend:
         return await asyncio.gather(*map(self._put, names, values))
 
     async def _put(self, name: str, value: bytearray) -> Failure | None:
-        if not self._holdings.fits(len(value)):
+        if not self._quota.fits(len(value)):
             return Failure(Cause.REFUSED, "an object is longer than the limit")
         try:
             async with self._making_room:
                 await self._make_room(name, len(value))
-                self._holdings.add(name, len(value))
+                self._quota.add(name, len(value))
                 self._writing[name] += 1
             try:
                 large = len(value) > MULTIPART_BYTES
@@ -216,8 +216,8 @@ class _ObjectBackend:
         return None
 
     async def _make_room(self, name: str, length: int) -> None:
-        while not self._holdings.has_room(name, length):
-            if (oldest := self._holdings.oldest(self._writing)) is not None:
+        while not self._quota.has_room(name, length):
+            if (oldest := self._quota.oldest(self._writing)) is not None:
                 await self._remove(oldest)
             else:
                 self._wrote.clear()
@@ -227,13 +227,13 @@ class _ObjectBackend:
         self._removed(name)
         with contextlib.suppress(FileNotFoundError):  # it was never written, or somebody else removed it
             await self._library.delete_async(self._store, name)
-        self._holdings.removed(name)
+        self._quota.removed(name)
 
     async def close(self) -> None:
         """Connections go with the store."""
 
     def stats(self) -> dict[str, int | float | str]:
-        return self._holdings.stats()
+        return self._quota.stats()
 
 
 def _failure(error: BaseException, reading: bool) -> Answer:

@@ -6,7 +6,7 @@ finished transfers back through `poll`. No call carries bytes: a `Transfer` lend
 Who owns a buffer: from `load` or `store` until the transfer's `Outcome` is returned by `poll`, the tier may touch the
 buffers; after that, never again. The store never frees or reuses a slot before that, even if the deadline has passed,
 so a hung read costs a slot and never another request's bytes. A tier that cannot give the buffers back (a worker is
-stuck in the kernel) simply does not report.
+stuck in the kernel) simply does not report. A `load` or `store` that raises has not begun, and keeps no buffer.
 
 Exactly one `Outcome` per transfer. The buffers under way at a tier never exceed the arena, and those of stores never
 the store's spill bound; a tier that bounds its queue besides reports what it did not try as `refused`. A chunk whose
@@ -64,7 +64,8 @@ class Outcome:
 
 
 class Tier(Protocol):
-    """A place for chunks below the host arena. No method blocks, and none raises for an operating error.
+    """A place for chunks below the host arena. No method blocks, and none raises for an operating error; one that
+    raises all the same has failed, as a transfer that brought nothing.
 
     Operating errors (a read failed, the disk is full, the server is gone) are `ok` False in an outcome.
     """

@@ -17,8 +17,8 @@ from transformers import AutoModelForMultimodalLM
 
 import stowage
 from stowage.config.memory import Memory
-from stowage.engine.completion import tokenize
 from stowage.engine.engine import Engine
+from stowage.engine.prompts import Prompts
 from stowage.errors import RequestError, UnsupportedModelError
 from stowage.evaluation.pack import pack
 from stowage.models import families, loading
@@ -327,11 +327,12 @@ def test_a_chat_template_beside_the_tokenizer(template, tmp_path):
     (path / "chat_template.jinja").unlink()
     (path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = loading.load(path).tokenizer
+    prompts = Prompts(tokenizer, None)
     messages = [{"role": "user", "content": "ahoy"}, {"role": "assistant", "content": "there"}]
-    assert tokenizer.decode(tokenize(messages, tokenizer)) == "user: ahoy;assistant: there;"
+    assert tokenizer.decode(prompts.tokenize(messages, 100)) == "user: ahoy;assistant: there;"
     listed = [{"role": "user", "content": [{"type": "text", "text": "ahoy"}]}]
     if template != TEMPLATES["text"]:
-        assert tokenizer.decode(tokenize(listed, tokenizer)) == "user: ahoy;"
+        assert tokenizer.decode(prompts.tokenize(listed, 100)) == "user: ahoy;"
 
 
 def load_packed(path: Path, directory: Path) -> dict[str, torch.Tensor]:

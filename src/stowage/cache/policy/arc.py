@@ -52,16 +52,16 @@ class ARC:
         self._order_of: NDArray[np.int8] = np.zeros(slots, np.int8)
         self._print: Prints = np.zeros(slots, np.uint64)
         self._history = History(self._capacity)
-        self._past: NDArray[np.int8] = np.zeros(self._history.places, np.int8)
+        self._past: NDArray[np.int8] = np.zeros(self._history.capacity, np.int8)
         self._left = [0, 0]
         self.share = 0.0
 
     def admit(self, slots: IntArray, keys: list[bytes], parents: IntArray) -> None:
         """New chunks were used once, those that are remembered again."""
         self._print[slots] = fingerprints(keys)
-        places = self._history.take(self._print[slots])
-        known = places >= 0
-        came = np.bincount(self._past[places[known]], minlength=2).tolist()
+        indices = self._history.take(self._print[slots])
+        known = indices >= 0
+        came = np.bincount(self._past[indices[known]], minlength=2).tolist()
         once, again = max(self._left[_ONCE], 1), max(self._left[_AGAIN], 1)
         self.share = min(self.share + came[_ONCE] * max(1.0, again / once), float(self._capacity))
         self.share = max(self.share - came[_AGAIN] * max(1.0, once / again), 0.0)
@@ -102,12 +102,12 @@ class ARC:
         slots = self._orders[order].victims(count) if count > 0 else _NONE
         self._lengths[order] -= len(slots)
         self._where[slots] = _OUT
-        places, replaced = self._history.put(self._print[slots])
+        indices, replaced = self._history.put(self._print[slots])
         for left in (_ONCE, _AGAIN):
-            self._left[left] -= int(np.count_nonzero(self._past[places[replaced]] == left))
-        places = places[places >= 0]
-        self._past[places] = order
-        self._left[order] += len(places)
+            self._left[left] -= int(np.count_nonzero(self._past[indices[replaced]] == left))
+        indices = indices[indices >= 0]
+        self._past[indices] = order
+        self._left[order] += len(indices)
         return slots
 
     def __len__(self) -> int:

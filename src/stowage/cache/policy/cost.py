@@ -102,14 +102,14 @@ class CostAware:
         self._parent_serial: IntArray = np.full(slots, 0, np.int64)
         self._kids: IntArray = np.full(slots, 0, np.int64)
         self._history = History(max(capacity, min(_REMEMBERED * capacity, _REMEMBERED_MAX)))
-        places = self._history.places
-        self._past: NDArray[np.void] = np.full(2 * places, 0, np.int64).view(PAST)
-        self.hazard = Hazard(places + capacity, best_rate)
+        past_max = self._history.capacity
+        self._past: NDArray[np.void] = np.full(2 * past_max, 0, np.int64).view(PAST)
+        self.hazard = Hazard(past_max + capacity, best_rate)
         self._learning: Iterator[None] | None = None
         self._clock = 0
         self._period = max(_LEARN_MIN, capacity)
         self._learn_at = _LEARN_MIN
-        self._fade_at = _MEMORY * (places + capacity)
+        self._fade_at = _MEMORY * (past_max + capacity)
 
     def admit(self, slots: IntArray, keys: list[bytes], parents: IntArray) -> None:
         """New chunks; those whose keys are remembered go on where they were."""
@@ -118,12 +118,12 @@ class CostAware:
         self.hazard.forgotten(self._class[replaced], self._last[replaced], self._clock)
         self._clock += len(slots)
         prints = fingerprints(keys)
-        places = self._history.take(prints)
+        indices = self._history.take(prints)
         self._uses[slots] = 0
         self._gap[slots] = NEVER
-        known = places >= 0
+        known = indices >= 0
         if known.any():
-            again, past = slots[known], self._past[places[known]]
+            again, past = slots[known], self._past[indices[known]]
             self.hazard.reused(past["class"], past["last"], self._clock)
             self._uses[again] = past["uses"].astype(np.int64) + 1
             self._gap[again] = np.minimum(past["gap"], self._clock - past["last"])
@@ -217,8 +217,8 @@ class CostAware:
 
     def _take_leaves(self, run: Run, count: int) -> IntArray:
         """Up to `count` chunks from the front of the run; none if the first one had to be held back."""
-        places = self._runs.live(run)[:count]
-        slots = run.slots[places]
+        indices = self._runs.live(run)[:count]
+        slots = run.slots[indices]
         parents = self._parents(slots)
         # In a run a chunk follows its child: that one has left when its turn comes.
         left = np.zeros(len(slots), np.int64)
@@ -226,15 +226,15 @@ class CostAware:
         needed = np.flatnonzero(self._kids[slots] != left)
         leaves = int(needed[0]) if len(needed) else len(slots)
         if leaves == 0:
-            self._hold(run, int(places[0]))
+            self._hold(run, int(indices[0]))
             return _NONE
-        run.begin = int(places[leaves - 1]) + 1
+        run.begin = int(indices[leaves - 1]) + 1
         self._leave(slots[:leaves])
         return slots[:leaves]
 
-    def _hold(self, run: Run, place: int) -> None:
-        slot = int(run.slots[place])
-        run.begin = place + 1
+    def _hold(self, run: Run, index: int) -> None:
+        slot = int(run.slots[index])
+        run.begin = index + 1
         self._runs.stamp[slot] = HELD
         self._held.append(slot)
         if len(self._held) > 2 * len(self._here) + 64:
@@ -255,20 +255,20 @@ class CostAware:
 
     def _remember(self, slots: IntArray) -> None:
         """What is known of chunks that have left."""
-        places, replaced = self._history.put(self._print[slots])
-        older = self._past[places[replaced]]
+        indices, replaced = self._history.put(self._print[slots])
+        older = self._past[indices[replaced]]
         self.hazard.forgotten(older["class"], older["last"], self._clock)
-        kept = places >= 0
+        kept = indices >= 0
         if not kept.all():
             lost = slots[~kept]
             self.hazard.forgotten(self._class[lost], self._last[lost], self._clock)
-            slots, places = slots[kept], places[kept]
+            slots, indices = slots[kept], indices[kept]
         past = np.empty(len(slots), PAST)
         past["last"] = self._last[slots]
         past["gap"] = np.minimum(self._gap[slots], _PAST_GAP_MAX)
         past["uses"] = np.minimum(self._uses[slots], _PAST_USES_MAX)
         past["class"] = self._class[slots]
-        self._past[places] = past
+        self._past[indices] = past
 
     def _forget(self, slots: IntArray) -> None:
         """The chunks are not there any more; their parents have lost a child."""
@@ -295,7 +295,7 @@ class CostAware:
         self._learn_at = self._clock + min(self._period, max(_LEARN_MIN, self._clock // 8))
         if self._clock >= self._fade_at:
             self.hazard.fade()
-            self._fade_at = self._clock + _MEMORY * (self._history.places + self._period)
+            self._fade_at = self._clock + _MEMORY * (self._history.capacity + self._period)
 
     def arrays(self) -> Iterator[NDArray[Any]]:
         """All that is known, for one who works on it in C; what the order is besides is his own."""

@@ -1,9 +1,9 @@
 """What is remembered of chunks that have left: a table of fixed size, found by fingerprint of the key.
 
-    key ── 64-bit fingerprint ── set (a row of WAYS places) ── place with that fingerprint, or none
+    key ── 64-bit fingerprint ── set (a row of WAYS slots) ── index with that fingerprint, or none
 
-A place is its row and way, flattened. The owner keeps what it wants to know in arrays of its own, indexed by place:
-best in one array, because every place is another cache miss.
+An index is its row and way, flattened. The owner keeps what it wants to know in arrays of its own, by that index:
+best in one array, because every index is another cache miss.
 When a row is full the entry that was put there first is forgotten. So memory never grows, every operation is a few
 array operations, and no Python object is kept per key. Two keys with one fingerprint (2^-64 each) share what is known.
 """
@@ -44,13 +44,13 @@ def fingerprints(keys: list[bytes]) -> Prints:
 
 
 class History:
-    """Remembers at least `entries` fingerprints when they are spread evenly, and never more than `places`."""
+    """Remembers at least `entries` fingerprints when they are spread evenly, and never more than `capacity`."""
 
-    __slots__ = ("_order", "_prints", "_puts", "_row_mask", "places")
+    __slots__ = ("_order", "_prints", "_puts", "_row_mask", "capacity")
 
     def __init__(self, entries: int) -> None:
         rows = 1 << max(3, (max(1, entries) * 5 // (4 * WAYS)).bit_length())
-        self.places = rows * WAYS
+        self.capacity = rows * WAYS
         self._row_mask = np.uint64(rows - 1)
         # Written now, not when the first chunks leave: getting new pages then would take milliseconds, now and again.
         self._prints: Prints = np.full((rows, WAYS), 0, np.uint64)
@@ -63,18 +63,18 @@ class History:
         return self._prints, self._order
 
     def take(self, prints: Prints) -> IntArray:
-        """The place of each fingerprint, -1 where it is not known. Those that were found are forgotten now."""
-        places = self._find(prints)
-        self._prints.reshape(-1)[places[places >= 0]] = 0
-        return places
+        """The index of each fingerprint, -1 where it is not known. Those that were found are forgotten now."""
+        indices = self._find(prints)
+        self._prints.reshape(-1)[indices[indices >= 0]] = 0
+        return indices
 
     def put(self, prints: Prints) -> tuple[IntArray, BoolArray]:
-        """A place for each fingerprint, and whether an older entry, or its own, was there.
+        """An index for each fingerprint, and whether an older entry, or its own, was there.
 
         -1: repeated, or one of more than `WAYS` of this batch for a row, and not remembered. Places are distinct.
-        The owner reads what it knew of those that left before it writes to their places.
+        The owner reads what it knew of those that left before it writes at their indices.
         """
-        places = np.full(len(prints), -1, np.int64)
+        indices = np.full(len(prints), -1, np.int64)
         left = np.zeros(len(prints), np.bool_)
         once = np.sort(np.unique(prints, return_index=True)[1])  # in the order of the batch
         known = self._find(prints[once])
@@ -82,7 +82,7 @@ class History:
         self._puts += len(once)
         self._order.reshape(-1)[known[known >= 0]] = self._puts
         left[once] = known >= 0
-        places[once] = known
+        indices[once] = known
         waiting = once[known < 0]
         rows = (prints & self._row_mask).astype(np.int64)
         while len(waiting):  # one of each row at a time; few share a row
@@ -96,9 +96,9 @@ class History:
             self._prints[row, ways] = prints[some]
             self._order[row, ways] = self._puts + np.arange(1, len(some) + 1)
             self._puts += len(some)
-            places[some] = row * WAYS + ways
+            indices[some] = row * WAYS + ways
             waiting = np.delete(waiting, firsts)
-        return places, left
+        return indices, left
 
     def _find(self, prints: Prints) -> IntArray:
         rows = (prints & self._row_mask).astype(np.int64)

@@ -7,7 +7,7 @@
 
 An entry is live if and only if its slot's stamp is its own position (here positions 2, 3, 4 and 5). Victims are the
 first live entries from `head`. When the ring is full its live entries move to the front: the ring has twice as many
-places as there are slots, so that happens at most once per as many uses as there are slots: O(1) per use.
+entries as there are slots, so that happens at most once per as many uses as there are slots: O(1) per use.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LRU:
     def __init__(self, slots: int, capacity: int | None = None) -> None:
         """`capacity`: how many of the slots it can ever hold; it needs nothing of that."""
         assert slots >= 0
-        places = 2 * slots + _WINDOW_MIN
-        self._ring: IntArray = np.zeros(places, np.int64)
-        self._positions: IntArray = np.arange(places, dtype=np.int64)
+        entries = 2 * slots + _WINDOW_MIN
+        self._ring: IntArray = np.zeros(entries, np.int64)
+        self._positions: IntArray = np.arange(entries, dtype=np.int64)
         self._stamp: IntArray = np.full(slots, -1, np.int64)
         self._head = 0
         self._tail = 0
@@ -44,7 +44,7 @@ class LRU:
         self.insert(slots)
 
     def insert(self, slots: IntArray, used: bool = True) -> None:
-        """Make the slots the most recently used, the last one most of all. Of a repeated slot the last place counts."""
+        """Make the slots the most recently used, the last one most of all. Of a repeated slot the last entry counts."""
         end = self._tail + len(slots)
         if end > len(self._ring):
             self._compact(len(slots))
@@ -102,12 +102,12 @@ class LRU:
         return taken
 
     def _compact(self, room: int) -> None:
-        """Move the live entries to the front; afterwards at least `room` places are left."""
+        """Move the live entries to the front; afterwards at least `room` entries are left."""
         live = self._live()
-        places = len(live) + room
-        if places > len(self._ring):
-            self._ring = np.zeros(2 * places, np.int64)
-            self._positions = np.arange(2 * places, dtype=np.int64)
+        entries = len(live) + room
+        if entries > len(self._ring):
+            self._ring = np.zeros(2 * entries, np.int64)
+            self._positions = np.arange(2 * entries, dtype=np.int64)
         self._ring[: len(live)] = live
         self._stamp[live] = self._positions[: len(live)]
         self._head, self._tail = 0, len(live)

@@ -134,9 +134,9 @@ class Rows:
         found[:] = 0
         for number in set((rows[rows >= 0] // _BLOCK).tolist()):
             here = rows // _BLOCK == number
-            places = rows[here] % _BLOCK
-            owners[here] = self._blocks[number].owner[places // EXTENT]
-            found[here] = self._blocks[number].fields[places]
+            offsets = rows[here] % _BLOCK
+            owners[here] = self._blocks[number].owner[offsets // EXTENT]
+            found[here] = self._blocks[number].fields[offsets]
 
     def drop(self, keys: list[bytes]) -> int:
         """The keys become absent. How many were there."""
@@ -159,7 +159,7 @@ class Rows:
         self._require(owner, extents)
         keys: list[bytes] = []
         fields = bytearray()
-        for block, here in map(self._places, extents):
+        for block, here in map(self._offsets, extents):
             rows = here.start + np.flatnonzero(block.live[here] & block.marked[here])
             keys += (block.keys[row].tobytes() for row in rows.tolist())
             fields += block.fields[rows].tobytes()
@@ -171,7 +171,7 @@ class Rows:
         dropped = 0
         for extent in reversed(extents):  # so that the first is taken again first
             self._require(owner, [extent])
-            block, here = self._places(extent)
+            block, here = self._offsets(extent)
             rows = here.start + np.flatnonzero(block.live[here])
             dropped += self.drop([block.keys[row].tobytes() for row in rows.tolist()])
             block.owner[extent % _EXTENTS] = _FREE
@@ -179,7 +179,7 @@ class Rows:
             self._free.append(extent)
         return dropped
 
-    def _places(self, extent: int) -> tuple[_Block, slice]:
+    def _offsets(self, extent: int) -> tuple[_Block, slice]:
         first = extent % _EXTENTS * EXTENT
         return self._blocks[extent // _EXTENTS], slice(first, first + EXTENT)
 
@@ -193,7 +193,7 @@ class Rows:
         """Assert the invariants. Linear in the rows."""
         live = 0
         for extent in range(self._extents):
-            block, here = self._places(extent)
+            block, here = self._offsets(extent)
             rows = np.flatnonzero(block.live[here])
             assert (rows < self._used(extent)).all(), "a live row that was never written"
             keys = [block.keys[here.start + row].tobytes() for row in rows.tolist()]

@@ -68,9 +68,10 @@ class PreemptionSwap:
             sequence.phase = Phase.PREEMPTED
             return
         self._free(groups)
-        self._again(sequence)
+        self.again(sequence)
 
-    def _again(self, sequence: Sequence) -> None:
+    def again(self, sequence: Sequence) -> None:
+        """Take everything from ``sequence``, which has blocks: WAITING, to be computed again."""
         self._kv_manager.counters.preemptions_recomputed += 1
         self._kv_manager.drop(sequence)
         sequence.restart()
@@ -110,7 +111,7 @@ class PreemptionSwap:
             return False
         sequence, groups = self._spilled.popitem()[1]
         self._free(groups)
-        self._again(sequence)
+        self.again(sequence)
         return True
 
     def _spill_group(self, sequence: Sequence, pool: BlockPool) -> SwappedGroup | None:

@@ -19,7 +19,7 @@ from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Mark, Protection
 from stowage.storage.format.segment import PAGE_BYTES, SegmentName, pack_segment_header
 
-__all__ = ["LOCK_TIMEOUT_S", "Created", "Room", "metadata_bytes", "segment_bytes_for"]
+__all__ = ["LOCK_TIMEOUT_S", "Created", "SegmentAllocator", "metadata_bytes", "segment_bytes_for"]
 
 LOCK_TIMEOUT_S: Final = 2.0
 SEQUENCE_MAX: Final = (1 << 63) - 1
@@ -49,7 +49,7 @@ class Created:
     victim: SegmentName | None
 
 
-class Room:
+class SegmentAllocator:
     """Not for several threads at once (the tier's writer owns it)."""
 
     def __init__(self, directory: Directory, namespace: bytes, protection: Protection, counters: Counters) -> None:

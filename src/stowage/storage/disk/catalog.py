@@ -18,7 +18,7 @@ from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
 from stowage.storage.disk.files import pages
 from stowage.storage.disk.index import ROWS_AT_ONCE, Columns, Index
-from stowage.storage.disk.recovery import State, Survey, is_sealed, survey, survey_batches
+from stowage.storage.disk.recovery import SegmentScan, State, is_sealed, scan_batches, scan_segment
 from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Protection
 from stowage.storage.format.segment import PAGE_BYTES, SegmentHeader, SegmentName
@@ -48,7 +48,7 @@ class _Seen:
     The batches themselves are not in `found` any more.
     """
 
-    found: Survey
+    found: SegmentScan
     columns: list[tuple[Columns, int]]
 
 
@@ -179,11 +179,11 @@ class Catalog:
         try:
             with self._directory.open_segment(name) as file:
                 if known is None:
-                    found = survey(file, name, self._directory.limit_bytes, partial(self._is_ours, name), memory)
+                    found = scan_segment(file, name, self._directory.limit_bytes, partial(self._is_ours, name), memory)
                 else:
                     # Asked before scanning: nothing is missed.
                     state = State.SEALED if is_sealed(file, name) else State.OPEN
-                    found = survey_batches(file, name, Survey(state, end=known.end))
+                    found = scan_batches(file, name, SegmentScan(state, end=known.end))
             columns = [self._columns(entries) for entries in found.batches]
             found.batches.clear()
             return _Seen(found, columns)

@@ -15,18 +15,18 @@ from stowage.storage.disk.index import Found
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, plan_runs
 from stowage.storage.disk.reader import Reader, Result
 from stowage.storage.disk.shared import Shared
-from stowage.storage.disk.write_batches import Chunks
+from stowage.storage.disk.write_queue import Chunks
 from stowage.storage.disk.writer import ActiveSegment
 from stowage.storage.format import segment
 from stowage.storage.format.segment import PAGE_BYTES, Entries, SegmentName
 
-__all__ = ["REWRITE_SHARE", "Rewriter"]
+__all__ = ["REWRITE_SHARE", "Compactor"]
 
 REWRITE_SHARE: Final = 4
 """Still-hot chunks of the next victim may take one part in this many of a new segment."""
 
 
-class Rewriter:
+class Compactor:
     """Not for several threads at once (the tier's writer owns it)."""
 
     def __init__(self, shared: Shared) -> None:

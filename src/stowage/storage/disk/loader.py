@@ -105,9 +105,9 @@ class Bundle:
         shares: dict[int, Share] = {}
         for at, position in enumerate(positions):
             number = bisect_right(self.starts, position) - 1
-            _, mine, places = shares.setdefault(number, (self.flights[number], [], []))
+            _, mine, indices = shares.setdefault(number, (self.flights[number], [], []))
             mine.append(at)
-            places.append(position - self.starts[number])
+            indices.append(position - self.starts[number])
         return list(shares.values())
 
 
@@ -130,7 +130,7 @@ class Loader:
         self._newest_s = -math.inf
         self._planning = False
         self._planned: deque[Bundle] = deque()
-        self._under_way = 0
+        self._in_flight = 0
         self._closing = False
         self._readers = readers
         self._patience_s = patience_s
@@ -138,9 +138,9 @@ class Loader:
         self._worker_pool = shared.system.worker_pool("stowage-disk-read", turns)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Transfers that were taken and not reported yet."""
-        return self._under_way
+        return self._in_flight
 
     @property
     def waiting(self) -> bool:
@@ -152,9 +152,9 @@ class Loader:
         count = len(transfer.keys)
         flight = Flight(transfer, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
         with self._lock:
-            if self._closing or self._under_way >= self._transfers_max:
+            if self._closing or self._in_flight >= self._transfers_max:
                 return False
-            self._under_way += 1
+            self._in_flight += 1
             self._queued.append(flight)
             self._newest_s = self._timer()
             first = len(self._queued) == 1
@@ -344,11 +344,11 @@ class Loader:
 
     def _settle(self, shares: list[Share], run: Run, results: list[Result]) -> None:
         all_good = results.count(Result.OK) == len(results)
-        for flight, mine, places in shares:
+        for flight, mine, indices in shares:
             if all_good:
-                flight.ok[places] = True  # nobody else writes these
+                flight.ok[indices] = True  # nobody else writes these
                 continue
-            fine = [place for at, place in zip(mine, places, strict=True) if results[at] is Result.OK]
+            fine = [index for at, index in zip(mine, indices, strict=True) if results[at] is Result.OK]
             bad = [results[at].name.lower() for at in mine if results[at] is not Result.OK]
             flight.ok[fine] = True
             with self._lock:
@@ -379,4 +379,4 @@ class Loader:
         flight.masks[~flight.ok] = 0
         self._finish(flight.outcome())
         with self._lock:
-            self._under_way -= 1
+            self._in_flight -= 1

@@ -89,8 +89,8 @@ class Reader:
         if all(exact) and all(end >= stretch.last for end, stretch in zip(arrived, stretches, strict=True)):
             return [_OK] * len(run)
         results = []
-        places = [end for end, stretch in zip(arrived, stretches, strict=True) for _ in range(len(stretch))]
-        for offset, length, end, is_exact in zip(run.offsets, run.lengths, places, exact, strict=True):
+        ends = [end for end, stretch in zip(arrived, stretches, strict=True) for _ in range(len(stretch))]
+        for offset, length, end, is_exact in zip(run.offsets, run.lengths, ends, exact, strict=True):
             if offset + length > end:
                 results.append(Result.GONE if file.is_reclaimed() else Result.CORRUPT)
             else:

@@ -18,7 +18,7 @@ from stowage.storage.format import segment
 from stowage.storage.format.protection import NO_MARK
 from stowage.storage.format.segment import PAGE_BYTES, Entries, SegmentHeader, SegmentName
 
-__all__ = ["State", "Survey", "is_sealed", "repair", "seal", "survey", "survey_batches"]
+__all__ = ["SegmentScan", "State", "is_sealed", "repair", "scan_batches", "scan_segment", "seal"]
 
 
 class State(enum.Enum):
@@ -36,7 +36,7 @@ NO_HEADER: Final = SegmentHeader(b"", NO_MARK)
 
 
 @dataclass(slots=True)
-class Survey:
+class SegmentScan:
     """`batches` are all chunks found, whatever their namespace; `end` is where the last valid batch ends.
 
     `damaged`: there is a trailer that fits, and its footer does not; what was found is what the batches still say.
@@ -49,33 +49,33 @@ class Survey:
     damaged: bool = False
 
 
-def survey(
+def scan_segment(
     file: SegmentFile,
     name: SegmentName,
     file_bytes_max: int,
     only: Callable[[SegmentHeader], bool] | None = None,
     memory: Callable[[int], memoryview] = pages,
-) -> Survey:
+) -> SegmentScan:
     """Reads a segment's index. `only`: leave out the chunks of a segment that it is false for. `memory`: for a footer,
     which the batch then lies in. Raises OSError."""
     page = pages(PAGE_BYTES)
     if file.bytes < PAGE_BYTES or file.read([page], 0) < PAGE_BYTES:
-        return Survey(State.EMPTY if file.bytes == 0 else State.UNUSABLE)
+        return SegmentScan(State.EMPTY if file.bytes == 0 else State.UNUSABLE)
     if not any(page):
-        return Survey(State.EMPTY)
+        return SegmentScan(State.EMPTY)
     if file.bytes > file_bytes_max:
-        return Survey(State.UNUSABLE)
+        return SegmentScan(State.UNUSABLE)
     try:
         header = segment.parse_segment_header(page, name)
     except FormatError:
-        return Survey(State.UNUSABLE)
+        return SegmentScan(State.UNUSABLE)
     if only is not None and not only(header):
-        return Survey(State.SEALED, header)
+        return SegmentScan(State.SEALED, header)
     found = _by_footer(file, name, header, memory)
-    return found if found.state is State.SEALED else survey_batches(file, name, found)
+    return found if found.state is State.SEALED else scan_batches(file, name, found)
 
 
-def survey_batches(file: SegmentFile, name: SegmentName, found: Survey) -> Survey:
+def scan_batches(file: SegmentFile, name: SegmentName, found: SegmentScan) -> SegmentScan:
     """Scans on from `found.end`; adds to `found`, up to what one footer can list, and returns it. Raises OSError."""
     ahead = _ReadAhead(file)
     count = sum(map(len, found.batches))
@@ -125,9 +125,9 @@ class _ReadAhead:
 
 def _by_footer(
     file: SegmentFile, name: SegmentName, header: SegmentHeader, memory: Callable[[int], memoryview]
-) -> Survey:
+) -> SegmentScan:
     """The survey by footer; OPEN and empty where there is no valid one."""
-    found = Survey(State.OPEN, header)
+    found = SegmentScan(State.OPEN, header)
     page = pages(PAGE_BYTES)
     if file.bytes % PAGE_BYTES or file.read([page], file.bytes - PAGE_BYTES) < PAGE_BYTES:
         return found
@@ -143,7 +143,7 @@ def _by_footer(
     except FormatError:
         found.damaged = True
         return found
-    return Survey(State.SEALED, header, [entries], trailer.footer_offset)
+    return SegmentScan(State.SEALED, header, [entries], trailer.footer_offset)
 
 
 def is_sealed(file: SegmentFile, name: SegmentName) -> bool:
@@ -185,7 +185,7 @@ def repair(file: SegmentFile, name: SegmentName, file_bytes_max: int) -> State:
 
     Raises OSError.
     """
-    found = survey(file, name, file_bytes_max)
+    found = scan_segment(file, name, file_bytes_max)
     if found.state is State.OPEN:
         return State.SEALED if seal(file, name, found.batches, found.end) else State.EMPTY
     return found.state

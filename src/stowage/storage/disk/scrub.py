@@ -26,7 +26,7 @@ from stowage.storage.disk.files import in_pages, pages
 from stowage.storage.disk.inspector import FILE_BYTES_MAX, Inspector, open_existing
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX
 from stowage.storage.disk.reader import Result
-from stowage.storage.disk.recovery import State, Survey, seal, survey
+from stowage.storage.disk.recovery import SegmentScan, State, scan_segment, seal
 from stowage.storage.disk.system import System
 from stowage.storage.format import segment
 from stowage.storage.format.envelope import HEADER_BYTES
@@ -149,7 +149,7 @@ class _Scrub:
 
     def _segment(self, name: SegmentName) -> None:
         with self._directory.open_segment(name) as file:
-            found = _survey(file, name)
+            found = _scan(file, name)
             if found.state is State.UNUSABLE and self._is_other_version(file):
                 self.report.other_segments += 1
                 return
@@ -173,7 +173,7 @@ class _Scrub:
             return False
         return whole and bytes(page[:8]) == b"STOWSEG1" and int.from_bytes(page[8:10], "little") != segment.VERSION
 
-    def _settle(self, name: SegmentName, found: Survey) -> tuple[Survey, bool]:
+    def _settle(self, name: SegmentName, found: SegmentScan) -> tuple[SegmentScan, bool]:
         """A segment without footer, or of no use: finished or removed, unless a live writer holds it (True)."""
         report = self.report
         with self._directory.locked(LOCK_TIMEOUT_S) as held, self._directory.open_segment(name, writable=True) as file:
@@ -182,7 +182,7 @@ class _Scrub:
                     report.damaged_segments += 1
                     report.damaged_segments_left += 1
                 return found, True
-            found = _survey(file, name)  # once more: now nobody writes
+            found = _scan(file, name)  # once more: now nobody writes
             if found.state is State.SEALED:
                 return found, False
             if found.state is State.UNUSABLE:
@@ -195,7 +195,7 @@ class _Scrub:
                 report.torn_segments += 1
                 if not self._check:
                     seal(file, name, found.batches, found.end)
-                    found = survey(file, name, FILE_BYTES_MAX)
+                    found = scan_segment(file, name, FILE_BYTES_MAX)
                 return found, False
             if not self._check:
                 self._remove_segment(file, name)
@@ -207,7 +207,7 @@ class _Scrub:
         self._directory.unlink(name)
         self.report.removed_segments += 1
 
-    def _verify(self, name: SegmentName, found: Survey) -> list[int]:
+    def _verify(self, name: SegmentName, found: SegmentScan) -> list[int]:
         """The offsets of the bad chunks, counted."""
         report = self.report
         guard = self._inspector.guard(name, found.header)
@@ -244,7 +244,7 @@ class _Scrub:
             if not file.lock():
                 report.segments_in_use += 1
                 return
-            found = survey(file, name, FILE_BYTES_MAX)
+            found = scan_segment(file, name, FILE_BYTES_MAX)
             bad = self._still_bad(file, name, found, np.array(sorted(suspects), np.uint64))
             with self._directory.locked(LOCK_TIMEOUT_S) as held:
                 if not held:
@@ -256,7 +256,7 @@ class _Scrub:
         report.vanished += len(suspects) - len(bad)
 
     def _still_bad(
-        self, file: SegmentFile, name: SegmentName, found: Survey, suspects: NDArray[np.uint64]
+        self, file: SegmentFile, name: SegmentName, found: SegmentScan, suspects: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
         """Read once more. Raises OSError where something else than the medium fails: that says nothing about chunks."""
         guard = self._inspector.guard(name, found.header)
@@ -272,7 +272,7 @@ class _Scrub:
                     bad.append(offset)
         return np.array(bad, np.uint64)
 
-    def _drop(self, file: SegmentFile, name: SegmentName, found: Survey, bad: NDArray[np.uint64]) -> None:
+    def _drop(self, file: SegmentFile, name: SegmentName, found: SegmentScan, bad: NDArray[np.uint64]) -> None:
         """The caller has both locks. Pages first: until they are written, the old footer counts. Raises OSError."""
         kept: list[Entries] = [batch[~np.isin(batch["offset"], bad)] for batch in found.batches]
         kept = [batch for batch in kept if (batch["mask"] != 0).any()]
@@ -283,14 +283,14 @@ class _Scrub:
         seal(file, name, kept, found.end)
 
 
-def _survey(file: SegmentFile, name: SegmentName) -> Survey:
+def _scan(file: SegmentFile, name: SegmentName) -> SegmentScan:
     """What lies in the segment; UNUSABLE where its pages cannot be read. Raises OSError for other failures."""
     try:
-        return survey(file, name, FILE_BYTES_MAX)
+        return scan_segment(file, name, FILE_BYTES_MAX)
     except OSError as error:
         if error.errno not in MEDIUM:
             raise
-        return Survey(State.UNUSABLE)
+        return SegmentScan(State.UNUSABLE)
 
 
 def _require_medium_error(file: SegmentFile, offset: int, length: int) -> None:

@@ -18,14 +18,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.storage.disk.allocator import LOCK_TIMEOUT_S, Room, segment_bytes_for
+from stowage.storage.disk.allocator import LOCK_TIMEOUT_S, SegmentAllocator, segment_bytes_for
 from stowage.storage.disk.catalog import Segment
-from stowage.storage.disk.compaction import Rewriter
+from stowage.storage.disk.compaction import Compactor
 from stowage.storage.disk.files import DISK_FULL, pages
 from stowage.storage.disk.index import LENGTH_MAX
 from stowage.storage.disk.shared import Shared
-from stowage.storage.disk.write_batches import Stream
-from stowage.storage.disk.write_pipeline import Line
+from stowage.storage.disk.write_pipeline import WritePipeline
+from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.disk.writer import STAGING_BYTES, ActiveSegment
 from stowage.storage.format.segment import PAGE_BYTES, Entries
 from stowage.storage.protocol import Outcome, Transfer
@@ -41,14 +41,16 @@ INDEXED_BYTES: Final = 16 << 20
 nothing else is to be written, a transfer is reported as soon as it can be."""
 
 
-class NoRoom(Exception):
+class NoSpace(Exception):
     """No new segment fits within the limit, because live writers or other files take the rest."""
 
 
 class Storer:
     """Any thread may submit. Segments take `segment_bytes` on disk, `room_bytes` if a chunk is so long."""
 
-    def __init__(self, shared: Shared, room: Room, *, segment_bytes: int, room_bytes: int, refresh_s: float) -> None:
+    def __init__(
+        self, shared: Shared, room: SegmentAllocator, *, segment_bytes: int, room_bytes: int, refresh_s: float
+    ) -> None:
         self._catalog = shared.catalog
         self._index = shared.index
         self._room = room
@@ -61,12 +63,12 @@ class Storer:
         self._clock = shared.system.clock
         self._timer = shared.system.timer
         self._finish = shared.finish
-        self._together = shared.system.together
+        self._run_jobs = shared.system.run_jobs
         self._staging = pages(STAGING_BYTES)
-        self._rewriter = Rewriter(shared)
+        self._compactor = Compactor(shared)
         self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
-        self._under_way = 0
+        self._in_flight = 0
         self._closing = False
         self._open: dict[ActiveSegment, Segment] = {}  # oldest first; into the last one goes what comes
         self._back_off_s = BACK_OFF_S_MIN
@@ -76,16 +78,16 @@ class Storer:
         self._worker_pool = shared.system.worker_pool("stowage-disk-write", [self._turn])
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Transfers that were taken and not reported yet."""
-        return self._under_way
+        return self._in_flight
 
     def submit(self, transfer: Transfer) -> bool:
         """Takes the transfer, or returns False at once when the queue is full or closed."""
         with self._lock:
-            if self._closing or self._under_way >= self._transfers_max:
+            if self._closing or self._in_flight >= self._transfers_max:
                 return False
-            self._under_way += 1
+            self._in_flight += 1
             self._queue.append(transfer)
         self._worker_pool.wake()
         return True
@@ -128,7 +130,7 @@ class Storer:
     def _report(self, transfer: Transfer, ok: NDArray[np.bool_], error: str = "") -> None:
         self._finish(Outcome(transfer.id, ok, transfer.masks.copy(), error))
         with self._lock:
-            self._under_way -= 1
+            self._in_flight -= 1
 
     def _turn(self) -> float | None:
         """The worker's turn: follow the directory when that is due, then write what waits."""
@@ -177,11 +179,11 @@ class Storer:
             self._report(first, np.zeros(len(first.keys), np.bool_), hopeless)
             return
         waiting = [first]
-        stream = Stream(lambda: waiting.pop() if waiting else self._next(), self._fits)
+        stream = WriteQueue(lambda: waiting.pop() if waiting else self._next(), self._fits)
         error = ""
         try:
             self._store(stream)
-        except NoRoom:
+        except NoSpace:
             self._counters.add("no_room")
             self._back_off()
             error = "no room within the limit"
@@ -245,16 +247,16 @@ class Storer:
             known.complete, known.end = False, active.end
             self._counters.add("write_errors")
 
-    def _store(self, stream: Stream) -> None:
+    def _store(self, stream: WriteQueue) -> None:
         """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoRoom."""
         while ahead := stream.ahead(1):
             active = self._make_ready(stream, ahead.payloads[0].nbytes)
             known = self._open[active]
-            line = Line(stream, active, partial(self._another, stream), self._close)
+            line = WritePipeline(stream, active, partial(self._another, stream), self._close)
             whole: list[Entries] = []
             gathered = 0
             try:
-                with closing(line.write(self._together)) as batches:
+                with closing(line.write(self._run_jobs)) as batches:
                     for active, entries in batches:
                         if self._open[active] is not known:
                             self._add_to_index(known, whole, stream)
@@ -270,7 +272,7 @@ class Storer:
             self._back_off_s = BACK_OFF_S_MIN
         self._report_settled(stream)
 
-    def _add_to_index(self, known: Segment, whole: list[Entries], stream: Stream) -> None:
+    def _add_to_index(self, known: Segment, whole: list[Entries], stream: WriteQueue) -> None:
         """These batches are written: from now on they are found."""
         if whole:
             entries = np.concatenate(whole)
@@ -281,13 +283,13 @@ class Storer:
             stream.written(len(entries))
             self._report_settled(stream)
 
-    def _count_refused(self, stream: Stream) -> None:
+    def _count_refused(self, stream: WriteQueue) -> None:
         """Before those whose chunks they are are reported."""
         refused, stream.refused = stream.refused, 0
         if refused:
             self._counters.add("refused", refused)
 
-    def _report_settled(self, stream: Stream) -> None:
+    def _report_settled(self, stream: WriteQueue) -> None:
         self._count_refused(stream)
         for writing in stream.settled():
             self._report(writing.transfer, writing.ok, "" if writing.ok.all() else "some chunks do not fit")
@@ -300,7 +302,7 @@ class Storer:
         """Whether somebody removed the file."""
         return self._catalog.name_of(known.number) is None
 
-    def _make_ready(self, stream: Stream, length: int) -> ActiveSegment:
+    def _make_ready(self, stream: WriteQueue, length: int) -> ActiveSegment:
         """The only open segment: one that a payload of that length fits into. Raises OSError, NoRoom."""
         if self._open:
             active, known = next(reversed(self._open.items()))
@@ -311,11 +313,11 @@ class Storer:
             self._seal()  # gives back what was not needed, and may be reclaimed
             begun = self._begin(stream, length, LOCK_TIMEOUT_S)
         if begun is None:
-            raise NoRoom
+            raise NoSpace
         self._seal(keep=1)
         return begun
 
-    def _another(self, stream: Stream, length: int) -> ActiveSegment | None:
+    def _another(self, stream: WriteQueue, length: int) -> ActiveSegment | None:
         """A new segment for a payload of that length, while the one before it is written. None: not now, but it can be
         tried again when that has ended.
         """
@@ -327,7 +329,7 @@ class Storer:
                 self._close(active)
             return None
 
-    def _begin(self, stream: Stream, length: int, lock_timeout_s: float) -> ActiveSegment | None:
+    def _begin(self, stream: WriteQueue, length: int, lock_timeout_s: float) -> ActiveSegment | None:
         """Makes a new segment for a payload of that length, the next one of the stream, if there is room. Raises
         OSError.
         """
@@ -341,6 +343,6 @@ class Storer:
         self._catalog.refresh()
         if created.victim is not None:
             waiting = stream.keys()
-            for entries in self._rewriter.copy(created.victim, active, known, keep_bytes=length, except_for=waiting):
+            for entries in self._compactor.copy(created.victim, active, known, keep_bytes=length, except_for=waiting):
                 self._count(entries["length"])
         return active

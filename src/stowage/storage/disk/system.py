@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from stowage.storage.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
-from stowage.storage.disk.write_workers import Together, several
+from stowage.storage.disk.write_jobs import JobRunner, run_parallel
 
 __all__ = [
     "Ahead",
@@ -58,14 +58,14 @@ def some_at_once(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
     if len(items) < AHEAD_MIN:
         yield from map(work, items)
         return
-    under_way: deque[Future[R]] = deque()
+    in_flight: deque[Future[R]] = deque()
     with ThreadPoolExecutor(AHEAD_THREADS, "stowage-disk-open") as pool:
         for item in items:
-            under_way.append(pool.submit(work, item))
-            if len(under_way) > AHEAD_THREADS:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            in_flight.append(pool.submit(work, item))
+            if len(in_flight) > AHEAD_THREADS:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
 
 
 class WorkerPool(Protocol):
@@ -135,4 +135,4 @@ class System:
     random_bytes: Callable[[int], bytes] = os.urandom
     worker_pool: Callable[[str, Sequence[Turn]], WorkerPool] = ThreadWorkerPool
     ahead: Ahead = some_at_once
-    together: Together = several
+    run_jobs: JobRunner = run_parallel

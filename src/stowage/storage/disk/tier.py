@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stowage.errors import BudgetError, DirectoryError
 from stowage.log import Trouble
-from stowage.storage.disk.allocator import Room, segment_bytes_for
+from stowage.storage.disk.allocator import SegmentAllocator, segment_bytes_for
 from stowage.storage.disk.catalog import Catalog
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
@@ -92,7 +92,7 @@ class DiskTier:
         self._directory = Directory(path, limit_bytes, self._system, self._counters, direct)
         self._index = Index()
         self._catalog = Catalog(self._directory, self._index, namespace, self._protection, self._counters)
-        room = Room(self._directory, namespace, self._protection, self._counters)
+        room = SegmentAllocator(self._directory, namespace, self._protection, self._counters)
         try:
             self._catalog.refresh(OPENING_ROWS, to_first_torn=True)
             room.recover(RECOVER_TIMEOUT_S, self._catalog.readable())
@@ -172,8 +172,8 @@ class DiskTier:
             "chunks": len(self._index),
             "direct": int(self._directory.direct),
             "protection": self._protection.method.label,
-            "loads_under_way": self._loader.under_way,
-            "stores_under_way": self._storer.under_way,
+            "loads_under_way": self._loader.in_flight,
+            "stores_under_way": self._storer.in_flight,
             "strangers": self._catalog.ignored,
             **self._counters.snapshot(),
         }

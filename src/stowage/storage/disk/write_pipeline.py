@@ -20,14 +20,14 @@ from typing import Final
 import numpy as np
 
 from stowage.storage.disk.files import pages
-from stowage.storage.disk.write_batches import Stream
-from stowage.storage.disk.write_workers import COMPUTING, PAGE, REQUEST, Job, Together
+from stowage.storage.disk.write_jobs import COMPUTING, PAGE, REQUEST, Job, JobRunner
+from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.disk.writer import ActiveSegment, Batch, Page
 from stowage.storage.format import segment
 from stowage.storage.format.batch import Digests, Fields
 from stowage.storage.format.segment import PAGE_BYTES, Entries
 
-__all__ = ["Line"]
+__all__ = ["WritePipeline"]
 
 _HOLE: Final = pages(PAGE_BYTES)
 """What lies where the header page of a batch will be."""
@@ -141,7 +141,7 @@ class _Part:
             yield from self.write_page(self._pages[0])()
 
 
-class Line:
+class WritePipeline:
     """Takes what `stream` has into `active`, and into those that `another` gives for a payload of some length when that
     is full. Where it gives none, the line ends when all that it took is written. Those that are full are sealed, which
     is told to `sealed`; the last one is not. Used by one thread.
@@ -149,7 +149,7 @@ class Line:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: WriteQueue,
         active: ActiveSegment,
         another: Callable[[int], ActiveSegment | None],
         sealed: Callable[[ActiveSegment], None],
@@ -163,7 +163,7 @@ class Line:
         self._odd: Batch | None = None  # it ended the pieces, because its payloads cannot go this way
         self._is_stuck = False
 
-    def write(self, together: Together) -> Generator[Whole, None, None]:
+    def write(self, run_jobs: JobRunner) -> Generator[Whole, None, None]:
         """Yields each batch once it is whole, in their order. Raises OSError: then nothing more is added, and the
         segments must be abandoned.
 
@@ -173,7 +173,7 @@ class Line:
         while True:
             failure: OSError | None = None
             try:
-                with closing(together(self._jobs())) as done:
+                with closing(run_jobs(self._jobs())) as done:
                     for report in done:
                         yield from report()
             except OSError as error:

@@ -12,7 +12,7 @@ import numpy as np
 from stowage.storage.disk.directory import SegmentFile
 from stowage.storage.disk.files import CALL_BYTES_MAX, all_aligned, is_aligned, pages
 from stowage.storage.disk.recovery import seal
-from stowage.storage.disk.write_batches import Chunks
+from stowage.storage.disk.write_queue import Chunks
 from stowage.storage.format import envelope, segment
 from stowage.storage.format.batch import Digests, Fields
 from stowage.storage.format.protection import Cipher, Guard

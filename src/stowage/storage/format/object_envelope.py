@@ -108,13 +108,15 @@ def parse_head(head: memoryview, key: bytes, namespace: bytes, protection: Prote
     return Head(mask, length, fields, bytes(head[_DIGEST_OFFSET:]), guard)
 
 
-def unseal(parcel: memoryview, key: bytes, namespace: bytes, protection: Protection, buffer: memoryview) -> int:
+def unseal(
+    object_envelope: memoryview, key: bytes, namespace: bytes, protection: Protection, buffer: memoryview
+) -> int:
     """Brings the payload to `buffer`, and returns its valid blocks. Raises FormatError (Unreadable).
 
     After an error the buffer holds bytes that may be anything, unless nothing is encrypted: then it is untouched.
     """
-    head = parse_head(parcel[:HEAD_BYTES], key, namespace, protection)
-    payload = parcel[HEAD_BYTES:]
+    head = parse_head(object_envelope[:HEAD_BYTES], key, namespace, protection)
+    payload = object_envelope[HEAD_BYTES:]
     if payload.nbytes != head.length or buffer.nbytes != head.length:
         raise FormatError(f"a payload of {payload.nbytes} bytes, said to be {head.length}, for {buffer.nbytes}")
     if isinstance(head.guard, Cipher):

@@ -211,8 +211,8 @@ def parse_batch_page(page: bytes | memoryview, segment_id: bytes, offset: int, f
     The batch must lie in the file whole. Progress is certain: the next offset is larger.
     """
     _open_page(page, b"STOWBAT1")
-    _, _, count, identity, place, length = _BATCH.unpack_from(page)
-    if identity != segment_id or place != offset:
+    _, _, count, identity, stored_offset, length = _BATCH.unpack_from(page)
+    if identity != segment_id or stored_offset != offset:
         raise FormatError("a batch header of another place")
     if not 0 < count <= BATCH_CHUNKS_MAX or offset + length > file_bytes:
         raise FormatError("a batch that does not lie in the file")

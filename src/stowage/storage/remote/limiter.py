@@ -7,10 +7,10 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-__all__ = ["Gate"]
+__all__ = ["Limiter"]
 
 
-class Gate:
+class Limiter:
     """At most `count_max` at once, and `bytes_max` bytes, except that one may always be through."""
 
     def __init__(self, count_max: int, bytes_max: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-__all__ = ["NAMES_MAX", "Holdings"]
+__all__ = ["NAMES_MAX", "Quota"]
 
 NAMES_MAX: Final = 1 << 20
 """Beyond that the oldest go too, since what is not remembered cannot be removed. About 300 bytes each."""
 
 
-class Holdings:
+class Quota:
     """Values by name and their lengths. `limit_bytes` 0: nothing is remembered, and nothing has to go."""
 
     def __init__(self, limit_bytes: int, names_max: int = NAMES_MAX) -> None:

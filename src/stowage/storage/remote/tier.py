@@ -1,6 +1,6 @@
 """RemoteTier: chunks in a store that many machines share; what an object store and a key-value server have in common.
 
-A façade: `Carrier` moves chunks and asks questions in the loop of `Worker`, `Presence` answers look-ups from memory. No
+A façade: `RemoteTransfers` moves chunks and asks in the loop of `Worker`, `Presence` answers look-ups from memory. No
 method blocks except `close`. Another machine's chunks are found by `probe`, which the engine asks for each new prompt.
 """
 
@@ -26,7 +26,7 @@ from stowage.storage.remote.backend import Backend
 from stowage.storage.remote.counters import Counters
 from stowage.storage.remote.event_loop import Worker
 from stowage.storage.remote.presence import Presence
-from stowage.storage.remote.transfers import Carrier, Flight, Identity
+from stowage.storage.remote.transfers import Flight, Identity, RemoteTransfers
 
 __all__ = ["RemoteTier"]
 
@@ -69,7 +69,7 @@ class RemoteTier:
         self._presence = Presence(absent_s, clock)
         self._counters = Counters(Trouble(f"stowage.{name}"))
         identity = Identity(namespace, self._protection, name_of, random_bytes)
-        self._carrier = Carrier(backend, identity, self._presence, self._counters, clock, request_timeout_s)
+        self._transfers = RemoteTransfers(backend, identity, self._presence, self._counters, clock, request_timeout_s)
         self._transfers_max = transfers_max
         self._outcomes: deque[Outcome] = deque()
         self._change = threading.Condition()
@@ -77,7 +77,7 @@ class RemoteTier:
         self._closed = False
         self._probe_s = 0.0
         self._worker = Worker(f"stowage-{name}")
-        self._worker.run(self._carrier.greet(), lambda: None)
+        self._worker.run(self._transfers.greet(), lambda: None)
 
     def lookup(self, keys: list[bytes]) -> NDArray[np.uint64]:
         """The valid-block mask of each key that is known to be there, 0 for the others. See `probe`."""
@@ -119,10 +119,10 @@ class RemoteTier:
             return
         try:
             async with asyncio.timeout(left_s):
-                await (self._carrier.load(flight) if is_load else self._carrier.store(flight))
+                await (self._transfers.load(flight) if is_load else self._transfers.store(flight))
         except TimeoutError:
             if not flight.ok.any():  # else it answers, and was too slow for this deadline
-                self._carrier.health.failed()
+                self._transfers.health.failed()
             self._timed_out(flight)
         except Exception:  # noqa: BLE001 - the task's outermost frame; counted and logged
             self._counters.fault("a transfer failed")
@@ -163,7 +163,7 @@ class RemoteTier:
     def probe(self, inquiries: list[Inquiry]) -> Probe:
         """Finds out how far the store has these chains. While it does not answer, now and then one probe tries."""
         with self._change:
-            if self._closed or not inquiries or self._probes >= PROBES_MAX or not self._carrier.health.allows():
+            if self._closed or not inquiries or self._probes >= PROBES_MAX or not self._transfers.health.allows():
                 return Probe(done=True)
             self._probes += 1
         probe = Probe(expected_s=self._probe_s)
@@ -174,11 +174,11 @@ class RemoteTier:
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(PROBE_S_MAX):
-                await self._carrier.probe(inquiries)
+                await self._transfers.probe(inquiries)
             took_s = time.monotonic() - began_s
             self._probe_s += (took_s - self._probe_s) * (NEWEST_SHARE if self._probe_s else 1)
         except TimeoutError:
-            self._carrier.health.failed()
+            self._transfers.health.failed()
             self._counters.add("probe_errors", error=f"no answer within {PROBE_S_MAX:g} s")
         except Exception:  # noqa: BLE001 - the task's outermost frame; counted and logged
             self._counters.fault("a probe failed")
@@ -193,7 +193,7 @@ class RemoteTier:
         """Counters since opening (chunks, unless their name says otherwise) and gauges."""
         return {
             "chunks": len(self._presence),
-            "healthy": int(not self._carrier.health.failures),
+            "healthy": int(not self._transfers.health.failures),
             "protection": self._protection.method.label,
             "loads_under_way": self._loads,
             "stores_under_way": self._stores,
@@ -206,7 +206,7 @@ class RemoteTier:
     def check(self) -> None:
         """Asserts the invariants. For an idle tier."""
         self._presence.check()
-        self._carrier.check()
+        self._transfers.check()
 
     def close(self, deadline_s: float) -> None:
         """Finishes what was begun until `deadline_s` (of the clock), gives up the rest. Idempotent. Outcomes stay to be

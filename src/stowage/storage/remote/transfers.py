@@ -26,10 +26,10 @@ from stowage.storage.protocol import Inquiry, Outcome, Transfer
 from stowage.storage.remote.backend import Answer, Backend, Cause, Failure
 from stowage.storage.remote.backoff import Backoff
 from stowage.storage.remote.counters import Counters
-from stowage.storage.remote.limiter import Gate
+from stowage.storage.remote.limiter import Limiter
 from stowage.storage.remote.presence import Presence
 
-__all__ = ["Carrier", "Flight"]
+__all__ = ["Flight", "RemoteTransfers"]
 
 TRIES_MAX: Final = 4
 RETRY_S: Final = 0.05
@@ -66,7 +66,7 @@ class Identity:
     random_bytes: Callable[[int], bytes]
 
 
-class Carrier:
+class RemoteTransfers:
     """See above. `health` knows whether the store answers, `room` whether it takes anything."""
 
     def __init__(
@@ -84,9 +84,9 @@ class Carrier:
         self._presence = presence
         self._counters = counters
         self._request_timeout_s = request_timeout_s
-        self._reads = Gate(bounds.reads_max, bounds.staging_bytes)
-        self._writes = Gate(bounds.writes_max, bounds.staging_bytes)
-        self._probes = Gate(bounds.probes_max, bounds.staging_bytes)
+        self._reads = Limiter(bounds.reads_max, bounds.staging_bytes)
+        self._writes = Limiter(bounds.writes_max, bounds.staging_bytes)
+        self._probes = Limiter(bounds.probes_max, bounds.staging_bytes)
         self.health = Backoff(clock)
         self.room = Backoff(clock)
 
@@ -97,28 +97,28 @@ class Carrier:
         number = self._presence.begin()
         try:
             async with asyncio.TaskGroup() as group:
-                for places in self._batches(flight.transfer):
-                    group.create_task(self._load(flight, places, number))
+                for indices in self._batches(flight.transfer):
+                    group.create_task(self._load(flight, indices, number))
         finally:
             self._presence.end(number)
 
-    async def _load(self, flight: Flight, places: list[int], number: int) -> None:
+    async def _load(self, flight: Flight, indices: list[int], number: int) -> None:
         transfer = flight.transfer
-        names = [self._identity.name_of(transfer.keys[place]) for place in places]
-        lengths = [object_envelope.sealed_bytes(transfer.buffers[place].nbytes) for place in places]
+        names = [self._identity.name_of(transfer.keys[index]) for index in indices]
+        lengths = [object_envelope.sealed_bytes(transfer.buffers[index].nbytes) for index in indices]
 
         def get(some: list[int]) -> Awaitable[Sequence[Answer]]:
             self._counters.add("read_calls")
             return self._backend.get([names[at] for at in some], [lengths[at] for at in some])
 
         async with self._reads.passing(sum(lengths)):
-            answers = await self._ask(get, len(places))
-            for place, answer in zip(places, answers, strict=True):
-                self._open(flight, place, answer, number)
+            answers = await self._ask(get, len(indices))
+            for index, answer in zip(indices, answers, strict=True):
+                self._open(flight, index, answer, number)
 
-    def _open(self, flight: Flight, place: int, answer: Answer, number: int) -> None:
+    def _open(self, flight: Flight, index: int, answer: Answer, number: int) -> None:
         transfer, identity = flight.transfer, self._identity
-        key, buffer = transfer.keys[place], transfer.buffers[place]
+        key, buffer = transfer.keys[index], transfer.buffers[index]
         if answer is None:
             self._fail(flight, "vanished", "absent")
         elif isinstance(answer, Failure):
@@ -131,7 +131,7 @@ class Carrier:
             except FormatError as error:
                 self._fail(flight, _kind(error), "corrupt", str(error))
             else:
-                flight.ok[place], flight.masks[place] = True, mask
+                flight.ok[index], flight.masks[index] = True, mask
                 self._presence.correct(number, key, mask)
                 self._counters.add("reads")
                 self._counters.add("read_bytes", buffer.nbytes)
@@ -141,32 +141,32 @@ class Carrier:
     async def store(self, flight: Flight) -> None:
         """Send what the store lacks. Ends when all is settled; cancelled, what was not sent is not kept."""
         async with asyncio.TaskGroup() as group:
-            for places in self._batches(flight.transfer):
-                group.create_task(self._store(flight, places))
+            for indices in self._batches(flight.transfer):
+                group.create_task(self._store(flight, indices))
 
-    async def _store(self, flight: Flight, places: list[int]) -> None:
+    async def _store(self, flight: Flight, indices: list[int]) -> None:
         if not self.room.allows():
             flight.refused = True
-            for _ in places:
+            for _ in indices:
                 self._fail(flight, "backed_off", "not tried: the store is full")
             return
-        lacking = await self._lacking(flight, places)
+        lacking = await self._lacking(flight, indices)
         if not lacking:
             return
         transfer, identity = flight.transfer, self._identity
-        lengths = [object_envelope.sealed_bytes(transfer.buffers[place].nbytes) for place in lacking]
+        lengths = [object_envelope.sealed_bytes(transfer.buffers[index].nbytes) for index in lacking]
         async with self._writes.passing(sum(lengths)):
-            names = [identity.name_of(transfer.keys[place]) for place in lacking]
+            names = [identity.name_of(transfer.keys[index]) for index in lacking]
             values = [
                 object_envelope.seal(
-                    transfer.keys[place],
+                    transfer.keys[index],
                     identity.namespace,
-                    int(transfer.masks[place]),
-                    transfer.buffers[place],
+                    int(transfer.masks[index]),
+                    transfer.buffers[index],
                     identity.protection,
                     identity.random_bytes,
                 )
-                for place in lacking
+                for index in lacking
             ]
 
             def put(some: list[int]) -> Awaitable[Sequence[Failure | None]]:
@@ -174,10 +174,10 @@ class Carrier:
                 return self._backend.put([names[at] for at in some], [values[at] for at in some])
 
             answers = await self._ask(put, len(lacking))
-        for place, answer in zip(lacking, answers, strict=True):
-            self._sent(flight, place, answer)
+        for index, answer in zip(lacking, answers, strict=True):
+            self._sent(flight, index, answer)
 
-    def _sent(self, flight: Flight, place: int, answer: Answer) -> None:
+    def _sent(self, flight: Flight, index: int, answer: Answer) -> None:
         if isinstance(answer, Failure):
             full = answer.cause is Cause.FULL
             if full:
@@ -186,42 +186,42 @@ class Carrier:
             self._fail(flight, "no_room" if full else "write_errors", "not kept", answer.text)
             return
         self.room.succeeded()
-        self._kept(flight, place, int(flight.transfer.masks[place]))
+        self._kept(flight, index, int(flight.transfer.masks[index]))
         self._counters.add("writes")
-        self._counters.add("write_bytes", flight.transfer.buffers[place].nbytes)
+        self._counters.add("write_bytes", flight.transfer.buffers[index].nbytes)
 
-    def _kept(self, flight: Flight, place: int, mask: int) -> None:
-        flight.ok[place] = True
-        self._presence.stored(flight.transfer.keys[place], mask)
+    def _kept(self, flight: Flight, index: int, mask: int) -> None:
+        flight.ok[index] = True
+        self._presence.stored(flight.transfer.keys[index], mask)
 
-    async def _lacking(self, flight: Flight, places: list[int]) -> list[int]:
+    async def _lacking(self, flight: Flight, indices: list[int]) -> list[int]:
         """Which of the chunks to send: not those that another machine has put there meanwhile.
 
         Asking costs a twelfth of what sending one costs, and no bytes. A chunk of which something is known is not asked
         about: one that is there is sent because it gained blocks, one that may be damaged to repair it.
         """
         transfer = flight.transfer
-        keys = [transfer.keys[place] for place in places]
+        keys = [transfer.keys[index] for index in indices]
         known = self._presence.known(keys)
         unknown = [
-            place
-            for place, key, is_there in zip(places, keys, known, strict=True)
+            index
+            for index, key, is_there in zip(indices, keys, known, strict=True)
             if is_there is None and not self._presence.must_write(key)
         ]
-        masks = await self._heads([transfer.keys[place] for place in unknown])
+        masks = await self._heads([transfer.keys[index] for index in unknown])
         there = dict(zip(unknown, masks, strict=True))
         lacking = []
-        for place in places:
-            mask, offered = there.get(place, 0), int(transfer.masks[place])
-            if not offered or not transfer.buffers[place].nbytes:
+        for index in indices:
+            mask, offered = there.get(index, 0), int(transfer.masks[index])
+            if not offered or not transfer.buffers[index].nbytes:
                 self._fail(flight, "refused", "empty")
             elif mask is None:
                 self._fail(flight, "write_errors", "not kept")
             elif (mask | offered) == mask:
-                self._kept(flight, place, mask)
+                self._kept(flight, index, mask)
                 self._counters.add("already_there")
             else:
-                lacking.append(place)
+                lacking.append(index)
         return lacking
 
     # Questions
@@ -246,17 +246,17 @@ class Carrier:
         search = Search(known, first=inquiry.first, stride=inquiry.stride, widths=widths, certain=inquiry.certain)
         number = presence.begin()
         try:
-            while places := search.ask():
-                masks = await self._heads([keys[place] for place in places])
-                for place, mask in zip(places, masks, strict=True):
+            while indices := search.ask():
+                masks = await self._heads([keys[index] for index in indices])
+                for index, mask in zip(indices, masks, strict=True):
                     if mask is not None:
-                        presence.answer(number, keys[place], mask)
+                        presence.answer(number, keys[index], mask)
                 if None in masks:
                     return
-                search.answer(places, [bool(mask) for mask in masks])
-            presence.take(number, [keys[place] for place in search.taken()], inquiry.mask)
-            for place in search.left_out():
-                presence.answer(number, keys[place], 0)
+                search.answer(indices, [bool(mask) for mask in masks])
+            presence.take(number, [keys[index] for index in search.taken()], inquiry.mask)
+            for index in search.left_out():
+                presence.answer(number, keys[index], 0)
         finally:
             presence.end(number)
 
@@ -293,7 +293,7 @@ class Carrier:
     # Asking
 
     async def _ask(self, call: Callable[[list[int]], Awaitable[Sequence[Answer]]], count: int) -> list[Answer]:
-        """What `call` answers for the places 0 to count - 1; those without an answer are asked for again."""
+        """What `call` answers for the indices 0 to count - 1; those without an answer are asked for again."""
         answers: list[Answer] = [None] * count
         left = list(range(count))
         for attempt in range(TRIES_MAX):
@@ -305,9 +305,9 @@ class Carrier:
                     found = await call(left)
             except TimeoutError:
                 found = [Failure(Cause.NETWORK, f"no answer within {self._request_timeout_s:g} s")] * len(left)
-            for place, answer in zip(left, found, strict=True):
-                answers[place] = answer
-            left = [place for place in left if _is_trouble(answers[place])]
+            for index, answer in zip(left, found, strict=True):
+                answers[index] = answer
+            left = [index for index in left if _is_trouble(answers[index])]
             if not left:
                 break
         if all(isinstance(answer, Failure) and answer.cause is not Cause.FULL for answer in answers):
@@ -317,15 +317,15 @@ class Carrier:
         return answers
 
     def _batches(self, transfer: Transfer) -> list[list[int]]:
-        """The places of a transfer, in order, as many together as the store takes at once."""
+        """The indices of a transfer, in order, as many together as the store takes at once."""
         bounds = self._backend.bounds
         batches: list[list[int]] = []
         room_bytes = 0
-        for place, buffer in enumerate(transfer.buffers):
+        for index, buffer in enumerate(transfer.buffers):
             if not batches or len(batches[-1]) >= bounds.batch_keys or buffer.nbytes > room_bytes:
                 batches.append([])
                 room_bytes = bounds.batch_bytes
-            batches[-1].append(place)
+            batches[-1].append(index)
             room_bytes -= buffer.nbytes
         return batches
 
@@ -338,8 +338,8 @@ class Carrier:
 
     def check(self) -> None:
         """Assert the invariants. In the loop, or while nothing is under way."""
-        for gate in (self._reads, self._writes, self._probes):
-            gate.check()
+        for limiter in (self._reads, self._writes, self._probes):
+            limiter.check()
 
 
 def _kind(error: FormatError) -> str:

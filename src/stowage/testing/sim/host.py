@@ -17,8 +17,8 @@ from stowage.testing.sim.client import Client, Prompts
 from stowage.testing.sim.content import Device, Violation
 from stowage.testing.sim.disk import SimDisk, SimFiles
 from stowage.testing.sim.fault_profile import FaultProfile
+from stowage.testing.sim.job_runner import SimJobRunner
 from stowage.testing.sim.loop import Loop, Process, SimSignal, SimWorkerPool
-from stowage.testing.sim.together import SimTogether
 
 __all__ = ["Host", "Shape"]
 
@@ -107,7 +107,7 @@ class Host:
             random_bytes=chance.randbytes,
             worker_pool=self._worker_pool,
             ahead=one_by_one,
-            together=SimTogether(self.process),
+            run_jobs=SimJobRunner(self.process),
         )
         return DiskTier(
             Path("/simulated"),

@@ -8,10 +8,10 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from stowage.storage.disk.write_workers import Job, Kind, alone
+from stowage.storage.disk.write_jobs import Job, Kind, run_serial
 from stowage.testing.sim.loop import Process, Task
 
-__all__ = ["SimTogether"]
+__all__ = ["SimJobRunner"]
 
 R = TypeVar("R")
 
@@ -32,7 +32,7 @@ class _Doing(Generic[R]):
         return bool(self.result) or self.failure is not None or (self.dropped and not self.begun)
 
 
-class SimTogether:
+class SimJobRunner:
     """Implements Together (`write_workers`). Every job is a task of the process, begun when chance will."""
 
     def __init__(self, process: Process) -> None:
@@ -43,7 +43,7 @@ class SimTogether:
     def __call__(self, jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
         owner = self._loop.current
         if owner is None:  # outside of tasks time stands still
-            yield from alone(jobs)
+            yield from run_serial(jobs)
             return
         lanes: dict[Kind, deque[_Doing[R]]] = {}
         try:

@@ -11,7 +11,17 @@ from functools import partial
 
 import pytest
 
-from stowage.storage.disk.write_workers import COMPUTING, FEW, PAGE, REQUEST, Job, Kind, Together, alone, several
+from stowage.storage.disk.write_jobs import (
+    COMPUTING,
+    FEW,
+    PAGE,
+    REQUEST,
+    Job,
+    JobRunner,
+    Kind,
+    run_parallel,
+    run_serial,
+)
 
 PATIENCE_S = 60.0
 
@@ -31,7 +41,7 @@ def test_results_come_in_the_order_of_the_jobs_whichever_ends_first() -> None:
         assert last_is_done.wait(PATIENCE_S), "the jobs are not done at the same time"
         return number * number
 
-    assert list(several([Job(REQUEST, partial(work, number)) for number in range(4)])) == [0, 1, 4, 9]
+    assert list(run_parallel([Job(REQUEST, partial(work, number)) for number in range(4)])) == [0, 1, 4, 9]
 
 
 def test_each_kind_has_its_places_and_waits_for_no_other() -> None:
@@ -48,7 +58,7 @@ def test_each_kind_has_its_places_and_waits_for_no_other() -> None:
 
     jobs = [Job(kind, partial(work, 100 * at + n)) for at, kind in enumerate(KINDS) for n in range(kind.at_a_time)]
     found = []
-    with closing(several(jobs)) as results:
+    with closing(run_parallel(jobs)) as results:
         for result in results:
             found.append(result)
             if len(found) == total - REQUEST.at_a_time:
@@ -74,7 +84,7 @@ def test_no_more_is_asked_for_than_can_be_done_soon(kind: Kind) -> None:
         return 0
 
     threading.Timer(0.2, held.set).start()
-    with closing(several(jobs())) as results:
+    with closing(run_parallel(jobs())) as results:
         next(results)
         assert asked <= 2 * kind.at_a_time
 
@@ -87,11 +97,11 @@ def test_what_comes_one_or_two_at_a_time_needs_no_thread() -> None:
             yield from [Job(REQUEST, lambda: threading.get_ident() == here)] * FEW
             yield None
 
-    assert list(several(jobs())) == [True] * 3 * FEW
+    assert list(run_parallel(jobs())) == [True] * 3 * FEW
 
 
-@pytest.mark.parametrize("together", [alone, several])
-def test_where_there_is_nothing_now_it_is_asked_again_after_each_result(together: Together) -> None:
+@pytest.mark.parametrize("run_jobs", [run_serial, run_parallel])
+def test_where_there_is_nothing_now_it_is_asked_again_after_each_result(run_jobs: JobRunner) -> None:
     taken: list[int] = []
 
     def jobs() -> Iterator[Job[int] | None]:
@@ -105,7 +115,7 @@ def test_where_there_is_nothing_now_it_is_asked_again_after_each_result(together
             yield None
         yield giving(5)
 
-    with closing(together(jobs())) as results:
+    with closing(run_jobs(jobs())) as results:
         for result in results:
             taken.append(result)
     assert sorted(taken) == [1, 2, 3, 4, 5] and taken[-1] == 5
@@ -119,7 +129,7 @@ def test_who_has_nothing_while_nothing_is_under_way_is_done() -> None:
             asked.append(job)
             yield job
 
-    assert list(several(jobs())) == [1, 2, 3]
+    assert list(run_parallel(jobs())) == [1, 2, 3]
     assert asked[3:] and not any(asked[3:]), "results may have been taken at once"
 
 
@@ -143,7 +153,7 @@ def test_nothing_is_being_worked_on_when_it_ends(fails: bool) -> None:
         return number
 
     jobs = [Job(PAGE if number > 4 and number % 2 else REQUEST, partial(work, number)) for number in range(50)]
-    with closing(several(jobs)) as results:
+    with closing(run_parallel(jobs)) as results:
         if fails:
             with pytest.raises(OSError, match="no"):
                 next(results)
@@ -158,4 +168,4 @@ def test_a_failure_of_any_kind_is_raised(before: int) -> None:
         raise OSError(errno.EIO, "no")
 
     with pytest.raises(OSError, match="no"):
-        list(several([*[giving(1)] * before, Job(PAGE, fails), None]))
+        list(run_parallel([*[giving(1)] * before, Job(PAGE, fails), None]))

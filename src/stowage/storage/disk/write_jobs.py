@@ -20,7 +20,7 @@ from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, Protocol, TypeVar
 
-__all__ = ["COMPUTING", "PAGE", "REQUEST", "Job", "Kind", "Together", "alone", "several"]
+__all__ = ["COMPUTING", "PAGE", "REQUEST", "Job", "JobRunner", "Kind", "run_parallel", "run_serial"]
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -52,7 +52,7 @@ class Job(Generic[R_co]):
     work: Callable[[], R_co]
 
 
-class Together(Protocol):
+class JobRunner(Protocol):
     """Does jobs, several at a time. Yields what came out: in the order of the jobs of each kind. They are asked for
     when there is room for them, by the caller's thread. None among them: there is nothing now. Then the next one is
     asked for when some result has been taken; where nothing is being worked on, that is the end.
@@ -64,14 +64,14 @@ class Together(Protocol):
     def __call__(self, jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]: ...
 
 
-def alone(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
+def run_serial(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
     """One job after the other, by the caller."""
     for job in jobs:
         if job is not None:
             yield job.work()
 
 
-def several(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
+def run_parallel(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
     """In threads, which end with the jobs; the caller only waits. But what comes one or two at a time it does itself.
 
     They are daemons: one that hangs in the kernel must not keep the process. It keeps whoever waits for it here.
@@ -89,14 +89,14 @@ def several(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
         else:
             return
     ended = threading.Semaphore(0)
-    lanes: dict[Kind, _Lanes[R]] = {}
+    lanes: dict[Kind, _JobThreads[R]] = {}
     try:
         for job in chain(few, left):
             if job is not None:
                 if job.kind not in lanes:
-                    lanes[job.kind] = _Lanes(job.kind, ended)
+                    lanes[job.kind] = _JobThreads(job.kind, ended)
                 lanes[job.kind].begin(job.work)
-            elif not any(lane.under_way for lane in lanes.values()):
+            elif not any(lane.in_flight for lane in lanes.values()):
                 break
             waits = job is None
             while True:
@@ -106,7 +106,7 @@ def several(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
                 if not waits and not any(lane.is_full for lane in lanes.values()):
                     break
                 ended.acquire()
-        while any(lane.under_way for lane in lanes.values()):
+        while any(lane.in_flight for lane in lanes.values()):
             ended.acquire()
             for lane in lanes.values():
                 yield from lane.ready()
@@ -117,7 +117,7 @@ def several(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
             lane.join()
 
 
-class _Lanes(Generic[R]):
+class _JobThreads(Generic[R]):
     """Threads that do jobs in the order in which they began; each has another one at once when it has done one.
 
     `ended` is released whenever a job has been done.
@@ -129,19 +129,19 @@ class _Lanes(Generic[R]):
         self._ended = ended
         self._waiting: SimpleQueue[tuple[Callable[[], R], Future[R]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self.under_way: deque[Future[R]] = deque()
+        self.in_flight: deque[Future[R]] = deque()
 
     @property
     def is_full(self) -> bool:
         """Whether each thread has a job, and another one waits for it."""
-        return len(self.under_way) >= 2 * self._count
+        return len(self.in_flight) >= 2 * self._count
 
     def begin(self, job: Callable[[], R]) -> None:
         """The job is done soon."""
         future: Future[R] = Future()
         self._waiting.put((job, future))
-        self.under_way.append(future)
-        if len(self._threads) < min(self._count, len(self.under_way)):
+        self.in_flight.append(future)
+        if len(self._threads) < min(self._count, len(self.in_flight)):
             name = f"stowage-disk-{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
             thread.start()
@@ -158,8 +158,8 @@ class _Lanes(Generic[R]):
 
     def ready(self) -> Iterator[R]:
         """The results of jobs that have been done, up to the first one that has not."""
-        while self.under_way and self.under_way[0].done():
-            yield self.under_way.popleft().result()
+        while self.in_flight and self.in_flight[0].done():
+            yield self.in_flight.popleft().result()
 
     def drop(self) -> None:
         """What no thread has begun is not done."""

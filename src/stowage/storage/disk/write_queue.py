@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stowage.storage.protocol import Transfer
 
-__all__ = ["Chunks", "Stream", "Writing"]
+__all__ = ["Chunks", "PendingStore", "WriteQueue"]
 
 
 @dataclass(slots=True)
@@ -48,20 +48,20 @@ class Chunks:
 
 
 @dataclass(slots=True, eq=False)
-class Writing:
-    """A transfer, and those of its chunks that can be written: they stand at `places` in it. So many of them were
+class PendingStore:
+    """A transfer, and those of its chunks that can be written: they stand at `indices` in it. So many of them were
     `taken`, and so many `written`.
     """
 
     transfer: Transfer
     ok: NDArray[np.bool_]
     chunks: Chunks
-    places: list[int]
+    indices: list[int]
     taken: int = 0
     written: int = 0
 
 
-class Stream:
+class WriteQueue:
     """Chunks of one transfer after the other, in the order of `more`, which gives the next one or says that none is
     there now. `fits`: whether a payload of that length can be written at all. `unfinished`: transfers that did not come
     out of `settled` yet, oldest first. `refused`: chunks that will not be written.
@@ -70,7 +70,7 @@ class Stream:
     def __init__(self, more: Callable[[], Transfer | None], fits: Callable[[int], bool]) -> None:
         self._more = more
         self._fits = fits
-        self.unfinished: deque[Writing] = deque()
+        self.unfinished: deque[PendingStore] = deque()
         self.refused = 0
         self._dry = False  # nothing waited when it was last asked for
 
@@ -90,35 +90,35 @@ class Stream:
     def awaits(self, count: int) -> bool:
         """Whether nothing more waits, and so many chunks that were written now would settle the oldest transfer."""
         oldest = self.unfinished[0]
-        return self._dry and len(oldest.places) - oldest.written <= count
+        return self._dry and len(oldest.indices) - oldest.written <= count
 
     def keys(self) -> set[bytes]:
         """Of transfers that are not settled."""
         return {key for writing in self.unfinished for key in writing.transfer.keys}
 
-    def _add(self, transfer: Transfer) -> Writing:
+    def _add(self, transfer: Transfer) -> PendingStore:
         lengths = [buffer.nbytes for buffer in transfer.buffers]
         fitting = {length for length in set(lengths) if length and self._fits(length)}
         masks: list[int] = transfer.masks.tolist()
-        places = [
+        indices = [
             at for at, (mask, length) in enumerate(zip(masks, lengths, strict=True)) if mask and length in fitting
         ]
         chunks = Chunks(transfer.keys, masks, transfer.buffers)
-        if len(places) < len(lengths):
-            self.refused += len(lengths) - len(places)
+        if len(indices) < len(lengths):
+            self.refused += len(lengths) - len(indices)
             chunks = Chunks(
-                [transfer.keys[at] for at in places],
-                [masks[at] for at in places],
-                [transfer.buffers[at] for at in places],
+                [transfer.keys[at] for at in indices],
+                [masks[at] for at in indices],
+                [transfer.buffers[at] for at in indices],
             )
-        writing = Writing(transfer, np.zeros(len(lengths), np.bool_), chunks, places)
+        writing = PendingStore(transfer, np.zeros(len(lengths), np.bool_), chunks, indices)
         self.unfinished.append(writing)
         return writing
 
     def take(self, count: int) -> None:
         """The next so many chunks are being written."""
         for writing in self.unfinished:
-            some = min(count, len(writing.places) - writing.taken)
+            some = min(count, len(writing.indices) - writing.taken)
             writing.taken += some
             count -= some
         assert count == 0, "more than there is"
@@ -127,14 +127,14 @@ class Stream:
         """The oldest so many of those are there."""
         for writing in self.unfinished:
             some = min(count, writing.taken - writing.written)
-            writing.ok[writing.places[writing.written : writing.written + some]] = True
+            writing.ok[writing.indices[writing.written : writing.written + some]] = True
             writing.written += some
             count -= some
         assert count == 0, "more than were taken"
 
-    def settled(self) -> list[Writing]:
+    def settled(self) -> list[PendingStore]:
         """Transfers of which nothing is left to be written, in their order. Each comes out once."""
         done = []
-        while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].places):
+        while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].indices):
             done.append(self.unfinished.popleft())
         return done

@@ -15,7 +15,7 @@ from stowage.storage.disk.system import System
 from stowage.storage.protocol import Transfer
 from stowage.testing.faults import FaultyFileSystem
 from tests.disk_client import NEVER_S, Client, aligned, keys_of, payload
-from tests.inline_crew import InlineCrew
+from tests.inline_worker_pool import InlineCrew
 
 PATIENCE_S = 60.0
 

@@ -1,0 +1,454 @@
+"""What goes wrong for one request is that request's alone: the others get their answers, and the engine lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import sys
+import threading
+
+import pytest
+import torch
+
+from stowage.core.geometry import Kind
+from stowage.engine.sampling import SamplingParams
+from stowage.errors import ModelError, RequestError, StowageError
+from tests.engine.conftest import assert_same, greedy, random_prompt
+
+FAMILIES = ("llama", "gemma3", "nemotron_h", "deepseek_v3", "jamba")
+PROMPT = random_prompt(200)
+
+
+def assert_well(engine, references, family, prompt=PROMPT):
+    """It answers, and right, and nothing is held that nobody has."""
+    (completion,) = engine.generate([prompt], greedy(8))
+    assert_same(completion, references(family).answer(prompt, 8))
+    engine.check()
+    assert all(pool["used"] == 0 for pool in engine.stats()["pools"])
+    return completion.reused_tokens
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"temperature": 1e-38}, {"temperature": 5e-324}, {"temperature": 1e-45, "top_k": 4}, {"top_p": 5e-324},
+        {"temperature": 1e-38, "top_p": 0.5, "min_p": 0.5}, {"temperature": 1e-300, "min_p": math.nextafter(1.0, 0)},
+    ],
+)  # fmt: skip
+def test_what_is_almost_greedy_draws_the_likeliest(odd, engines, references):
+    """These overflowed to NaN, which ended the engine for everybody."""
+    engine = engines("llama")
+    params = SamplingParams(**{"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True} | odd)
+    (completion,) = engine.generate([PROMPT], params)
+    assert completion.token_ids == references("llama").answer(PROMPT, 8).tokens
+    assert_well(engine, references, "llama")
+
+
+def test_a_huge_temperature_draws_anything(engines, references):
+    engine = engines("llama")
+    params = SamplingParams(max_new_tokens=8, temperature=1.7e308, ignore_eos=True)
+    assert len(engine.generate([PROMPT], params)[0].token_ids) == 8
+    assert_well(engine, references, "llama")
+
+
+# Logits that are no numbers
+
+
+def spoil(engine, prompt, value, from_tokens=0):
+    """From now on whatever is computed of ``prompt`` comes out as ``value``, its keys and values too."""
+    real = engine.parts.runner.run
+
+    @torch.inference_mode()
+    def run(work):
+        outputs = real(work)
+        for item, logits in zip(work, outputs, strict=True):
+            if item.sequence.tokens[: len(prompt)] == prompt and item.start + item.count > from_tokens:
+                logits.fill_(value)
+                for pool in engine.parts.pools:
+                    table = item.sequence.table(pool.group.index)
+                    if pool.group.kind is not Kind.RECURRENT:
+                        table = table[item.start // pool.group.block_tokens :]
+                    pool.storage[table[table >= 0]] = 255  # NaN, as float32 and as bfloat16
+        return outputs
+
+    engine.parts.runner.run = run
+    return lambda: setattr(engine.parts.runner, "run", real)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_that_are_no_numbers(family, value, engines, references):
+    """The request fails, its neighbours do not, and nothing of it is found by anybody who asks the same."""
+    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    other = random_prompt(150, seed=5)
+    heal = spoil(engine, PROMPT, value)
+    good, bad = engine.submit(other, greedy(8)), engine.submit(PROMPT, greedy(8))
+    assert good.wait(60) and bad.wait(60)
+    with pytest.raises(ModelError, match="logits that are not numbers"):
+        bad.result()
+    assert_same(good.result(), references(family).answer(other, 8))
+    heal()
+    assert sum(assert_well(engine, references, family).values()) == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"prompt_logprobs": 0}])
+def test_logits_that_are_no_numbers_later_on(params, engines, references):
+    """What was computed before stays: it was right."""
+    engine = engines("llama", host="32MiB", step_tokens_max=64)
+    heal = spoil(engine, PROMPT, math.nan, from_tokens=128)
+    request = engine.submit(PROMPT, SamplingParams(max_new_tokens=8, **params))
+    assert request.wait(60)
+    with pytest.raises(ModelError):
+        request.result()
+    heal()
+    assert sum(assert_well(engine, references, "llama").values()) == 128
+
+
+def test_tokens_that_are_never_drawn(engines, references):
+    """Minus infinity at some tokens is how a model says so."""
+    engine = engines("llama")
+    real = engine.parts.runner.run
+
+    @torch.inference_mode()
+    def run(work):
+        outputs = real(work)
+        for logits in outputs:
+            logits[:, 10:] = -math.inf
+        return outputs
+
+    engine.parts.runner.run = run
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
+        assert set(engine.generate([PROMPT], params)[0].token_ids) <= set(range(10))
+    engine.parts.runner.run = real
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_others_left_in_a_block_is_never_seen(family, engines, references):
+    """Not even where it is no number: zero times NaN is NaN."""
+    engine = engines(family, device_kv="2MiB")
+    for pool in engine.parts.pools:
+        pool.storage[1:].fill_(255)
+    assert torch.isnan(engine.parts.pools[0].storage[1:2, :4].view(torch.float32)).all()
+    prompts = [random_prompt(length, seed=length) for length in (3, 70, 130)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(8)), strict=True):
+        assert_same(completion, references(family).answer(prompt, 8))
+
+
+# Whoever listens
+
+
+LONG = SamplingParams(max_new_tokens=3000, ignore_eos=True)
+
+
+def until_idle(engine):
+    for _ in range(3000):
+        if not engine._loop.open:
+            return
+        engine._loop.thread.join(0.01)
+    pytest.fail("a request that nobody waits for goes on")
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first piece", "last piece"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), SystemExit(3), concurrent.futures.CancelledError()])
+def test_on_delta_that_raises(error, last, engines, references):
+    """Its request ends with that, is not asked again, and no other one is affected."""
+    engine = engines("llama")
+    calls = []
+
+    def on_delta(delta):
+        calls.append(delta)
+        if delta.completion is not None or not last:
+            raise error
+
+    other = engine.submit(random_prompt(60, seed=4), greedy(30))
+    request = engine.submit(PROMPT, greedy(5) if last else LONG, on_delta)
+    assert request.wait(60) and other.wait(60)
+    with pytest.raises(RequestError, match="on_delta raised") as caught:
+        request.result()
+    assert caught.value.__cause__ is error
+    assert len(calls) == (5 if last else 1)
+    assert_same(other.result(), references("llama").answer(random_prompt(60, seed=4), 30))
+    assert_well(engine, references, "llama")
+
+
+async def first_piece(engine):
+    async for _ in engine.stream(PROMPT, LONG):
+        break
+
+
+async def too_late(engine):
+    stream = engine.stream(PROMPT, LONG)
+    await anext(stream)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            async for _ in stream:
+                pass
+
+
+async def never_asked_again(engine, kept):
+    kept.append(engine.stream(PROMPT, LONG))
+    await anext(kept[-1])
+
+
+@pytest.mark.parametrize("leave", [first_piece, too_late])
+def test_event_loops_that_end_while_a_stream_goes_on(leave, engines, references):
+    """Pieces that come for a loop that is closed used to end the engine, and to leave other threads waiting."""
+    engine = engines("llama")
+    for _ in range(5):
+        asyncio.run(leave(engine))
+    until_idle(engine)
+    assert_well(engine, references, "llama")
+
+
+def test_an_event_loop_that_is_closed_without_a_word(engines, references):
+    """Nobody closes the stream: the request is cancelled all the same."""
+    engine, kept = engines("llama"), []
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(never_asked_again(engine, kept))
+    loop.close()
+    until_idle(engine)
+    assert_well(engine, references, "llama")
+    hooks = sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # its loop is closed, so that Python cannot close the stream either
+    kept.clear()
+    sys.unraisablehook = hooks
+
+
+def break_down(engine):
+    def broken(_work):
+        raise ZeroDivisionError("a bug")
+
+    engine.parts.runner.run = broken
+
+
+def test_an_engine_that_stops_tells_every_waiter(engines):
+    """Whatever their callbacks do: raise, block, or call the engine."""
+    engine = engines("llama", sequences_max=4)
+    begun, blocked = threading.Event(), threading.Event()
+
+    def raising(delta):
+        begun.set()
+        if delta.error is not None:
+            raise ZeroDivisionError("mine")
+
+    def blocking(delta):
+        if delta.error is not None:
+            blocked.wait(60)
+
+    def asking(delta):
+        if delta.error is not None:
+            engine.generate([PROMPT], greedy(1))
+
+    told = []
+    listeners = [raising, blocking, asking, told.append, None]
+    requests = [engine.submit(random_prompt(20, seed=n), LONG, listeners[n % 5]) for n in range(40)]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        others = [threads.submit(engine.generate, [random_prompt(30, seed=n)], LONG) for n in range(4)]
+        assert begun.wait(30)
+        break_down(engine)
+        for other in others:
+            with pytest.raises(StowageError, match="a bug"):
+                other.result(10)
+    for request in requests:
+        assert request.wait(10)
+        with pytest.raises(StowageError, match="a bug"):
+            request.result()
+    engine._loop.thread.join(10)
+    for _ in range(1000):
+        if sum(delta.error is not None for delta in told) == 8:
+            break
+        threading.Event().wait(0.01)
+    assert sum(delta.error is not None for delta in told) == 8
+    with pytest.raises(StowageError, match="stopped"):
+        engine.submit(PROMPT, greedy(1))
+    blocked.set()
+    engine._loop.closing = True
+
+
+def test_streams_of_an_engine_that_stops_end(engines):
+    engine = engines("llama")
+
+    async def read():
+        async for _ in engine.stream(PROMPT, LONG):
+            break_down(engine)
+
+    with pytest.raises(StowageError, match="a bug"):
+        asyncio.run(asyncio.wait_for(read(), 30))
+    engine._loop.closing = True
+
+
+# What is done for one request
+
+
+def poisoned(sequence):
+    return sequence.tokens[: len(PROMPT)] == PROMPT
+
+
+def raises(error):
+    def method(*_, **__):
+        raise error
+
+    return method
+
+
+def break_draw(engine, sequence):
+    sequence.sampler.draw = raises(ZeroDivisionError("a bug"))
+
+
+def break_text(engine, sequence):
+    sequence.text.push = raises(SystemExit("a bug"))
+
+
+def break_last_text(engine, sequence):
+    sequence.text.finish = raises(ZeroDivisionError("a bug"))
+
+
+def break_keys(engine, sequence):
+    sequence.keys.extend = raises(ZeroDivisionError("a bug"))
+
+
+def break_score(engine, sequence):
+    sequence.prompt_logprobs = None
+
+
+def break_report(engine, sequence):
+    sequence.reused = 5
+
+
+BREAK = [break_draw, break_text, break_last_text, break_keys, break_score, break_report]
+
+
+@pytest.mark.parametrize("how", BREAK)
+@pytest.mark.parametrize("family", ["llama", "nemotron_h"])
+def test_what_goes_wrong_for_one_request(how, family, engines, references):
+    """Whatever it is: drawing, text, keys, scores, telling."""
+    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    real = engine.parts.runner.run
+
+    def run(work):
+        for item in work:
+            if poisoned(item.sequence):
+                how(engine, item.sequence)
+        return real(work)
+
+    engine.parts.runner.run = run
+    other = random_prompt(150, seed=5)
+    good = engine.submit(other, greedy(20))
+    bad = engine.submit(PROMPT, SamplingParams(max_new_tokens=8, prompt_logprobs=0 if how is break_score else None))
+    assert good.wait(60) and bad.wait(60)
+    with pytest.raises(StowageError, match=r"this request failed .*no other one with it"):
+        bad.result()
+    assert_same(good.result(), references(family).answer(other, 20))
+    engine.parts.runner.run = real
+    assert_well(engine, references, family)
+
+
+def test_a_request_that_cannot_even_be_queued(engines, references, monkeypatch):
+    engine = engines("llama")
+    real = engine._scheduler._admissions.announce
+
+    def announce(sequence):
+        if poisoned(sequence):
+            raise ZeroDivisionError("a bug")
+        real(sequence)
+
+    monkeypatch.setattr(engine._scheduler._admissions, "announce", announce)
+    request = engine.submit(PROMPT, greedy(4))
+    assert request.wait(60)
+    with pytest.raises(StowageError, match="a bug"):
+        request.result()
+    monkeypatch.undo()
+    assert_well(engine, references, "llama")
+
+
+# Forwards that raise
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v4"])
+def test_a_forward_that_one_request_makes_raise(family, when, engines, references):
+    """The others are computed again without it, whatever the forward had left in their blocks."""
+    engine = engines(family, host="32MiB", snapshot_tokens=128, step_tokens_max=256)
+    real = engine.parts.runner.run
+
+    def run(work):
+        outputs = real(work) if when == "after" else []
+        if any(poisoned(item.sequence) and item.start + item.count > 150 for item in work):
+            raise ZeroDivisionError("a bug")
+        return outputs if when == "after" else real(work)
+
+    engine.parts.runner.run = run
+    prompts = [random_prompt(length, seed=length) for length in (30, 150, 90)]
+    good = [engine.submit(prompt, greedy(20)) for prompt in prompts]
+    bad = engine.submit(PROMPT, greedy(20))
+    good.append(engine.submit(random_prompt(70, seed=70), greedy(20)))
+    prompts.append(random_prompt(70, seed=70))
+    assert bad.wait(60)
+    with pytest.raises(StowageError, match=r"this request failed \(ZeroDivisionError\('a bug'\)\)"):
+        bad.result()
+    for prompt, request in zip(prompts, good, strict=True):
+        assert request.wait(60)
+        assert_same(request.result(), references(family).answer(prompt, 20))
+    engine.parts.runner.run = real
+    assert_well(engine, references, family)
+
+
+@pytest.mark.parametrize("family", ["llama", "nemotron_h"])
+def test_states_of_a_forward_that_raised_are_not_gone_on_with(family, engines, references):
+    """It had changed them already."""
+    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    real, raised = engine.parts.runner.run, []
+
+    def run(work):
+        outputs = real(work)
+        if len(work) == 3 and not raised:
+            raised.append(work)
+            raise ZeroDivisionError("a bug")
+        return outputs
+
+    engine.parts.runner.run = run
+    prompts = [random_prompt(length, seed=length) for length in (30, 150, 90)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(20)), strict=True):
+        assert_same(completion, references(family).answer(prompt, 20))
+    assert raised
+    engine.parts.runner.run = real
+    assert_well(engine, references, family)
+
+
+def test_forwards_that_are_too_large_together(engines, references):
+    """Nobody's fault: fewer are computed at once, and all get their answers."""
+    engine = engines("llama")
+    real, sizes = engine.parts.runner.run, []
+
+    def run(work):
+        sizes.append(len(work))
+        if len(work) > 2:
+            raise MemoryError
+        return real(work)
+
+    engine.parts.runner.run = run
+    prompts = [random_prompt(40, seed=seed) for seed in range(9)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, greedy(20)), strict=True):
+        assert_same(completion, references("llama").answer(prompt, 20))
+    assert sum(size > 2 for size in sizes) <= 3 and sizes.count(2) > 20
+    engine.check()
+    engine.parts.runner.run = real
+
+
+def test_a_model_that_computes_nothing_any_more(engines):
+    """Not even what nobody asked for: that is no request's fault, and the engine ends."""
+    engine = engines("llama")
+    requests = [engine.submit(random_prompt(40, seed=seed), LONG) for seed in range(5)]
+    break_down(engine)
+    for request in requests:
+        assert request.wait(30)
+        with pytest.raises(StowageError, match="a bug"):
+            request.result()
+    engine._loop.thread.join(10)
+    assert not engine.alive
+    engine._loop.closing = True
