@@ -162,7 +162,9 @@ def test_the_first_1024_of_1300_tokens(family, engines, references, tmp_path):
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next"])
 def test_snapshots_are_no_further_apart_than_they_were_asked_to_be(family, engines, references):
     """Rounded up to the grid, 512 came to be 720 tokens, and nothing of a shared part of 700 was found."""
-    engine = engines(family, block_tokens=48, chunk_blocks=5, snapshot_tokens=512, device_kv="32MiB", host="64MiB")
+    engine = engines(
+        family, block_size=48, chunk_blocks=5, snapshot_tokens=512, kv_cache_memory="32MiB", host_memory="64MiB"
+    )
     shared = random_prompt(700)
     for tail in (1, 2):
         prompt = shared + random_prompt(60, seed=tail)

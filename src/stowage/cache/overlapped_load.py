@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -25,10 +25,10 @@ import numpy as np
 
 from stowage.cache.cost_model import CostModel, bytes_of_tiers
 from stowage.cache.events import Fetch, SourceArray
-from stowage.core.geometry import Kind, MaskArray
+from stowage.core.geometry import BoolArray, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
 
-__all__ = ["ChunkFetcher", "OverlappedLoad", "Piece", "RowKeys", "State"]
+__all__ = ["ChunkFetcher", "Fetched", "GroupChunks", "OverlappedLoad", "Piece", "RowKeys", "State"]
 
 PIECES_MAX: Final = 8
 """Into so many a prefix is cut: what has come of a piece is of no use before all of it has."""
@@ -54,6 +54,24 @@ class ChunkFetcher(Protocol):
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
         """Bring chunks into host memory, and pin them there: (group, keys) pairs."""
         ...
+
+
+@dataclass(slots=True)
+class GroupChunks:
+    """What one group of one row lacks of a resume: ``chunks``, with these ``keys``. Of the blocks that it needs, the
+    first of which is ``first_block``, the device has those ``on_device``.
+    """
+
+    row: int
+    group: int
+    first_block: int
+    on_device: BoolArray
+    chunks: Sequence[int]
+    keys: list[bytes]
+
+
+Fetched = tuple[GroupChunks, IntArray, MaskArray]
+"""What was to be fetched, and the slot and the valid blocks of each chunk."""
 
 
 class State(enum.Enum):
@@ -199,18 +217,18 @@ class OverlappedLoad:
 
     # Joining
 
-    def brought(self, group: int) -> tuple[dict[int, int], MaskArray]:
-        """Slots and valid blocks of the chunks of ``group`` that have arrived."""
-        slots: dict[int, int] = {}
-        found: dict[int, int] = {}
-        for piece in self.pieces[: self.arrived]:
-            assert piece.fetch is not None
-            slots.update(zip(piece.chunks[group], piece.fetch.slots[group].tolist(), strict=True))
-            found.update(zip(piece.chunks[group], piece.fetch.masks[group].tolist(), strict=True))
-        masks = np.zeros(max(slots, default=-1) + 1, dtype=np.uint64)
-        for chunk, mask in found.items():
-            masks[chunk] = mask
-        return slots, masks
+    def fetched(self, computed: int) -> Iterator[Fetched]:
+        """What has arrived, for who has computed so many tokens."""
+        here = [(piece, piece.fetch) for piece in reversed(self.pieces[: self.arrived]) if piece.fetch is not None]
+        for index, strategy in enumerate(self._strategies):
+            blocks = strategy.needed_blocks(self.end)
+            device = computed // strategy.group.block_tokens if strategy.group.kind is not Kind.RECURRENT else 0
+            chunks = [chunk for piece, _ in here for chunk in piece.chunks[index]]
+            keys = [key for piece, _ in here for key in piece.keys[index]]
+            if chunks:
+                slots = np.concatenate([fetch.slots[index] for _, fetch in here])
+                masks = np.concatenate([fetch.masks[index] for _, fetch in here])
+                yield GroupChunks(0, index, blocks.start, np.array(blocks) < device, chunks, keys), slots, masks
 
     def main_source(self) -> int:
         """Where most of what has arrived came from: 0 is host memory, i + 1 tier i."""

@@ -18,7 +18,7 @@ Owns no time, threads or bytes: time is an argument, and the store is asked thro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Final, Protocol
@@ -27,9 +27,9 @@ import numpy as np
 
 from stowage.cache.cost_model import CostModel, bytes_of_tiers
 from stowage.cache.events import Fetch, SourceArray
-from stowage.cache.overlapped_load import ChunkFetcher, OverlappedLoad, RowKeys
+from stowage.cache.overlapped_load import ChunkFetcher, Fetched, GroupChunks, OverlappedLoad, RowKeys
 from stowage.core.copy_plan import CopyPlan, Incomplete, load_plan
-from stowage.core.geometry import BoolArray, IntArray, Kind, MaskArray
+from stowage.core.geometry import IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
 from stowage.core.groups.base import expand_masks, pack_masks
 from stowage.core.reuse import longest_boundary
@@ -69,20 +69,6 @@ class PrefixRequest:
 
 
 @dataclass(slots=True)
-class GroupChunks:
-    """What one group of one row lacks of a resume: ``chunks``, with these ``keys``. Of the blocks that it needs, the
-    first of which is ``first_block``, the device has those ``on_device``.
-    """
-
-    row: int
-    group: int
-    first_block: int
-    on_device: BoolArray
-    chunks: Sequence[int]
-    keys: list[bytes]
-
-
-@dataclass(slots=True)
 class PrefixPlan:
     """Where to resume, and what each group of each row lacks for it.
 
@@ -107,8 +93,8 @@ class PrefixPlan:
         """Those that lack something: in the order of the pairs of ``fetch``."""
         return [part for part in self.groups if part.chunks]
 
-    def fetched(self) -> Iterator[tuple[GroupChunks, IntArray, MaskArray]]:
-        """Slots and valid blocks of what each of ``loads`` has got."""
+    def fetched(self) -> Iterator[Fetched]:
+        """What each of ``loads`` has got."""
         assert self.fetch is not None
         return zip(self.loads, self.fetch.slots, self.fetch.masks, strict=True)
 
@@ -239,14 +225,18 @@ class PrefixPlanner:
         return plan.fetch
 
     def copies(
-        self, request: PrefixRequest, plan: PrefixPlan, table: Callable[[GroupChunks], IntArray] | None = None
+        self,
+        request: PrefixRequest,
+        boundary: int,
+        fetched: Iterable[Fetched],
+        table: Callable[[GroupChunks], IntArray] | None = None,
     ) -> list[tuple[GroupChunks, CopyPlan]] | None:
         """The copies of what was fetched; ``None`` when chunks did not come, which are then refused. ``table``: the
         device block of each block of the sequence; by default block b of the sequence is block b.
         """
         copies: list[tuple[GroupChunks, CopyPlan]] = []
         refused: set[bytes] = set()
-        for part, slots, masks in plan.fetched():
+        for part, slots, masks in fetched:
             strategy = self._strategies[part.group]
             valid = np.zeros(part.chunks[-1] + 1, np.uint64)
             valid[part.chunks] = masks
@@ -254,7 +244,7 @@ class PrefixPlanner:
             already[part.first_block :] = part.on_device
             blocks = np.arange(len(already), dtype=np.int64) if table is None else table(part)
             of_chunk = dict(zip(part.chunks, slots.tolist(), strict=True))
-            found = load_plan(strategy, plan.boundary, of_chunk, valid, blocks, already)
+            found = load_plan(strategy, boundary, of_chunk, valid, blocks, already)
             if isinstance(found, Incomplete):
                 incomplete = set(found.chunks.tolist())
                 refused.update(key for chunk, key in zip(part.chunks, part.keys, strict=True) if chunk in incomplete)

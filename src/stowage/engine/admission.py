@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from stowage.cache.cost_model import CostModel
 from stowage.cache.prefix_planner import GroupChunks, PrefixPlan, PrefixPlanner
 from stowage.cache.remote_lookup import RemoteLookup
-from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.overlapped_load import OverlappedLoads
@@ -235,7 +235,7 @@ class Admissions:
         sequence.computed = plan.boundary
         sequence.phase = Phase.RUNNING
         if plan.overlap_end > plan.boundary:
-            self._overlapped_loads.begin(sequence, plan.overlap_end, self._planner, tells=fresh)
+            self._overlapped_loads.begin(sequence, plan.overlap_end, tells=fresh)
 
     def _again(self, admission: Admission) -> None:
         waited_s = self._clock() - admission.began_s
@@ -259,38 +259,20 @@ class Admissions:
         """Copy what was fetched, and states that the device has, into the blocks of the sequence."""
         sequence = admission.sequence
         if plan.fetch is not None:
-            copies = self._planner.copies(sequence.prefix, plan, lambda part: self._table(admission, part))
+            stays = [one.pool.group.index for one in admission.blocks if one.stays]
+            table = partial(self._kv_manager.loaded_table, sequence, stays)
+            copies = self._planner.copies(sequence.prefix, plan.boundary, plan.fetched(), table)
             if copies is None:
                 return False
-            if not all(self._copy(sequence, admission.blocks[part.group], copy) for part, copy in copies):
-                return False
+            for part, copy in copies:
+                if part.group in stays:
+                    self._long_context.adopt(sequence, self._kv_manager.pools[part.group], copy, part.keys)
+                elif not self._kv_manager.load(sequence, part, copy):
+                    return False
         for one in admission.blocks:
             if one.pool.group.kind is Kind.RECURRENT and one.retained:
                 live = int(sequence.table(one.pool.group.index)[0])
                 one.pool.storage[live].copy_(one.pool.storage[one.retained[0]])
-        return True
-
-    def _table(self, admission: Admission, part: GroupChunks) -> NDArray[np.int64]:
-        """The device block of each block of the sequence; its own number for one that stays in host memory."""
-        table = admission.sequence.table(part.group)
-        if admission.blocks[part.group].stays:
-            return np.arange(len(table))
-        if admission.blocks[part.group].pool.group.kind is Kind.RECURRENT:
-            return np.full(part.first_block + 1, table[0])
-        return table
-
-    def _copy(self, sequence: Sequence, blocks: GroupBlocks, copies: CopyPlan) -> bool:
-        """Carry out the copies of one group; False where that failed, and its chunks are refused."""
-        pool, part = blocks.pool, blocks.part
-        if blocks.stays:
-            self._long_context.adopt(sequence, pool, copies, part.keys)
-        elif not self._kv_manager.copy_in(pool, copies):
-            sequence.prefix.refused.update(part.keys)
-            return False
-        elif pool.group.kind is Kind.RECURRENT:
-            self._kv_manager.cache_state(pool, part.keys[0], int(copies.blocks[0]))
-        else:
-            self._kv_manager.name_loaded(pool, sequence.table(part.group), part.chunks, part.keys)
         return True
 
     def _account(self, admission: Admission, plan: PrefixPlan) -> None:

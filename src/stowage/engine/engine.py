@@ -133,12 +133,13 @@ class Engine:
         swap_space = SwapSpace(self._kv_manager, parts.namespace, secrets.token_bytes(16), self._clock)
         long_context = LongContextSwap(self._kv_manager, swap_space, parts.capacity)
         step = math.lcm(parts.geometry.boundary_tokens, parts.pieces.grid)
-        overlapped_loads = OverlappedLoads(self._kv_manager, self._cost_model, step, self._clock)
+        planner = PrefixPlanner(self.store, parts.strategies, self._cost_model)
+        overlapped_loads = OverlappedLoads(self._kv_manager, planner, self._cost_model, step, self._clock)
         admissions = Admissions(
             self._kv_manager,
             long_context,
             overlapped_loads,
-            PrefixPlanner(self.store, parts.strategies, self._cost_model),
+            planner,
             self.memory.max_num_batched_tokens,
             self._cost_model,
             remote_lookup,

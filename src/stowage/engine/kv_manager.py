@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
+from stowage.cache.overlapped_load import GroupChunks
 from stowage.cache.store import Fetch, TieredStore
 from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Kind
@@ -166,12 +168,30 @@ class KVManager:
         assert self.store is not None
         self.async_copies.when_read(partial(self.store.release, fetch))
 
-    def name_loaded(self, pool: BlockPool, table: np.ndarray, chunks: Items[int], keys: Items[bytes]) -> None:
-        """Let ``chunks`` of a sequence with this block table, which were loaded, be found on the device."""
-        per_chunk = pool.group.blocks_per_chunk
-        for chunk, key in zip(chunks, keys, strict=True):
+    def loaded_table(self, sequence: Sequence, stay: Items[int], part: GroupChunks) -> NDArray[np.int64]:
+        """Where each block of the sequence is loaded to: of groups that ``stay`` in host memory its own number."""
+        table = sequence.table(part.group)
+        if part.group in stay:
+            return np.arange(len(table))
+        is_state = self.pools[part.group].group.kind is Kind.RECURRENT
+        return np.full(part.first_block + 1, table[0]) if is_state else table
+
+    def load(self, sequence: Sequence, part: GroupChunks, copies: CopyPlan) -> bool:
+        """Copy chunks that were fetched to the device, where they are found from now on; False where that failed, and
+        they are refused.
+        """
+        pool = self.pools[part.group]
+        if copies.copies and not self.copy_in(pool, copies):
+            sequence.prefix.refused.update(part.keys)
+            return False
+        if pool.group.kind is Kind.RECURRENT:
+            self.cache_state(pool, part.keys[0], int(copies.blocks[0]))
+            return True
+        table, per_chunk = sequence.table(part.group), pool.group.blocks_per_chunk
+        for chunk, key in zip(part.chunks, part.keys, strict=True):
             blocks = table[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
             pool.name(key, blocks + [NULL_BLOCK] * (per_chunk - len(blocks)))
+        return True
 
     def _free_unseen(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
         index = pool.group.index

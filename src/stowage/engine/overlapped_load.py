@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
+from functools import partial
 
 from stowage.cache.cost_model import CostModel
 from stowage.cache.overlapped_load import OverlappedLoad, State
 from stowage.cache.prefix_planner import PrefixPlanner
-from stowage.core.copy_plan import Incomplete, load_plan
 from stowage.core.geometry import NULL_BLOCK, Kind
-from stowage.engine.kv_manager import KVManager, state_plan
+from stowage.engine.kv_manager import KVManager
 from stowage.engine.sequence import Phase, Sequence
 
 
@@ -33,8 +31,16 @@ class Overlapped:
 class OverlappedLoads:
     """Those under way. ``step``: forwards end at multiples of it."""
 
-    def __init__(self, kv_manager: KVManager, cost_model: CostModel, step: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        kv_manager: KVManager,
+        planner: PrefixPlanner,
+        cost_model: CostModel,
+        step: int,
+        clock: Callable[[], float],
+    ) -> None:
         self._kv_manager = kv_manager
+        self._planner = planner
         self._cost_model = cost_model
         self._step = step
         self._clock = clock
@@ -43,10 +49,10 @@ class OverlappedLoads:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, sequence: Sequence, end: int, planner: PrefixPlanner, *, tells: bool) -> None:
+    def begin(self, sequence: Sequence, end: int, *, tells: bool) -> None:
         """Load what lies before ``end``, while ``sequence``, which runs, is computed."""
         self._kv_manager.counters.prefixes_met += 1
-        load = planner.overlap(sequence.keys, sequence.computed, end, self._step, self._clock())
+        load = self._planner.overlap(sequence.keys, sequence.computed, end, self._step, self._clock())
         self._open[sequence.id] = Overlapped(sequence, load, tells)
 
     def poll(self) -> list[Sequence]:
@@ -90,8 +96,7 @@ class OverlappedLoads:
             self.drop(sequence)
             return True
         self._grow(sequence, fresh, end)
-        ordered = sorted(range(len(fresh)), key=lambda g: kv_manager.pools[g].group.kind is Kind.RECURRENT)
-        if not all(self._load(one, group) for group in ordered):
+        if not self._load(one):
             self.drop(sequence)
             kv_manager.drop(sequence)
             sequence.phase = Phase.WAITING
@@ -111,31 +116,16 @@ class OverlappedLoads:
             holes = end // pool.group.block_tokens - len(table) - count
             table.append([NULL_BLOCK] * max(0, holes) + (pool.allocate(count) or []))
 
-    def _load(self, one: Overlapped, group: int) -> bool:
-        """Copy what ``group`` needs of what has arrived; what was computed stays as it is."""
-        sequence, pool = one.sequence, self._kv_manager.pools[group]
-        slots, masks = one.load.brought(group)
-        keys = sequence.keys.of(group)
-        if pool.group.kind is Kind.RECURRENT:
-            live, (chunk,) = int(sequence.table(group)[0]), slots
-            if not self._kv_manager.copy_in(pool, state_plan(pool, live, np.array([slots[chunk]]))):
-                sequence.prefix.refused.add(keys[chunk])
-                return False
-            self._kv_manager.cache_state(pool, keys[chunk], live)
-            return True
-        table = sequence.table(group)
-        already = np.arange(len(table)) < sequence.computed // pool.group.block_tokens
-        plan = load_plan(self._kv_manager.strategies[group], one.load.end, slots, masks, table, already)
-        if isinstance(plan, Incomplete):
-            sequence.prefix.refused.update(keys[chunk] for chunk in plan.chunks.tolist())
+    def _load(self, one: Overlapped) -> bool:
+        """Copy what has arrived; what was computed stays as it is."""
+        sequence, load = one.sequence, one.load
+        table = partial(self._kv_manager.loaded_table, sequence, ())
+        copies = self._planner.copies(sequence.prefix, load.end, load.fetched(sequence.computed), table)
+        if copies is None or not all(self._kv_manager.load(sequence, part, copy) for part, copy in copies):
             return False
-        if plan.copies.copies and not self._kv_manager.copy_in(pool, plan.copies):
-            sequence.prefix.refused.update(keys[chunk] for chunk in slots)
-            return False
-        loaded = np.unique(np.flatnonzero(~already) // pool.group.blocks_per_chunk).tolist()
-        chunks = [chunk for chunk in loaded if chunk in slots]
-        self._kv_manager.name_loaded(pool, table, chunks, [keys[chunk] for chunk in chunks])
-        sequence.stored[group] = one.load.end // pool.group.chunk_tokens
+        for pool in self._kv_manager.pools:
+            if pool.group.kind is not Kind.RECURRENT:
+                sequence.stored[pool.group.index] = load.end // pool.group.chunk_tokens
         return True
 
     def _account(self, one: Overlapped, tokens: int) -> None:

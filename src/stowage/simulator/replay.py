@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray
 from stowage.simulator.disk_segments import Segments
-from stowage.simulator.node import Agenda, Node, keys_of
+from stowage.simulator.node import Node, keys_of
 from stowage.simulator.scenario import Scenario
+from stowage.simulator.store import Agenda
 from stowage.simulator.tiers import Content, Objects
 from stowage.simulator.trace import Trace
 
@@ -124,9 +125,9 @@ def _contents(scenario: Scenario, shared: Objects) -> list[Content]:
 
 
 def _report(number: int, node: Node, contents: list[Content], ended_s: float) -> Report:
-    node.check()
+    node.store.check()
     assert node.idle, "a prompt was left over"
-    outcomes, stats = node.outcomes, node.flow.stats()
+    outcomes, stats = node.outcomes, node.store.flow.stats()
     return Report(
         node=number,
         prompts=np.array(outcomes.prompts, np.int64),
@@ -134,8 +135,8 @@ def _report(number: int, node: Node, contents: list[Content], ended_s: float) ->
         reused=[np.array(column, np.int64) for column in outcomes.reused],
         busy_s=outcomes.busy_s,
         ended_s=ended_s,
-        read_bytes=[tier.read_bytes for tier in node.tiers],
-        written_bytes=[tier.written_bytes for tier in node.tiers],
+        read_bytes=[tier.read_bytes for tier in node.store.tiers],
+        written_bytes=[tier.written_bytes for tier in node.store.tiers],
         held_bytes=[content.held_bytes for content in contents],
         copied_bytes=node.copied_bytes,
         loads_refused=outcomes.loads_refused,

@@ -42,7 +42,8 @@ class Scenario:
 
     `prefill_s_fixed` is what a forward takes whatever its length, `load_s_fixed` what a hit takes besides its bytes:
     the look-up, the plan, the calls that copy. `step_tokens`: the longest forward, after each of which the engine
-    stores what became complete; 0: a prompt is computed, and stored, at once.
+    stores what became complete; 0: a prompt is computed, and stored, at once. `lookup_timeout_s`: the longest wait for
+    an object store to say what it has.
     `shared_objects`: all nodes have one object store; otherwise each has its own. `sticky_blocks`: with the routing
     `sticky`, prompts that begin with the same so many blocks go to the same node.
     """
@@ -64,6 +65,7 @@ class Scenario:
     step_tokens: int = 0
     max_num_seqs: int = 16
     load_timeout_s: float = 30.0
+    lookup_timeout_s: float = 0.5
     copy_bytes_per_s: float = 20e9
     disk: Link = field(default=Link(6e9, 4e9, 100e-6))
     object: Link = field(default=Link(2e9, 2e9, 20e-3, 16))

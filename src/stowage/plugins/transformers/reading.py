@@ -69,7 +69,7 @@ class Reader:
                     self._wait(_POLL_S)
                 now_s = time.monotonic()
                 self._planner.learn(plan, now_s)
-                copies = self._planner.copies(request, plan)
+                copies = self._planner.copies(request, plan.boundary, plan.fetched())
                 if copies is not None:
                     rows_copies = [(part.row, copy) for part, copy in copies]
                     return self._fill(fresh(config), rows_copies, plan.boundary, rows.count)

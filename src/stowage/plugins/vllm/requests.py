@@ -136,7 +136,7 @@ class Prefixes:
             assert plan.fetch is not None
             if not plan.fetch.done:
                 return None
-            if self._planner.copies(tracked.prefix, plan) is not None:
+            if self._planner.copies(tracked.prefix, plan.boundary, plan.fetched()) is not None:
                 return plan.boundary
             tracked.prefix.waited_s += time.monotonic() - plan.began_s
             self.give_back(tracked)
@@ -175,7 +175,8 @@ class Prefixes:
             table, stop = tables[part.group], part.first_block + len(part.on_device)
             if len(table) < stop or (table[part.first_block : stop][~part.on_device] == NULL_BLOCK).any():
                 return None
-        copies = self._planner.copies(tracked.prefix, tracked.plan, lambda part: tables[part.group])
+        fetched = tracked.plan.fetched()
+        copies = self._planner.copies(tracked.prefix, tracked.plan.boundary, fetched, lambda part: tables[part.group])
         return None if copies is None else [copy for _, copy in copies]
 
     def give_back(self, tracked: Tracked) -> None:

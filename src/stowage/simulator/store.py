@@ -1,0 +1,178 @@
+"""A tiered store without bytes: the real flow over simulated tiers, with what `cache.store` offers to the planner.
+
+Owns the flow and one node's ways to its tiers; transfers end as events of the agenda. `now_s` is set by whoever calls.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad, StartStore
+from stowage.cache.flow import Flow
+from stowage.cache.policy import POLICIES
+from stowage.core.geometry import MaskArray
+from stowage.core.prefix_search import Certain
+from stowage.simulator.scenario import Scenario
+from stowage.simulator.tiers import Content, Landing, Tier
+from stowage.storage.protocol import Probe
+
+__all__ = ["Agenda", "SimulatedStore"]
+
+_SPILL_BYTES_MAX: Final = 256 << 20
+_SPILL_SHARE: Final = 4
+"""As in `cache/store.py`: what may be under way to the lower tiers, and of which part of host memory at most."""
+_CHUNK_BYTES_MAX: Final = 1 << 20
+"""Chunks are told to the flow as no longer than this, so that a transfer takes up to 32 of them: blocks of a trace are
+longer than chunks of an engine, and one transfer for each would cost the simulation more than all the rest."""
+
+
+class Agenda:
+    """What happens when. Things of one time happen in the order in which they were put down."""
+
+    __slots__ = ("_heap", "_numbers")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = count()
+
+    def at(self, time_s: float, call: Callable[[float], None]) -> None:
+        """`call` at that time, with the time as its argument."""
+        heapq.heappush(self._heap, (time_s, next(self._numbers), call))
+
+    def run(self, until_s: float) -> float:
+        """All that is due by then. When the last of it happened, 0 if nothing did."""
+        last_s = 0.0
+        while self._heap and self._heap[0][0] <= until_s:
+            last_s, _, call = heapq.heappop(self._heap)
+            call(last_s)
+        return last_s
+
+
+class SimulatedStore:
+    """`contents`: what its tiers lead to, fastest first. `chunks_max`: all that can ever come. `progress` is called
+    when a transfer has ended, or a deadline has passed. `unanswered`: the object store has not said yet what it has of
+    the prompt that is looked up.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        agenda: Agenda,
+        contents: list[Content],
+        chunks_max: int,
+        progress: Callable[[float], None],
+    ) -> None:
+        self.geometry = scenario.geometry(scenario.kv_bytes_per_token)
+        self.now_s = 0.0
+        self.unanswered = False
+        self._scenario = scenario
+        self._agenda = agenda
+        self._progress = progress
+        links = {"disk": scenario.disk, "object": scenario.object}
+        names = scenario.tier_names[1:]
+        self.tiers = [
+            Tier(links[name], content, scenario.chunk_bytes) for name, content in zip(names, contents, strict=True)
+        ]
+        (slab,) = scenario.slabs
+        scale = -(-scenario.chunk_bytes // _CHUNK_BYTES_MAX)
+        told = scenario.geometry(max(1, scenario.kv_bytes_per_token // scale))
+        spill_bytes = min(
+            max(_SPILL_BYTES_MAX, 64 * scenario.chunk_bytes if scale > 1 else 0),
+            slab.slots * slab.slot_bytes // _SPILL_SHARE,
+        )
+        indexes = [content.masks for content in contents]
+        slab = replace(slab, slots=min(slab.slots, chunks_max + 1))  # room that nothing would ever fill costs memory
+        self.flow = Flow(told, [slab], indexes, spill_bytes // scale, POLICIES[scenario.policy])
+        self._ones: MaskArray = np.ones(64, np.uint64)
+
+    # What the planner asks
+
+    def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
+        """See `TieredStore`."""
+        masks, sources = self.flow.locate(group, keys, self.now_s)
+        if self.unanswered:
+            hidden = sources == len(self.tiers)
+            masks, sources = np.where(hidden, np.uint64(0), masks), np.where(hidden, np.int8(-1), sources)
+        return masks, sources
+
+    def sources(self, group: int, keys: list[bytes]) -> SourceArray:
+        """See `TieredStore`."""
+        return self.flow.sources(group, keys, self.now_s)
+
+    def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
+        """See `TieredStore`."""
+        fetch = self.flow.fetch(wanted, deadline_s, self.now_s)
+        self.act(self.now_s)
+        if not fetch.done:
+            self._agenda.at(deadline_s, self._tick)
+        return fetch
+
+    @property
+    def probes(self) -> bool:
+        """See `TieredStore`."""
+        return self._scenario.objects
+
+    def probe(
+        self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = MappingProxyType({})
+    ) -> list[Probe]:
+        """See `TieredStore`: an answer takes as long as the way there."""
+        probe = Probe(expected_s=self._scenario.object.latency_s)
+        self._agenda.at(self.now_s + probe.expected_s, partial(self._answered, probe))
+        return [probe]
+
+    def _answered(self, probe: Probe, now_s: float) -> None:
+        probe.done = True
+        self._progress(now_s)
+
+    # Storing
+
+    def store(self, keys: list[bytes], after: bytes | None, now_s: float) -> None:
+        """Chunks were computed, and are copied into host memory."""
+        self.flow.commit(self.flow.reserve(0, keys, self._whole(len(keys)), after), now_s)
+
+    def _whole(self, count: int) -> MaskArray:
+        """The masks of so many chunks, not to be changed: each has the one block."""
+        if count > len(self._ones):
+            self._ones = np.ones(2 * count, np.uint64)
+        return self._ones[:count]
+
+    # Tiers
+
+    def act(self, now_s: float) -> None:
+        """Carry out what the flow asks for."""
+        for action in self.flow.take_actions() if self.tiers else ():
+            tier = self.tiers[action.tier]
+            if isinstance(action, Discard):
+                tier.content.drop(action.keys)
+                continue
+            assert isinstance(action, StartLoad | StartStore)
+            landing = tier.begin(action, now_s)
+            self._agenda.at(landing.at_s, partial(self._landed, action, landing))
+            if landing.at_s > action.deadline_s and isinstance(action, StartStore):
+                self._agenda.at(action.deadline_s, self._tick)
+
+    def _landed(self, action: StartLoad | StartStore, landing: Landing, now_s: float) -> None:
+        self.tiers[action.tier].land(action, landing)
+        masks = self._whole(len(landing.ok)) if isinstance(action, StartStore) else landing.ok.astype(np.uint64)
+        self.flow.outcome(action.id, landing.ok, masks, now_s, landing.refused)
+        self.act(now_s)
+        self._progress(now_s)
+
+    def _tick(self, now_s: float) -> None:
+        self.flow.tick(now_s)
+        self.act(now_s)
+        self._progress(now_s)
+
+    def check(self) -> None:
+        """Assert the invariants of the flow, and of what its tiers lead to."""
+        self.flow.check()
+        for tier in self.tiers:
+            tier.content.check()
