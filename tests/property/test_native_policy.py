@@ -227,7 +227,7 @@ def test_rates_are_refused_for_what_is_no_table_of_ages() -> None:
     ):
         with pytest.raises(ValueError, match="must be float64, and alike"):
             extension.best_rates(hazard, rates)
-    with pytest.raises(TypeError, match="takes hazards"):
+    with pytest.raises(TypeError, match="takes 2 arguments"):
         extension.best_rates(np.zeros(AGES))
 
 

@@ -325,3 +325,13 @@ def test_what_waits_to_be_written_is_looked_at_again() -> None:
         store = next(iter(at.actions()), None)  # type: ignore[assignment]
     assert written[keys(3)[0]] == 0b0111 and written[keys(5)[0]] == written[keys(7)[0]] == FULL
     assert keys(6)[0] not in written, "the tier had it"
+
+
+def test_masks_and_sources_are_told_at_once() -> None:
+    at = Setup(slots=2, tiers=1)
+    at.store(1)
+    at.held[0].update(dict.fromkeys(keys(2), FULL))
+    for asked in (keys(1), keys(1, 2, 3)):
+        found, sources = at.flow.locate(0, asked, 0.0)
+        assert found.tolist() == at.flow.lookup(0, asked, 0.0).tolist()
+        assert sources.tolist() == at.flow.sources(0, asked, 0.0).tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stowage.core.geometry import NULL_BLOCK, Group, Kind
-from stowage.core.groups import Chunked, Full, Recurrent, Sliding, strategy
+from stowage.core.groups import Chunked, Full, Recurrent, Sliding, snapshot_spacing, strategy
 from stowage.core.groups.base import expand_masks, pack_masks
 
 
@@ -152,3 +152,8 @@ def test_no_chunks_to_store_have_the_same_types_as_some() -> None:
         chunks, valid = FULL.storable(progress, 1, np.arange(2))
         assert (chunks.tolist(), valid.tolist()) == ([], [])
         assert (chunks.dtype.name, valid.dtype.name) == ("int64", "uint64")
+
+
+def test_snapshots_are_no_further_apart_than_wanted() -> None:
+    """Multiples of the grid, rounded down: 720 would lose a shared part of 700 tokens that 480 finds."""
+    assert [snapshot_spacing(wanted, 240) for wanted in (512, 480, 240, 100)] == [480, 480, 240, 240]

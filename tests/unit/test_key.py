@@ -15,7 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.core.key import KEY_BYTES, Chain, Field, group_keys, namespace, private_key, tenant_namespace
+from stowage.core.geometry import Group, Kind
+from stowage.core.key import (
+    KEY_BYTES,
+    Chain,
+    Field,
+    SequenceKeys,
+    group_keys,
+    namespace,
+    private_key,
+    tenant_namespace,
+)
 from tests import golden_keys
 
 ROOT = Path(__file__).parents[2]
@@ -331,3 +341,12 @@ def test_what_cannot_be_named_is_said(fields: Any, says: str) -> None:
 def test_a_token_out_of_range_is_told_the_range() -> None:
     with pytest.raises(ValueError, match=r"^token ids must be in \[0, 2\^32\)$"):
         Chain(SPACE, 2).extend(np.array([-1]))
+
+
+def test_a_sequence_has_the_keys_of_each_groups_own_chunks() -> None:
+    groups = [Group(0, Kind.FULL, 4, 2, 1), Group(1, Kind.SLIDING, 4, 1, 1, window=4), Group(2, Kind.FULL, 4, 2, 1)]
+    keys, tokens = SequenceKeys(bytes(32), groups), list(range(30))
+    for end in (3, 10, 10, 7, 26):
+        keys.extend(tokens, end)
+    for group, size in zip(groups, (8, 4, 8), strict=True):
+        assert keys.of(group.index) == group_keys(Chain(bytes(32), size).extend(tokens[:26]), group.index)
