@@ -33,7 +33,7 @@ class BlockPool:
     """The blocks of one group on the device.
 
     Args:
-        layout: the group and the place of each layer inside a block.
+        layout: the group, and where each layer lies inside a block.
         blocks: usable blocks; one more row is allocated for padding.
     """
 
