@@ -1,8 +1,8 @@
 """Before the fallback answers: does this model, with its cache in pools, give what it gives with Transformers' own?
 
-Owns the trial. A prompt is computed in pieces, another prompt's forwards in between: every logit must be the same to
-the bit as with Transformers' ``DynamicCache`` and nobody in between. And what Transformers computes in pieces must be
-what it computes in one go: some models forget, and say nothing.
+Owns the trial. A prompt is computed in pieces, with another prompt's forwards in between. Every logit must be the same
+to the bit as with Transformers' ``DynamicCache`` and nothing in between. And what Transformers computes in pieces must
+be what it computes in one go: some models silently forget.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ recorded: so many sequences, and block tables for so many tokens.
     read       logits of the n sequences
 
 Padding is a sequence of one token whose keys, and state, lie in the padding block; it is zeroed again in the same step,
-and nobody reads it. A recording is made with padding alone, so nothing of a sequence is touched, and whatever a model
+and never read. A recording is made with padding alone, so nothing of a sequence is touched, and whatever a model
 does with numbers on the host is frozen with other numbers than those of the first real step.
 
 Bytes: static inputs and what recordings take are counted. The limit is taken from the device's KV budget (``share``).

@@ -1,9 +1,9 @@
-"""What a model calls in a step, written down, so that it can be called again without the model's own Python.
+"""What a model calls in a step, as a list of calls that can be replayed without the model's own Python.
 
-Owns what may be in such a list: functions that are known to depend on nothing but their arguments and to give results
-of the same shape for arguments of the same shape. A model that does anything else (asks a tensor for a number, changes
-a lasting one, uses one that is neither its parameter nor made in the step) is refused. What is given to the kernels,
-the pool and attention is one call each (``one_call``); they find the step themselves.
+Owns what may be in such a list: functions that are known to depend on nothing but their arguments, and whose results
+have the same shape for arguments of the same shape. A model that does anything else is refused: it asks a tensor for a
+number, changes a tensor that outlives the step, or uses one that is neither its parameter nor made in the step. A call
+of the kernels, the pool or attention is one entry, whatever it does inside (``one_call``); they read the current step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def one_call(function: _Function, *, in_place: bool = False) -> _Function:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """``values[result] = function(*pick(values))``, and then nobody needs ``over`` any more."""
+    """``values[result] = function(*pick(values))``; afterwards the values ``over`` are not needed any more."""
 
     function: Callable[..., Any]
     pick: Callable[[list[Any]], tuple[Any, ...]]
@@ -102,9 +102,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCalls:
-    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: where a step's
-    own tensors go; ``result``: where its logits are in the end; ``in_place``: the calls where states are given as
-    ``StateRows``; ``None``: somebody asks for them who wants tensors.
+    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: the indices of
+    a step's own tensors in it; ``result``: that of its logits; ``in_place``: the calls where states are given as
+    ``StateRows``; ``None``: some call needs them as tensors.
     """
 
     calls: tuple[_Call, ...]
@@ -114,7 +114,7 @@ class RecordedCalls:
     in_place: tuple[_Call, ...] | None
 
     def replay(self, given: Sequence[Tensor | StateRows], *, in_place: bool = False) -> Tensor:
-        """Make the calls; ``in_place``: those."""
+        """Make the calls (``in_place``: those), and return the logits."""
         values = list(self.values)
         for index, tensor in zip(self.given, given, strict=True):
             values[index] = tensor
@@ -259,7 +259,7 @@ class _Recording(TorchFunctionMode):
             raise CaptureError(self._why)
         result = self._index_of.get(id(logits))
         if result is None:
-            raise self._refuse("nobody knows where its logits come from")
+            raise self._refuse("its logits do not come from a recorded call")
         last = {index: at for at, (_, indices, made) in enumerate(self._calls) for index in (*indices, made)}
         made = {call[2] for call in self._calls} | set(self._given)
         over: dict[int, list[int]] = {}
