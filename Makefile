@@ -24,15 +24,14 @@ DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 # What is compiled when the package is installed.
-KERNEL := $(wildcard src/stowage/c*/*/kernel/*.[ch] src/stowage/engine/kernel/*.[ch] src/stowage/storage/format/kernel/*.[ch] \
-	src/stowage/transfer/kernel/*.[ch])
+KERNEL := $(wildcard src/stowage/native/*.[ch] src/stowage/native/*/*.[ch])
 CODE := src tests benchmarks scripts docs/examples
 # The tests of core and format that need neither torch nor a model: one list, for coverage and for mutation.
 CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real-model clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real-model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +76,10 @@ mutation: $(MUTATION_STAMP) ## do the tests notice each change to core and forma
 $(MUTATION_STAMP): $(ENV_STAMP) requirements/mutation.txt
 	@$(PIP) install --quiet --no-deps --requirement requirements/mutation.txt
 	@touch $@
+
+reference: $(ENV_STAMP) ## write docs/reference anew from the code: flags, settings, metrics, models, file map
+	$(PY) scripts/reference.py
+	$(PY) scripts/models_doc.py
 
 fuzz: $(FUZZ_STAMP) ## feed the format's parsers hostile bytes, for SECONDS=60; coverage-guided where atheris has a wheel
 	$(PY) tests/attacks/fuzz_format.py --seconds $(or $(SECONDS),60)

@@ -142,7 +142,7 @@ def _groups(model: Model, options: Options) -> list[Group]:
 
 def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOKENS, **extra: Any) -> SwappedBlocks:
     """With the plugin's settings, default but for ``extra``."""
-    options = read({"host": host, **extra})
+    options = read({"host_memory": host, **extra})
     groups, block = _groups(model, options), model.block_tokens
     points = resume_points(options, groups)
     tail = tail_of(length, max(group.chunk_tokens for group in groups), block)

@@ -99,7 +99,7 @@ def link_bytes_per_s(python: Path) -> float:
     finally:
         peer.end()
     if not found["pinned"]:
-        raise SystemExit("Host memory could not be pinned here, so there is no link to measure: see docs/cuda.md.")
+        raise SystemExit("Host memory could not be pinned here, so there is no link to measure: see docs/internals.md.")
     return float(found["bytes_per_s"])
 
 

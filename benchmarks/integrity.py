@@ -262,7 +262,7 @@ def measure_engine(
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for name, protection in clocked.items():
-            memory = Memory(device_kv="256MiB", host="256MiB", disk=f"{directory / name}:1GiB")
+            memory = Memory(kv_cache_memory="256MiB", host_memory="256MiB", disk=f"{directory / name}:1GiB")
             with protected(protection):
                 engines[name] = stack.enter_context(Engine(model, memory))
             engines[name].generate([prefix], ONE_TOKEN)

@@ -108,7 +108,9 @@ def main() -> None:
     model = models.small(options.dtype, max(lengths) + 64)
     print("  tokens disk MB/s   load s  compute   engine               both at once reused to quicker")
     with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
-        memory = Memory(device_kv="256MiB", host="256MiB", disk=f"{Path(directory) / 'cache'}:1GiB", load_timeout_s=600)
+        memory = Memory(
+            kv_cache_memory="256MiB", host_memory="256MiB", disk=f"{Path(directory) / 'cache'}:1GiB", load_timeout_s=600
+        )
         with Engine(model, memory) as engine:
             rows = [row for tokens in lengths for row in measure(engine, files, tokens, ratios, options.rounds)]
     worst = max(row["ratio_to_quicker"] for row in rows)

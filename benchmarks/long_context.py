@@ -39,7 +39,7 @@ def ask(engine: Engine, prompt: list[int]) -> Completion:
 def measure(model: Any, way: str, device_bytes: int, host_bytes: int, prompt: list[int]) -> dict[str, float]:
     """Seconds and tokens per second; the first token's log-probability."""
     os.environ["STOWAGE_PURE_PYTHON"] = "1" if way == "torch" else ""
-    memory = Memory(device_kv=device_bytes, host=host_bytes, step_tokens_max=STEP_TOKENS)
+    memory = Memory(kv_cache_memory=device_bytes, host_memory=host_bytes, max_num_batched_tokens=STEP_TOKENS)
     with Engine(model, memory) as engine:
         engine.generate([prompt[:64][::-1]], SamplingParams(max_new_tokens=2, ignore_eos=True))  # warm
         cold = ask(engine, prompt)
@@ -81,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     length = options.prompt_tokens + NEW_TOKENS
     model = models.small(options.dtype, 2 * length)
-    with Engine(model, Memory(device_kv="64MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="64MiB")) as engine:
         need = bytes_needed(engine.parts.layout.blocks, length, STEP_TOKENS)
     results: dict[str, Any] = {"dtype": options.dtype, "prompt_tokens": options.prompt_tokens, "need_bytes": need}
     for way in options.ways.split(","):

@@ -59,8 +59,11 @@ class TierClock:
 
 def measure(model: Any, rounds: int, directory: Path) -> tuple[dict[str, list[tuple[float, float]]], float]:
     seconds: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
-    limits = {"host": "512MiB", "disk": f"{directory / 'cache'}:2GiB"}
-    with Engine(model, Memory(device_kv="256MiB")) as off, Engine(model, Memory(device_kv="256MiB", **limits)) as on:
+    limits = {"host_memory": "512MiB", "disk": f"{directory / 'cache'}:2GiB"}
+    with (
+        Engine(model, Memory(kv_cache_memory="256MiB")) as off,
+        Engine(model, Memory(kv_cache_memory="256MiB", **limits)) as on,
+    ):
         engines = {"off": off, "on": on}
         for name, engine in engines.items():
             batch_s(engine, seed=10**6 + (name == "on"))

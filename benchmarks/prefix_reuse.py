@@ -68,7 +68,7 @@ def plain_ttft_s(model: Any, prompt: list[int]) -> float:
 
 def measure(model: Any, prefix_tokens: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Seconds per way and round, load seconds of hits, and the limits."""
-    memory = Memory(device_kv="768MiB", host="1GiB", disk=f"{directory / 'cache'}:4GiB")
+    memory = Memory(kv_cache_memory="768MiB", host_memory="1GiB", disk=f"{directory / 'cache'}:4GiB")
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     loads: dict[str, list[float]] = {"host": [], "disk": []}
     rates: dict[str, list[float]] = {"memcpy": [], "disk": []}

@@ -140,7 +140,7 @@ def measure_engines(addresses: dict[str, str], prefix_tokens: int, rounds: int) 
         for number, (name, url) in enumerate(addresses.items()):
             place = placed(url, 10**6 + round_)
             shared = {"valkey" if url.startswith("redis") else "object": place}
-            memory = Memory(device_kv="512MiB", host="512MiB", **shared)  # type: ignore[arg-type]
+            memory = Memory(kv_cache_memory="512MiB", host_memory="512MiB", **shared)  # type: ignore[arg-type]
             prompt = models.random_tokens(prefix_tokens + QUESTION_TOKENS, seed=100 * round_ + number)
             kept = seconds.setdefault(name, {"cold": [], "hit": []})
             for way in kept:

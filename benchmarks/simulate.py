@@ -42,10 +42,10 @@ from stowage.testing import tiny_models
 BLOCK_TOKENS = 16
 SHRINK = 512 // BLOCK_TOKENS
 WAYS: dict[str, tuple[str, ...]] = {
-    "host, lru": ("--host", "256GiB", "--policy", "lru"),
-    "host and disk, lru": ("--host", "256GiB", "--disk", "2TiB", "--policy", "lru"),
-    "host, cost": ("--host", "256GiB", "--policy", "cost"),
-    "host and objects, cost": ("--host", "256GiB", "--object", "--policy", "cost"),
+    "host, lru": ("--host-memory", "256GiB", "--eviction-policy", "lru"),
+    "host and disk, lru": ("--host-memory", "256GiB", "--disk", "2TiB", "--eviction-policy", "lru"),
+    "host, cost": ("--host-memory", "256GiB", "--eviction-policy", "cost"),
+    "host and objects, cost": ("--host-memory", "256GiB", "--object", "--eviction-policy", "cost"),
 }
 NODES = 4
 ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
@@ -132,10 +132,15 @@ def engine_replay(lines: list[dict[str, Any]], host_bytes: int, disk_bytes: int,
         tiny_models.write("llama", model, tiny_models.TinySize(hidden=256, layers=4, context_tokens=4096))
     disk = f"{directory / f'cache-{disk_bytes}'}:{disk_bytes}" if disk_bytes else ""
     memory = Memory(
-        device_kv="64MiB", host=host_bytes, disk=disk, block_tokens=BLOCK_TOKENS, chunk_blocks=1, policy="lru"
+        kv_cache_memory="64MiB",
+        host_memory=host_bytes,
+        disk=disk,
+        block_size=BLOCK_TOKENS,
+        chunk_blocks=1,
+        eviction_policy="lru",
     )
     result: dict[str, Any] = {"host": [], "disk": [], "ttft_s": []}
-    beside = replace(memory, host=64 << 20, disk=f"{directory / f'beside-{disk_bytes}'}:{256 << 20}")
+    beside = replace(memory, host_memory=64 << 20, disk=f"{directory / f'beside-{disk_bytes}'}:{256 << 20}")
     with Engine(model, memory) as engine, Engine(model, beside) as other:
         result["chunk_bytes"] = engine.parts.layout.groups[0].bytes_per_chunk
         probe = Probe(other)

@@ -41,7 +41,7 @@ VALUE_BYTES = 8 * MIB
 CONNECTIONS = 4
 QUESTION_TOKENS = 32
 TRIES_MAX = 4
-MEMORY = {"device_kv": "512MiB", "host": "512MiB"}
+MEMORY = {"kv_cache_memory": "512MiB", "host_memory": "512MiB"}
 
 
 class OneNetwork(Loopback):

@@ -1,4 +1,4 @@
-"""Writes ``docs/models.md``: every family that the tests are parametrised by, as the engine sees its tiny model.
+"""Writes ``docs/reference/models.md``: every family that has a tiny model, as the engine sees that model.
 
     python scripts/models_doc.py
 
@@ -11,57 +11,65 @@ from pathlib import Path
 
 from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
+from stowage.executor.probe import probe
 from stowage.models import families
-from stowage.models.layout import BlockLayout, ModelLayout, probe
+from stowage.models.layout import BlockLayout, ModelLayout
 from stowage.models.namespace import block_tokens_of
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import Family, TinySize
 from stowage.testing.tiny_models.outer import Outer
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 SAME = {"gpt-sw3": "gpt2"}
 """Types whose configs are read as those of another."""
 _KINDS = {Kind.FULL: "full", Kind.SLIDING: "window", Kind.CHUNKED: "chunked", Kind.RECURRENT: "state"}
 
 HEAD = """# Models
 
-*Written by `python scripts/models_doc.py`; do not edit.*
+*Written by `make reference`; do not edit.*
 
-The engine runs Transformers' own code for a model, so what counts is not a model's name but its family: the
-`model_type` in its `config.json`. When it opens a model, the engine computes a few tokens with it, to see what each
-layer keeps and what its queries read. A model that does something else than its family should is refused, with the
-reason.
+```sh
+stowage tiny gemma3 ./tiny-gemma3      # a tiny random model of any family in the first column
+```
 
-Each family in the first table is tested, on a tiny random model of its own that has all it is known for, in float32,
-against plain Transformers with its `eager` attention: greedy tokens are the same and log-probabilities differ by less
-than 4e-4. Tested are: prompts of unequal lengths in one batch, computed in pieces; prompts that share the first 70 %
-or 40 % of an earlier one, which comes back from the device, from host memory, from disk, and from disk after a
-restart; sequences that take turns on a device that is too small for them; blocks of 16 and 32 tokens, and for
-families with a state of 528 (`tests/engine/families`). No checkpoint of the real models was run here.
+The engine runs Transformers' own code, so a model's family counts, not its name. The family is the `model_type` in
+`config.json`. When it opens a model, the engine computes a few tokens to see what each layer keeps and what its queries
+read. A model that does something else than its family should is refused, with the reason.
 
-**Keeps** says what its layers keep: *full*: keys and values of all tokens; *latent*: one compressed row per token
-instead; *window*, *chunked*: of the last tokens only, or of a token's own part; *state*: a recurrent state of fixed
-size. *Shared*: later layers read the keys of earlier ones and keep none. **Reused** is what a later prompt can begin
-with: *blocks*: the part that it shares, in whole blocks on the device and whole chunks below; *snapshots*: up to the
-last snapshot in it, taken every `snapshot_tokens` and at the end of a prompt. **Prompts** are computed *together*,
-several in one forward, or *in turn* (single tokens are a batch in any case).
+Each family is tested on a tiny random model in float32 against plain Transformers with `eager` attention. Greedy tokens
+are the same, and log-probabilities differ by less than 4e-4. No checkpoint of the real models was run. The tests
+(`tests/engine/families`) cover:
 
-Families that are computed *alone* run on the fallback executor: with the attention that Transformers computes them
-with, one sequence at a time, their cache in the same pools and tiers (`docs/engine.md`). All but Doge were made to take
-turns on a small device too. *Entries*: one compressed row for several tokens.
+- prompts of unequal lengths in one batch, computed in pieces;
+- prompts that share the first 70 % or 40 % of an earlier one, from the device, host memory and disk, also after a
+  restart;
+- sequences that take turns on a device that is too small for them;
+- blocks of 16 and 32 tokens, and of 528 for families with a state.
 
-`stowage tiny NAME DIR` writes such a tiny model.
+| Column | Word | Meaning |
+|---|---|---|
+| Keeps | *full* | keys and values of all tokens |
+| | *latent* | one compressed row per token |
+| | *window*, *chunked* | keys and values of the last tokens only, or of a token's own part |
+| | *state* | a recurrent state of fixed size |
+| | *entries* | one compressed row for several tokens |
+| | *shared* | later layers read the keys of earlier ones and keep none |
+| Reused | *blocks* | the part that a later prompt shares, in whole blocks on the device and whole chunks below |
+| | *snapshots* | up to the last snapshot in it, every `snapshot_tokens` and at the end of a prompt |
+| Prompts | *together* | several in one forward |
+| | *in turn* | one after the other; single tokens are a batch |
+| | *alone* | on the [fallback executor](../internals.md#the-fallback-executor), one sequence at a time |
 """
 OUTER_HEAD = """
 ## Models that take pictures or sound
 
-Checkpoints of these types are run as well, as text models: from the checkpoint as it is published, only the tensors of
-its text part are loaded and counted. Each has a tiny model too, built and saved whole by the class that its checkpoints
-name; its text is answered as the whole model's own `generate()` answers it (`tests/engine/families`), whichever version
-of Transformers named the tensors. *Text* is the family of the table above that computes it: the first is that of the
-tiny model, of others logits were compared. With any other text model a type is refused, because its text may not be
-what that model answers alone: Transformers leaves out the scale of Granite's and Cohere's logits there. Pictures and
-sound are refused; of Gemma 3n and Gemma 4, so is a token that stands for one, which also ends an answer.
+Checkpoints of these types run as text models, as they are published. Only the tensors of the text part are loaded and
+counted. Each has a tiny model too; its text is answered as the whole model's own `generate()` answers it, whichever
+version of Transformers named the tensors.
+
+*Text* is the family above that computes it. The first is that of the tiny model; of others, logits were compared. With
+any other text model a type is refused, because its text may not be what that model answers alone. Pictures and sound
+are refused. Of Gemma 3n and Gemma 4, so is a token that stands for one, which also ends an answer.
 
 | Name | Type | Models | Text |
 |---|---|---|---|
@@ -69,7 +77,7 @@ sound are refused; of Gemma 3n and Gemma 4, so is a token that stands for one, w
 REFUSED_HEAD = """
 ## Refused
 
-Each of these has a tiny model too, which is seen to do what is said of it.
+Each of these has a tiny model too, on which the reason is tested.
 
 | Type | Models | Why |
 |---|---|---|

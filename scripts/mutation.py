@@ -1,8 +1,8 @@
 """Changes core and format one spot at a time, and sees whether the tests notice: `make mutation`.
 
 mutmut makes the mutants and runs them (settings: [tool.mutmut] in pyproject.toml); this starts it, and owns what is
-kept of a run: `tests/mutation.json` with the score of each file and every survivor, and the table in
-`docs/testing.md`. A run goes on where the last one was stopped. What survived is tried again, because there may be
+kept of a run: `tests/mutation.json` with the score of each file and every survivor, and the line in
+`docs/internals.md`. A run goes on where the last one was stopped. What survived is tried again, because there may be
 new tests; what was killed is not, unless its function changed. `rm -r mutants` begins anew.
 
     python scripts/mutation.py                   # everything
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "mutants"
 PACKAGE = Path("src") / "stowage"
 RESULT = ROOT / "tests" / "mutation.json"
-PAGE = ROOT / "docs" / "testing.md"
+PAGE = ROOT / "docs" / "internals.md"
 BEGIN, END = "<!-- mutation: begin -->\n", "<!-- mutation: end -->\n"
 SCORE_MIN = 0.90
 FILE_SCORE_MIN = 0.80
@@ -129,8 +129,9 @@ def report() -> bool:
     rows.append(("together", mutants, survivors, total))
     table = "| File | Mutants | Survived | Score |\n|---|---:|---:|---:|\n"
     table += "".join(f"| {name} | {some:,} | {left} | {score:.1%} |\n" for name, some, left, score in rows)
+    line = f"Last run: {mutants:,} mutants, {survivors} survived: {total:.1%} were noticed.\n"
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
+    PAGE.write_text(before + BEGIN + line + END + rest.partition(END)[2])
     print(table)
     poor = [name for name, _, _, score in rows if score < FILE_SCORE_MIN]
     print(f"{total:.1%} of {mutants:,} mutants were noticed; at least {SCORE_MIN:.0%} must be.", *poor)

@@ -37,7 +37,7 @@ def load(way: str, path: str, dtype: str, device_memory: str) -> Any:
         return cpu_offload(model, execution_device=torch.device("cuda", 0))
     import stowage
 
-    ours: dict[str, Any] = {"host": "90%", "device": "cuda", "dtype": dtype}
+    ours: dict[str, Any] = {"host_memory": "90%", "device": "cuda", "dtype": dtype}
     if way == "experts":
         return stowage.offload(path, device_memory=device_memory, **ours)
     rules = f"lm_head={way},model.layers.*={way},*=resident"

@@ -73,12 +73,12 @@ def main() -> None:
 
     logging.disable_progress_bar()
     memory = Memory(
-        device_kv="128MiB",
-        host=int(host),
+        kv_cache_memory="128MiB",
+        host_memory=int(host),
         device_memory=int(device),
         weights=rules,
-        sequences_max=SEQUENCES_MAX,
-        step_tokens_max=STEP_TOKENS,
+        max_num_seqs=SEQUENCES_MAX,
+        max_num_batched_tokens=STEP_TOKENS,
     )
     with Engine(model, memory, dtype=dtype) as engine:
         said = {"weights": engine.weights.stats() if engine.weights is not None else {}}

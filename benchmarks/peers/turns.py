@@ -33,7 +33,7 @@ def stowage(model: str, dtype: str, device_bytes: int, host_bytes: int, device: 
     openmp.wait_briefly()  # as `stowage run` and `stowage serve`
     from stowage import Engine, Memory, SamplingParams
 
-    memory = Memory(device_kv=device_bytes, host=host_bytes, sequences_max=SEQUENCES_MAX)
+    memory = Memory(kv_cache_memory=device_bytes, host_memory=host_bytes, max_num_seqs=SEQUENCES_MAX)
     engine = Engine(model, memory, dtype=dtype, device=device, **more)
 
     def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def vllm(model: str, dtype: str, device_bytes: int, host_bytes: int, reuse: bool
     llm = start(
         model,
         dtype,
-        {"host": host_bytes} if host_bytes else None,
+        {"host_memory": host_bytes} if host_bytes else None,
         enable_prefix_caching=reuse,
         max_model_len=CONTEXT_TOKENS,
         max_num_seqs=SEQUENCES_MAX,

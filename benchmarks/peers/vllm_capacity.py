@@ -88,7 +88,14 @@ def write_model(family: str, fields: dict[str, Any], directory: Path) -> Path:
 
 def transfer(told: dict[str, Any]) -> dict[str, Any]:
     if told["peer"] == "Stowage":
-        name, module, extra = "StowageConnector", "stowage.plugins.vllm", {"host": told["host"], "policy": "lru"}
+        name, module, extra = (
+            "StowageConnector",
+            "stowage.plugins.vllm",
+            {
+                "host_memory": told["host"],
+                "eviction_policy": "lru",
+            },
+        )
     else:
         spec = {"spec_name": "PretendingSpec", "spec_module_path": "__main__"}
         name, module, extra = "OffloadingConnector", None, {"cpu_bytes_to_use": told["host"], **spec}

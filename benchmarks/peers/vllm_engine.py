@@ -117,7 +117,7 @@ def main() -> None:
     llm = start(
         model,
         dtype,
-        {"host": HOST, "disk": f"{rest[0]}:{DISK}"} if rest else None,
+        {"host_memory": HOST, "disk": f"{rest[0]}:{DISK}"} if rest else None,
         enable_prefix_caching=True,
         max_model_len=4096,
         max_num_seqs=8,

@@ -40,7 +40,7 @@ def load(way: str, path: str, dtype: str, scratch: str) -> Any:
         if way.startswith("experts:"):
             return stowage.offload(path, device_memory=way.partition(":")[2], dtype=dtype)
         if way == "mapped":
-            return stowage.offload(path, weights="*=mapped", host="100%", dtype=dtype)
+            return stowage.offload(path, weights="*=mapped", host_memory="100%", dtype=dtype)
         if way == "stream":
             return stowage.offload(
                 path, weights="lm_head=stream,model.layers.*=stream", device_memory="100%", dtype=dtype

@@ -1,4 +1,4 @@
-"""A conversation whose turns are not computed twice, with Transformers' own generate(). docs/library.md explains it.
+"""A conversation whose turns are not computed twice, with Transformers' own generate(). See docs/transformers.md.
 
     python docs/examples/chat_prefixes.py [MODEL] [DIRECTORY]
 
@@ -22,7 +22,7 @@ def main(name: str, directory: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(name).eval()
     tokenizer = AutoTokenizer.from_pretrained(name)
     messages = [{"role": "user", "content": SYSTEM}]
-    with stowage.PrefixCache(model, host="256MiB", disk=f"{directory}:1GiB") as prefixes:
+    with stowage.PrefixCache(model, host_memory="256MiB", disk=f"{directory}:1GiB") as prefixes:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             inputs = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""A tier of your own, as small as can be: chunks in a dict, the oldest go first. docs/tiers.md walks through it."""
+"""A tier of your own, as small as can be: chunks in a dict, the oldest go first. See docs/internals.md."""
 
 from collections import deque
 

@@ -13,7 +13,7 @@ QUESTIONS = ("Which deck stows the most?", "How many crates are there in all?")
 
 def main(model: str, file: str) -> None:
     document = Path(file).read_text()
-    memory = Memory(device_kv="64MiB", host="64MiB", disk="./cache:1GiB")
+    memory = Memory(kv_cache_memory="64MiB", host_memory="64MiB", disk="./cache:1GiB")
     with Engine(model, memory) as engine:
         for question in QUESTIONS:
             (answer,) = engine.generate([f"{document}\n{question}\n"], SamplingParams(max_new_tokens=16))

@@ -1,4 +1,4 @@
-"""An engine's statistics as Prometheus metrics. docs/metrics.md lists them; the tables below are what it is made from.
+"""An engine's statistics as Prometheus metrics. docs/reference/metrics.md is made from the tables below.
 
 Owns names, kinds and help texts; the numbers are those of `Engine.stats()`, read when somebody asks. Nothing is counted
 here. A number that no table knows (a user's tier may have its own) comes out as `stowage_tier_stat`, never lost.

@@ -4,7 +4,7 @@ Torch computes with a team of threads that belongs to whichever thread calls it.
 for some milliseconds, which is fatal to whoever needs their cores, and for next to no time as soon as all teams
 together are more than the cores (``gomp_spin_count_var`` and ``gomp_throttled_spin_count_var`` in its ``env.c``): then
 every operation waits until they are woken. Opening an engine in one thread and computing in another made prompts take 5
-to 20 % longer. Ten microseconds are right for both (``docs/engine.md`` has the numbers), but only the environment can
+to 20 % longer. Ten microseconds are right for both (numbers: ``docs/benchmarks.md``), but only the environment can
 say so, before torch is loaded.
 """
 

@@ -63,15 +63,15 @@ def test_wrong_use_is_status_2(call: Stowage, arguments: list[str]) -> None:
 
 
 def test_an_error_is_one_paragraph_without_a_traceback(call_process: OwnProcess) -> None:
-    done = call_process("config", "show", "--host", "lots")
+    done = call_process("config", "show", "--host-memory", "lots")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("stowage: host cannot be used. The size 'lots' is not understood.")
+    assert done.stderr.startswith("stowage: host_memory cannot be used. The size 'lots' is not understood.")
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("flags", "environment"), [(["--debug"], {}), ([], {"STOWAGE_DEBUG": "1"})])
 def test_debug_shows_the_traceback(call_process: OwnProcess, flags: list[str], environment: dict[str, str]) -> None:
-    done = call_process("config", "show", "--host", "lots", *flags, **environment)
+    done = call_process("config", "show", "--host-memory", "lots", *flags, **environment)
     assert done.returncode != 0
     assert "Traceback" in done.stderr and "ConfigError" in done.stderr

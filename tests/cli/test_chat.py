@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.cli.conftest import Stowage
 
-FLAGS = ["--max-new-tokens", "4", "--device-kv", "8MiB", "--json"]
+FLAGS = ["--max-new-tokens", "4", "--kv-cache-memory", "8MiB", "--json"]
 
 
 def test_turns_build_on_one_another_and_reset_forgets(call: Stowage, tiny_llama: Path) -> None:

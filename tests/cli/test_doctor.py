@@ -17,7 +17,9 @@ def levels(found: list[checks.Check]) -> dict[str, str]:
 
 
 def test_this_machine_has_no_problem(call: Stowage, tmp_path: Path) -> None:
-    result = call("doctor", "--device-kv", "1MiB", "--host", "1MiB", "--disk", f"{tmp_path}/kv:1MiB", "--json")
+    result = call(
+        "doctor", "--kv-cache-memory", "1MiB", "--host-memory", "1MiB", "--disk", f"{tmp_path}/kv:1MiB", "--json"
+    )
     report = json.loads(result.stdout)
     assert (result.exit_code, report["problems"]) == (0, 0), report
     assert not (tmp_path / "kv").exists(), "looking must not make the directory"
@@ -26,7 +28,7 @@ def test_this_machine_has_no_problem(call: Stowage, tmp_path: Path) -> None:
 
 def test_every_problem_has_a_fix_and_makes_status_1(call: Stowage, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = call("doctor", "--host", "99TiB", "--disk", f"{tmp_path}/file:1MiB")
+    result = call("doctor", "--host-memory", "99TiB", "--disk", f"{tmp_path}/file:1MiB")
     assert result.exit_code == 1
     assert result.stdout.count("PROBLEM") == 2 and result.stdout.rstrip().endswith("2 problems.")
     for place, line in enumerate(lines := result.stdout.splitlines()):
@@ -73,7 +75,7 @@ def test_more_threads_than_cores_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_budget_that_cannot_be_used_is_a_problem() -> None:
-    settings = load_settings({"disk": "/kv:1GiB"}, {})
+    settings = load_settings({"disk": "/kv:1GiB", "host_memory": 0}, {})
     assert checks.check_budgets(settings).level == "problem"
 
 
@@ -84,7 +86,7 @@ def test_devices() -> None:
 
 
 def test_what_lies_on_another_device_takes_none_of_this_machines_memory() -> None:
-    asked = {"device_kv": "100%", "host": "10%"}
+    asked = {"kv_cache_memory": "100%", "host_memory": "10%"}
     assert checks.check_budgets(load_settings(asked, {})).level == "problem"
     elsewhere = checks.check_budgets(load_settings(asked | {"device": "cuda"}, {}))
     assert elsewhere.level == "ok" and elsewhere.found.startswith("host ")

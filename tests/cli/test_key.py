@@ -73,7 +73,7 @@ def test_run_refuses_a_key_file_that_others_can_read(call: Stowage, tmp_path: Pa
     file = tmp_path / "keys"
     call("key", "new", file)
     file.chmod(0o640)
-    memory = ("--host", "8MiB", "--disk", f"{tmp_path / 'cache'}:64MiB")
+    memory = ("--host-memory", "8MiB", "--disk", f"{tmp_path / 'cache'}:64MiB")
     protected = ("--disk-protection", "aes-256-gcm", "--disk-key-file", file)
     result = call("run", tiny_llama, "--prompt", "hello", *memory, *protected)
     assert result.exit_code == 2 and "chmod 600" in result.stderr

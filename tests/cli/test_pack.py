@@ -37,7 +37,7 @@ def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_pat
     assert int8["before"] == int4["before"]
     assert 0 < abs(int8["after"] / int8["before"] - 1) < 0.003 < int4["after"] / int4["before"] - 1 < 0.03
     assert told["int4"]["bytes_after"] < told["int8"]["bytes_after"] < told["int8"]["bytes_before"]
-    answered = call("run", tmp_path / "int8", "--prompt", "hello", "--max-new-tokens", "4", "--device-kv", "2MiB")
+    answered = call("run", tmp_path / "int8", "--prompt", "hello", "--max-new-tokens", "4", "--kv-cache-memory", "2MiB")
     assert answered.exit_code == 0
     assert answered.stdout.strip()
 
@@ -45,7 +45,15 @@ def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_pat
 def test_text_of_ones_own_and_none(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("The hold is full, and what is needed first lies on top. " * 9)
     done = call(
-        "pack", tiny_llama, tmp_path / "a", "--eval", tmp_path / "text", "--eval-tokens", "64", "--device-kv", "2MiB"
+        "pack",
+        tiny_llama,
+        tmp_path / "a",
+        "--eval",
+        tmp_path / "text",
+        "--eval-tokens",
+        "64",
+        "--kv-cache-memory",
+        "2MiB",
     )
     assert done.exit_code == 2, "no setting of its own"
     done = call("pack", tiny_llama, tmp_path / "a", "--eval", tmp_path / "text", "--eval-tokens", "64")

@@ -77,7 +77,7 @@ def test_run_prints_one_object_per_prompt(call: Stowage, tiny_llama: Path, tmp_p
     (tmp_path / "prompt.txt").write_text(DOCUMENT)
     result = call(
         "run", tiny_llama, "one", "--prompt", "two", "--prompt-file", "prompt.txt", "--prompt-file", "-",
-        "--max-new-tokens", "4", "--device-kv", "8MiB", "--json", stdin="three",
+        "--max-new-tokens", "4", "--kv-cache-memory", "8MiB", "--json", stdin="three",
     )  # fmt: skip
     found = answers(result.stdout)
     assert result.exit_code == 0 and [item["prompt_tokens"] for item in found] == [3, 3, len(DOCUMENT), 5]
@@ -89,7 +89,7 @@ def test_run_prints_one_object_per_prompt(call: Stowage, tiny_llama: Path, tmp_p
 
 
 def test_text_goes_to_stdout_and_cost_to_stderr(call: Stowage, tiny_llama: Path) -> None:
-    flags = ["run", tiny_llama, "--device-kv", "8MiB", "--max-new-tokens", "6"]
+    flags = ["run", tiny_llama, "--kv-cache-memory", "8MiB", "--max-new-tokens", "6"]
     text = answers(call(*flags, "--prompt", "one", "--json").stdout)[0]["text"]
     streamed = call(*flags, "--prompt", "one")
     assert streamed.stdout == text + "\n"
@@ -99,7 +99,7 @@ def test_text_goes_to_stdout_and_cost_to_stderr(call: Stowage, tiny_llama: Path)
 
 
 def test_sampling_flags_reach_the_sampler(call: Stowage, tiny_llama: Path) -> None:
-    flags = ["run", tiny_llama, "--device-kv", "8MiB", "--prompt", "one", "--json", "--max-new-tokens", "12"]
+    flags = ["run", tiny_llama, "--kv-cache-memory", "8MiB", "--prompt", "one", "--json", "--max-new-tokens", "12"]
     greedy = answers(call(*flags, "--logprobs", "3").stdout)[0]
     assert all(len(item["top"]) == 3 and item["top"][0][0] == item["token_id"] for item in greedy["logprobs"])
     sampled = [
@@ -116,7 +116,16 @@ def test_sampling_flags_reach_the_sampler(call: Stowage, tiny_llama: Path) -> No
 @pytest.mark.slow
 def test_a_second_process_finds_the_prefix_on_disk(call_process: OwnProcess, tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "doc.txt").write_text(DOCUMENT)
-    flags = ["--prompt-file", tmp_path / "doc.txt", "--max-new-tokens", "5", "--device-kv", "8MiB", "--host", "8MiB"]
+    flags = [
+        "--prompt-file",
+        tmp_path / "doc.txt",
+        "--max-new-tokens",
+        "5",
+        "--kv-cache-memory",
+        "8MiB",
+        "--host-memory",
+        "8MiB",
+    ]
     disk = ["--disk", f"{tmp_path}/kv:64MiB", "--json"]
     cold, warm = (call_process("run", tiny_llama, *flags, *disk) for _ in range(2))
     assert (cold.returncode, warm.returncode) == (0, 0), warm.stderr
@@ -138,10 +147,10 @@ def test_a_second_process_finds_the_prefix_on_disk(call_process: OwnProcess, tin
         (["--prompt", "x" * 5000], "4096"),
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (["--prompt-file", "binary"], "not UTF-8"),
-        (["--prompt", "x", "--device-kv", "1KiB"], "least that works"),
-        (["--prompt", "x", "--host", "1KiB"], "least that works"),
-        (["--prompt", "x", "--host", "8MiB", "--disk", "kv:1KiB"], "least that works"),
-        (["--prompt", "x", "--host", "8MiB", "--disk", "file:1GiB"], "cache directory"),
+        (["--prompt", "x", "--kv-cache-memory", "1KiB"], "least that works"),
+        (["--prompt", "x", "--host-memory", "1KiB"], "least that works"),
+        (["--prompt", "x", "--host-memory", "8MiB", "--disk", "kv:1KiB"], "least that works"),
+        (["--prompt", "x", "--host-memory", "8MiB", "--disk", "file:1GiB"], "cache directory"),
         (["--prompt", "x", "--top-p", "2"], "top_p"),
         (["--prompt", "x", "--dtype", "int3"], "int3"),
         (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),

@@ -9,7 +9,7 @@ import pytest
 from tests import traces
 from tests.cli.conftest import OwnProcess, Stowage
 
-SMALL = ("--block-tokens", "16", "--kv-bytes-per-token", "256", "--prefill-tokens-per-s", "200", "--jobs", "1")
+SMALL = ("--block-size", "16", "--kv-bytes-per-token", "256", "--prefill-tokens-per-s", "200", "--jobs", "1")
 
 
 @pytest.fixture
@@ -18,7 +18,9 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_json(call: Stowage, trace: Path) -> None:
-    result = call("simulate", trace, *SMALL, "--host", "512KiB", "--disk", "4MiB", "--object", "--nodes", 2, "--json")
+    result = call(
+        "simulate", trace, *SMALL, "--host-memory", "512KiB", "--disk", "4MiB", "--object", "--nodes", 2, "--json"
+    )
     assert result.exit_code == 0 and result.stderr == "", result.output
     report = json.loads(result.stdout)
     (found,) = report["results"]
@@ -31,14 +33,23 @@ def test_json(call: Stowage, trace: Path) -> None:
 
 
 def test_a_sweep_for_people(call: Stowage, trace: Path, tmp_path: Path) -> None:
-    options = ("--sweep", "host=64KiB,2MiB", "--disk", "4MiB", "--disk-endurance", "1TB", "--price-node-hour", "2.5")
+    options = (
+        "--sweep",
+        "host_memory=64KiB,2MiB",
+        "--disk",
+        "4MiB",
+        "--disk-endurance",
+        "1TB",
+        "--price-node-hour",
+        "2.5",
+    )
     result = call("simulate", trace, *SMALL, *options, "--picture", tmp_path / "p.svg")
     assert result.exit_code == 0, result.output
     for text in ("80 prompts", "64KiB", "2MiB", "host hits", "disk hits", "years", "cost/M", "TTFT p50"):
         assert text in result.stdout
     assert "picture:" in result.stderr and (tmp_path / "p.svg").read_text().startswith("<svg")
     report = json.loads(call("simulate", trace, *SMALL, *options, "--json").stdout)
-    assert report["sweep"] == "host" and [item["value"] for item in report["results"]] == ["64KiB", "2MiB"]
+    assert report["sweep"] == "host_memory" and [item["value"] for item in report["results"]] == ["64KiB", "2MiB"]
     small, large = report["results"]
     assert small["hit_rate"]["host"] < large["hit_rate"]["host"] and large["cost_per_million_tokens"] > 0
 
@@ -48,26 +59,26 @@ def test_a_sweep_for_people(call: Stowage, trace: Path, tmp_path: Path) -> None:
     [
         ("disk=0,4MiB", "disk_bytes", [0, 4 << 20]),
         ("nodes=1,3", "nodes", [1, 3]),
-        ("policy=lru,arc", "policy", ["lru", "arc"]),
+        ("eviction_policy=lru,arc", "policy", ["lru", "arc"]),
         ("routing=random,round-robin", "routing", ["random", "round-robin"]),
     ],
 )
 def test_what_can_be_swept(sweep: str, key: str, values: list[object], call: Stowage, trace: Path) -> None:
-    report = json.loads(call("simulate", trace, *SMALL, "--host", "1MiB", "--sweep", sweep, "--json").stdout)
+    report = json.loads(call("simulate", trace, *SMALL, "--host-memory", "1MiB", "--sweep", sweep, "--json").stdout)
     assert [item["scenario"][key] for item in report["results"]] == values
 
 
 def test_prompts_pile_up(call: Stowage, trace: Path) -> None:
-    slow = call("simulate", trace, *SMALL, "--host", "1MiB", "--speed-up", "1000")
+    slow = call("simulate", trace, *SMALL, "--host-memory", "1MiB", "--speed-up", "1000")
     assert slow.exit_code == 0 and "prompts pile up" in slow.stderr
-    assert "pile up" not in call("simulate", trace, *SMALL, "--host", "1MiB", "--limit", "5").stderr
+    assert "pile up" not in call("simulate", trace, *SMALL, "--host-memory", "1MiB", "--limit", "5").stderr
 
 
 def test_a_model_says_what_a_token_takes(call: Stowage, trace: Path, tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = ("--block-tokens", "16", "--model", tmp_path, "--jobs", "1", "--json")
+    options = ("--block-size", "16", "--model", tmp_path, "--jobs", "1", "--json")
     (found,) = json.loads(call("simulate", trace, *options).stdout)["results"]
     assert found["scenario"]["kv_bytes_per_token"] == 4 * 2 * 2 * 16 * 2
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral", "sliding_window": 64}))
@@ -78,15 +89,15 @@ def test_a_model_says_what_a_token_takes(call: Stowage, trace: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--host", "1KiB"), "The least that works is 4096 bytes"),
-        (("--host", "lots"), "lots"),
-        (("--host", "30%"), "percentage"),
+        (("--host-memory", "1KiB"), "The least that works is 4096 bytes"),
+        (("--host-memory", "lots"), "lots"),
+        (("--host-memory", "30%"), "percentage"),
         (("--disk", "4KiB"), "The least that works"),
-        (("--policy", "fifo"), "lru"),
+        (("--eviction-policy", "fifo"), "lru"),
         (("--routing", "any"), "round-robin"),
         (("--nodes", "0"), "nodes"),
-        (("--sweep", "host"), "host=16GiB"),
-        (("--sweep", "colour=red"), "host, disk, nodes"),
+        (("--sweep", "host_memory"), "host_memory=16GiB"),
+        (("--sweep", "colour=red"), "host_memory, disk, nodes"),
         (("--sweep", "nodes=two"), "whole numbers"),
         (("--speed-up", "0"), "--speed-up"),
         (("--limit", "-1"), "--limit"),
@@ -95,7 +106,7 @@ def test_a_model_says_what_a_token_takes(call: Stowage, trace: Path, tmp_path: P
         (("--copy-rate", "0"), "copy_bytes_per_s"),
         (("--disk-read", "0"), "above 0"),
         (("--picture", "no/such/p.svg"), "no directory"),
-        (("--block-tokens", "17"), "Line 1 of the trace"),
+        (("--block-size", "17"), "Line 1 of the trace"),
         (("--model", "nowhere"), "nowhere"),
     ],
 )

@@ -73,8 +73,8 @@ def test_no_file_no_thread() -> None:
 def test_trouble_is_told_as_json_lines_on_stderr(
     call: Stowage, tiny_llama: Path, tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["run", tiny_llama, "--prompt", PROMPT, "--max-new-tokens", "2", "--device-kv", "8MiB", "--json"]
-    command += ["--host", "8MiB", "--disk", f"{tmp_path / 'c'}:32MiB"]
+    command = ["run", tiny_llama, "--prompt", PROMPT, "--max-new-tokens", "2", "--kv-cache-memory", "8MiB", "--json"]
+    command += ["--host-memory", "8MiB", "--disk", f"{tmp_path / 'c'}:32MiB"]
     assert call(*command).exit_code == 0
     (segment,) = (tmp_path / "c").glob("*.seg")
     with segment.open("r+b") as file:

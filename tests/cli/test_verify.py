@@ -16,8 +16,8 @@ from stowage.testing import tiny_models
 from stowage.transfer.cpu import CpuTransfer
 from tests.cli.conftest import Stowage
 
-SMALL = Memory(device_kv="8MiB", host="8MiB", block_tokens=4, chunk_blocks=2, snapshot_tokens=64)
-FLAGS = ["--device-kv", "8MiB", "--host", "8MiB", "--block-tokens", "4", "--chunk-blocks", "2"]
+SMALL = Memory(kv_cache_memory="8MiB", host_memory="8MiB", block_size=4, chunk_blocks=2, snapshot_tokens=64)
+FLAGS = ["--kv-cache-memory", "8MiB", "--host-memory", "8MiB", "--block-size", "4", "--chunk-blocks", "2"]
 
 
 def by_verdict(report: Report, tier: str) -> set[str]:
@@ -89,6 +89,8 @@ def test_fails_when_nothing_is_reused(call: Stowage, tiny_llama: Path, monkeypat
 
 @pytest.mark.slow
 def test_uses_the_given_directory_whatever_it_holds(tiny_llama: Path, tmp_path: Path) -> None:
-    memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path}/kv:64MiB", block_tokens=4, chunk_blocks=2)
+    memory = Memory(
+        kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{tmp_path}/kv:64MiB", block_size=4, chunk_blocks=2
+    )
     assert all(verify(tiny_llama, memory).parity for _ in range(2))
     assert (tmp_path / "kv").is_dir()

@@ -18,8 +18,8 @@ from stowage.evaluation.tasks import evaluate, questions, right
 from stowage.transfer.cpu import CpuTransfer
 from tests.cli.conftest import Stowage
 
-SMALL = Memory(device_kv="8MiB", host="8MiB", block_tokens=4, chunk_blocks=2)
-FLAGS = ["--device-kv", "8MiB", "--host", "8MiB", "--block-tokens", "4", "--chunk-blocks", "2"]
+SMALL = Memory(kv_cache_memory="8MiB", host_memory="8MiB", block_size=4, chunk_blocks=2)
+FLAGS = ["--kv-cache-memory", "8MiB", "--host-memory", "8MiB", "--block-size", "4", "--chunk-blocks", "2"]
 
 
 def write(path: Path, items: list[Any]) -> Path:
@@ -142,12 +142,12 @@ def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatc
     from stowage.weights.delivery import Streamed
 
     memory = Memory(
-        device_kv="1MiB",
-        host="8MiB",
-        block_tokens=4,
+        kv_cache_memory="1MiB",
+        host_memory="8MiB",
+        block_size=4,
         chunk_blocks=2,
         weights="model.layers.*=stream",
-        step_tokens_max=256,
+        max_num_batched_tokens=256,
     )
     report = verify(tiny_llama, memory)
     assert report.parity
@@ -165,7 +165,9 @@ def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatc
 
 def test_shared_stores_serve_alone(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    memory = Memory(device_kv="8MiB", host="8MiB", block_tokens=4, chunk_blocks=2, object=f"file://{tmp_path}/store")
+    memory = Memory(
+        kv_cache_memory="8MiB", host_memory="8MiB", block_size=4, chunk_blocks=2, object=f"file://{tmp_path}/store"
+    )
     report = verify(tiny_llama, memory)
     assert report.parity
     alone = [case for case in report.cases if case.tier == "object" and case.verdict == "ok"]

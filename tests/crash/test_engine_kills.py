@@ -69,7 +69,12 @@ def serve_until_killed(board_path: str, answers_path: str, directory: str, seed:
     answers = json.loads(Path(answers_path).read_text())
     began_s = time.process_time()
     memory = Memory(
-        device_kv="64KiB", host="64KiB", disk=f"{directory}:{LIMIT}", block_tokens=8, chunk_blocks=2, sequences_max=4
+        kv_cache_memory="64KiB",
+        host_memory="64KiB",
+        disk=f"{directory}:{LIMIT}",
+        block_size=8,
+        chunk_blocks=2,
+        max_num_seqs=4,
     )
     engine = Engine(held[0], memory)
     notes[OPEN_US] = int(1e6 * (time.process_time() - began_s))

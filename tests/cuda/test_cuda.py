@@ -39,7 +39,7 @@ def opened(checkpoints: Callable[..., Path]):  # type: ignore[no-untyped-def]
     made: list[Engine] = []
 
     def open_engine(family: str, device: str = "cuda", dtype: str = "float32", context: int = 4096, **memory: object):  # type: ignore[no-untyped-def]
-        limits = {"device_kv": "8MiB", "snapshot_tokens": 64} | memory
+        limits = {"kv_cache_memory": "8MiB", "snapshot_tokens": 64} | memory
         made.append(Engine(checkpoints(family, context), Memory(**limits), device=device, dtype=dtype))  # type: ignore[arg-type]
         assert made[-1].parts.pools[0].storage.device.type == device
         return made[-1]
@@ -66,7 +66,7 @@ def ask(engine: Engine, prompts: list[list[int]] = PROMPTS, new_tokens: int = 6)
 def test_parity_with_the_cpu(family: str, dtype: str, bound: float, opened, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Computed, and from host and disk: what is loaded continues as what was computed."""
     expected = ask(opened(family, "cpu"))
-    engine = opened(family, dtype=dtype, host="32MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    engine = opened(family, dtype=dtype, host_memory="32MiB", disk=f"{tmp_path / 'cache'}:64MiB")
     reused = []
     for drop in (lambda: None, engine.drop_device_cache, lambda: (engine.drop_device_cache(), engine.drop_host())):
         assert engine.flush()
@@ -85,7 +85,7 @@ def test_weights_that_cross_over(family: str, rules: str, switch: str, opened, m
     """Answers are those with all weights on the device, to the bit, pinned and not."""
     (expected,) = ask(opened(family), [PROMPTS[0]])
     monkeypatch.setenv("STOWAGE_DISABLE_PIN_MEMORY", switch)
-    engine = opened(family, host="64MiB", weights=rules)
+    engine = opened(family, host_memory="64MiB", weights=rules)
     for _ in range(2):
         (found,) = ask(engine, [PROMPTS[0]])
         assert found.token_ids == expected.token_ids
@@ -98,8 +98,10 @@ def test_preempted(family: str, opened) -> None:  # type: ignore[no-untyped-def]
     layouts = opened(family, context=160).parts.layout.blocks
     prompts = [random_prompt(105 + i, seed=i) for i in range(5)]
     expected = ask(opened(family, "cpu", context=160), prompts, 45)
-    device_kv = int(bytes_needed(layouts, 160, 64) * 1.7)
-    engine = opened(family, context=160, device_kv=device_kv, step_tokens_max=64, host="32MiB")
+    kv_cache_memory = int(bytes_needed(layouts, 160, 64) * 1.7)
+    engine = opened(
+        family, context=160, kv_cache_memory=kv_cache_memory, max_num_batched_tokens=64, host_memory="32MiB"
+    )
     for found, there in zip(ask(engine, prompts, 45), expected, strict=True):
         assert_near(found, there, FLOAT32_BOUND)
     assert engine.stats()["engine"]["preemptions"] > 0 == engine.stats()["engine"]["preemptions_recomputed"]
@@ -111,7 +113,7 @@ def test_longer_than_the_device(family: str, opened) -> None:  # type: ignore[no
     prompt = random_prompt(290, seed=1)
     (expected,) = ask(opened(family, "cpu"), [prompt])
     small = int(bytes_needed(layouts, 300, 64) * 0.5)
-    engine = opened(family, device_kv=small, step_tokens_max=64, host="32MiB")
+    engine = opened(family, kv_cache_memory=small, max_num_batched_tokens=64, host_memory="32MiB")
     assert_near(ask(engine, [prompt])[0], expected, FLOAT32_BOUND)
     assert engine.stats()["engine"]["blocks_moved_out"] > 0
 
@@ -146,7 +148,7 @@ def test_bytes_cross_over_and_back(switch: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_arena_is_pinned_and_given_back(opened) -> None:  # type: ignore[no-untyped-def]
-    engine = opened("llama", host="32MiB")
+    engine = opened("llama", host_memory="32MiB")
     pinned = engine.parts.link.pinned
     assert (pinned is not None) is should_pin_memory(torch.device("cuda", 0))
     if pinned is not None:

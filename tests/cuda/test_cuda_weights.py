@@ -38,7 +38,7 @@ def needs_pinning() -> None:
 
 def said(path: Path, **memory: Any) -> tuple[list[Any], dict[str, float]]:
     """Tokens and their log-probabilities, and what the weights did."""
-    limits = {"device_kv": "8MiB", "host": "64MiB"} | memory
+    limits = {"kv_cache_memory": "8MiB", "host_memory": "64MiB"} | memory
     with Engine(path, Memory(**limits), device="cuda", dtype="float32") as engine:
         found = [engine.generate([prompt], greedy(6))[0] for prompt in PROMPTS * 2]
         engine.check()
@@ -75,7 +75,7 @@ def test_experts_come_as_they_are_chosen(
 
 def test_host_memory_is_pinned_where_it_is_and_given_back(checkpoints: Callable[..., Path]) -> None:
     needs_pinning()
-    model = stowage.offload(checkpoints("llama", 4096), weights="*=prefetch", host="64MiB", device="cuda")
+    model = stowage.offload(checkpoints("llama", 4096), weights="*=prefetch", host_memory="64MiB", device="cuda")
     hosts = [home.host for load in model.stowage._loads for home in load.homes.values()]
     assert hosts and all(host.is_pinned() for host in hosts) and model.stowage.capturable
     model.stowage.close()
@@ -106,7 +106,9 @@ def test_a_graph_captures_a_forward_with_prefetch(family: str, rules: str, check
     """Replayed with other inputs, between forwards that are not captured."""
     needs_pinning()
     rules += ",*=resident"
-    model = stowage.offload(checkpoints(family, 4096), weights=rules, host="64MiB", device="cuda", dtype="float32")
+    model = stowage.offload(
+        checkpoints(family, 4096), weights=rules, host_memory="64MiB", device="cuda", dtype="float32"
+    )
     source, graph = model.stowage, torch.cuda.CUDAGraph()
     assert source.capturable
 

@@ -32,7 +32,7 @@ def opened(checkpoints: Callable[..., Path]) -> Iterator[Callable[..., Engine]]:
     def open_engine(  # type: ignore[no-untyped-def]
         family: str, dtype: str = "float32", cuda_graphs: bool = True, timed: bool = False, **memory
     ) -> Engine:
-        limits = {"device_kv": "1GiB", "host": "32MiB", "snapshot_tokens": 64} | memory
+        limits = {"kv_cache_memory": "1GiB", "host_memory": "32MiB", "snapshot_tokens": 64} | memory
         model = checkpoints(family)
         made.append(Engine(model, Memory(**limits), device="cuda", dtype=dtype, cuda_graphs=cuda_graphs))
         recorded = made[-1].parts.graphs

@@ -69,7 +69,7 @@ def test_engines_use_it(family: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     found = []
     for switch in ("", "1"):
         monkeypatch.setenv(launch.SWITCH, switch)
-        with Engine(model, Memory(device_kv="8MiB"), cuda_graphs=False) as engine:
+        with Engine(model, Memory(kv_cache_memory="8MiB"), cuda_graphs=False) as engine:
             assert (engine.parts.runner._paged is launch.attend) is (switch == "")
             found.append(engine.generate(prompts, greedy(12)))
     for in_place, gathered in zip(*found, strict=True):

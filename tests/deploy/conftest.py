@@ -38,8 +38,8 @@ def page(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> str:
     places = tmp_path_factory.mktemp("places")
     model = tiny_models.write("llama", places / "tiny")
     shared = {"valkey": redis.url, "object": f"file://{places}/objects"}
-    memory = Memory(device_kv="8MiB", host="16MiB", disk=f"{places}/kv:64MiB", **shared)  # type: ignore[arg-type]
-    place, started = listen.bind("127.0.0.1:0"), queue.Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]()
+    memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{places}/kv:64MiB", **shared)  # type: ignore[arg-type]
+    place, started = listen.bind("127.0.0.1", 0), queue.Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]()
 
     async def serve(engine: Engine) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()

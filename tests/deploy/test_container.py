@@ -22,7 +22,7 @@ LINES = re.sub(r"\\\n\s*", "", (DOCKER / "Dockerfile").read_text()).splitlines()
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 SERVER = SERVICES["stowage"]
-GRACE_S = float(SETTINGS["grace_s"].default) + 30
+GRACE_S = float(SETTINGS["shutdown_timeout_s"].default) + 30
 
 
 def instructions(word: str) -> list[str]:
@@ -64,7 +64,7 @@ def test_its_health_is_asked_where_no_key_is_needed() -> None:
     port = instructions("EXPOSE")[0]
     assert f"http://127.0.0.1:{port}/health" in check and "--start-period" in check
     environment = dict(re.findall(r"(\w+)=(\S+)", instructions("ENV")[-1]))
-    assert environment["STOWAGE_LISTEN"].endswith(f":{port}")
+    assert environment["STOWAGE_HOST"] == "0.0.0.0" and port == str(SETTINGS["port"].default)
     assert instructions("STOPSIGNAL") == ["SIGTERM"]
 
 

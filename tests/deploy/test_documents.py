@@ -1,4 +1,4 @@
-"""The pages on deploying, sizing and trouble say what is: files, messages of the program, bytes of models."""
+"""The pages on serving, planning and trouble say what is: files, messages of the program, bytes of models."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_error_that_names_a_command_is_on_the_page() -> None:
     assert sorted(one for one in named if not any(says(one[1], parts) for parts in messages())) == []
 
 
-@pytest.mark.parametrize("page", ["deploying", "sizing", "troubleshooting"])
+@pytest.mark.parametrize("page", ["serving", "planning", "troubleshooting"])
 def test_files_and_anchors_exist(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text()
     named = set(re.findall(r"\b(deploy/[\w./-]+\w)", text))
@@ -101,7 +101,7 @@ def test_files_and_anchors_exist(page: str) -> None:
 
 ROWS = re.findall(
     r"^\| `(\w+)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) tokens \| ([\d,]+) tokens \|$",
-    (DOCS / "sizing.md").read_text(),
+    (DOCS / "planning.md").read_text(),
     re.MULTILINE,
 )
 
@@ -115,7 +115,7 @@ def test_the_bytes_of_each_family(row: tuple[str, ...], tmp_path: Path) -> None:
     family, *numbers = row
     per_token, per_snapshot, device, host = (int(number.replace(",", "")) for number in numbers)
     model = tiny_models.write(family, tmp_path / family)
-    with Engine(model, Memory(device_kv="16MiB", host="32MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="16MiB", host_memory="32MiB")) as engine:
         groups = engine.parts.layout.groups
         paged = [group for group in groups if group.kind is not Kind.RECURRENT]
         assert per_token == sum(group.bytes_per_chunk // group.chunk_tokens for group in paged)
@@ -127,7 +127,7 @@ def test_the_bytes_of_each_family(row: tuple[str, ...], tmp_path: Path) -> None:
 def test_the_arithmetic_of_models() -> None:
     """Products of numbers and sums in brackets."""
     rows = re.findall(
-        r"^\| [^|]+ \| ([\d× ()+layers]+ × 2) \| ([\d,]+) \|$", (DOCS / "sizing.md").read_text(), re.MULTILINE
+        r"^\| [^|]+ \| ([\d× ()+layers]+ × 2) \| ([\d,]+) \|$", (DOCS / "planning.md").read_text(), re.MULTILINE
     )
     assert len(rows) == 6
     for formula, said in rows:

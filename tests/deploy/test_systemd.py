@@ -64,7 +64,7 @@ def test_it_is_closed(analyze: str, unit: Path) -> None:
 def test_it_has_time_to_stop() -> None:
     """Running requests may end, clients are told, and what is held is written."""
     (seconds,) = values("TimeoutStopSec")
-    assert float(seconds) >= float(SETTINGS["grace_s"].default) + 4 + 30
+    assert float(seconds) >= float(SETTINGS["shutdown_timeout_s"].default) + 4 + 30
     assert values("KillSignal") == ["SIGTERM"]
 
 

@@ -23,7 +23,7 @@ from tests.ports import free_port
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, credentials
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES: Final = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 PAGE_TIMEOUT_S: Final = 200
 NOT_RUN: Final = {
     "make": "tests/unit/test_docs.py holds that the target exists, continuous integration runs them",
@@ -79,11 +79,12 @@ def script(lines: list[str], model: Path, redis_port: int) -> str:
         line = line.replace("s3://bucket/", f"s3://{BUCKET}/")
         line = re.sub(r"--device cuda(:\d)?", "--device cpu", line)  # no GPU runs here
         line = re.sub(r"\b(127\.0\.0\.1|localhost|0\.0\.0\.0):8000\b", r"\1:$PORT", line)
+        line = line.replace("--port 8000", "--port $PORT")
         if line.startswith("stowage top") and "http://" not in line:
             line = line.partition(" #")[0] + " http://127.0.0.1:$PORT"
         if line.startswith("stowage serve"):
             line = line.partition(" #")[0]
-            line = "serve " + (line if "--listen" in line else f"{line} --listen 127.0.0.1:$PORT")
+            line = "serve " + (line if "--port" in line else f"{line} --port $PORT")
         parts.append(line)
     return "\n".join([*parts, "end_serving", ""])
 

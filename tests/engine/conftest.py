@@ -131,7 +131,7 @@ def engines(checkpoints: Callable[..., Path]) -> Iterator[Callable[..., Engine]]
     opened: list[Engine] = []
 
     def engine(family: str, context_tokens: int = 4096, **memory: object) -> Engine:
-        made = Engine(checkpoints(family, context_tokens), Memory(**({"device_kv": "8MiB"} | memory)))  # type: ignore[arg-type]
+        made = Engine(checkpoints(family, context_tokens), Memory(**({"kv_cache_memory": "8MiB"} | memory)))  # type: ignore[arg-type]
         opened.append(made)
         return made
 

@@ -7,9 +7,11 @@ import os
 import shutil
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
+from stowage.engine.sampling import SamplingParams
 from stowage.errors import (
     BudgetError,
     CheckpointError,
@@ -19,6 +21,7 @@ from stowage.errors import (
     UnsupportedModelError,
 )
 from stowage.models.loading import find
+from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
@@ -72,6 +75,60 @@ def test_missing_shard(damaged):
         Engine(damaged)
 
 
+ELSEWHERE = ["../other/model.safetensors", "{root}/other/model.safetensors", "a/../../x.safetensors", "model.bin", ""]
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, 5, None, {}])
+def test_an_index_that_leads_elsewhere(name, damaged, tmp_path):
+    """Nothing but the checkpoint's own files is opened, whatever its index says."""
+    shutil.copytree(damaged, tmp_path / "other")
+    name = name.format(root=tmp_path) if isinstance(name, str) else name
+    (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"index.json is damaged"):
+        Engine(damaged)
+
+
+def test_links_that_lead_elsewhere(damaged, tmp_path):
+    other = shutil.copytree(damaged, tmp_path / "other")
+    (damaged / "model.safetensors").unlink()
+    (damaged / "model.safetensors").symlink_to(other / "model.safetensors")
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint's directory"):
+        Engine(damaged)
+
+
+def test_links_of_the_hub_and_within_the_directory(damaged, tmp_path):
+    hub = tmp_path / "models--some--tiny"
+    (hub / "blobs").mkdir(parents=True)
+    snapshot = shutil.copytree(damaged, hub / "snapshots" / ("0" * 40))
+    shutil.move(snapshot / "model.safetensors", hub / "blobs" / "1234")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/1234")
+    shutil.move(damaged / "model.safetensors", damaged / "weights")
+    (damaged / "model.safetensors").symlink_to("weights")
+    (tmp_path / "link").symlink_to(damaged)
+    for path in (snapshot, damaged, tmp_path / "link"):
+        with Engine(path, Memory(kv_cache_memory="8MiB")) as engine:
+            assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss"])
+def test_a_window_of_one_token(family, tmp_path):
+    """Transformers disagrees with itself about it, by whole logits."""
+    path = tiny_models.write(family, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": 1}))
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 1"):
+        Engine(path, Memory(kv_cache_memory="8MiB"))
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 1"):
+        Engine(model, Memory(kv_cache_memory="8MiB"))
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 1"):
+        PrefixCache(model, host_memory="8MiB")
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": 1}))
+    with Engine(path, Memory(kv_cache_memory="8MiB")) as engine:
+        assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
+
+
 def test_pickled_weights_are_refused(damaged):
     (damaged / "model.safetensors").unlink()
     (damaged / "pytorch_model.bin").write_bytes(b"\x80\x04")
@@ -104,7 +161,7 @@ def test_rope_that_depends_on_the_batch(damaged):
         "original_max_position_embeddings": 64,
     }
     (damaged / "config.json").write_text(json.dumps(config))
-    with Engine(damaged, Memory(device_kv="4MiB")) as engine:
+    with Engine(damaged, Memory(kv_cache_memory="4MiB")) as engine:
         assert len(engine.generate([random_prompt(50)], greedy(30))[0].token_ids) == 15
         with pytest.raises(RequestError, match="context of 64"):
             engine.generate([random_prompt(65)], greedy(1))
@@ -113,29 +170,29 @@ def test_rope_that_depends_on_the_batch(damaged):
 @pytest.mark.parametrize("family", tiny_models.KINDS)
 def test_budget_for_no_sequence_says_the_least(family, checkpoints):
     """The least that the message names works."""
-    with pytest.raises(BudgetError, match=r"--device-kv (\d+)KiB") as caught:
-        Engine(checkpoints(family), Memory(device_kv="1KiB"))
-    least = str(caught.value).split("--device-kv ")[1].split()[0]
-    with Engine(checkpoints(family), Memory(device_kv=least, step_tokens_max=1024)) as engine:
+    with pytest.raises(BudgetError, match=r"--kv-cache-memory (\d+)KiB") as caught:
+        Engine(checkpoints(family), Memory(kv_cache_memory="1KiB"))
+    least = str(caught.value).split("--kv-cache-memory ")[1].split()[0]
+    with Engine(checkpoints(family), Memory(kv_cache_memory=least, max_num_batched_tokens=1024)) as engine:
         assert len(engine.generate([random_prompt(4)], greedy(2))[0].token_ids) == 2
 
 
 @pytest.mark.parametrize("family", tiny_models.KINDS)
 def test_budget_for_one_long_sequence_says_the_least(family, checkpoints, references):
     prompt = random_prompt(2000)
-    with Engine(checkpoints(family), Memory(device_kv="400KiB", step_tokens_max=64)) as engine:
-        with pytest.raises(BudgetError, match="--device-kv") as caught:
+    with Engine(checkpoints(family), Memory(kv_cache_memory="400KiB", max_num_batched_tokens=64)) as engine:
+        with pytest.raises(BudgetError, match="--kv-cache-memory") as caught:
             engine.generate([prompt], greedy(20))
         (short,) = engine.generate([prompt[:20]], greedy(4))
         assert_same(short, references(family).answer(prompt[:20], 4))
-    least = str(caught.value).split("--device-kv ")[1].rstrip(".")
-    with Engine(checkpoints(family), Memory(device_kv=least, step_tokens_max=64)) as engine:
+    least = str(caught.value).split("--kv-cache-memory ")[1].rstrip(".")
+    with Engine(checkpoints(family), Memory(kv_cache_memory=least, max_num_batched_tokens=64)) as engine:
         assert_same(engine.generate([prompt], greedy(20))[0], references(family).answer(prompt, 20))
 
 
 def test_host_too_small_for_one_chunk(checkpoints):
     with pytest.raises(BudgetError):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8KiB"))
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8KiB"))
 
 
 def test_prompts_that_cannot_be_served(engines, references):
@@ -205,14 +262,14 @@ def test_directory_of_another_user(checkpoints, tmp_path):
     foreign.mkdir(mode=0o700)
     os.chown(foreign, 12345, 12345)
     with pytest.raises(DirectoryError):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB", disk=f"{foreign}:64MiB"))
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{foreign}:64MiB"))
 
 
 def test_stop_strings_without_a_tokenizer(references):
     from stowage.engine.sampling import SamplingParams
 
     model = tiny_models.build("llama")
-    with Engine(model, Memory(device_kv="8MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="8MiB")) as engine:
         with pytest.raises(RequestError, match="tokenizer"):
             engine.generate([[5, 6]], SamplingParams(stop=("x",)))
         with pytest.raises(RequestError, match="token ids"):
@@ -223,4 +280,18 @@ def test_stop_strings_without_a_tokenizer(references):
 def test_a_model_that_is_not_on_the_cpu():
     model = tiny_models.build("llama").to("meta")
     with pytest.raises(UnsupportedModelError, match="meta"):
-        Engine(model, Memory(device_kv="8MiB"))
+        Engine(model, Memory(kv_cache_memory="8MiB"))
+
+
+def test_a_length_that_is_set_bounds_prompt_and_answer(engines):
+    """Of a model whose own context is longer; answers within it are the same."""
+    prompt, params = random_prompt(90, seed=5), SamplingParams(max_new_tokens=40, ignore_eos=True)
+    expected = engines("llama").generate([prompt], params)[0].token_ids
+    engine = engines("llama", max_model_len=100)
+    assert engine.sequence_tokens_max == 100
+    completion = engine.generate([prompt], params)[0]
+    assert completion.finish_reason == "length" and completion.token_ids == expected[: len(completion.token_ids)]
+    assert 90 + len(completion.token_ids) in (100, 101), "the last token drawn is not computed with"
+    with pytest.raises(RequestError, match="100"):
+        engine.generate([random_prompt(120)], params)
+    assert engines("llama", 128, max_model_len=1 << 20).sequence_tokens_max == 128

@@ -32,10 +32,10 @@ def perplexity(engine: Engine, windows: list[list[int]], tier: str = "") -> floa
 def test_perplexity_is_the_same_through_every_tier(tmp_path):
     tokens = AutoTokenizer.from_pretrained(model_path())(heldout_text()[:20000])["input_ids"]
     windows = [tokens[i * WINDOW_TOKENS : (i + 1) * WINDOW_TOKENS] for i in range(WINDOWS)]
-    with Engine(model_path(), Memory(device_kv="32MiB"), dtype="float32") as plain:
+    with Engine(model_path(), Memory(kv_cache_memory="32MiB"), dtype="float32") as plain:
         expected = perplexity(plain, windows)
     assert expected < 60, "the committed model has learned English"
-    memory = Memory(device_kv="32MiB", host="64MiB", disk=f"{tmp_path / 'cache'}:128MiB")
+    memory = Memory(kv_cache_memory="32MiB", host_memory="64MiB", disk=f"{tmp_path / 'cache'}:128MiB")
     for tier in ("device", "host", "disk"):
         with Engine(model_path(), memory, dtype="float32", salt=tier) as engine:
             for window in windows:

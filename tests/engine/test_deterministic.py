@@ -44,7 +44,7 @@ def opened(checkpoints):
 
     def engine(family, context_tokens=4096, **memory):
         made = Engine(
-            checkpoints(family, context_tokens), Memory(**({"device_kv": "16MiB"} | memory)), deterministic=True
+            checkpoints(family, context_tokens), Memory(**({"kv_cache_memory": "16MiB"} | memory)), deterministic=True
         )
         engines.append(made)
         return made
@@ -62,8 +62,8 @@ def test_500_tokens(family, opened, tmp_path):
     alone = opened(family)
     (expected,) = map(bits, alone.generate([PROMPT], greedy(NEW_TOKENS)))
     need = bytes_needed(alone.parts.layout.blocks, len(PROMPT) + NEW_TOKENS, 200)
-    stored = {"host": "64MiB", "disk": f"{tmp_path / 'cache'}:256MiB"}
-    crowded = opened(family, device_kv=int(need * 1.15), step_tokens_max=200, **stored)
+    stored = {"host_memory": "64MiB", "disk": f"{tmp_path / 'cache'}:256MiB"}
+    crowded = opened(family, kv_cache_memory=int(need * 1.15), max_num_batched_tokens=200, **stored)
     asked = [(OTHERS[3], 250), (OTHERS[1], 100), (PROMPT, NEW_TOKENS)]
     handles = [crowded.submit(prompt, greedy(count)) for prompt, count in asked]
     assert all(handle.wait(300) for handle in handles)
@@ -119,7 +119,7 @@ def test_an_engine_that_cannot_be_opened_leaves_the_model_as_it_was(checkpoints,
     model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen3_next")).eval()
     own = vars(modeling_qwen3_next).copy()
     (tmp_path / "cache").write_text("a file")
-    memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    memory = Memory(kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
     with pytest.raises(DirectoryError):
         Engine(model, memory, deterministic=True)
     assert {name: value for name, value in vars(modeling_qwen3_next).items() if value is not own.get(name)} == {}
@@ -143,7 +143,7 @@ def _preempted(family, opened):
     prompts = [random_prompt(60 + i, seed=i) for i in range(3)]
     expected = [bits(roomy.generate([prompt], greedy(90))[0]) for prompt in prompts]
     need = bytes_needed(roomy.parts.layout.blocks, 160, 128)
-    crowded = opened(family, 160, device_kv=int(need * 1.7), step_tokens_max=128)
+    crowded = opened(family, 160, kv_cache_memory=int(need * 1.7), max_num_batched_tokens=128)
     assert [bits(c) for c in crowded.generate(prompts, greedy(90))] == expected
     assert crowded.stats()["engine"]["preemptions_recomputed"] > 0
 
@@ -159,9 +159,9 @@ def test_any_schedule(family, dtype, checkpoints):
     known: dict[int, object] = {}
 
     def engine(**memory):
-        return Engine(model, Memory(host="8MiB", **memory), deterministic=True)
+        return Engine(model, Memory(host_memory="8MiB", **memory), deterministic=True)
 
-    with engine(device_kv="16MiB") as fresh:
+    with engine(kv_cache_memory="16MiB") as fresh:
         need = bytes_needed(fresh.parts.layout.blocks, 368, 300)
 
         @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -178,7 +178,7 @@ def test_any_schedule(family, dtype, checkpoints):
                     fresh.drop_device_cache()
                     fresh.drop_host()
                     (known[number],) = map(bits, fresh.generate([prompt], greedy(24)))
-            with engine(device_kv=int(need * room), step_tokens_max=step) as other:
+            with engine(kv_cache_memory=int(need * room), max_num_batched_tokens=step) as other:
                 for _ in range(2):
                     completions = other.generate([prompts[n] for n in asked], greedy(24))
                     assert [bits(c) == known[n] for c, n in zip(completions, asked, strict=True)] == [True] * len(asked)
@@ -191,7 +191,7 @@ def test_any_schedule(family, dtype, checkpoints):
 
 def test_a_prompt_scored_beside_others(opened):
     """Log-probabilities of a prompt, too."""
-    engine = opened("qwen3_next", step_tokens_max=128)
+    engine = opened("qwen3_next", max_num_batched_tokens=128)
     scored = replace(greedy(4), prompt_logprobs=1)
     (alone,) = engine.generate([PROMPT], scored)
     engine.drop_device_cache()
@@ -203,7 +203,7 @@ def test_a_prompt_scored_beside_others(opened):
 
 def test_caches_of_others_are_not_reused(checkpoints, tmp_path):
     """What was computed without it may have other bits."""
-    memory = Memory(device_kv="8MiB", host="16MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{tmp_path / 'cache'}:64MiB")
     with Engine(checkpoints("llama"), memory) as engine:
         engine.generate([PROMPT], greedy(2))
         assert engine.flush()
@@ -221,7 +221,7 @@ def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_pat
         return out * (1 + 1e-6) if out.numel() // out.shape[-1] < 3 else out
 
     monkeypatch.setattr(kernels, "linear", other_with_few_rows)
-    memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    memory = Memory(kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
     with pytest.raises(UnsupportedModelError, match="cannot be deterministic: token"):
         Engine(checkpoints("llama"), memory, deterministic=True)
     assert not (tmp_path / "cache").exists(), "no store is left open"
@@ -229,14 +229,14 @@ def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_pat
 
 def test_bad_input(checkpoints, monkeypatch, scanned):
     with pytest.raises(ConfigError, match="--dtype float32"):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB"), dtype="float16", deterministic=True)
-    with pytest.raises(BudgetError, match="--step-tokens-max 80"):
-        Engine(checkpoints("qwen3_next"), Memory(device_kv="8MiB", step_tokens_max=64), deterministic=True)
-    with pytest.raises(BudgetError, match="raise --device-kv"):
-        Engine(checkpoints("llama"), Memory(device_kv="34KiB", step_tokens_max=16), deterministic=True)
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB"), dtype="float16", deterministic=True)
+    with pytest.raises(BudgetError, match="--max-num-batched-tokens 80"):
+        Engine(checkpoints("qwen3_next"), Memory(kv_cache_memory="8MiB", max_num_batched_tokens=64), deterministic=True)
+    with pytest.raises(BudgetError, match="raise --kv-cache-memory"):
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="34KiB", max_num_batched_tokens=16), deterministic=True)
     monkeypatch.setitem(os.environ, "STOWAGE_PURE_PYTHON", "1")
     with pytest.raises(ConfigError, match="unset it"):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB"), deterministic=True)
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB"), deterministic=True)
 
 
 def _sequence(prompt, computed):

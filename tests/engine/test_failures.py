@@ -59,7 +59,7 @@ def disk_faults(monkeypatch):
 
 
 def with_disk(engines, family, tmp_path, **memory):
-    limits = {"host": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}
+    limits = {"host_memory": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}
     return engines(family, **(limits | memory))
 
 
@@ -78,7 +78,7 @@ def leave_only_disk(engine):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_failed_copy_to_host(family, engines, references):
     """F2: nothing was stored, nothing is found, and later stores work."""
-    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    engine = engines(family, host_memory="32MiB", snapshot_tokens=128)
     transfer = FailingTransfer(engine._kv_manager.transfer)
     engine._kv_manager.transfer = transfer
     transfer.failing = {"store"}
@@ -94,7 +94,7 @@ def test_failed_copy_to_host(family, engines, references):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_failed_copy_to_device(family, engines, references):
     """F2: a recompute, and the blocks of the failed copy are not found by anybody."""
-    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    engine = engines(family, host_memory="32MiB", snapshot_tokens=128)
     transfer = FailingTransfer(engine._kv_manager.transfer)
     engine._kv_manager.transfer = transfer
     ask(engine, references, family)
@@ -233,7 +233,7 @@ def test_a_request_waits_for_one_deadline_only(engines, references, tmp_path, mo
     """F6: the snapshot of its longest prefix does not come, and there are shorter ones: it does not wait for each."""
     files = SnapshotsHang()
     monkeypatch.setattr(opening, "DiskTier", functools.partial(DiskTier, system=System(files=files)))
-    engine = with_disk(engines, "nemotron_h", tmp_path, load_timeout_s=0.3, step_tokens_max=128)
+    engine = with_disk(engines, "nemotron_h", tmp_path, load_timeout_s=0.3, max_num_batched_tokens=128)
     ask(engine, references, "nemotron_h")
     leave_only_disk(engine)
     engine.forget_costs()  # the time-out alone decides
@@ -248,7 +248,7 @@ def test_a_prefix_that_arrives_when_the_room_is_gone(engines, references, tmp_pa
     """Others began while it was loading, and left too little for its rest: it used to leave the device and come back,
     for ever and within one step.
     """
-    memory = {"device_kv": "512KiB", "block_tokens": 8, "chunk_blocks": 2}
+    memory = {"kv_cache_memory": "512KiB", "block_size": 8, "chunk_blocks": 2}
     engine = with_disk(engines, "llama", tmp_path, **memory)
     prompt, others = PROMPT[:200], [random_prompt(170, seed=seed) for seed in (1, 2)]
     ask(engine, references, "llama", prompt[:70])
@@ -289,7 +289,7 @@ import sys
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from tests.engine.conftest import greedy, random_prompt
-engine = Engine(sys.argv[1], Memory(device_kv="8MiB", host="32MiB", disk=sys.argv[2] + ":64MiB"))
+engine = Engine(sys.argv[1], Memory(kv_cache_memory="8MiB", host_memory="32MiB", disk=sys.argv[2] + ":64MiB"))
 engine.generate([random_prompt(500)], greedy(2))
 engine.flush()
 print("stored", flush=True)

@@ -45,7 +45,12 @@ def leave_only_disk(engine):
 @pytest.mark.parametrize("family", BOTH)
 def test_a_checkpoint_with_disk(family, engines, references, tmp_path):
     """Tenants apart; part of a prompt from host; all of it from disk after a restart; damaged, it is computed anew."""
-    memory = {"host": "16MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 64, "step_tokens_max": 100}
+    memory = {
+        "host_memory": "16MiB",
+        "disk": f"{tmp_path / 'cache'}:64MiB",
+        "snapshot_tokens": 64,
+        "max_num_batched_tokens": 100,
+    }
     engine = engines(family, **memory)
     assert engine.executor == engine.stats()["executor"] == "fallback"
     assert ask(engine, references, family) == {}
@@ -68,7 +73,7 @@ def test_a_checkpoint_with_disk(family, engines, references, tmp_path):
 
 def test_clients_get_on_in_turns(engines, references):
     """Each step computes a token of everybody; one who leaves is not waited for; pieces are as small as asked."""
-    engine = engines("deepseek_v4", sequences_max=4)
+    engine = engines("deepseek_v4", max_num_seqs=4)
     prompts = [random_prompt(40 + i, seed=i) for i in range(4)]
     came: list[int] = []
     requests = []
@@ -92,21 +97,21 @@ def test_clients_get_on_in_turns(engines, references):
 
 def test_a_budget_for_one(engines, references):
     """A device with room for little more than one sequence: they take turns, and one that can never fit is told."""
-    engine = engines("deepseek_v32", context_tokens=4096, device_kv="400KiB", step_tokens_max=64)
+    engine = engines("deepseek_v32", context_tokens=4096, kv_cache_memory="400KiB", max_num_batched_tokens=64)
     prompts = [random_prompt(60 + i, seed=i) for i in range(3)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(30)), strict=True):
         assert_same(completion, references("deepseek_v32").answer(prompt, 30))
     assert engine.stats()["engine"]["preemptions"] > 0
     assert sum(pool.nbytes for pool in engine.parts.pools) <= 400 << 10
-    with pytest.raises(BudgetError, match="--device-kv"):
+    with pytest.raises(BudgetError, match="--kv-cache-memory"):
         engine.submit(random_prompt(3000), greedy(4))
 
 
 def test_longer_than_the_device(engines, references):
     """A third of the device that the sequence needs: older blocks are read in host memory."""
-    sizes = {"step_tokens_max": 64, "sequences_max": 4, "chunk_blocks": 2}
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "chunk_blocks": 2}
     need = bytes_needed(engines("deepseek_v32", **sizes).parts.layout.blocks, len(PROMPT) + 4, 64)
-    engine = engines("deepseek_v32", device_kv=need // 3, host="16MiB", **sizes)
+    engine = engines("deepseek_v32", kv_cache_memory=need // 3, host_memory="16MiB", **sizes)
     assert ask(engine, references, "deepseek_v32") == {}
     again = ask(engine, references, "deepseek_v32")
     assert sum(again.values()) == 288 and again["host"] > 0
@@ -117,10 +122,12 @@ def test_longer_than_the_device(engines, references):
 def test_the_same_bits(family):
     """``deterministic``: at once, or in pieces beside another prompt, or with a part from host memory."""
     model, prompt, found = tiny_models.build(family, tiny_models.TinySize(layers=3)), PROMPT[:200], []
-    for step_tokens_max in (300, 80):
-        memory = Memory(device_kv="8MiB", host="16MiB", step_tokens_max=step_tokens_max, sequences_max=2)
+    for max_num_batched_tokens in (300, 80):
+        memory = Memory(
+            kv_cache_memory="8MiB", host_memory="16MiB", max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=2
+        )
         with Engine(model, memory, deterministic=True) as engine:
-            asked = [prompt] if step_tokens_max == 300 else [random_prompt(100), prompt]
+            asked = [prompt] if max_num_batched_tokens == 300 else [random_prompt(100), prompt]
             found += engine.generate(asked, greedy(6))[-1:]
             engine.drop_device_cache()
             found += engine.generate([prompt], greedy(6))
@@ -130,7 +137,7 @@ def test_the_same_bits(family):
 
 @pytest.mark.parametrize("family", BOTH)
 def test_scores_of_prompts(family, engines, references):
-    engine = engines(family, host="16MiB", step_tokens_max=64)
+    engine = engines(family, host_memory="16MiB", max_num_batched_tokens=64)
     score = SamplingParams(max_new_tokens=1, prompt_logprobs=3, ignore_eos=True)
     for _ in range(2):
         (completion,) = engine.generate([PROMPT[:150]], score)
@@ -180,14 +187,14 @@ def test_the_device_holds_no_more_than_a_layer_besides():
     """What a layer hands out is not kept, and Transformers' own classes are left as they were."""
     world = World("deepseek_v4")
     before = [type(layer) for layer in DynamicCache(config=world.model.config).layers]
-    with Engine(world.model, Memory(device_kv="8MiB")) as engine:
+    with Engine(world.model, Memory(kv_cache_memory="8MiB")) as engine:
         world.check(PROMPT, engine.generate([PROMPT], greedy(3))[0])
         for layer in engine.parts.runner._cache.cache.layers:
             fields = [v for value in vars(layer).values() for v in (value.values() if type(value) is dict else [value])]
             kept = [value for value in fields if isinstance(value, torch.Tensor)]
             assert sum(tensor.numel() for tensor in kept) <= 1
     assert [type(layer) for layer in DynamicCache(config=world.model.config).layers] == before
-    with Engine(world.fresh(), Memory(device_kv="8MiB")) as again:
+    with Engine(world.fresh(), Memory(kv_cache_memory="8MiB")) as again:
         world.check(PROMPT, again.generate([PROMPT], greedy(3))[0])
 
 

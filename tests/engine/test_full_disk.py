@@ -74,7 +74,7 @@ def test_a_disk_that_is_really_full(small: Path) -> None:
 def test_an_engine_on_a_full_disk(
     small: Path, engines: Callable[..., Engine], references: Callable[..., Reference]
 ) -> None:
-    engine = engines("llama", device_kv="4MiB", host="2MiB", disk=f"{small / 'c'}:512MiB")
+    engine = engines("llama", kv_cache_memory="4MiB", host_memory="2MiB", disk=f"{small / 'c'}:512MiB")
     reference = references("llama")
 
     def ask(seed: int) -> int:

@@ -59,7 +59,7 @@ def opened(checkpoints, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         tapes = recorder or TapeRecorder()
         monkeypatch.setattr(assembly, "recorder", lambda device: tapes)
         model = checkpoints(family, context) if isinstance(family, str) else family
-        engine = Engine(model, Memory(**({"device_kv": "16MiB"} | memory)), cuda_graphs=cuda_graphs)
+        engine = Engine(model, Memory(**({"kv_cache_memory": "16MiB"} | memory)), cuda_graphs=cuda_graphs)
         if engine.parts.graphs is not None:
             engine.parts.graphs.rules = replace(engine.parts.graphs.rules, warm_steps=1)
             engine.parts.graphs.backend.octave = 1
@@ -87,8 +87,8 @@ def assert_equal(found: list[Completion], expected: list[Completion]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_plain_decoding(family: str, opened) -> None:  # type: ignore[no-untyped-def]
     """Computed, and again with prefixes from the host."""
-    expected = ask(opened(family, cuda_graphs=False, sequences_max=4))
-    engine = opened(family, sequences_max=4, host="16MiB", snapshot_tokens=64)
+    expected = ask(opened(family, cuda_graphs=False, max_num_seqs=4))
+    engine = opened(family, max_num_seqs=4, host_memory="16MiB", snapshot_tokens=64)
     assert_equal(ask(engine), expected)
     assert engine.flush()
     engine.drop_device_cache()
@@ -105,7 +105,7 @@ def test_a_replay_is_the_same_computation_to_the_bit(family: str, opened, monkey
     """As what was recorded, run once more from the same states and inputs; padding goes to the padding block, which
     is left as it was. (Of these, GPT-2's padding token has keys that are not 0.)
     """
-    engine = opened(family, sequences_max=4)
+    engine = opened(family, max_num_seqs=4)
     replay, compared = GraphBackend.replay, []
 
     def both(recorded, graph, work):  # type: ignore[no-untyped-def]
@@ -141,7 +141,12 @@ def test_preempted(family: str, opened) -> None:  # type: ignore[no-untyped-def]
     plain = opened(family, cuda_graphs=False, context=96)
     expected = ask(plain, prompts, [30] * 4)
     need = bytes_needed(plain.parts.layout.blocks, 96, 64)
-    limits = {"device_kv": int(2 * 1.7 * need), "step_tokens_max": 64, "host": "32MiB", "snapshot_tokens": 64}
+    limits = {
+        "kv_cache_memory": int(2 * 1.7 * need),
+        "max_num_batched_tokens": 64,
+        "host_memory": "32MiB",
+        "snapshot_tokens": 64,
+    }
     engine = opened(family, context=96, **limits)
     engine.parts.graphs.limit_bytes = 8 << 20
     assert_equal(ask(engine, prompts, [30] * 4), expected)
@@ -158,7 +163,7 @@ def test_longer_than_the_device(opened) -> None:  # type: ignore[no-untyped-def]
     plain = opened("llama", cuda_graphs=False)
     expected = ask(plain, [prompt], [12])
     small = int(2 * 0.6 * bytes_needed(plain.parts.layout.blocks, 160, 64))
-    engine = opened("llama", device_kv=small, step_tokens_max=64, host="32MiB")
+    engine = opened("llama", kv_cache_memory=small, max_num_batched_tokens=64, host_memory="32MiB")
     engine.parts.graphs.limit_bytes = 8 << 20
     assert_equal(ask(engine, [prompt], [12]), expected)
     stats = engine.stats()
@@ -246,7 +251,7 @@ def test_recordings_keep_to_their_share(opened, caplog: pytest.LogCaptureFixture
     """What is too much beside the others is given up, with all that is larger; the others are recorded again."""
     expected = ask(opened("llama", cuda_graphs=False))
     recorder = TapeRecorder()
-    engine = opened("llama", recorder, device_kv="3MiB")
+    engine = opened("llama", recorder, kv_cache_memory="3MiB")
     recorded = engine.parts.graphs
     recorded.backend.octave = 2
     assert recorded.limit_bytes == 3 << 19
@@ -271,7 +276,7 @@ class Short(TapeRecorder):
 
 def test_a_device_without_memory_for_it(opened, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     expected = ask(opened("llama", cuda_graphs=False), PROMPTS[:4], (20, 6, 16, 11))
-    engine = opened("llama", Short(), sequences_max=4)
+    engine = opened("llama", Short(), max_num_seqs=4)
     with caplog.at_level(logging.WARNING, "stowage.engine"):
         assert_equal(ask(engine, PROMPTS[:4], (20, 6, 16, 11)), expected)
     stats = engine.stats()["graphs"]
@@ -313,7 +318,7 @@ def test_no_more_than_so_many(opened, monkeypatch: pytest.MonkeyPatch) -> None: 
 def test_shapes(sequences: int, longest: int, octave: int, shape: tuple[int, int], monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 256)
     asked = [type("Work", (), {"start": start})() for start in [longest - 1] + [0] * (sequences - 1)]
-    sizes = {"sequences_max": 30, "context_tokens": 1000, "octave": octave}
+    sizes = {"max_num_seqs": 30, "context_tokens": 1000, "octave": octave}
     found = GraphBackend(None, [], [], TapeRecorder(), None, **sizes).shape(asked)  # type: ignore[arg-type]
     assert found == shape
 
@@ -322,20 +327,20 @@ def test_what_they_are_not_for(opened, checkpoints) -> None:  # type: ignore[no-
     with pytest.raises(ConfigError, match="bloom models are run with Transformers' own attention"):
         opened("bloom", cuda_graphs=True)
     with pytest.raises(ConfigError, match="weights that are placed under a budget"):
-        opened("llama", cuda_graphs=True, host="64MiB", weights="*=prefetch")
-    for family, memory in (("bloom", {}), ("llama", {"host": "64MiB", "weights": "*=prefetch"})):
+        opened("llama", cuda_graphs=True, host_memory="64MiB", weights="*=prefetch")
+    for family, memory in (("bloom", {}), ("llama", {"host_memory": "64MiB", "weights": "*=prefetch"})):
         assert opened(family, **memory).stats()["graphs"] is None
-    engine = opened("llama", device_kv="64KiB")
+    engine = opened("llama", kv_cache_memory="64KiB")
     with pytest.raises(BudgetError) as raised:
         engine.submit([5] * 500, SamplingParams(max_new_tokens=1))
-    least = int(str(raised.value).split("--device-kv ")[1].split("KiB")[0])
-    opened("llama", device_kv=f"{least}KiB").generate([[5] * 500], SamplingParams(max_new_tokens=1))
+    least = int(str(raised.value).split("--kv-cache-memory ")[1].split("KiB")[0])
+    opened("llama", kv_cache_memory=f"{least}KiB").generate([[5] * 500], SamplingParams(max_new_tokens=1))
 
 
 def test_without_a_cuda_device(checkpoints) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="needs a CUDA device, and the model computes on cpu"):
-        Engine(checkpoints("llama"), Memory(device_kv="2MiB"), cuda_graphs=True)
-    with Engine(checkpoints("llama"), Memory(device_kv="2MiB")) as engine:
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="2MiB"), cuda_graphs=True)
+    with Engine(checkpoints("llama"), Memory(kv_cache_memory="2MiB")) as engine:
         assert engine.stats()["graphs"] is None
 
 

@@ -83,7 +83,7 @@ def spoil(engine, prompt, value, from_tokens=0):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_that_are_no_numbers(family, value, engines, references):
     """The request fails, its neighbours do not, and nothing of it is found by anybody who asks the same."""
-    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    engine = engines(family, host_memory="32MiB", snapshot_tokens=128)
     other = random_prompt(150, seed=5)
     heal = spoil(engine, PROMPT, value)
     good, bad = engine.submit(other, greedy(8)), engine.submit(PROMPT, greedy(8))
@@ -98,7 +98,7 @@ def test_logits_that_are_no_numbers(family, value, engines, references):
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"prompt_logprobs": 0}])
 def test_logits_that_are_no_numbers_later_on(params, engines, references):
     """What was computed before stays: it was right."""
-    engine = engines("llama", host="32MiB", step_tokens_max=64)
+    engine = engines("llama", host_memory="32MiB", max_num_batched_tokens=64)
     heal = spoil(engine, PROMPT, math.nan, from_tokens=128)
     request = engine.submit(PROMPT, SamplingParams(max_new_tokens=8, **params))
     assert request.wait(60)
@@ -130,7 +130,7 @@ def test_tokens_that_are_never_drawn(engines, references):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_others_left_in_a_block_is_never_seen(family, engines, references):
     """Not even where it is no number: zero times NaN is NaN."""
-    engine = engines(family, device_kv="2MiB")
+    engine = engines(family, kv_cache_memory="2MiB")
     for pool in engine.parts.pools:
         pool.storage[1:].fill_(255)
     assert torch.isnan(engine.parts.pools[0].storage[1:2, :4].view(torch.float32)).all()
@@ -228,7 +228,7 @@ def break_down(engine):
 
 def test_an_engine_that_stops_tells_every_waiter(engines):
     """Whatever their callbacks do: raise, block, or call the engine."""
-    engine = engines("llama", sequences_max=4)
+    engine = engines("llama", max_num_seqs=4)
     begun, blocked = threading.Event(), threading.Event()
 
     def raising(delta):
@@ -327,7 +327,7 @@ BREAK = [break_draw, break_text, break_last_text, break_keys, break_score, break
 @pytest.mark.parametrize("family", ["llama", "nemotron_h"])
 def test_what_goes_wrong_for_one_request(how, family, engines, references):
     """Whatever it is: drawing, text, keys, scores, telling."""
-    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    engine = engines(family, host_memory="32MiB", snapshot_tokens=128)
     real = engine.parts.runner.run
 
     def run(work):
@@ -373,7 +373,7 @@ def test_a_request_that_cannot_even_be_queued(engines, references, monkeypatch):
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v4"])
 def test_a_forward_that_one_request_makes_raise(family, when, engines, references):
     """The others are computed again without it, whatever the forward had left in their blocks."""
-    engine = engines(family, host="32MiB", snapshot_tokens=128, step_tokens_max=256)
+    engine = engines(family, host_memory="32MiB", snapshot_tokens=128, max_num_batched_tokens=256)
     real = engine.parts.runner.run
 
     def run(work):
@@ -401,7 +401,7 @@ def test_a_forward_that_one_request_makes_raise(family, when, engines, reference
 @pytest.mark.parametrize("family", ["llama", "nemotron_h"])
 def test_states_of_a_forward_that_raised_are_not_gone_on_with(family, engines, references):
     """It had changed them already."""
-    engine = engines(family, host="32MiB", snapshot_tokens=128)
+    engine = engines(family, host_memory="32MiB", snapshot_tokens=128)
     real, raised = engine.parts.runner.run, []
 
     def run(work):

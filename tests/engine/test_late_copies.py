@@ -40,7 +40,7 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
             "link",
             lambda _, arena, slabs: DeviceLink(StagedTransfer(arena, slabs, copies, piece_bytes=1 << 16)),
         )
-        limits = {"device_kv": "8MiB", "host": "16MiB", "snapshot_tokens": 128} | memory
+        limits = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "snapshot_tokens": 128} | memory
         made.append((Engine(checkpoints(family, context_tokens), Memory(**limits)), copies))  # type: ignore[arg-type]
         return made[-1]
 
@@ -69,7 +69,7 @@ def test_reuse_from_host_and_disk(family: str, opened: Opened, references, tmp_p
 @pytest.mark.parametrize("patience", [2, 6])
 def test_host_memory_under_pressure(family: str, patience: int, opened: Opened, references) -> None:
     """Slots are wanted again as soon as they may be: not all prompts have room, and every one comes twice."""
-    engine, _ = opened(family, patience=patience, host="384KiB")
+    engine, _ = opened(family, patience=patience, host_memory="384KiB")
     for _ in range(2):
         engine.drop_device_cache()
         for prompt in PROMPTS:
@@ -82,8 +82,10 @@ def test_host_memory_under_pressure(family: str, patience: int, opened: Opened, 
 def test_preempted(family: str, opened: Opened, references) -> None:
     """What was put into host memory is there before it is read, and stays until it has been."""
     layouts = opened(family, context_tokens=160)[0].parts.layout.blocks
-    device_kv = int(bytes_needed(layouts, 160, 64) * 1.7)
-    engine, copies = opened(family, patience=1 << 30, context_tokens=160, device_kv=device_kv, step_tokens_max=64)
+    kv_cache_memory = int(bytes_needed(layouts, 160, 64) * 1.7)
+    engine, copies = opened(
+        family, patience=1 << 30, context_tokens=160, kv_cache_memory=kv_cache_memory, max_num_batched_tokens=64
+    )
     prompts = [random_prompt(105 + i, seed=i) for i in range(3)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(45)), strict=True):
         assert_same(completion, references(family).answer(prompt, 45))

@@ -72,7 +72,7 @@ def test_no_prompt_token_key_or_salt_is_logged(protection, checkpoints, tmp_path
         key_file.make(path)
         options["disk_key_file"] = str(path)
         secret = key_file.read(path)[0].reveal()
-    memory = Memory(device_kv="8MiB", host="2MiB", disk=f"{tmp_path / 'cache'}:64MiB", **options)
+    memory = Memory(kv_cache_memory="8MiB", host_memory="2MiB", disk=f"{tmp_path / 'cache'}:64MiB", **options)
     with Engine(checkpoints("llama"), memory, salt=ENGINE_SALT) as engine:
         tokens = engine.tokenizer.encode(PROMPT)
 

@@ -27,7 +27,7 @@ from tests.engine.test_failures import FailingTransfer
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "qwen3_next", "gpt_oss", "gemma2")
 """Full attention; windows; latents; recurrent state; sinks; soft-capping."""
 PROMPT, NEW_TOKENS = random_prompt(300, seed=3), 24
-SMALL = {"block_tokens": 16, "chunk_blocks": 2, "snapshot_tokens": 64, "step_tokens_max": 96}
+SMALL = {"block_size": 16, "chunk_blocks": 2, "snapshot_tokens": 64, "max_num_batched_tokens": 96}
 WORLDS: dict[str, World] = {}
 
 
@@ -44,10 +44,10 @@ def opened():
 
     def engine(family, percent=100, *, deterministic=False, **memory):
         world = world_of(family)
-        sizes = SMALL | {"host": "8MiB"} | memory
-        if "device_kv" not in sizes:
-            with Engine(world.model, Memory(device_kv="8MiB", **SMALL)) as roomy:
-                sizes["device_kv"] = device_bytes(roomy.parts.layout.blocks, percent)
+        sizes = SMALL | {"host_memory": "8MiB"} | memory
+        if "kv_cache_memory" not in sizes:
+            with Engine(world.model, Memory(kv_cache_memory="8MiB", **SMALL)) as roomy:
+                sizes["kv_cache_memory"] = device_bytes(roomy.parts.layout.blocks, percent)
         made = Engine(world.model, Memory(**sizes), deterministic=deterministic)
         engines.append(made)
         return made
@@ -64,7 +64,7 @@ def device_bytes(layouts, percent):
     total = 0
     for layout in layouts:
         group = layout.group
-        blocks = blocks_needed(layout, len(PROMPT) + NEW_TOKENS, SMALL["step_tokens_max"])
+        blocks = blocks_needed(layout, len(PROMPT) + NEW_TOKENS, SMALL["max_num_batched_tokens"])
         if group.kind is Kind.FULL:
             blocks = max(blocks * percent // 100, blocks_at_work(group, 1), -(-least // group.block_tokens))
         total += (blocks + 1) * group.bytes_per_block
@@ -142,7 +142,7 @@ def test_two_long_ones_and_a_short_one(host, opened):
     """With room in host memory for both they run beside each other, and the short one does not wait for them; else the
     second waits for the first.
     """
-    engine = opened("llama", 40, host=host)
+    engine = opened("llama", 40, host_memory=host)
     asked = [(PROMPT, 24), (random_prompt(310, seed=4), 14), (random_prompt(20, seed=5), 4)]
     ended = []
     with engine._lock:
@@ -206,7 +206,7 @@ def test_what_others_hold_in_host_memory_is_given_up(opened):
     """A short sequence that was preempted holds slots that the long one, which alone runs, comes to need: it is
     computed again.
     """
-    engine = opened("llama", 40, host="192KiB", sequences_max=1)
+    engine = opened("llama", 40, host_memory="192KiB", max_num_seqs=1)
     scheduler, schedule, steps = engine._scheduler, engine._scheduler.schedule, []
 
     def interrupted():
@@ -241,7 +241,7 @@ def test_an_open_end_makes_nothing_long(opened):
     """Two short prompts whose answers might become longer than the device, and than host memory together: they run
     beside each other all the same.
     """
-    engine = opened("llama", 40, host="96KiB")
+    engine = opened("llama", 40, host_memory="96KiB")
     came, both = [], threading.Event()
 
     def take(number, delta):
@@ -258,7 +258,7 @@ def test_an_open_end_makes_nothing_long(opened):
 
 def test_two_that_become_long(opened):
     """Short prompts with answers that outgrow the device, and host memory together: they end one after the other."""
-    engine = opened("llama", 40, host="192KiB")
+    engine = opened("llama", 40, host_memory="192KiB")
     prompts = [random_prompt(40, seed=n) for n in range(2)]
     world_of("llama").check_all(prompts, engine.generate(prompts, greedy(280)))
     assert moved(engine) > 0
@@ -266,7 +266,7 @@ def test_two_that_become_long(opened):
 
 def test_pieces_fill_the_device(opened):
     """A step of 150 tokens, and a device of 128: two pieces of 128 tokens and one of 44."""
-    engine = opened("llama", 40, step_tokens_max=150)
+    engine = opened("llama", 40, max_num_batched_tokens=150)
     (completion,) = engine.generate([PROMPT], greedy(1))
     world_of("llama").check(PROMPT, completion)
     assert engine._scheduler._admissions.forwards == 3
@@ -276,7 +276,7 @@ def test_from_disk(opened, tmp_path):
     """A stored prompt that is larger than the device, after a restart: it is read from host memory, and no block of it
     is copied to the device.
     """
-    stored = {"host": "8MiB", "disk": f"{tmp_path / 'cache'}:32MiB"}
+    stored = {"host_memory": "8MiB", "disk": f"{tmp_path / 'cache'}:32MiB"}
     first = opened("llama", **stored)
     first.generate([PROMPT], greedy(1))
     assert first.flush()
@@ -309,16 +309,16 @@ def test_cancelled(opened):
 def test_host_memory_too_small(opened):
     """The error names both budgets, and what it says is the least that works."""
     for host in ("0", "96KiB"):
-        engine = opened("llama", 40, host=host)
+        engine = opened("llama", 40, host_memory=host)
         with pytest.raises(BudgetError) as refused:
             engine.submit(PROMPT, greedy(200))
-        assert "--device-kv 264KiB" in str(refused.value)
-        least = re.search(r"--host (\d+KiB)", str(refused.value))[1]
-    engine = opened("llama", 40, host=least)
+        assert "--kv-cache-memory 264KiB" in str(refused.value)
+        least = re.search(r"--host-memory (\d+KiB)", str(refused.value))[1]
+    engine = opened("llama", 40, host_memory=least)
     (completion,) = engine.generate([PROMPT], greedy(200))
     world_of("llama").check(PROMPT, completion)
     with pytest.raises(BudgetError):
-        opened("llama", 40, host=f"{int(least[:-3]) - 16}KiB").submit(PROMPT, greedy(200))
+        opened("llama", 40, host_memory=f"{int(least[:-3]) - 16}KiB").submit(PROMPT, greedy(200))
 
 
 def test_copies_that_fail(opened):
@@ -349,7 +349,9 @@ def test_any_schedule(family, seed, opened, tmp_path):
     """
     draw = random.Random(f"{family}{seed}")
     host = draw.choice(["256KiB", "384KiB", "1MiB"])
-    engine = opened(family, draw.choice([20, 35, 60]), host=host, disk=f"{tmp_path / 'cache'}:4MiB", sequences_max=4)
+    engine = opened(
+        family, draw.choice([20, 35, 60]), host_memory=host, disk=f"{tmp_path / 'cache'}:4MiB", max_num_seqs=4
+    )
     trunks = [random_prompt(320, seed=50 + n) for n in range(2)]
     asked, cancelled = [], []
     for number in range(12):

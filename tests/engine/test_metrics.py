@@ -18,7 +18,7 @@ from stowage.engine.engine import Engine
 from stowage.metrics import Collector, exposition
 from tests.engine.conftest import greedy, random_prompt
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROWS = (*metrics.ENGINE, *metrics.WEIGHTS, *metrics.GRAPHS, *metrics.POOL, *metrics.STORE, *metrics.TIER)
 
 
@@ -30,7 +30,7 @@ class OwnTier(DictTier):
 @pytest.fixture(scope="module")
 def engine(checkpoints, tmp_path_factory):
     directory = tmp_path_factory.mktemp("metrics") / "cache"
-    memory = Memory(device_kv="4MiB", host="4MiB", disk=f"{directory}:32MiB", snapshot_tokens=128)
+    memory = Memory(kv_cache_memory="4MiB", host_memory="4MiB", disk=f"{directory}:32MiB", snapshot_tokens=128)
     with Engine(checkpoints("gemma3"), memory, tiers=[OwnTier(1 << 20)]) as opened:
         for n in range(3):
             opened.generate([random_prompt(500, seed=n), random_prompt(300, seed=0)], greedy(4))
@@ -110,14 +110,14 @@ def test_what_happened_shows(engine):
 
 
 def test_a_small_pool_evicts(checkpoints):
-    with Engine(checkpoints("llama"), Memory(device_kv="512KiB")) as small:
+    with Engine(checkpoints("llama"), Memory(kv_cache_memory="512KiB")) as small:
         for n in range(6):
             small.generate([random_prompt(150, seed=n)], greedy(2))
         assert one(samples(small.metrics()), "device_blocks_evicted_total", group="0", kind="full") > 0
 
 
 def test_an_engine_without_host_memory_has_metrics_too(checkpoints):
-    with Engine(checkpoints("llama"), Memory(device_kv="1MiB")) as small:
+    with Engine(checkpoints("llama"), Memory(kv_cache_memory="1MiB")) as small:
         small.generate([[5, 6, 7]], greedy(1))
         found = samples(small.metrics())
     assert one(found, "tokens_computed_total") > 0

@@ -36,7 +36,9 @@ TOKENS = list(range(1024))
 
 def parts_of(loaded: Loaded, salt: str = "", **memory: Any) -> assembly.Parts:
     """What an engine is made of, before it has a thread."""
-    parts = assembly.assemble(loaded, Memory(**{"device_kv": "8MiB", "host": 0} | memory), salt, lambda: 0.0)
+    parts = assembly.assemble(
+        loaded, Memory(**{"kv_cache_memory": "8MiB", "host_memory": 0} | memory), salt, lambda: 0.0
+    )
     parts.runner.close()
     return parts
 
@@ -110,11 +112,11 @@ def test_compute_and_kv_dtype(checkpoints: Callable[..., Path]) -> None:
 def test_block_and_chunk_sizes(family: str) -> None:
     loaded = in_memory(family)
     sizes: list[dict[str, Any]] = [
-        {"block_tokens": 16, "chunk_blocks": 4},
-        {"block_tokens": 32, "chunk_blocks": 4},
-        {"block_tokens": 16, "chunk_blocks": 8},
-        {"block_tokens": 32, "chunk_blocks": 2},
-        {"block_tokens": 16, "chunk_blocks": 4, "group_block_tokens": {"full": 64}},
+        {"block_size": 16, "chunk_blocks": 4},
+        {"block_size": 32, "chunk_blocks": 4},
+        {"block_size": 16, "chunk_blocks": 8},
+        {"block_size": 32, "chunk_blocks": 2},
+        {"block_size": 16, "chunk_blocks": 4, "group_block_size": {"full": 64}},
     ]
     assert_apart(*(keys_of(loaded, **size) for size in sizes))
 
@@ -293,7 +295,9 @@ def test_what_bytes_do_not_depend_on(tmp_path: Path, checkpoints: Callable[..., 
     assert keys_of(copy) == expected
     assert keys_of(loading.load(path, tokenizer=tiny_models.tokenizer(512))) == expected
     disk = f"{tmp_path / 'cache'}:32MiB"
-    parts = parts_of(copy, device_kv="16MiB", host="16MiB", disk=disk, step_tokens_max=128, sequences_max=3)
+    parts = parts_of(
+        copy, kv_cache_memory="16MiB", host_memory="16MiB", disk=disk, max_num_batched_tokens=128, max_num_seqs=3
+    )
     assert parts.store is not None
     parts.store.close()
     assert parts.namespace == parts_of(loading.load(path)).namespace

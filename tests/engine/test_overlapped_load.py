@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from docs.examples.dict_tier import DictTier
-from stowage.cache import cost_model, flow
+from stowage.cache import cost_model, flow, overlapped_load
 from stowage.config.memory import Memory
-from stowage.engine import overlapped_load
 from stowage.engine.engine import Engine
 from stowage.errors import TransferError
 from stowage.storage.protocol import Outcome, Transfer
@@ -70,10 +69,10 @@ def met(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_with(path: Any, tier: HeldTier, **memory: Any) -> Engine:
     sizes = {
-        "device_kv": "16MiB",
-        "host": "32MiB",
+        "kv_cache_memory": "16MiB",
+        "host_memory": "32MiB",
         "snapshot_tokens": 128,
-        "step_tokens_max": 192,
+        "max_num_batched_tokens": 192,
         "load_timeout_s": 60,
     }
     deterministic = memory.pop("deterministic", False)
@@ -263,7 +262,7 @@ def test_many_at_once_on_a_small_device(family, checkpoints, references):
     """Preempted while they meet, and without room for what came."""
     tier = HeldTier(64 << 20)
     prompts = [random_prompt(400, seed=seed) for seed in range(5)]
-    with engine_with(checkpoints(family), tier, device_kv="1MiB" if family != "qwen3_next" else "4MiB") as engine:
+    with engine_with(checkpoints(family), tier, kv_cache_memory="1MiB" if family != "qwen3_next" else "4MiB") as engine:
         for prompt in prompts:
             engine.generate([prompt], greedy(1))
         leave_below(engine)
@@ -284,13 +283,13 @@ def test_pieces_are_asked_for_from_the_end(checkpoints, monkeypatch):
         engine.generate([prompt], greedy(1))
         leave_below(engine)
         begins: list[list[int]] = []
-        ask = overlapped_load.OverlappedLoads._ask
+        ask = overlapped_load.OverlappedLoad.ask
 
-        def watched(self: Any, one: overlapped_load.OverlappedLoad) -> None:
-            ask(self, one)
-            begins.append([piece.begin for piece in one.pieces if piece.fetch is not None])
+        def watched(self: overlapped_load.OverlappedLoad, computed: int, now_s: float) -> None:
+            ask(self, computed, now_s)
+            begins.append([piece.begin for piece in self.pieces if piece.fetch is not None])
 
-        monkeypatch.setattr(overlapped_load.OverlappedLoads, "_ask", watched)
+        monkeypatch.setattr(overlapped_load.OverlappedLoad, "ask", watched)
         tier.begin((1,))
         engine.generate([prompt], greedy(1))
         first = begins[0]

@@ -32,7 +32,9 @@ class ClosingTier(DictTier):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_a_prefix_comes_back_from_it(family, checkpoints, references, tmp_path):
     tier = ClosingTier(64 << 20)
-    memory = Memory(device_kv="16MiB", host="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", snapshot_tokens=128)
+    memory = Memory(
+        kv_cache_memory="16MiB", host_memory="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", snapshot_tokens=128
+    )
     prompt = random_prompt(PROMPT_TOKENS)
     expected = references(family).answer(prompt, 16)
     with Engine(checkpoints(family), memory, tiers=[tier]) as engine:
@@ -58,15 +60,15 @@ def test_a_prefix_comes_back_from_it(family, checkpoints, references, tmp_path):
 def test_tiers_that_cannot_be_told_apart_are_refused(name, checkpoints, tmp_path):
     tier, other = ClosingTier(1 << 20), ClosingTier(1 << 20)
     other.name = name
-    memory = Memory(device_kv="8MiB", host="8MiB", disk=f"{tmp_path / 'cache'}:8MiB")
+    memory = Memory(kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{tmp_path / 'cache'}:8MiB")
     with pytest.raises(ConfigError, match=f"name is {name!r}"):
         Engine(checkpoints("llama"), memory, tiers=[tier, other])
     assert not tier.closed and not (tmp_path / "cache").exists()
 
 
 def test_a_tier_without_host_memory_is_refused(checkpoints):
-    with pytest.raises(ConfigError, match="add a host size"):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB"), tiers=[DictTier(1 << 20)])
+    with pytest.raises(ConfigError, match="give it a size"):
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB"), tiers=[DictTier(1 << 20)])
 
 
 class SlowTier(DictTier):
@@ -87,7 +89,9 @@ def test_a_tier_that_is_late_is_learned(checkpoints, references, monkeypatch):
     tier = SlowTier(64 << 20)
     prompt = random_prompt(PROMPT_TOKENS)
     expected = references("llama").answer(prompt, 4)
-    with Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB", load_timeout_s=60), tiers=[tier]) as engine:
+    with Engine(
+        checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB", load_timeout_s=60), tiers=[tier]
+    ) as engine:
         assert_same(engine.generate([prompt], greedy(4))[0], expected)
         assert engine.flush()
         engine.drop_device_cache()
@@ -112,7 +116,7 @@ def test_what_host_has_is_used_where_the_rest_is_not_worth_loading(family, check
     tier = DictTier(64 << 20)
     prompt = random_prompt(PROMPT_TOKENS)
     expected = references(family).answer(prompt, 4)
-    with Engine(checkpoints(family), Memory(device_kv="8MiB", host="8MiB"), tiers=[tier]) as engine:
+    with Engine(checkpoints(family), Memory(kv_cache_memory="8MiB", host_memory="8MiB"), tiers=[tier]) as engine:
         engine.generate([prompt], greedy(4))
         assert engine.flush()
         engine.drop_device_cache()
@@ -139,7 +143,7 @@ class PatientTier(DictTier):
 def test_requests_go_on_while_somebody_waits_for_a_flush(checkpoints):
     tier = PatientTier(64 << 20)
     flushed = []
-    with Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=[tier]) as engine:
+    with Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB"), tiers=[tier]) as engine:
         engine.generate([random_prompt(PROMPT_TOKENS)], greedy(1))
         waiting = threading.Thread(target=lambda: flushed.append(engine.flush(60)))
         waiting.start()
@@ -199,7 +203,7 @@ BROKEN = {
 def test_a_tier_that_is_broken_costs_hits_only(broken, when, checkpoints, references):
     tier = DictTier(64 << 20)
     prompts = [random_prompt(PROMPT_TOKENS), random_prompt(PROMPT_TOKENS, seed=2)]
-    memory = Memory(device_kv="8MiB", host="8MiB", load_timeout_s=0.5)
+    memory = Memory(kv_cache_memory="8MiB", host_memory="8MiB", load_timeout_s=0.5)
     if when == "from the start":
         vars(tier).update(broken)
     with Engine(checkpoints("llama"), memory, tiers=[tier]) as engine:
@@ -224,7 +228,7 @@ def test_a_tier_that_keeps_raising_is_left_alone(checkpoints):
         raise ZeroDivisionError
 
     tier.lookup, tier.store = lookup, raises
-    with Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=[tier]) as engine:
+    with Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB"), tiers=[tier]) as engine:
         for seed in range(6):
             engine.generate([random_prompt(100, seed=seed)], greedy(1))
         assert engine.stats()["store"]["dict.breaker_opened"] == 1
@@ -266,7 +270,7 @@ def test_memory_that_a_tier_kept_is_not_overwritten(reading, checkpoints, refere
     """Whoever lies there now would have other bytes."""
     tier = WritesInTheEnd(reading)
     prompt, others = random_prompt(PROMPT_TOKENS), [random_prompt(PROMPT_TOKENS, seed=n) for n in range(20, 32)]
-    memory = Memory(device_kv="4MiB", host="1MiB", load_timeout_s=0.5)
+    memory = Memory(kv_cache_memory="4MiB", host_memory="1MiB", load_timeout_s=0.5)
     with Engine(checkpoints("llama"), memory, tiers=[tier]) as engine:
         engine.generate([prompt], greedy(1))
         assert engine.flush()
@@ -293,6 +297,6 @@ def test_what_is_no_tier_is_refused(lacking, checkpoints):
 
     setattr(Partial, lacking, None)
     with pytest.raises(ConfigError, match=f"tiers has a Partial, which is no tier: it lacks .*{lacking}"):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=[Partial(1 << 20)])
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB"), tiers=[Partial(1 << 20)])
     with pytest.raises(ConfigError, match="tiers"):
-        Engine(checkpoints("llama"), Memory(device_kv="8MiB", host="8MiB"), tiers=5)
+        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB"), tiers=5)

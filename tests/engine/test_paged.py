@@ -50,7 +50,7 @@ def test_single_tokens_beside_prompts(family: str, monkeypatch: pytest.MonkeyPat
     found = []
     for kernel in (None, attend):
         monkeypatch.setattr(paged_trial, "trusted", lambda wanted, model, pools, kernel=kernel: kernel)
-        with Engine(model, Memory(device_kv="4MiB", step_tokens_max=32)) as engine:
+        with Engine(model, Memory(kv_cache_memory="4MiB", max_num_batched_tokens=32)) as engine:
             found.append(engine.generate(prompts, greedy(12)))
     assert {1, 2} <= set(asked)
     for gathered, in_place in zip(*found, strict=True):

@@ -13,7 +13,7 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 333)
 
 @pytest.mark.parametrize("family", KINDS)
 def test_alone_and_in_pieces(family, engines, references):
-    engine = engines(family, step_tokens_max=48)
+    engine = engines(family, max_num_batched_tokens=48)
     for i, length in enumerate(LENGTHS):
         prompt = random_prompt(length, seed=i)
         (completion,) = engine.generate([prompt], greedy(12))
@@ -22,14 +22,14 @@ def test_alone_and_in_pieces(family, engines, references):
 
 @pytest.mark.parametrize("family", KINDS)
 def test_mixed_batch(family, engines, references):
-    engine = engines(family, step_tokens_max=96)
+    engine = engines(family, max_num_batched_tokens=96)
     prompts = [random_prompt(length, seed=50 + i) for i, length in enumerate(LENGTHS)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(20)), strict=True):
         assert_same(completion, references(family).answer(prompt, 20))
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("sizes", [{"block_tokens": 32, "chunk_blocks": 2}, {"block_tokens": 16, "chunk_blocks": 1}])
+@pytest.mark.parametrize("sizes", [{"block_size": 32, "chunk_blocks": 2}, {"block_size": 16, "chunk_blocks": 1}])
 def test_block_sizes(family, sizes, engines, references):
     engine = engines(family, **sizes)
     prompts = [random_prompt(length, seed=70 + i) for i, length in enumerate((31, 150, 260))]
@@ -52,8 +52,13 @@ def test_block_sizes(family, sizes, engines, references):
 )
 def test_groups_with_unequal_blocks(family, sizes, engines, references, tmp_path):
     """Each group has a block size of its own, also one forced by the size of a recurrent state (528, 1056 tokens)."""
-    memory = {"host": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 96, "device_kv": "16MiB"}
-    engine = engines(family, group_block_tokens=sizes, chunk_blocks=1 if max(sizes.values()) > 500 else 2, **memory)
+    memory = {
+        "host_memory": "32MiB",
+        "disk": f"{tmp_path / 'cache'}:64MiB",
+        "snapshot_tokens": 96,
+        "kv_cache_memory": "16MiB",
+    }
+    engine = engines(family, group_block_size=sizes, chunk_blocks=1 if max(sizes.values()) > 500 else 2, **memory)
     prompt = random_prompt(1200, seed=5)
     for where in ("cold", "device", "host"):
         (completion,) = engine.generate([prompt], greedy(8))
@@ -74,8 +79,8 @@ def test_a_model_in_memory_is_shared_and_given_back(references):
     attention = model.config._attn_implementation
     prompt = random_prompt(100)
     expected = references("gemma3").answer(prompt, 6)
-    with Engine(model, Memory(device_kv="4MiB")) as first:
-        with Engine(model, Memory(device_kv="4MiB", host="4MiB")) as second:
+    with Engine(model, Memory(kv_cache_memory="4MiB")) as first:
+        with Engine(model, Memory(kv_cache_memory="4MiB", host_memory="4MiB")) as second:
             assert_same(second.generate([prompt], greedy(6))[0], expected)
         assert_same(first.generate([prompt], greedy(6))[0], expected)
     assert model.config._attn_implementation == attention

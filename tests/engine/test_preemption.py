@@ -16,12 +16,12 @@ def small_pool(engines, family, **memory):
 
     layouts = engines(family, context_tokens=160).parts.layout.blocks
     need = bytes_needed(layouts, 160, 64)
-    return engines(family, context_tokens=160, device_kv=int(need * 1.7), step_tokens_max=64, **memory)
+    return engines(family, context_tokens=160, kv_cache_memory=int(need * 1.7), max_num_batched_tokens=64, **memory)
 
 
 @pytest.mark.parametrize("family", KINDS)
 def test_spilled_and_loaded_back(family, engines, references):
-    engine = small_pool(engines, family, host="32MiB", snapshot_tokens=64)
+    engine = small_pool(engines, family, host_memory="32MiB", snapshot_tokens=64)
     prompts = [random_prompt(60 + i, seed=i) for i in range(5)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):
         assert_same(completion, references(family).answer(prompt, 90))
@@ -50,15 +50,15 @@ def test_host_too_small_for_the_spill(engines, references):
     """The arena holds a few chunks only: some sequences cannot be spilled and are computed again; answers stay
     right.
     """
-    engine = small_pool(engines, "llama", host="128KiB")
+    engine = small_pool(engines, "llama", host_memory="128KiB")
     prompts = [random_prompt(60 + i, seed=i) for i in range(6)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):
         assert_same(completion, references("llama").answer(prompt, 90))
     assert engine.stats()["engine"]["preemptions_recomputed"] > 0
 
 
-def test_more_requests_than_sequences_max(engines, references):
-    engine = engines("qwen3", sequences_max=2, host="16MiB")
+def test_more_requests_than_max_num_seqs(engines, references):
+    engine = engines("qwen3", max_num_seqs=2, host_memory="16MiB")
     prompts = [random_prompt(30 + 7 * i, seed=i) for i in range(7)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(8)), strict=True):
         assert_same(completion, references("qwen3").answer(prompt, 8))

@@ -11,7 +11,7 @@ import pytest
 from stowage.engine.engine import Progress
 from tests.engine.conftest import greedy, random_prompt
 
-MEMORY = {"host": "32MiB", "snapshot_tokens": 128}
+MEMORY = {"host_memory": "32MiB", "snapshot_tokens": 128}
 
 
 def in_order(progress: Progress) -> bool:
@@ -71,7 +71,7 @@ def test_what_reuse_saved_is_what_computing_would_have_taken(engines):
 
 def test_phases(engines):
     """One request is held in the middle of its answer; the next waits for it, and says so from another thread."""
-    engine = engines("llama", sequences_max=1)
+    engine = engines("llama", max_num_seqs=1)
     holding, go_on = threading.Event(), threading.Event()
 
     def hold(_delta: object) -> None:
@@ -94,7 +94,7 @@ def test_phases(engines):
 
 def test_a_preempted_request_keeps_where_its_prefix_came_from(engines):
     """What it reuses of itself when it comes back is no news."""
-    engine = engines("llama", device_kv="512KiB", host="8MiB")
+    engine = engines("llama", kv_cache_memory="512KiB", host_memory="8MiB")
     prompts = [random_prompt(200, seed=n) for n in range(4)]
     requests = [engine.submit(prompt, greedy(150)) for prompt in prompts]
     assert all(request.wait(120) for request in requests)
@@ -106,7 +106,7 @@ def test_a_preempted_request_keeps_where_its_prefix_came_from(engines):
 
 
 def test_a_cancelled_request_stays_where_it_was(engines):
-    engine = engines("llama", sequences_max=1)
+    engine = engines("llama", max_num_seqs=1)
     requests = [engine.submit(random_prompt(50, seed=n), greedy(200)) for n in range(2)]
     for request in reversed(requests):
         engine.cancel(request)

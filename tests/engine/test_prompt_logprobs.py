@@ -33,7 +33,7 @@ def assert_scored(completion, reference, prompt, first=1):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "nemotron_h"])
 def test_of_every_kind_of_model_in_pieces_and_cached(family, engines, references):
     """300 tokens in steps of 64; again when all of them are cached; and what was computed for it serves others."""
-    engine = engines(family, host="32MiB", step_tokens_max=64, snapshot_tokens=128)
+    engine = engines(family, host_memory="32MiB", max_num_batched_tokens=64, snapshot_tokens=128)
     prompt = random_prompt(300)
     for _ in range(2):
         (completion,) = engine.generate([prompt], SCORE)
@@ -58,7 +58,7 @@ def test_logits_of_a_long_prompt_are_never_held_together(engines, references, mo
     request that wants none is not held up by it.
     """
     monkeypatch.setattr(scheduler, "LOGITS_BYTES_MAX", 40 * 512 * 4)
-    engine = engines("llama", step_tokens_max=512)
+    engine = engines("llama", max_num_batched_tokens=512)
     rows, work = [], []
     run = engine.parts.runner.run
 
@@ -83,7 +83,7 @@ def test_logits_of_a_long_prompt_are_never_held_together(engines, references, mo
 @pytest.mark.parametrize("host", ["32MiB", 0])
 def test_preempted_while_it_is_scored(family, host, engines, references):
     """In the middle of its prompt it loses the device: it comes back from host memory, or is computed again."""
-    engine = engines(family, host=host, snapshot_tokens=64, step_tokens_max=32)
+    engine = engines(family, host_memory=host, snapshot_tokens=64, max_num_batched_tokens=32)
     queue, caught = engine._scheduler, set()
     schedule = queue.schedule
 

@@ -161,7 +161,7 @@ class Waiting(Noting):
 def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
     engine = engines("llama", context_tokens=4096)
     waiting = engine.prompts._tokenizer = Waiting(engine.tokenizer)
-    bridge = Bridge(engine, "tiny", Limits(queue_max=2, choices_max=2))
+    bridge = Bridge(engine, "tiny", Limits(max_queued_requests=2, max_choices=2))
     short = b'{"model": "tiny", "prompt": "ahoy"}'
     text = "ahoy " * 3000
     long = json.dumps({"model": "tiny", "prompt": text}).encode() + b" " * SHORT_BYTES
@@ -172,9 +172,9 @@ def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
         for _ in range(5):
             assert (await asyncio.wait_for(bridge.read(False, short), 60)).prompts
         assert not any(task.done() for task in slow)
-        more = [asyncio.create_task(bridge.read(False, long)) for _ in range(bridge.choices_max)]
+        more = [asyncio.create_task(bridge.read(False, long)) for _ in range(bridge.max_choices)]
         await asyncio.sleep(0)
-        assert bridge.choices_open == bridge.choices_max
+        assert bridge.choices_open == bridge.max_choices
         with pytest.raises(ApiError) as caught:
             await bridge.read(False, short)
         assert caught.value.status == 429

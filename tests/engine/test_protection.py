@@ -17,7 +17,7 @@ def test_a_protected_disk_changes_no_answer(method, engines, references, tmp_pat
     file = tmp_path / "keys"
     key_file.make(file)
     memory = {
-        "host": "32MiB",
+        "host_memory": "32MiB",
         "disk": f"{tmp_path / 'cache'}:64MiB",
         "disk_protection": method,
         "disk_key_file": str(file),

@@ -30,7 +30,7 @@ needs_kernels = pytest.mark.skipif(
 
 def steps_of_an_engine(model: Any) -> RecordedSteps:
     """After five prompts, three at a time: they come and go."""
-    with Engine(model, Memory(device_kv="1MiB", sequences_max=3)) as engine:
+    with Engine(model, Memory(kv_cache_memory="1MiB", max_num_seqs=3)) as engine:
         prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(5)]
         requests = [
             engine.submit(list(prompt), SamplingParams(10 + 3 * at, ignore_eos=True, logprobs=2))
@@ -97,7 +97,7 @@ def test_states_of_several_are_changed_where_they_lie(family: str, monkeypatch: 
         return logits
 
     monkeypatch.setattr(RecordedCalls, "replay", both)
-    with Engine(tiny_models.build(family), Memory(device_kv="64MiB", sequences_max=3)) as engine:
+    with Engine(tiny_models.build(family), Memory(kv_cache_memory="64MiB", max_num_seqs=3)) as engine:
         for count in (2, 3):
             prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(count)]
             engine.generate(prompts, SamplingParams(20, ignore_eos=True))

@@ -157,7 +157,7 @@ def test_cuda_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(RuntimeError("operation not permitted when stream is capturing\nand more"))
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     recorder = CudaRecorder(torch.device("cuda", 0))
-    backend = GraphBackend(lambda inputs: cuda.step(), [], [], recorder, attend, sequences_max=8, context_tokens=64)
+    backend = GraphBackend(lambda inputs: cuda.step(), [], [], recorder, attend, max_num_seqs=8, context_tokens=64)
     monkeypatch.setattr(graph_backend, "Inputs", lambda *_: None)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
         backend.record(StepShape(1, 64), [])

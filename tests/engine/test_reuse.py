@@ -16,7 +16,7 @@ PROMPT_TOKENS = 400
 @pytest.mark.parametrize("chunk_blocks", [1, 8])
 def test_a_snapshot_stands_where_a_chunk_ends(family, chunk_blocks, engines, references):
     """Below the device only whole chunks are found: a snapshot in the middle of one would be of no use."""
-    engine = engines(family, host="32MiB", chunk_blocks=chunk_blocks)
+    engine = engines(family, host_memory="32MiB", chunk_blocks=chunk_blocks)
     prompt = random_prompt(200)
     expected = references(family).answer(prompt, 4)
     for least in (0, 200 - max(64, chunk_blocks * 16)):
@@ -28,7 +28,7 @@ def test_a_snapshot_stands_where_a_chunk_ends(family, chunk_blocks, engines, ref
 
 @pytest.mark.parametrize("family", KINDS)
 def test_every_tier(family, engines, references, tmp_path):
-    memory = {"host": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}
+    memory = {"host_memory": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}
     engine = engines(family, **memory)
     prompt = random_prompt(PROMPT_TOKENS)
     expected = references(family).answer(prompt, 16)
@@ -61,7 +61,9 @@ def test_middle_hit(family, tier, engines, references, tmp_path):
     """F10: a prompt that shares only the first 60 % of an earlier one reuses it, on sliding and recurrent models
     too.
     """
-    engine = engines(family, host="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", snapshot_tokens=128, device_kv="16MiB")
+    engine = engines(
+        family, host_memory="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", snapshot_tokens=128, kv_cache_memory="16MiB"
+    )
     stored = random_prompt(1300)
     shared = 780
     engine.generate([stored], greedy(4))
@@ -79,7 +81,7 @@ def test_middle_hit(family, tier, engines, references, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_next_turn(family, engines, references, tmp_path):
     """A conversation goes on: the earlier prompt and its answer are the next prompt's prefix."""
-    engine = engines(family, host="32MiB", snapshot_tokens=64)
+    engine = engines(family, host_memory="32MiB", snapshot_tokens=64)
     history = random_prompt(150)
     for turn in range(4):
         (completion,) = engine.generate([history], greedy(90))
@@ -93,7 +95,7 @@ def test_next_turn(family, engines, references, tmp_path):
 
 def test_partial_tiers_are_combined(engines, references, tmp_path):
     """The beginning from the device, the rest from host: one prefix."""
-    engine = engines("llama", host="32MiB")
+    engine = engines("llama", host_memory="32MiB")
     long = random_prompt(512)
     engine.generate([long], greedy(2))
     engine.drop_device_cache()
@@ -108,7 +110,7 @@ def test_another_salt_shares_nothing(checkpoints, tmp_path):
     from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
 
-    memory = Memory(device_kv="8MiB", host="16MiB", disk=f"{tmp_path / 'cache'}:32MiB")
+    memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{tmp_path / 'cache'}:32MiB")
     prompt = random_prompt(300)
     for salt in ("a", "b"):
         with Engine(checkpoints("llama"), memory, salt=salt) as engine:
@@ -126,7 +128,7 @@ def test_another_model_shares_nothing(tmp_path):
     from stowage.engine.engine import Engine
     from stowage.testing import tiny_models
 
-    memory = Memory(device_kv="8MiB", host="16MiB", disk=f"{tmp_path / 'cache'}:32MiB")
+    memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{tmp_path / 'cache'}:32MiB")
     prompt = random_prompt(300)
     for seed, expected in ((0, 0), (1, 0), (0, 256)):
         path = tmp_path / f"model{seed}-{expected}"
@@ -143,7 +145,7 @@ def test_the_first_1024_of_1300_tokens(family, engines, references, tmp_path):
     """A prompt of 1,300 tokens is stored, its first 1,024 are asked with another end: all 1,024 are reused, by default
     settings, from host and from disk. (vLLM 0.32 reuses none of them on sliding-window and recurrent models.)
     """
-    engine = engines(family, host="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", device_kv="16MiB")
+    engine = engines(family, host_memory="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", kv_cache_memory="16MiB")
     stored = random_prompt(1300)
     engine.generate([stored], greedy(1))
     assert engine.flush()
@@ -155,3 +157,15 @@ def test_the_first_1024_of_1300_tokens(family, engines, references, tmp_path):
         (completion,) = engine.generate([prompt], greedy(8))
         assert_same(completion, references(family).answer(prompt, 8))
         assert completion.reused_tokens[tier] == sum(completion.reused_tokens.values()) == 1024
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next"])
+def test_snapshots_are_no_further_apart_than_they_were_asked_to_be(family, engines, references):
+    """Rounded up to the grid, 512 came to be 720 tokens, and nothing of a shared part of 700 was found."""
+    engine = engines(family, block_tokens=48, chunk_blocks=5, snapshot_tokens=512, device_kv="32MiB", host="64MiB")
+    shared = random_prompt(700)
+    for tail in (1, 2):
+        prompt = shared + random_prompt(60, seed=tail)
+        (completion,) = engine.generate([prompt], greedy(4))
+        assert_same(completion, references(family).answer(prompt, 4))
+    assert sum(completion.reused_tokens.values()) == 480

@@ -47,7 +47,7 @@ def test_filters_are_those_of_transformers(params):
 
 def test_seed_decides_alone(engines):
     """The same seed draws the same tokens alone, in a batch, and with the prefix reused; another seed draws others."""
-    engine = engines("llama", host="16MiB")
+    engine = engines("llama", host_memory="16MiB")
     prompt = random_prompt(100)
     params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=7, ignore_eos=True)
     first = engine.generate([prompt], params)[0].token_ids
@@ -118,7 +118,7 @@ def test_stream_gives_the_same_text_and_tokens(engines):
 
 
 def test_cancellation_frees_everything(engines):
-    engine = engines("llama", sequences_max=2)
+    engine = engines("llama", max_num_seqs=2)
     long = SamplingParams(max_new_tokens=3000, ignore_eos=True)
     requests = [engine.submit(random_prompt(50, seed=i), long) for i in range(4)]
     time.sleep(0.3)

@@ -37,13 +37,13 @@ def tokens_of(line: dict[str, object]) -> list[int]:
 def test_the_engine_reuses_what_was_simulated(policy, host_chunks, disk_bytes, step_tokens, checkpoints, tmp_path):
     lines = traces.conversations(120, seed=11, people=8, gap_ms=10_000_000)
     memory = Memory(
-        device_kv="8MiB",
-        host=host_chunks * CHUNK_BYTES,
+        kv_cache_memory="8MiB",
+        host_memory=host_chunks * CHUNK_BYTES,
         disk=f"{tmp_path / 'cache'}:{disk_bytes}" if disk_bytes else "",
-        block_tokens=BLOCK_TOKENS,
+        block_size=BLOCK_TOKENS,
         chunk_blocks=1,
-        policy=policy,
-        step_tokens_max=step_tokens or 1024,
+        eviction_policy=policy,
+        max_num_batched_tokens=step_tokens or 1024,
     )
     reused, held = answered(checkpoints("llama"), memory, lines)
     of = Scenario(

@@ -119,7 +119,7 @@ def act(kind: str, library: str, scenario: str, directory: str, *arguments: Any)
         board = Board(Path(directory + ".board"))
         syscall_trap.arm(library, board)
         stalls = RealStalls(board, Path(directory))
-    memory = Memory(device_kv="8MiB", host="32MiB", disk=f"{directory}:256MiB")
+    memory = Memory(kv_cache_memory="8MiB", host_memory="32MiB", disk=f"{directory}:256MiB")
     result = globals()[scenario](functools.partial(Engine, held[0], memory), stalls, *arguments)
     Path(directory + ".json").write_text(json.dumps(result))
 

@@ -23,12 +23,12 @@ def test_many_requests(family, engines, references, tmp_path):
     engine = engines(
         family,
         context_tokens=CONTEXT,
-        device_kv=int(bytes_needed(layouts, CONTEXT, 48) * draw.uniform(1.3, 2.5)),
-        host=draw.choice(["256KiB", "1MiB"]),
+        kv_cache_memory=int(bytes_needed(layouts, CONTEXT, 48) * draw.uniform(1.3, 2.5)),
+        host_memory=draw.choice(["256KiB", "1MiB"]),
         disk=f"{tmp_path / 'cache'}:4MiB",
-        step_tokens_max=48,
+        max_num_batched_tokens=48,
         snapshot_tokens=64,
-        sequences_max=6,
+        max_num_seqs=6,
         chunk_blocks=draw.choice([1, 2, 4]),
     )
     shared = [random_prompt(draw.randrange(20, 180), seed=100 + i) for i in range(PREFIXES)]

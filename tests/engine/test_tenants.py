@@ -33,7 +33,7 @@ AUC_MAX = 0.55
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h"])
 def test_same_prompt_two_salts_no_cross_hit_on_any_tier(family, engines, references, tmp_path):
-    memory = {"host": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}
+    memory = {"host_memory": "32MiB", "disk": f"{tmp_path / 'cache'}:64MiB", "snapshot_tokens": 128}
     engine = engines(family, **memory)
     expected = references(family).answer(PROMPT, 6)
 
@@ -67,7 +67,7 @@ def test_tenants_that_take_turns_for_the_device(engines, references):
     """Preempted and in one batch: private state comes back to its own sequence, and nobody finds another's."""
     from tests.engine.test_preemption import small_pool
 
-    engine = small_pool(engines, "llama", host="32MiB")
+    engine = small_pool(engines, "llama", host_memory="32MiB")
     prompt = random_prompt(70)
     requests = [engine.submit(prompt, greedy(80), salt=f"tenant {n}") for n in range(5)]
     for request in requests:
@@ -80,7 +80,7 @@ def test_tenants_that_take_turns_for_the_device(engines, references):
 
 
 def test_every_way_to_ask_takes_a_salt(engines):
-    engine = engines("llama", host=0)
+    engine = engines("llama", host_memory=0)
 
     async def streamed(salt):
         return [delta.completion async for delta in engine.stream(PROMPT, greedy(2), salt=salt)][-1]
@@ -105,7 +105,7 @@ def test_every_way_to_ask_takes_a_salt(engines):
 def test_what_is_no_salt_is_refused(salt, engines):
     """A number would otherwise be so many zero bytes, and None the same as no salt."""
     with pytest.raises(RequestError, match="salt"):
-        engines("llama", host=0).submit(PROMPT, greedy(2), salt=salt)
+        engines("llama", host_memory=0).submit(PROMPT, greedy(2), salt=salt)
 
 
 # timing
@@ -158,7 +158,7 @@ def test_time_to_first_token_tells_nothing_of_another_tenant():
     model = tiny_models.build("llama", tiny_models.TinySize(hidden=128, layers=1, heads=2, kv_heads=1))
     first = SamplingParams(max_new_tokens=1, ignore_eos=True)
     count = TIMINGS // 2
-    with Engine(model, Memory(device_kv="64MiB", host="256MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="64MiB", host_memory="256MiB")) as engine:
 
         def probe(salt: str) -> Callable[[object], float]:
             return lambda prompt: engine.generate([prompt], first, salt=salt)[0].ttft_s

@@ -120,9 +120,9 @@ def prefix_caches() -> Iterator[Callable[..., PrefixCache]]:
     """Prefix caches, closed at the test's end after checking their invariants."""
     opened: list[PrefixCache] = []
 
-    def opener(family: str | Any, host: str = "16MiB", disk: str = "", **settings: Any) -> PrefixCache:
+    def opener(family: str | Any, host_memory: str = "16MiB", disk: str = "", **settings: Any) -> PrefixCache:
         model = model_of(family) if isinstance(family, str) else family
-        opened.append(PrefixCache(model, host, disk, **settings))
+        opened.append(PrefixCache(model, host_memory, disk, **settings))
         return opened[-1]
 
     yield opener

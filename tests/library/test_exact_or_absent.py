@@ -97,7 +97,7 @@ def test_another_model_salt_or_setting_is_a_miss(prefix_caches, tmp_path):
         prefix_caches(tiny_models.build("llama", SIZE, seed=1), disk=disk),
         prefix_caches(tiny_models.build("llama", SIZE, rms_norm_eps=1e-3), disk=disk),
         prefix_caches("llama", disk=disk, salt="acme"),
-        prefix_caches("llama", disk=disk, block_tokens=32),
+        prefix_caches("llama", disk=disk, block_size=32),
     ]
     names = {other._namespace for other in others}
     assert len(names) == len(others)
@@ -115,7 +115,9 @@ def test_an_engine_in_the_same_directory_meets_nothing_of_ours(prefix_caches, tm
     prefixes = prefix_caches("llama", disk=disk)
     kept(prefixes, "llama")
     expected = answer(model_of("llama"), PROMPT)[0][0, 300:].tolist()
-    with Engine(tiny_models.build("llama", SIZE), Memory(device_kv="4MiB", host="8MiB", disk=disk)) as engine:
+    with Engine(
+        tiny_models.build("llama", SIZE), Memory(kv_cache_memory="4MiB", host_memory="8MiB", disk=disk)
+    ) as engine:
         (done,) = engine.generate([PROMPT[0].tolist()], SamplingParams(max_new_tokens=6, ignore_eos=True))
         assert done.token_ids == expected and sum(done.reused_tokens.values()) == 0
         assert engine.flush()
@@ -130,7 +132,7 @@ def test_a_shared_store_serves_another_machine(family, prefix_caches, tmp_path):
     pytest.importorskip("obstore")
     shared = f"file://{tmp_path / 'bucket'}"
     kept(prefix_caches(family, object=shared), family)
-    other = prefix_caches(family, object=shared, probe_timeout_s=WAIT_S)
+    other = prefix_caches(family, object=shared, lookup_timeout_s=WAIT_S)
     assert_as_plain(family, PROMPT, other.restore(PROMPT, timeout_s=WAIT_S))
     assert restored(other) == 256
 
@@ -229,7 +231,7 @@ def test_a_cropped_or_copied_cache(prefix_caches):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_budgets_are_hard(family, prefix_caches, tmp_path):
     """Many prompts through little room: what is lost is absent, and the limits hold."""
-    prefixes = prefix_caches(family, host="1MiB", disk=f"{tmp_path / 'cache'}:4MiB", snapshot_tokens=128)
+    prefixes = prefix_caches(family, host_memory="1MiB", disk=f"{tmp_path / 'cache'}:4MiB", snapshot_tokens=128)
     assert prefixes.stats()["store"]["host_bytes"] <= 1 << 20
     for seed in range(12):
         cache = prefixes.prefill(tokens(400, seed=seed), timeout_s=WAIT_S)
@@ -244,10 +246,10 @@ def test_budgets_are_hard(family, prefix_caches, tmp_path):
 
 def test_a_prefix_longer_than_host_memory_comes_as_far_as_it_fits(prefix_caches, tmp_path):
     prompt = tokens(900)
-    prefixes = prefix_caches("llama", host="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    prefixes = prefix_caches("llama", host_memory="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
     kept(prefixes, "llama", prompt)
     prefixes.close()
-    small = prefix_caches("llama", host="256KiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    small = prefix_caches("llama", host_memory="256KiB", disk=f"{tmp_path / 'cache'}:64MiB")
     assert_as_plain("llama", prompt, small.restore(prompt, timeout_s=WAIT_S))
     assert 0 < restored(small) < 896
 

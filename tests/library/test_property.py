@@ -14,7 +14,7 @@ from stowage.testing import tiny_models
 from tests.library.conftest import LOGIT_BOUND, answer, restored, same, tokens
 
 BLOCK, CHUNK = 8, 16
-GEOMETRY = {"block_tokens": BLOCK, "chunk_blocks": CHUNK // BLOCK, "group_block_tokens": {"recurrent": CHUNK}}
+GEOMETRY = {"block_size": BLOCK, "chunk_blocks": CHUNK // BLOCK, "group_block_size": {"recurrent": CHUNK}}
 
 
 @functools.cache

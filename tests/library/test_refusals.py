@@ -68,9 +68,11 @@ def not_loaded() -> nn.Module:
             "dynamic",
         ),
         (lambda: nn.Linear(2, 2), UnsupportedModelError, "Linear is no Transformers model"),
+        (lambda: own("minimax"), UnsupportedModelError, "a cache of a class of its own"),
+        (lambda: own("mpt"), UnsupportedModelError, "its whole prompt again"),
         (lambda: own("gemma3", sliding_window=3), UnsupportedModelError, "window of 3"),
     ],
-    ids="seq2seq pictures adapters quantised meta training jamba rope linear window".split(),
+    ids="seq2seq pictures adapters quantised meta training jamba rope linear minimax mpt window".split(),
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_models(make, error, says):
@@ -81,11 +83,11 @@ def test_models(make, error, says):
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"host": 0}, ConfigError, "host is 0"),
-        ({"host": "4KiB"}, BudgetError, "least that works"),
-        ({"host": "1MiB", "dsk": "x:1GiB"}, ConfigError, "'dsk'"),
+        ({"host_memory": 0}, ConfigError, "host_memory is 0"),
+        ({"host_memory": "4KiB"}, BudgetError, "least that works"),
+        ({"host_memory": "1MiB", "dsk": "x:1GiB"}, ConfigError, "'dsk'"),
         ({"snapshot_token": 3}, ConfigError, "Did you mean 'snapshot_tokens'"),
-        ({"device_kv": "1GiB"}, ConfigError, "device_kv"),
+        ({"kv_cache_memory": "1GiB"}, ConfigError, "kv_cache_memory"),
         ({"disk": "here"}, ConfigError, "DIRECTORY:SIZE"),
     ],
 )
@@ -239,3 +241,12 @@ def test_a_deep_copy_of_the_model_has_the_same_prefixes(prefix_caches, tmp_path)
     again = prefix_caches(copy.deepcopy(model_of("llama")), disk=disk)
     again.restore(PROMPT, timeout_s=30)
     assert restored(again) == 64
+
+
+def test_old_names_of_settings_work_with_a_hint():
+    with pytest.warns(DeprecationWarning, match="host_memory") as said:
+        prefixes = PrefixCache(model_of("llama"), host="1MiB")
+    prefixes.close()
+    assert said[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="block_size"), pytest.raises(ConfigError, match="block_size is 0"):
+        PrefixCache(model_of("llama"), block_tokens=0)

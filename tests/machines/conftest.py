@@ -103,7 +103,7 @@ def alone(checkpoints: Callable[..., Path]) -> Iterator[Callable[..., list[int]]
 
     def answer(prompt: list[int], new_tokens: int = 12, family: str = "llama") -> list[int]:
         if family not in engines:
-            engines[family] = Engine(checkpoints(family), Memory(device_kv="16MiB"))
+            engines[family] = Engine(checkpoints(family), Memory(kv_cache_memory="16MiB"))
         engine = engines[family]
         engine.drop_device_cache()
         (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))

@@ -22,7 +22,7 @@ __all__ = ["MEMORY", "PATIENCE_S", "Answer", "Machine", "Process", "live", "serv
 
 PATIENCE_S = 90.0
 """When a machine counts as hanging. No test waits that long where all is well."""
-MEMORY = {"device_kv": "16MiB", "host": "32MiB", "snapshot_tokens": 128, "probe_timeout_s": 30.0}
+MEMORY = {"kv_cache_memory": "16MiB", "host_memory": "32MiB", "snapshot_tokens": 128, "lookup_timeout_s": 30.0}
 """Patient: a tiny model computes in the time that a question takes."""
 
 _numbers = itertools.count()

@@ -16,7 +16,7 @@ from tests.machines.network import Network
 from tests.tiers.servers import wait_until
 
 PROMPT_TOKENS = 690
-BOUNDS = {"probe_timeout_s": 0.3, "load_timeout_s": 0.3}
+BOUNDS = {"lookup_timeout_s": 0.3, "load_timeout_s": 0.3}
 """What a request may wait for the store, on top of computing."""
 ALLOWED_S = 10.0
 REMOTE = ("valkey", "s3")

@@ -22,7 +22,7 @@ from tests.server.process import Server
 
 PROMPTS = 4
 WORDS = "the quick brown fox jumps over the lazy dog and so on "
-SMALL = ("--device-kv", "8MiB", "--host", "8MiB")
+SMALL = ("--kv-cache-memory", "8MiB", "--host-memory", "8MiB")
 """Two prompts or so: what was asked before those must come from the store."""
 
 
@@ -63,7 +63,7 @@ def serve(nursery: Nursery, network: Network, tmp_path: Path, model: Path) -> It
 
     def begin(place: str, *flags: str, **environ: str) -> Served:
         out, err = tmp_path / f"{place}.out", tmp_path / f"{place}.err"
-        words = ["serve", str(model), "--listen", "127.0.0.1:0", "--json", *SMALL, *flags]
+        words = ["serve", str(model), "--port", "0", "--json", *SMALL, *flags]
         child = nursery.start(machine.serve, network.path(place), out, err, json.dumps(environ), *words)
         started.append(Server(child, out, err))
         return Served(network, place, started[-1])

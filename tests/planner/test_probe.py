@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stowage.errors import ConfigError, DirectoryError, StowageError
+from stowage.errors import DirectoryError, StowageError
 from stowage.planner import compute, forwards, probe, storage, weight_speeds
 from stowage.planner.machine import TYPICAL_CPU, Machine
 
@@ -82,12 +82,6 @@ def test_a_copied_file_of_another_machine_is_not_taken(tmp_path: Path, monkeypat
 def test_a_place_that_takes_no_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="no file can be made"):
         quick_measure(tmp_path / "nowhere")
-
-
-def test_without_torch_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "can_compute", lambda: False)
-    with pytest.raises(ConfigError, match="torch is not installed"):
-        probe.measure(tmp_path)
 
 
 def test_a_torch_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

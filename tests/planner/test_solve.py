@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stowage.core.geometry import Kind
 from stowage.errors import BudgetError
 from stowage.planner.machine import TYPICAL_CPU, TYPICAL_GPU, Machine
 from stowage.planner.predict import Away, Workload, decode_step, predict, prompt_s
-from stowage.planner.shapes import Cache, Keeps, Layer, Model
+from stowage.planner.shapes import Attention, Kept, Layer, Model
 from stowage.planner.solve import DEVICE, DISK, HOLDS, HOST, Budgets, Room, Solution, solve, spread_order
 
 MIB = 1 << 20
@@ -24,11 +25,9 @@ def model(layers: list[int], *, head: int = 3, embedding: int = 2, experts: int 
         Layer(
             index=at,
             parameters={"attention": size * MIB},
-            cache=Cache(Keeps.FULL, 64, read_elements=64),
             experts=experts,
             experts_per_token=min(2, experts),
             expert_parameters=expert * MIB if experts else 0,
-            pair_operations=256,
             dense_bytes=size * MIB,
             expert_bytes=expert * MIB if experts else 0,
         )
@@ -37,6 +36,8 @@ def model(layers: list[int], *, head: int = 3, embedding: int = 2, experts: int 
     return Model(
         family="made",
         layers=made,
+        kept=tuple(Kept(at, Kind.FULL, 64) for at in range(len(layers))),
+        attention=(Attention(256, 64),) * len(layers),
         embedding=embedding * MIB,
         rest=100,
         head=head * MIB,

@@ -133,14 +133,14 @@ def test_a_kernel_that_cannot_hash_as_the_package_does_is_not_used(monkeypatch: 
     assert batch._connected()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(batch, "_batch", None)
+            patch.setattr(batch, "_native", None)
             assert not batch._connected(), "it was not built"
         with monkeypatch.context() as patch:
             patch.setattr(xxhash, "_xxhash", None)
             assert not batch._connected(), "the package has no library"
         with monkeypatch.context() as patch:
             patch.setattr(xxhash, "_xxhash", math)
-            patch.setattr(math, "__file__", batch._batch.__file__, raising=False)
+            patch.setattr(math, "__file__", batch._native.__file__, raising=False)
             assert not batch._connected(), "a library without those functions"
         with pytest.raises(ValueError, match="no hash"):
             batch._in_c(*drawn([1], 0))
@@ -155,7 +155,7 @@ def test_a_kernel_that_cannot_hash_as_the_package_does_is_not_used(monkeypatch: 
 def test_what_the_kernel_refuses_changes_nothing() -> None:
     fields, payloads = drawn([10, 20], 1)
     found = np.full((2, 2), 7, np.uint64)
-    kernel = batch._batch
+    kernel = batch._native
     for bad in (
         (fields[:1], payloads, found),
         (fields, payloads[:1], found),

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.cache.policy import POLICIES, CostAware, cost, native
+from stowage.cache.policy import POLICIES, CostAware, cost
 from stowage.cache.policy.hazard import AGES, best_rate
-from stowage.cache.policy.native import Kernel, NativeCostAware, cost_aware, is_built, quick_rate
+from stowage.cache.policy.native import NativeCostAware, cost_aware, is_built, quick_rate
+from stowage.native import extension
 from tests.policy_models import Arena, array, key
 
 built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler when it was installed")
@@ -99,7 +100,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Any], object]]] = [
     ("a parent below -1", IndexError, lambda k: k.admit(array([3, 4]), NAMES, array([-1, -2]))),
     ("parents that are no array", TypeError, lambda k: k.admit(array([3, 4]), NAMES, [0, 1])),
     ("a key that is text", TypeError, lambda k: k.admit(array([3, 4]), [NAMES[0], "text"], array([-1, -1]))),
-    ("keys in a tuple", ValueError, lambda k: k.admit(array([3, 4]), tuple(NAMES), array([-1, -1]))),
+    ("keys in a tuple", TypeError, lambda k: k.admit(array([3, 4]), tuple(NAMES), array([-1, -1]))),
     ("too few arguments", TypeError, lambda k: k.admit(array([3]), NAMES[:1])),
     ("no word about use", TypeError, lambda k: k.insert(array([0]))),
     ("room that cannot be written", (ValueError, BufferError), lambda k: k.victims(b"12345678")),
@@ -127,13 +128,13 @@ def test_a_kernel_takes_no_array_of_another_size(place: int) -> None:
     lent = [*policy.arrays()]
     assert len(lent) == 17
     numbers = (8, len(policy._history.tables[0]), policy.hazard.width)
-    assert len(Kernel(tuple(lent), *numbers)) == 0
+    assert len(extension.Kernel(tuple(lent), *numbers)) == 0
     lent[place] = np.concatenate((lent[place].ravel(), lent[place].ravel()))
     with pytest.raises(ValueError, match="not as long, or as wide"):
-        Kernel(tuple(lent), *numbers)
+        extension.Kernel(tuple(lent), *numbers)
     lent[place] = lent[place][::2]
     with pytest.raises((ValueError, BufferError)):
-        Kernel(tuple(lent), *numbers)
+        extension.Kernel(tuple(lent), *numbers)
 
 
 @built
@@ -142,9 +143,9 @@ def test_a_kernel_takes_no_numbers_out_of_range() -> None:
     lent, rows, width = tuple(policy.arrays()), len(policy._history.tables[0]), policy.hazard.width
     for numbers in ((-1, rows, width), (8, 0, width), (8, rows + 1, width), (8, rows, 0), (1 << 40, rows, width)):
         with pytest.raises(ValueError, match=r"not as long|out of range"):
-            Kernel(lent, *numbers)
+            extension.Kernel(lent, *numbers)
     with pytest.raises(ValueError, match="other arrays"):
-        Kernel(lent[:-1], 8, rows, width)
+        extension.Kernel(lent[:-1], 8, rows, width)
 
 
 @built
@@ -174,7 +175,7 @@ def test_what_the_kernel_was_lent_is_free_again_when_it_ends() -> None:
     lent = [*policy.arrays()]
     raw = bytearray(lent[0].tobytes())
     lent[0] = np.frombuffer(raw, np.bool_)
-    kernel = Kernel(tuple(lent), 4, len(policy._history.tables[0]), policy.hazard.width)
+    kernel = extension.Kernel(tuple(lent), 4, len(policy._history.tables[0]), policy.hazard.width)
     slots, parents, names = array([0, 1]), array([-1, 0]), [key(3), key(4)]
     before = [sys.getrefcount(one) for one in (slots, parents, names, names[0])]
     for _ in range(100):
@@ -200,7 +201,7 @@ def test_the_kernel_is_chosen_unless_it_is_not_wanted(monkeypatch: pytest.Monkey
     monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
     assert type(cost_aware(4)) is CostAware
     monkeypatch.delenv("STOWAGE_PURE_PYTHON")
-    monkeypatch.setattr(native, "Kernel", None)
+    monkeypatch.setattr("stowage.native.extension", None)
     assert type(cost_aware(4)) is CostAware
 
 
@@ -225,9 +226,9 @@ def test_rates_are_refused_for_what_is_no_table_of_ages() -> None:
         (np.zeros(AGES - 1), np.zeros(AGES - 1)),
     ):
         with pytest.raises(ValueError, match="must be float64, and alike"):
-            native.best_rates(hazard, rates)
+            extension.best_rates(hazard, rates)
     with pytest.raises(TypeError, match="takes hazards"):
-        native.best_rates(np.zeros(AGES))
+        extension.best_rates(np.zeros(AGES))
 
 
 class Both:

@@ -26,7 +26,7 @@ SIZES = ((12, 20), (3, 20), (1, 20), (1, 3), (2, 0))
 
 def kernels(name: str) -> list[Any]:
     """The ways to make a table in C."""
-    kernel = getattr(native._table, name, None)
+    kernel = getattr(native._native, name, None)
 
     def made_with(bits: int, depth: int) -> Callable[[int], Any]:
         return lambda size: kernel(size, bucket_bits=bits, depth_max=depth)

@@ -200,6 +200,6 @@ def test_rules_about_a_device_with_a_memory_of_its_own() -> None:
     half = experts.berth_bytes + EXPERT_STAGES * experts.stage_bytes
     assert len(place(cargo, 0, None, most, rules, crosses=True, held_bytes=half).held) == 1
     assert not place(cargo, 0, None, most, rules, crosses=True, held_bytes=half - 1).held
-    with pytest.raises(BudgetError, match="give host a larger size"):
+    with pytest.raises(BudgetError, match="give host_memory a larger size"):
         place(cargo, 0, None, EXPERT_STAGES * experts.stage_bytes - 1, rules, crosses=True)
     assert not place(cargo, 0, None, most, rules).held, "a CPU maps them"

@@ -40,7 +40,7 @@ def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]
     made: list[Engine] = []
 
     def open_engine(family: str, **memory: object) -> Engine:
-        limits = {"device_kv": "16MiB", "host": "8MiB", "snapshot_tokens": 64} | memory
+        limits = {"kv_cache_memory": "16MiB", "host_memory": "8MiB", "snapshot_tokens": 64} | memory
         made.append(Engine(references(family).path, Memory(**limits), device=str(device)))  # type: ignore[arg-type]
         recorded = made[-1].parts.graphs
         assert recorded is not None
@@ -86,7 +86,7 @@ def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.M
     found = []
     for triton in (True, False):
         monkeypatch.setattr(launch, "wanted", lambda *_, triton=triton: triton)
-        with interpreting(), Engine(model, Memory(device_kv="8MiB"), cuda_graphs=triton) as engine:
+        with interpreting(), Engine(model, Memory(kv_cache_memory="8MiB"), cuda_graphs=triton) as engine:
             recorded = engine.parts.graphs
             if triton:
                 assert recorded.backend.attend is launch.attend and recorded.backend.octave == 1

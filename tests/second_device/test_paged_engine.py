@@ -20,7 +20,7 @@ pytestmark = pytest.mark.device
 FAMILIES = ["llama", "gemma2", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next"]
 """Full; sliding and soft-capped; with sinks; chunked; latent; in blocks that a recurrent state forces."""
 PROMPTS = [random_prompt(length, seed=length) for length in (110, 33)]
-KV = Memory(device_kv="8MiB")
+KV = Memory(kv_cache_memory="8MiB")
 
 
 @pytest.fixture(autouse=True)

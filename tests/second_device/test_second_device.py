@@ -35,7 +35,7 @@ def opened(device: torch.device, references: Callable[[str], Reference]):  # typ
     made: list[Engine] = []
 
     def open_engine(family: str, path: Path | None = None, **memory: object) -> Engine:
-        limits = {"device_kv": "2MiB", "host": "8MiB", "snapshot_tokens": 64} | memory
+        limits = {"kv_cache_memory": "2MiB", "host_memory": "8MiB", "snapshot_tokens": 64} | memory
         made.append(Engine(path or references(family).path, Memory(**limits), device=str(device)))  # type: ignore[arg-type]
         assert made[-1].model.device == made[-1].parts.pools[0].storage.device == device
         return made[-1]
@@ -71,7 +71,7 @@ def test_answers_are_the_cpus(family: str, opened, references, tmp_path: Path) -
 def test_preempted(family: str, opened, references, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_models.write(family, tmp_path / "short", tiny_models.TinySize(context_tokens=160))
     layouts = opened(family, path).parts.layout.blocks
-    engine = opened(family, path, device_kv=int(bytes_needed(layouts, 160, 64) * 1.7), step_tokens_max=64)
+    engine = opened(family, path, kv_cache_memory=int(bytes_needed(layouts, 160, 64) * 1.7), max_num_batched_tokens=64)
     prompts = [random_prompt(105 + i, seed=i) for i in range(3)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(50)), strict=True):
         assert_same(completion, references(family).answer(prompt, 50))
@@ -82,7 +82,7 @@ def test_preempted(family: str, opened, references, tmp_path: Path) -> None:  # 
 def test_longer_than_the_device(family: str, opened, references) -> None:  # type: ignore[no-untyped-def]
     """The oldest blocks are brought from host memory in pieces."""
     layouts = opened(family).parts.layout.blocks
-    engine = opened(family, device_kv=int(bytes_needed(layouts, 300, 64) * 0.5), step_tokens_max=64)
+    engine = opened(family, kv_cache_memory=int(bytes_needed(layouts, 300, 64) * 0.5), max_num_batched_tokens=64)
     prompt = random_prompt(290, seed=1)
     (completion,) = engine.generate([prompt], greedy(6))
     assert_same(completion, references(family).answer(prompt, 6))
@@ -91,27 +91,30 @@ def test_longer_than_the_device(family: str, opened, references) -> None:  # typ
 
 def test_a_model_in_memory_stays_where_it_is(device: torch.device, references) -> None:  # type: ignore[no-untyped-def]
     model = tiny_models.build("llama").to(device)
-    with Engine(model, Memory(device_kv="2MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="2MiB")) as engine:
         assert engine.parts.pools[0].storage.device == device
         assert_same(engine.generate([PROMPTS[1]], greedy(4))[0], references("llama").answer(PROMPTS[1], 4))
     with pytest.raises(ConfigError, match=r"give it model\.to\('cpu'\)"):
-        Engine(model, Memory(device_kv="2MiB"), device="cpu")
+        Engine(model, Memory(kv_cache_memory="2MiB"), device="cpu")
 
 
 def test_what_is_there_on_cpus_only(device: torch.device, references) -> None:  # type: ignore[no-untyped-def]
     path = references("llama").path
     with pytest.raises(ConfigError, match="--deterministic rests on kernels for CPUs"):
-        Engine(path, Memory(device_kv="2MiB"), device=str(device), deterministic=True)
+        Engine(path, Memory(kv_cache_memory="2MiB"), device=str(device), deterministic=True)
     with pytest.raises(ConfigError, match="delivered as mapped, and hold:0 cannot read it in host memory"):
-        Engine(path, Memory(device_kv="2MiB", host="8MiB", weights="*=mapped"), device=str(device))
+        Engine(path, Memory(kv_cache_memory="2MiB", host_memory="8MiB", weights="*=mapped"), device=str(device))
     with pytest.raises(ConfigError, match="give its checkpoint's directory"):
-        Engine(tiny_models.build("llama").to(device), Memory(device_kv="2MiB", host="8MiB", weights="*=stream"))
+        Engine(
+            tiny_models.build("llama").to(device),
+            Memory(kv_cache_memory="2MiB", host_memory="8MiB", weights="*=stream"),
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v32"])
 @pytest.mark.parametrize("rules", ["*=stream", "last 1 of 2=prefetch"])
 def test_weights_that_cross_over(family: str, rules: str, opened, references) -> None:  # type: ignore[no-untyped-def]
-    engine = opened(family, host="64MiB", weights=rules)
+    engine = opened(family, host_memory="64MiB", weights=rules)
     for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, greedy(4)), strict=True):
         assert_same(completion, references(family).answer(prompt, 4))
     assert engine.stats()["weights"]["read_bytes"] > 0
@@ -123,7 +126,10 @@ def test_weights_that_cross_over(family: str, rules: str, opened, references) ->
 def test_packed_weights_that_cross_over(form: str, opened, references, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     packed = tmp_path / "packed"
     pack.pack(str(references("llama").path), packed, form)
-    expected = [Engine(packed, Memory(device_kv="2MiB")), opened("llama", packed, host="64MiB", weights="*=stream")]
+    expected = [
+        Engine(packed, Memory(kv_cache_memory="2MiB")),
+        opened("llama", packed, host_memory="64MiB", weights="*=stream"),
+    ]
     answers = [engine.generate([PROMPTS[0]], greedy(6))[0] for engine in expected]
     expected[0].close()
     assert answers[0].token_ids == answers[1].token_ids
@@ -131,7 +137,7 @@ def test_packed_weights_that_cross_over(form: str, opened, references, tmp_path:
 
 def test_offload(device: torch.device, references) -> None:  # type: ignore[no-untyped-def]
     """Two lines in a script of Transformers."""
-    model = offload(references("llama").path, weights="*=stream", host="64MiB", device=str(device))
+    model = offload(references("llama").path, weights="*=stream", host_memory="64MiB", device=str(device))
     prompt = torch.tensor([PROMPTS[0]], device=device)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
@@ -146,7 +152,7 @@ def test_caches_of_two_devices_never_meet(opened, references, tmp_path: Path) ->
     there.generate([PROMPTS[2]], greedy(1))
     assert there.flush(120)
     there.close()
-    with Engine(references("llama").path, Memory(device_kv="2MiB", host="8MiB", disk=disk)) as here:
+    with Engine(references("llama").path, Memory(kv_cache_memory="2MiB", host_memory="8MiB", disk=disk)) as here:
         assert not any(here.generate([PROMPTS[2]], greedy(1))[0].reused_tokens.values())
 
 
@@ -155,7 +161,7 @@ def test_prefix_cache(device: torch.device, tmp_path: Path) -> None:
     model, prompt = tiny_models.build("llama").to(device).eval(), torch.tensor([PROMPTS[2]])
     answers, found = [], []
     for _ in range(2):
-        with PrefixCache(model, host="8MiB", disk=f"{tmp_path / 'cache'}:32MiB") as cache:
+        with PrefixCache(model, host_memory="8MiB", disk=f"{tmp_path / 'cache'}:32MiB") as cache:
             past = cache.restore(prompt.to(device), timeout_s=60)
             found.append(past.get_seq_length())
             options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

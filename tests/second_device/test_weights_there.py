@@ -63,7 +63,7 @@ def test_experts_come_as_they_are_chosen(
     """From host memory and from disk, through a cache for a quarter of them, with copies that take their time."""
     carrier = LateCarrier(str(device), patience=5)
     monkeypatch.setattr(engine_module, "carrier", lambda device: carrier)
-    memory = Memory(device_kv="2MiB", host=host, weights="*.experts=experts")
+    memory = Memory(kv_cache_memory="2MiB", host_memory=host, weights="*.experts=experts")
     with Engine(references(family).path, memory, device=str(device)) as engine:
         placement, source = engine.weights.placement, engine.weights
         assert Delivery.EXPERTS in placement.deliveries and source.device == device
@@ -82,7 +82,7 @@ def test_parameters_stay_in_host_memory(
     carrier = SharedCarrier(device, Shared())
     monkeypatch.setattr(engine_module, "carrier", lambda device: carrier)
     with Engine(
-        references(family).path, Memory(device_kv="2MiB", host="64MiB", weights=rules), device=str(device)
+        references(family).path, Memory(kv_cache_memory="2MiB", host_memory="64MiB", weights=rules), device=str(device)
     ) as engine:
         placement = engine.weights.placement
         assert placement.nbytes(Delivery.MAPPED) > 0 and sum(carrier.pinned) <= placement.host_bytes
@@ -104,7 +104,7 @@ def test_memory_that_a_device_cannot_read_is_told(
     """It is tried when a model is opened; the other deliveries are named."""
     carrier = SharedCarrier(device, driver)
     monkeypatch.setattr(engine_module, "carrier", lambda device: carrier)
-    memory = Memory(device_kv="2MiB", host="64MiB", weights="lm_head=mapped,*=prefetch")
+    memory = Memory(kv_cache_memory="2MiB", host_memory="64MiB", weights="lm_head=mapped,*=prefetch")
     with pytest.raises(ConfigError, match=f"{why}.*Say prefetch, stream or resident instead"):
         Engine(references("llama").path, memory, device=str(device))
     assert not carrier.pinned

@@ -31,7 +31,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(tiny_llama: Path) -> Iterator[Engine]:
     """The same model without a server in between."""
-    with Engine(tiny_llama, Memory(device_kv="8MiB")) as opened:
+    with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as opened:
         yield opened
 
 
@@ -56,7 +56,7 @@ def start(
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server]) -> Server:
     """With default limits and no keys."""
-    return start("--host", "16MiB")
+    return start("--host-memory", "16MiB")
 
 
 @pytest.fixture

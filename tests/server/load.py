@@ -32,7 +32,16 @@ from stowage.engine.sampling import SamplingParams
 from stowage.testing import tiny_models
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-FLAGS = ["--device-kv", "8MiB", "--host", "16MiB", "--queue-max", "256", "--log-level", "warning"]
+FLAGS = [
+    "--kv-cache-memory",
+    "8MiB",
+    "--host-memory",
+    "16MiB",
+    "--max-queued-requests",
+    "256",
+    "--log-level",
+    "warning",
+]
 KNOWN = 24
 NEW_TOKENS = 12
 GROWTH_BYTES_MAX = 24 << 20
@@ -224,7 +233,7 @@ def known_answers(model: Path) -> list[tuple[str, str]]:
     """Prompts that share beginnings of many lengths, and how the model goes on."""
     story = " ".join(f"Word {n} of the story is {n * n}." for n in range(40))
     prompts = [f"{story[: 40 * (n % 8)]} Question {n}?" for n in range(KNOWN)]
-    with Engine(model, Memory(device_kv="8MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="8MiB")) as engine:
         completions = engine.generate(list(prompts), SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
     return [(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]
 
@@ -245,8 +254,8 @@ def main() -> int:
             "stowage",
             "serve",
             str(model),
-            "--listen",
-            "127.0.0.1:0",
+            "--port",
+            "0",
             "--json",
             *FLAGS,
             *disk,

@@ -96,5 +96,5 @@ def start(nursery: Nursery, directory: Path, model: Path, *flags: str, **environ
     """A server on a port of its own, whose streams lie in `directory`."""
     number = time.monotonic_ns()
     out, err = directory / f"{number}.out", directory / f"{number}.err"
-    settings = ["serve", str(model), "--listen", "127.0.0.1:0", "--json", "--device-kv", "8MiB", *flags]
+    settings = ["serve", str(model), "--port", "0", "--json", "--kv-cache-memory", "8MiB", *flags]
     return Server(nursery.start(command, out, err, json.dumps(environ), *settings), out, err)

@@ -42,12 +42,14 @@ PLACES = ("device", "host", "disk")
 def server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     """With every tier, a device that is soon full, and nobody's keys."""
     cache = tmp_path_factory.mktemp("cache") / "disk"
-    return start("--host", "2MiB", "--disk", f"{cache}:64MiB", "--device-kv", "512KiB", "--log-level", "info")
+    return start(
+        "--host-memory", "2MiB", "--disk", f"{cache}:64MiB", "--kv-cache-memory", "512KiB", "--log-level", "info"
+    )
 
 
 @pytest.fixture(scope="module")
 def guarded(start: Callable[..., Server]) -> Server:
-    return start("--host", "16MiB", STOWAGE_API_KEYS=f"{ALICE},{BOB}")
+    return start("--host-memory", "16MiB", STOWAGE_API_KEYS=f"{ALICE},{BOB}")
 
 
 def state(server: Server, key: str = "", **query: object) -> dict:

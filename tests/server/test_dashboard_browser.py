@@ -35,7 +35,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     """With every tier and some requests behind it; its model has a name that would be markup."""
     cache = tmp_path_factory.mktemp("cache") / "disk"
-    made = start("--host", "2MiB", "--disk", f"{cache}:64MiB", "--device-kv", "1MiB", "--served-name", NASTY)
+    made = start(
+        "--host-memory", "2MiB", "--disk", f"{cache}:64MiB", "--kv-cache-memory", "1MiB", "--served-model-name", NASTY
+    )
     for n in range(30):
         prompt = random_prompt(300, seed=n % 9)
         body = {"model": NASTY, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "n": 1 + n % 2}
@@ -226,7 +228,7 @@ def test_the_page_of_a_request(page: Browser, server: Server) -> None:
 
 def test_the_server_goes_and_comes_back(browser: Browser, start: Callable[..., Server]) -> None:
     """What was known stays, and is said to be old; a new server is shown from its own beginning."""
-    first = start("--host", "1MiB")
+    first = start("--host-memory", "1MiB")
     body = {"model": "tiny", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
     httpx.post(first.url + "/v1/completions", json=body, timeout=60).raise_for_status()
     browser.open()
@@ -239,7 +241,7 @@ def test_the_server_goes_and_comes_back(browser: Browser, start: Callable[..., S
     assert browser.see("document.querySelectorAll('.requests tbody tr').length") == 1
     assert float(browser.see("getComputedStyle(document.querySelector('#overview')).opacity")) < 1
     browser.until("document.querySelector('#lost-when').textContent.includes('4 seconds')")
-    second = start("--listen", f"127.0.0.1:{first.port}")
+    second = start("--port", str(first.port))
     browser.call("click", "#retry")
     browser.until(f"{LIVE} && !({GONE})")
     browser.until("document.querySelector('#requests').innerText.includes('No request yet')")

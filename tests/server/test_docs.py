@@ -1,4 +1,4 @@
-"""docs/serving.md and docs/metrics.md say what there is: their examples run, their tables are whole."""
+"""docs/serving.md and docs/reference/metrics.md say what there is: their examples run, their tables are whole."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_status_that_the_code_can_give() -> None:
 
 def test_every_metric_of_the_server(server: Server) -> None:
     httpx.post(server.url + "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 3})
-    page = (DOCS / "metrics.md").read_text()
+    page = (DOCS / "reference" / "metrics.md").read_text()
     families = re.findall(r"^# TYPE (\S+) (\S+)", httpx.get(server.url + "/metrics").text, re.MULTILINE)
     names = {name for name, _ in families if name.startswith("stowage_")}
     assert len(names) > 30

@@ -40,7 +40,7 @@ def server(start, tmp_path_factory) -> Server:
     path = tmp_path_factory.mktemp("keys") / "api-keys"
     path.write_text(f"# who: alice\n{ALICE}\n\n  {BOB}  \n")
     path.chmod(0o600)
-    return start("--api-key-file", str(path), "--host", "16MiB", "--log-level", "info", STOWAGE_API_KEYS=CAROL)
+    return start("--api-key-file", str(path), "--host-memory", "16MiB", "--log-level", "info", STOWAGE_API_KEYS=CAROL)
 
 
 def ask(server: Server, key: str, prompt: object = "x", **extra: object) -> openai.types.Completion:
@@ -63,6 +63,14 @@ def test_every_route_but_health_wants_a_key(server: Server, method: str, path: s
             assert response.headers["www-authenticate"].startswith("Basic " if path == "/" else "Bearer")
             assert ALICE not in response.text
         assert client.request(method, url, headers={"authorization": f"bearer {ALICE}"}).status_code != 401
+
+
+@pytest.mark.parametrize("given", [(ALICE, BOB), (BOB, ALICE), (ALICE, ALICE), ("wrong-wrong-wrong", ALICE)])
+def test_two_keys_are_none(server: Server, given: tuple[str, str]) -> None:
+    """The last one used to win, whatever a proxy in between had looked at."""
+    headers = [("authorization", f"Bearer {key}") for key in given]
+    response = httpx.get(server.url + "/v1/models", headers=headers)
+    assert response.status_code == 400 and "more than once" in response.json()["error"]["message"]
 
 
 def test_health_is_open_and_tells_nothing(server: Server) -> None:
@@ -236,7 +244,7 @@ def open_server(start) -> Server:
 
 
 def test_insecure_serves_everybody_under_any_name(start) -> None:
-    server = start("--listen", "0.0.0.0:0", "--insecure")
+    server = start("--host", "0.0.0.0", "--insecure")
     port = server.port
     url = f"http://127.0.0.1:{port}"
     assert httpx.get(url + "/v1/models", headers={"host": "my.server.example"}).status_code == 200

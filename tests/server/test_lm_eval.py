@@ -74,7 +74,7 @@ def documents() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def served(start) -> Server:
-    return start("--host", "64MiB", "--dtype", "float32", "--device-kv", "32MiB", model=Path(model_path()))
+    return start("--host-memory", "64MiB", "--dtype", "float32", "--kv-cache-memory", "32MiB", model=Path(model_path()))
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,6 @@ def test_tasks_with_texts_at_the_same_time(found, greedy_texts) -> None:
 @pytest.fixture(scope="module")
 def greedy_texts(documents) -> Iterator[Callable[[Callable[[str], Any]], list[str]]]:
     """How the engine goes on from every document, given as what the function makes of its text."""
-    with Engine(model_path(), Memory(device_kv="32MiB"), dtype="float32") as engine:
+    with Engine(model_path(), Memory(kv_cache_memory="32MiB"), dtype="float32") as engine:
         params = SamplingParams(max_new_tokens=NEW_TOKENS, stop=("\n\n", "never seen", "<eos>"))
         yield lambda made: [c.text for c in engine.generate([made(d["text"]) for d in documents], params)]

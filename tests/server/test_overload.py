@@ -21,7 +21,7 @@ SHORT = {"model": "tiny", "prompt": "x", "max_tokens": 1}
 
 @pytest.fixture(scope="module")
 def server(start) -> Server:
-    return start("--queue-max", "3", "--sequences-max", "2")
+    return start("--max-queued-requests", "3", "--max-num-seqs", "2")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_stream_that_takes_too_long(hasty: Server) -> None:
 
 
 def test_a_large_prompt_limit(start) -> None:
-    small = start("--prompt-tokens-max", "50", "--choices-max", "3")
+    small = start("--max-prompt-tokens", "50", "--max-choices", "3")
     assert httpx.post(small.url + TEXT, json=SHORT | {"prompt": [5] * 50}).status_code == 200
     for prompt in ([5] * 51, "x" * 51, ["x", "x" * 51]):
         error = httpx.post(small.url + TEXT, json=SHORT | {"prompt": prompt}).json()["error"]
@@ -116,7 +116,7 @@ def test_a_large_prompt_limit(start) -> None:
 
 def test_bodies_that_lie_in_memory_together(start) -> None:
     """Nine clients send bodies of the largest size and stop short of their ends: eight of them fit."""
-    small = start("--body-max", "64KiB")
+    small = start("--max-body-size", "64KiB")
     whole = json.dumps(SHORT | {"prompt": "x" * 65000}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 65530\r\n\r\n"
     with contextlib.ExitStack() as stack:

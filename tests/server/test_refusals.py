@@ -221,7 +221,7 @@ def test_more_tokens_than_there_are(post) -> None:
 
 def test_what_the_device_cannot_hold(start) -> None:
     """The least of context and device counts, for prompts, for what is asked for, and for chats without a limit."""
-    small = start("--device-kv", "600KiB", "--block-tokens", "16")
+    small = start("--kv-cache-memory", "600KiB", "--block-size", "16")
     room = small.told["max_model_len"]
     assert 500 < room < 1300
     with openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0) as client:
@@ -280,7 +280,7 @@ def test_a_template_that_refuses(start, tmp_path) -> None:
     model = tiny_models.write("llama", tmp_path / "strict", tiny_models.TinySize(hidden=32, layers=1))
     rule = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('a system message comes first') }}{% endif %}"
     (model / "chat_template.jinja").write_text(rule + tiny_models.CHAT_TEMPLATE)
-    strict = start("--served-name", "an/other name", model=model)
+    strict = start("--served-model-name", "an/other name", model=model)
     response = httpx.post(strict.url + CHAT, json={"model": "an/other name", "messages": USER})
     refused(response, 400, "messages", "a system message comes first")
     asked = {"model": "an/other name", "messages": [{"role": "system", "content": "x"}], "max_tokens": 1}

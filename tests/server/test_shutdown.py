@@ -55,7 +55,7 @@ def test_running_requests_end_and_new_ones_are_refused(start, engine: Engine, nu
 
 
 def test_what_does_not_end_in_time_is_told(start) -> None:
-    server = start("--grace-s", "0.5")
+    server = start("--shutdown-timeout-s", "0.5")
     with connected(server) as waiting, connected(server) as streaming, connected(server) as sending:
         sending.sendall(request(TEXT, some(1), length=5000))
         waiting.sendall(request(TEXT, some(4000)))
@@ -72,7 +72,7 @@ def test_what_does_not_end_in_time_is_told(start) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(start) -> None:
-    server = start("--grace-s", "600")
+    server = start("--shutdown-timeout-s", "600")
     with connected(server) as waiting:
         waiting.sendall(request(TEXT, some(4000, n=8)))
         wait_until(lambda: not server.idle(), "running")
@@ -90,7 +90,7 @@ def _refuses(url: str) -> bool:
 
 
 def test_what_was_computed_is_on_disk_afterwards(start, tmp_path: Path) -> None:
-    flags = ["--host", "32MiB", "--disk", f"{tmp_path / 'cache'}:256MiB"]
+    flags = ["--host-memory", "32MiB", "--disk", f"{tmp_path / 'cache'}:256MiB"]
     prompts = [random_prompt(1500, seed=n) for n in range(6)]
     first = start(*flags)
     with httpx.Client(base_url=first.url, timeout=60) as client:
@@ -112,7 +112,7 @@ def test_a_server_that_was_stopped_leaves_its_port(start) -> None:
         connection.sendall(request(TEXT, SHORT))
         assert answer(connection)[0] == 200
         first.stop()
-    second = start("--listen", f"127.0.0.1:{first.port}")
+    second = start("--port", str(first.port))
     assert second.port == first.port
     second.stop()
 
@@ -126,8 +126,8 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(start, tiny_llama: Pat
         "stowage",
         "serve",
         str(tmp_path / "no model"),
-        "--listen",
-        f"127.0.0.1:{server.port}",
+        "--port",
+        str(server.port),
     ]
     environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -138,7 +138,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(start, tiny_llama: Pat
 def test_signals_while_clients_come_and_go(start) -> None:
     """Whatever the moment, no request gets half an answer without being told."""
     for delay_s in (0.0, 0.05, 0.2):
-        server = start("--grace-s", "20")
+        server = start("--shutdown-timeout-s", "20")
         outcomes: list[object] = []
 
         def ask(server=server, outcomes=outcomes) -> None:
@@ -170,3 +170,37 @@ def test_signals_while_clients_come_and_go(start) -> None:
             httpx.ReadError,
             httpx.WriteError,
         }
+
+
+_FAILING = """
+import sys
+from stowage.engine.runner import Runner
+real, failed = Runner.run, []
+def run(self, work):
+    failed.extend(w for w in work if w.sequence.params.max_new_tokens == 77)
+    if failed:
+        raise ZeroDivisionError("a bug")
+    return real(self, work)
+Runner.run = run
+from stowage.cli.app import app
+app(sys.argv[1:])
+"""
+
+
+def test_an_engine_that_has_failed_ends_the_server(tiny_llama, tmp_path) -> None:
+    """With a status on which supervisors start it anew, unlike that of wrong use."""
+    arguments = ["serve", str(tiny_llama), "--listen", "127.0.0.1:0", "--json", "--device-kv", "8MiB"]
+    environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _FAILING, *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as served:
+        assert served.stdout is not None
+        told = json.loads(served.stdout.readline())
+        with httpx.Client(base_url=told["url"], timeout=60) as client:
+            asked = SHORT | {"model": told["model"]}
+            assert client.post(TEXT, json=asked).status_code == 200
+            assert client.post(TEXT, json=asked | {"max_tokens": 77}).status_code == 500
+        _, errors = served.communicate(timeout=60)
+    assert served.returncode == 70, errors
+    assert "The engine has failed" in errors

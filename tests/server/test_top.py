@@ -28,7 +28,7 @@ KEY, OTHER = "key-of-somebody-0123456789", "key-of-another-0123456789"
 
 @pytest.fixture(scope="module")
 def guarded(start) -> Server:
-    return start("--host", "16MiB", STOWAGE_API_KEYS=f"{KEY},{OTHER}")
+    return start("--host-memory", "16MiB", STOWAGE_API_KEYS=f"{KEY},{OTHER}")
 
 
 def top(*arguments: str, key: str = KEY) -> Result:
@@ -69,7 +69,7 @@ def test_a_wrong_key(guarded: Server) -> None:
 
 def test_live_in_a_terminal(start) -> None:
     """It says when the server has gone, looks again when there is one, and ends with Ctrl-C."""
-    server = start("--host", "1MiB")
+    server = start("--host-memory", "1MiB")
     terminal, inner = pty.openpty()
     command = [sys.executable, "-m", "stowage", "top", "--interval", "0.1", server.url]
     environment = {"PYTHONPATH": str(SOURCE), "HOME": "/nowhere", "TERM": "xterm", "LC_ALL": "C.UTF-8"}
@@ -97,7 +97,7 @@ def test_live_in_a_terminal(start) -> None:
         wait_until(lambda: seen(b"CONNECTION LOST"), "it says that the server has gone")
         screen.clear()
         wait_until(lambda: seen(b"none yet"), "what was known is still there")
-        again = start("--listen", f"127.0.0.1:{server.port}")
+        again = start("--port", str(server.port))
         assert again.url == server.url
         wait_until(lambda: seen(b"no host memory"), "it shows the new server")
         process.send_signal(signal.SIGINT)

@@ -23,7 +23,7 @@ HASTY = ["--header-timeout-s", "1", "--body-timeout-s", "1", "--stall-timeout-s"
 
 @pytest.fixture(scope="module")
 def server(start) -> Server:
-    return start("--body-max", "256KiB", "--header-max", "4KiB", "--connections-max", "40")
+    return start("--max-body-size", "256KiB", "--max-header-size", "4KiB", "--max-connections", "40")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,26 @@ def test_a_head_that_is_too_large(server: Server) -> None:
         status, _, body = answer(connection)
         assert status == 431 and "4096 bytes" in error_of(body)["message"]
         assert closed(connection)
+
+
+@pytest.mark.parametrize("filler_bytes", [4096, 60_000, 200_000])
+def test_a_head_that_is_too_large_and_comes_at_once(server: Server, filler_bytes: int) -> None:
+    """Whole heads were let through, whatever their size."""
+    with connected(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx-filler: " + b"y" * filler_bytes + b"\r\n\r\n")
+        status, _, body = answer(connection)
+        assert status == 431 and "4096 bytes" in error_of(body)["message"]
+        assert closed(connection)
+    with connected(server) as connection:
+        connection.sendall(b"GET /health?" + b"q" * filler_bytes + b" HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert answer(connection)[0] == 431
+
+
+def test_a_head_that_is_just_small_enough(server: Server) -> None:
+    head = b"GET /health HTTP/1.1\r\nhost: a\r\nx-filler: %s\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head % (b"y" * (4096 - len(head) + 2)))
+        assert answer(connection)[0] == 200
 
 
 @pytest.mark.parametrize("beginning", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost: a\r\nx: "])
@@ -130,6 +150,16 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     headers = {"content-type": "application/json"}
     assert httpx.post(server.url + TEXT, content=padded, headers=headers).status_code == 400
     assert httpx.post(server.url + TEXT, content=padded + b" ", headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_of_a_large_body_first(server: Server, chunked: bool) -> None:
+    """It is told, however much it still has to send: closing at once would reset the connection, and the answer."""
+    sent = [b"x" * 65_536] * 150
+    for _ in range(5):
+        content = (part for part in sent) if chunked else b"".join(sent)
+        response = httpx.post(server.url + TEXT, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 413 and error_of(response.content)["code"] == "body_too_large"
 
 
 def test_an_answer_before_the_body_was_sent(hasty: Server) -> None:

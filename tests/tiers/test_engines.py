@@ -22,7 +22,7 @@ from tests.tiers.proxy import Mood, proxied
 from tests.tiers.servers import RedisServer
 
 PROMPT_TOKENS = 690
-MEMORY = {"device_kv": "16MiB", "host": "32MiB", "snapshot_tokens": 128, "probe_timeout_s": 30.0}
+MEMORY = {"kv_cache_memory": "16MiB", "host_memory": "32MiB", "snapshot_tokens": 128, "lookup_timeout_s": 30.0}
 References = Callable[..., Reference]
 
 
@@ -166,7 +166,7 @@ def test_requests_do_not_wait_for_a_store_that_is_silent(
     monkeypatch.setattr(cost_model, "LOOKUP_LEAST_S", 0.02)
     with proxied(redis.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}?prefix=silent-{time.monotonic_ns()}"
-        engine = engines("llama", url, probe_timeout_s=0.1)
+        engine = engines("llama", url, lookup_timeout_s=0.1)
         prompts = [random_prompt(PROMPT_TOKENS, seed=seed) for seed in range(6)]
         proxy.mood = Mood.SILENT
         for prompt in prompts:
@@ -184,7 +184,7 @@ def test_many_requests_at_once(url: str, engines: Any, references: References) -
     """Two engines, eight prompts with a common beginning, four threads each: right answers, and nothing left over."""
     prompts = [random_prompt(400) + random_prompt(60, seed=seed) for seed in range(8)]
     expected = [references("llama").answer(prompt, 6) for prompt in prompts]
-    both = [engines("llama", url, device_kv="4MiB", host="2MiB") for _ in range(2)]
+    both = [engines("llama", url, kv_cache_memory="4MiB", host_memory="2MiB") for _ in range(2)]
     errors: list[BaseException] = []
 
     def client(engine: Engine, first: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stowage.errors import ConfigError
+from stowage.storage.remote.replies import ReplyBounds
 from stowage.storage.remote.tier import RemoteTier
 from tests.ports import free_port
 from tests.tiers.client import Client, key_of
@@ -167,6 +168,41 @@ def test_a_server_that_answers_oddly(answer: bytes, words: str, tiers: Open, cap
         client.store(range(3), seconds=5.0)
         assert client.count("faults") == client.count("reads") == 0
         assert words in caplog.text and "secret" not in caplog.text
+
+
+HOSTILE = {
+    "a list without end": b"*2147483647\r\n",
+    "a list that comes": b"*2147483647\r\n" + b":1\r\n" * 1_000_000,
+    "lists in lists": b"*1\r\n" * 100_000,
+    "many lists": b"*1000\r\n" * 8 + b"*1000\r\n" * 10_000,
+    "a value without end": b"$2147483647\r\n" + b"x" * 1_000_000,
+    "a line without end": b"+" + b"x" * 10_000_000,
+    "no length": b"$many\r\n",
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+def test_a_server_that_answers_without_end(answer: bytes, tiers: Open) -> None:
+    """A list of 2**31 elements took the client a minute, in which no deadline was kept."""
+    with odd_server(answer) as port:
+        client = Client(tiers(f"redis://127.0.0.1:{port}"))
+        assert not client.load(range(3), seconds=2.0).ok.any()
+        client.probe(range(3))
+        assert not client.store(range(3), seconds=2.0).ok.any()
+        assert client.count("faults") == 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+def test_bounds_follow_any_reply_however_it_is_cut(size: int) -> None:
+    replies = b"+OK\r\n:7\r\n$-1\r\n*-1\r\n*0\r\n$0\r\n\r\n$5\r\n*99\r\n\r\n-ERR no\r\n"
+    replies += b"*2\r\n*3\r\n:0\r\n:9\r\n*2\r\n$1\r\na\r\n:1\r\n+x\r\n"
+    bounds = ReplyBounds()
+    for _ in range(300):
+        for begin in range(0, len(replies), size):
+            bounds.feed(replies[begin : begin + size])
+    assert not bounds._left and not bounds._skip_bytes and not bounds._line
+    with pytest.raises(ConnectionError):
+        bounds.feed(b"*1048577\r\n")
 
 
 @pytest.fixture(scope="module")

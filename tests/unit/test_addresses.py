@@ -99,12 +99,12 @@ SECRETS = [
 @pytest.mark.parametrize("url", SECRETS)
 def test_no_error_shows_a_password(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Memory(host="1MiB", valkey=url)
+        Memory(host_memory="1MiB", valkey=url)
     assert "hush" not in "".join(traceback.format_exception_only(caught.value)) and "hush" not in shown(url)
 
 
 def test_neither_repr_nor_text_shows_a_password() -> None:
-    memory = Memory(host="1MiB", valkey="redis://user:hush@host:6380/1?prefix=p")
+    memory = Memory(host_memory="1MiB", valkey="redis://user:hush@host:6380/1?prefix=p")
     address = parse_valkey(memory.valkey)
     assert address.password == "hush"
     assert not any("hush" in text for text in (repr(memory), str(memory), repr(address), str(address)))
@@ -128,20 +128,20 @@ def test_a_password_is_the_first_line_of_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"valkey": "redis://h", "host": 0}, "valkey is set but host is 0"),
-        ({"object": "s3://b", "host": 0}, "object is set but host is 0"),
+        ({"valkey": "redis://h", "host_memory": 0}, "valkey is set but host_memory is 0"),
+        ({"object": "s3://b", "host_memory": 0}, "object is set but host_memory is 0"),
         ({"valkey": "redis://:a@h", "valkey_password_file": "f"}, "Keep one"),
         ({"valkey_password_file": "f"}, "no effect"),
         ({"object_limit": 5}, "no effect"),
         ({"object": "s3://b", "object_limit": "30%"}, "nothing here to take it of"),
         ({"valkey": "redis://h", "valkey_ttl_s": -1.0}, "valkey_ttl_s"),
-        ({"probe_timeout_s": float("nan")}, "probe_timeout_s"),
+        ({"lookup_timeout_s": float("nan")}, "lookup_timeout_s"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Memory(**({"host": "1MiB"} | settings))  # type: ignore[arg-type]
+        Memory(**({"host_memory": "1MiB"} | settings))  # type: ignore[arg-type]
 
 
 def test_a_limit_in_bytes() -> None:
-    assert Memory(host="1MiB", object="s3://b", object_limit="1GiB").object_limit_bytes == 1 << 30
+    assert Memory(host_memory="1MiB", object="s3://b", object_limit="1GiB").object_limit_bytes == 1 << 30

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.config.memory import DISK_PROTECTIONS, Memory, format_size, parse_disk, parse_size, ram_total_bytes
+from stowage.config.memory import (
+    DISK_PROTECTIONS,
+    Memory,
+    format_size,
+    parse_disk,
+    parse_size,
+    parse_tokens,
+    ram_total_bytes,
+)
 from stowage.errors import ConfigError
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -67,6 +75,36 @@ def test_impossible_sizes_are_refused(value: int | str) -> None:
         parse_size(value)
 
 
+@pytest.mark.parametrize(
+    "text", ["9" * 4301, "9" * 65, "1" + "0" * 10_000 + "GiB", "0." + "0" * 5000 + "1%", 10**5000], ids=range(5)
+)
+def test_sizes_of_thousands_of_digits_are_refused(text: int | str) -> None:
+    """Python itself refuses to read them, with another error."""
+    with pytest.raises(ConfigError, match="size") as caught:
+        parse_size(text, 1000)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("disk", 5), ("disk", None), ("eviction_policy", b"lru"), ("weights", None), ("valkey", ["a"]), ("object", 1.5),
+        ("disk_key_file", 5), ("disk_protection", None), ("valkey_password_file", True), ("load_timeout_s", "5"),
+        ("load_timeout_s", None), ("load_timeout_s", True), ("load_timeout_s", 1j), ("valkey_ttl_s", "day"),
+        ("lookup_timeout_s", [1]), ("lookup_timeout_s", float("nan")), ("group_block_size", 5),
+        ("group_block_size", [("full", 16)]), ("group_block_size", {"full": "16"}), ("block_size", 10**5000),
+        ("block_size", "16"), ("max_num_batched_tokens", 1.5), ("kv_cache_memory", None),
+        ("host_memory", 10**5000), ("host_memory", "9" * 5000),
+        ("device_memory", [1]), ("object_limit", {}),
+    ],
+    ids=range(27),
+)  # fmt: skip
+def test_fields_of_the_wrong_type_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        Memory(**{name: value})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 400
+
+
 def test_format_size() -> None:
     assert [format_size(n) for n in (0, 1023, 1024, 1536, 1 << 30, 5 << 40)] == [
         "0 B",
@@ -115,7 +153,7 @@ def test_disk_of_an_unknown_user_is_refused() -> None:
 
 def test_memory_defaults_are_usable() -> None:
     memory = Memory()
-    assert (memory.device_kv_bytes, memory.host_bytes, memory.disk_directory, memory.disk_bytes) == (
+    assert (memory.kv_cache_memory_bytes, memory.host_memory_bytes, memory.disk_directory, memory.disk_bytes) == (
         1 << 30,
         0,
         None,
@@ -124,27 +162,27 @@ def test_memory_defaults_are_usable() -> None:
 
 
 def test_memory_reads_sizes_once_stated() -> None:
-    memory = Memory(device_kv="256MiB", host="10%", disk="/kv:1GiB")
-    assert memory.device_kv_bytes == 256 << 20
-    assert memory.host_bytes == ram_total_bytes() // 10
+    memory = Memory(kv_cache_memory="256MiB", host_memory="10%", disk="/kv:1GiB")
+    assert memory.kv_cache_memory_bytes == 256 << 20
+    assert memory.host_memory_bytes == ram_total_bytes() // 10
     assert (memory.disk_directory, memory.disk_bytes) == (Path("/kv"), 1 << 30)
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"device_kv": "much"}, "device_kv"),
-        ({"device_kv": 0}, "device_kv is 0"),
-        ({"host": -5}, "host"),
-        ({"disk": "/kv:1GiB"}, "add a host size"),
-        ({"host": "1GiB", "disk": "/kv"}, "DIRECTORY:SIZE"),
-        ({"block_tokens": 0}, "block_tokens is 0"),
-        ({"block_tokens": True}, "block_tokens is True"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory"),
+        ({"kv_cache_memory": 0}, "kv_cache_memory is 0"),
+        ({"host_memory": -5}, "host_memory"),
+        ({"disk": "/kv:1GiB", "host_memory": 0}, "give it a size"),
+        ({"host_memory": "1GiB", "disk": "/kv"}, "DIRECTORY:SIZE"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": True}, "block_size is True"),
         ({"chunk_blocks": 65}, "at most 64"),
         ({"snapshot_tokens": 1.5}, "snapshot_tokens"),
-        ({"sequences_max": -1}, "sequences_max"),
-        ({"group_block_tokens": {"slding": 16}}, "'sliding'"),
-        ({"group_block_tokens": {"sliding": 0}}, "group_block_tokens"),
+        ({"max_num_seqs": -1}, "max_num_seqs"),
+        ({"group_block_size": {"slding": 16}}, "'sliding'"),
+        ({"group_block_size": {"sliding": 0}}, "group_block_size"),
         ({"load_timeout_s": 0}, "load_timeout_s"),
         ({"load_timeout_s": float("nan")}, "load_timeout_s"),
     ],
@@ -159,7 +197,7 @@ def test_protection_and_key_file_come_together(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", "/home/me")
     assert Memory().disk_key_path is None
     for method in DISK_PROTECTIONS[1:]:
-        memory = Memory(host=1, disk_protection=method, disk_key_file="~/keys")
+        memory = Memory(host_memory=1, disk_protection=method, disk_key_file="~/keys")
         assert memory.disk_key_path == Path("/home/me/keys"), "not looked at yet"
         with pytest.raises(ConfigError, match="stowage key new"):
             Memory(disk_protection=method)
@@ -176,6 +214,33 @@ def test_protection_and_key_file_come_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_memory_is_a_value() -> None:
-    assert Memory(host=1024) == Memory(host=1024) and hash(Memory()) == hash(Memory())
+    assert Memory(host_memory=1024) == Memory(host_memory=1024) and hash(Memory()) == hash(Memory())
     with pytest.raises(AttributeError):
-        Memory().host = 5  # type: ignore[misc]
+        Memory().host_memory = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("below", [{"disk": "/kv:1GiB"}, {"valkey": "redis://h"}, {"object": "s3://b"}])
+def test_a_place_below_gives_host_memory_a_size(below: dict[str, str]) -> None:
+    assert Memory().host_memory_bytes == 0
+    found = Memory(**below).host_memory_bytes  # type: ignore[arg-type]
+    assert 0 < found == min(4 << 30, ram_total_bytes() // 8)
+    assert Memory(host_memory="1MiB", **below).host_memory_bytes == 1 << 20  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="leave host_memory out"):
+        Memory(host_memory=0, **below)  # type: ignore[arg-type]
+
+
+def test_a_budget_for_the_device_sets_a_part_aside_for_the_kv_cache() -> None:
+    assert Memory(device_memory="1GiB").kv_cache_memory_bytes == 256 << 20
+    assert Memory(device_memory="64GiB").kv_cache_memory_bytes == 1 << 30
+    assert Memory(device_memory="1GiB", kv_cache_memory="2MiB").kv_cache_memory_bytes == 2 << 20
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("32k", 32_768), ("1M", 1 << 20), (" 7 ", 7)])
+def test_numbers_of_tokens(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5k", "32kb", "k", "many", "1e3"])
+def test_bad_numbers_of_tokens(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of tokens"):
+        parse_tokens(text)

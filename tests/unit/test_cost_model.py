@@ -76,7 +76,7 @@ def test_a_long_prefill_is_reckoned_from_short_ones() -> None:
 
 
 def test_a_prefill_longer_than_a_step_takes_several() -> None:
-    cost_model = CostModel(load_timeout_s=300, step_tokens_max=100)
+    cost_model = CostModel(load_timeout_s=300, max_num_batched_tokens=100)
     cost_model.computed(100, 1.0)
     cost_model.computed(1, 0.5)
     assert cost_model.recompute_s(250) == pytest.approx(2 + 0.75 - 0.5, rel=0.02)

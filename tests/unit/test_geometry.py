@@ -91,7 +91,7 @@ def test_case_c_zero_blocks_are_zero_chunks() -> None:
 @pytest.mark.parametrize("host_bytes", [None, 0, -1, -(1 << 40)])
 def test_case_c_no_host_size_is_a_clear_error(host_bytes: int | None) -> None:
     for capacity in (lambda: chunk_capacity(host_bytes, 4096), lambda: split_arena(Geometry((group(),)), host_bytes)):
-        with pytest.raises(ConfigError, match="set host to a size") as raised:
+        with pytest.raises(ConfigError, match="set host_memory to a size") as raised:
             capacity()
         assert not isinstance(raised.value, BudgetError)
 
@@ -203,8 +203,11 @@ def test_a_slot_belongs_to_its_class() -> None:
             lambda: chunk_capacity(4095, 4096),
             "host memory of 4095 bytes cannot hold one chunk; the least that works is 4096 bytes",
         ),
-        (lambda: chunk_capacity(None, 1), "no size of host memory is given; set host to a size such as '2GiB'"),
-        (lambda: chunk_capacity(-5, 1), "host memory of -5 bytes is not a size; set host to a size such as '2GiB'"),
+        (lambda: chunk_capacity(None, 1), "no size of host memory is given; set host_memory to a size such as '2GiB'"),
+        (
+            lambda: chunk_capacity(-5, 1),
+            "host memory of -5 bytes is not a size; set host_memory to a size such as '2GiB'",
+        ),
     ],
 )
 def test_a_refusal_says_what_and_which(refused: Callable[[], object], says: str) -> None:

@@ -46,7 +46,7 @@ def loaded_modules(code: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "code",
-    ["import stowage", "from stowage import Memory; Memory(host='1GiB')", "from stowage import StowageError"],
+    ["import stowage", "from stowage import Memory; Memory(host_memory='1GiB')", "from stowage import StowageError"],
 )
 def test_import_loads_nothing_heavy(code: str) -> None:
     assert not loaded_modules(code) & set(HEAVY)

@@ -19,14 +19,15 @@ ROOMS: dict[str, set[str]] = {
     "metrics": set(),
     "openmp": set(),
     "config": set(),
-    "core": set(),
-    "transfer": {"core"},
-    "weights": {"core"},
-    "storage": {"config", "core", "log"},
-    "cache": {"config", "core", "log", "storage"},
+    "native": set(),
+    "core": {"native"},
+    "transfer": {"core", "native"},
+    "weights": {"config", "core"},
+    "storage": {"config", "core", "log", "native"},
+    "cache": {"config", "core", "log", "native", "storage"},
     "models": {"config", "core", "storage", "weights"},
-    "experimental": {"core", "transfer"},
-    "executor": {"cache", "config", "core", "experimental", "models", "transfer", "weights"},
+    "experimental": {"core", "native", "transfer"},
+    "executor": {"cache", "config", "core", "experimental", "models", "native", "transfer", "weights"},
     "engine": {
         "cache",
         "config",
@@ -79,8 +80,6 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {"config", "engine", "plugins"},
 }
-KERNELS = {"kernels.py": "stowage.engine._kernel"}
-"""Compiled code that lies in another room."""
 CORE_PACKAGES = {"numpy", "blake3"}
 PINNING = SOURCE / "transfer" / "pinning.py"
 PINNING_NAMES = {"pin_memory", "cudaHostRegister", "cudaHostAlloc", "hipHostRegister"}
@@ -113,8 +112,6 @@ def broken_imports(path: Path, room: str) -> list[str]:
         parts = module.split(".")
         if parts[0] == "stowage" and len(parts) > 1:
             target = parts[1] if parts[1] in ROOMS else "__init__"
-            if KERNELS.get(path.name) == module:
-                continue
             if target != "__init__" and target not in ROOMS[room] | {room, "errors"}:
                 broken.append(f"{path.name}:{line} imports {module}: {room} may not import {target}")
             if target == "__init__" and room != "demo" and parts[1] not in {"__version__"}:

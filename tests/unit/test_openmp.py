@@ -116,7 +116,7 @@ def test_only_the_engine_has_a_team(spins, teams, tmp_path):
     program = f"""
 from stowage import Engine, Memory, SamplingParams
 compute()
-engine = Engine({str(tmp_path / "model")!r}, Memory(device_kv="8MiB"))
+engine = Engine({str(tmp_path / "model")!r}, Memory(kv_cache_memory="8MiB"))
 found = [team()]
 compute()
 engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))

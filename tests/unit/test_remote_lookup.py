@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from stowage.cache.cost_model import CostModel
-from stowage.engine.remote_lookup import RemoteLookup
+from stowage.cache.prefix_planner import PrefixRequest
+from stowage.cache.remote_lookup import RemoteLookup
 from stowage.storage.protocol import Probe
 
 TIMEOUT_S = 0.5
@@ -24,26 +25,14 @@ class Shared:
         self.asked: list[Any] = []
         self._probes = list(probes)
 
-    def probe(self, wanted: Any) -> list[Probe]:
+    def probe(self, wanted: Any, certain: Any) -> list[Probe]:
         self.asked.append(wanted)
         return list(self._probes)
 
 
 class Keys:
-    def __init__(self) -> None:
-        self.length = 0
-
-    def extend(self, tokens: list[int], end: int) -> None:
-        self.length = end
-
     def of(self, group: int) -> list[bytes]:
-        return [bytes([group, n]) for n in range(self.length // (64, 32)[group])]
-
-
-def sequence(tokens: int = 700, reusable: int = 0) -> Any:
-    return SimpleNamespace(
-        tokens=[0] * tokens, reusable_tokens=reusable or tokens, keys=Keys(), probes=[], probes_until_s=0.0
-    )
+        return [bytes([group, n]) for n in range(700 // (64, 32)[group])]
 
 
 class Known(CostModel):
@@ -57,26 +46,25 @@ class Known(CostModel):
         return self.seconds
 
 
-def asked(store: Shared | None, recompute_s: float | None, one: Any = None) -> tuple[RemoteLookup, Any, list[float]]:
-    now_s = [100.0]
-    made = RemoteLookup(store, Known(recompute_s), lambda: now_s[0], TIMEOUT_S)  # type: ignore[arg-type]
-    one = one or sequence()
-    made.ask(one)
-    return made, one, now_s
+def asked(store: Shared | None, recompute_s: float | None, usable: int = 700) -> tuple[RemoteLookup, PrefixRequest]:
+    """About a prompt, at second 100."""
+    lookup, request = RemoteLookup(store, Known(recompute_s), TIMEOUT_S), PrefixRequest()  # type: ignore[arg-type]
+    lookup.ask(request, [Keys()], usable, 100.0)
+    return lookup, request
 
 
 def test_without_shared_tiers_nobody_asks_or_waits() -> None:
-    made, one, _ = asked(None, 1.0)
-    assert not made.open(one) and one.keys.length == 0
+    lookup, request = asked(None, 1.0)
+    assert not lookup.asks and not lookup.pending(request, 100.0)
     disk_only = Shared(Probe())
     disk_only.probes = False
-    made, one, _ = asked(disk_only, 1.0)
-    assert not made.open(one) and not disk_only.asked
+    lookup, request = asked(disk_only, 1.0)
+    assert not lookup.asks and not lookup.pending(request, 100.0) and not disk_only.asked
 
 
 def test_every_group_is_asked_about_up_to_what_may_be_reused() -> None:
     store = Shared(Probe())
-    asked(store, 1.0, sequence(700, reusable=300))
+    asked(store, 1.0, usable=299)
     ((full, sliding),) = store.asked
     assert (full[0], len(full[1]), sliding[0], len(sliding[1])) == (0, 4, 1, 9)
 
@@ -87,29 +75,33 @@ def test_every_group_is_asked_about_up_to_what_may_be_reused() -> None:
     ids=["a share", "a long prompt", "a short prompt", "nothing is known"],
 )
 def test_the_wait_is_bounded(recompute_s: float | None, limit_s: float) -> None:
-    made, one, now_s = asked(Shared(Probe(), Probe(done=True)), recompute_s)
-    now_s[0] += 0.99 * limit_s
-    assert made.open(one)
-    now_s[0] += 0.02 * limit_s
-    assert not made.open(one)
-    now_s[0] -= limit_s
-    assert not made.open(one), "over is over"
+    lookup, request = asked(Shared(Probe(), Probe(done=True)), recompute_s)
+    assert lookup.pending(request, 100.0 + 0.99 * limit_s)
+    assert not lookup.pending(request, 100.0 + 1.01 * limit_s)
+    assert not lookup.pending(request, 100.0), "over is over"
+
+
+def test_a_caller_that_gives_less_time_waits_no_longer() -> None:
+    lookup = RemoteLookup(Shared(Probe()), Known(100.0), TIMEOUT_S)  # type: ignore[arg-type]
+    request = PrefixRequest(limit_s=0.1)
+    lookup.ask(request, [Keys()], 700, 100.0)
+    assert lookup.pending(request, 100.09) and not lookup.pending(request, 100.11)
 
 
 def test_it_ends_when_all_have_answered() -> None:
     first, second = Probe(), Probe()
-    made, one, _ = asked(Shared(first, second), 10.0)
+    lookup, request = asked(Shared(first, second), 10.0)
     first.done = True
-    assert made.open(one)
+    assert lookup.pending(request, 100.0)
     second.done = True
-    assert not made.open(one)
+    assert not lookup.pending(request, 100.0)
 
 
 def test_a_tier_that_lately_took_longer_is_not_waited_for() -> None:
     slow, quick = Probe(expected_s=0.3), Probe(expected_s=0.1)
-    made, one, _ = asked(Shared(slow, quick), 4.0)
-    assert one.probes == [quick]
-    made, one, _ = asked(Shared(slow), 4.0)
-    assert not made.open(one)
-    made, one, _ = asked(Shared(slow), 8.0)
-    assert made.open(one), "for a longer prompt it is worth it"
+    lookup, request = asked(Shared(slow, quick), 4.0)
+    assert request.probes == [quick]
+    lookup, request = asked(Shared(slow), 4.0)
+    assert not lookup.pending(request, 100.0)
+    lookup, request = asked(Shared(slow), 8.0)
+    assert lookup.pending(request, 100.0), "for a longer prompt it is worth it"

@@ -27,13 +27,13 @@ def test_every_budget_is_a_setting() -> None:
 
 
 def test_precedence_flag_environment_file_default(tmp_path: Path) -> None:
-    path = written(tmp_path, 'host = "1GiB"\ndevice_kv = "1MiB"\nblock_tokens = 8\n')
-    environ = {"STOWAGE_HOST": "2GiB", "STOWAGE_DEVICE_KV": "2MiB", "HOME": "/", "STOWAGE_SEED": ""}
-    settings = load_settings({"host": "3GiB", "disk": None}, environ, path)
+    path = written(tmp_path, 'host_memory = "1GiB"\nkv_cache_memory = "1MiB"\nblock_size = 8\n')
+    environ = {"STOWAGE_HOST_MEMORY": "2GiB", "STOWAGE_KV_CACHE_MEMORY": "2MiB", "HOME": "/", "STOWAGE_SEED": ""}
+    settings = load_settings({"host_memory": "3GiB", "disk": None}, environ, path)
     found = {name: (settings.values[name].value, settings.values[name].source) for name in SETTINGS}
-    assert found["host"] == ("3GiB", "flag")
-    assert found["device_kv"] == ("2MiB", "environment")
-    assert found["block_tokens"] == (8, str(path))
+    assert found["host_memory"] == ("3GiB", "flag")
+    assert found["kv_cache_memory"] == ("2MiB", "environment")
+    assert found["block_size"] == (8, str(path))
     assert found["disk"] == ("", "default")
     assert found["seed"] == (None, "default")
 
@@ -41,17 +41,17 @@ def test_precedence_flag_environment_file_default(tmp_path: Path) -> None:
 def test_every_kind_of_value_reads_the_same_from_file_and_environment(tmp_path: Path) -> None:
     file = written(
         tmp_path,
-        'host = 4096\nload_timeout_s = 2\ntemperature = 0.5\nseed = 7\ndeterministic = true\nstop = ["\\n"]\n'
-        "[group_block_tokens]\nsliding = 32\nrecurrent = 512\n",
+        'host_memory = 4096\nload_timeout_s = 2\ntemperature = 0.5\nseed = 7\ndeterministic = true\nstop = ["\\n"]\n'
+        "[group_block_size]\nsliding = 32\nrecurrent = 512\n",
     )
     environ = {
-        "STOWAGE_HOST": "4096",
+        "STOWAGE_HOST_MEMORY": "4096",
         "STOWAGE_LOAD_TIMEOUT_S": "2",
         "STOWAGE_TEMPERATURE": "0.5",
         "STOWAGE_SEED": "7",
         "STOWAGE_DETERMINISTIC": "Yes",
         "STOWAGE_STOP": "\n",
-        "STOWAGE_GROUP_BLOCK_TOKENS": "sliding=32, recurrent=512",
+        "STOWAGE_GROUP_BLOCK_SIZE": "sliding=32, recurrent=512",
     }
     from_file, from_environment = load_settings({}, {}, file), load_settings({}, environ)
     assert {name: from_file[name] for name in SETTINGS} == {name: from_environment[name] for name in SETTINGS}
@@ -68,7 +68,8 @@ def test_a_switch_that_may_be_left_to_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("hots", "host"), ("device-kv", "device_kv"), ("blocktokens", "block_tok")]
+    ("wrong", "right"),
+    [("host_memroy", "host_memory"), ("kv-cache-memory", "kv_cache_memory"), ("blocksize", "block_size")],
 )
 def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path, wrong: str, right: str) -> None:
     path = written(tmp_path, f'"{wrong}" = 1\n')
@@ -78,33 +79,38 @@ def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path, wrong: str, r
 
 
 def test_unknown_key_that_resembles_nothing_lists_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"block_tokens.*device_kv"):
+    with pytest.raises(ConfigError, match=r"block_size.*kv_cache_memory"):
         load_settings({}, {}, written(tmp_path, "zzzzzz = 1\n"))
 
 
 def test_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
-    with pytest.raises(ConfigError, match="Did you mean STOWAGE_DEVICE_KV"):
-        load_settings({}, {"STOWAGE_DEVICE_VK": "1GiB"})
-    foreign = {"STOWAGE_SERVICE_HOST": "10.0.0.1", "STOWAGE_PORT_8000_TCP_ADDR": "10.0.0.1", "STOWAGE_DEBUG": "1"}
+    with pytest.raises(ConfigError, match="Did you mean STOWAGE_KV_CACHE_MEMORY"):
+        load_settings({}, {"STOWAGE_KV_CACHE_MEMROY": "1GiB"})
+    foreign = {
+        "STOWAGE_SERVICE_HOST": "10.0.0.1",
+        "STOWAGE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "STOWAGE_PORT": "tcp://10.0.0.1:8000",
+        "STOWAGE_DEBUG": "1",
+    }
     assert load_settings({}, foreign).memory() == Memory()
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "host = true",
-        "host = 1.5",
+        "host_memory = true",
+        "host_memory = 1.5",
         "disk = 5",
-        'block_tokens = "many"',
-        "block_tokens = 1.5",
+        'block_size = "many"',
+        "block_size = 1.5",
         'temperature = "hot"',
         "stop = [1]",
         "deterministic = 1",
         'deterministic = "perhaps"',
         'cuda_graphs = "perhaps"',
         "cuda_graphs = 2",
-        "group_block_tokens = 3",
-        'group_block_tokens = "sliding"',
+        "group_block_size = 3",
+        'group_block_size = "sliding"',
     ],
 )
 def test_values_of_the_wrong_kind_name_the_setting_and_the_file(tmp_path: Path, line: str) -> None:

@@ -19,7 +19,7 @@ built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no 
 BOTH = ["Python", pytest.param("C", marks=built)]
 MODULES: dict[str, Any] = {"Python": (rows.Rows, slots.Slots)}
 if is_built():
-    MODULES["C"] = (native._table.Rows, native._table.Slots)
+    MODULES["C"] = (native._native.Rows, native._native.Slots)
 
 
 def keys(*names: int) -> list[bytes]:
@@ -157,7 +157,7 @@ def test_keys_with_one_print_are_told_apart() -> None:
 @built
 def test_others_run_during_a_large_batch_and_are_kept_out() -> None:
     """Without their owner's lock they are told so; nothing is damaged."""
-    table = native._table.Rows(8)
+    table = native._native.Rows(8)
     done, told = threading.Event(), threading.Event()
     odd: list[object] = []
 
@@ -186,7 +186,7 @@ def test_others_run_during_a_large_batch_and_are_kept_out() -> None:
 
 @built
 def test_rows_and_slots_are_made_of_sizes_in_range() -> None:
-    kernel = native._table
+    kernel = native._native
     for width in (-8, 0, 12, 1 << 20):
         with pytest.raises(ValueError, match="width"):
             kernel.Rows(width)
@@ -215,7 +215,7 @@ def test_what_slots_refuse(kind: str) -> None:
 
 @built
 def test_slots_that_are_not_there_or_not_free_are_refused() -> None:
-    table = native._table.Slots(4)
+    table = native._native.Slots(4)
     table.set(keys(1, 2), np.array([0, 3]))
     for slot in (-1, 4, 1 << 40):
         with pytest.raises(IndexError):
@@ -272,7 +272,7 @@ def test_the_kernel_is_chosen_unless_it_is_not_wanted(monkeypatch: pytest.Monkey
     monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
     assert type(make_rows(8)) is rows.Rows and type(make_slots(8)) is slots.Slots
     monkeypatch.delenv("STOWAGE_PURE_PYTHON")
-    monkeypatch.setattr(native, "_table", None)
+    monkeypatch.setattr("stowage.native.extension", None)
     assert type(make_rows(8)) is rows.Rows and type(make_slots(8)) is slots.Slots
 
 

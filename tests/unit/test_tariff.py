@@ -61,7 +61,7 @@ def test_what_a_scenario_refuses() -> None:
         ({"prefill_tokens_per_s": 0.0}, "prefill_tokens_per_s"),
         ({"step_tokens": 100}, "multiple"),
         ({"kv_bytes_per_token": 0}, "kv_bytes_per_token"),
-        ({"sequences_max": 0}, "sequences_max"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
     ):
         with pytest.raises(ConfigError, match=text):
             Scenario(**whole | changes)  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def test_progress_ends_at_the_end(tmp_path: Path) -> None:
         (GOOD | {"output_length": -1}, "output_length is -1"),
         (GOOD | {"hash_ids": 5}, "hash_ids is 5"),
         (GOOD | {"hash_ids": [1]}, "1 hash_ids for 40 tokens; blocks of 16 tokens would be 3"),
-        (GOOD | {"hash_ids": [1, 2, 3, 4]}, "--block-tokens"),
+        (GOOD | {"hash_ids": [1, 2, 3, 4]}, "--block-size"),
         (GOOD | {"hash_ids": [1, "2", 3]}, "whole numbers"),
         (GOOD | {"hash_ids": [1, 1 << 70, 3]}, "63 bits"),
     ],

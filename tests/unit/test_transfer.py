@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, IntArray, Kind, split_arena
-from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer, _copy, copy_one_by_one, copy_runs
+from stowage.native import is_built
+from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer, copy_one_by_one, copy_runs
 from tests.threads import using_threads
 
 BLOCK_BYTES, PER_CHUNK, ROWS = 192, 4, 17
@@ -85,7 +86,7 @@ def memory(array: NDArray[np.uint8]) -> tuple[int, int]:
     return array.ctypes.data, array.nbytes
 
 
-@pytest.mark.skipif(_copy is None, reason="nothing could be compiled")
+@pytest.mark.skipif(not is_built(), reason="nothing could be compiled")
 def test_there_is_a_kernel_and_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stowage.transfer.cpu.copy_one_by_one", None)
     source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)

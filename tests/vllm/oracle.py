@@ -69,7 +69,7 @@ def connector(
 ) -> dict[str, Any]:
     """vLLM's setting for the plugin."""
     extra = {
-        **({"host": host} if host is not None else {}),
+        **({"host_memory": host} if host is not None else {}),
         **({"disk": f"{disk}:{disk_limit}"} if disk else {}),
         "close_timeout_s": 120,
         **more,

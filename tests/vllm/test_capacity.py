@@ -86,7 +86,7 @@ def test_states_are_expected_as_far_apart_as_steps_end() -> None:
     """But for what the user says; short prompts have states too."""
 
     def spacing(step_tokens: int, **extra: Any) -> int:
-        return settings.state_spacing(settings.read({"host": "1GiB", **extra}), step_tokens)
+        return settings.state_spacing(settings.read({"host_memory": "1GiB", **extra}), step_tokens)
 
     assert [spacing(tokens) for tokens in (64, 512, 1024, 2048, 8192)] == [512, 512, 1024, 2048, 2048]
     assert spacing(8192, snapshot_tokens=512) == 512 and spacing(512, snapshot_tokens=4096) == 4096
@@ -98,7 +98,7 @@ def test_which_models_keep_everything() -> None:
     state = Group(2, Kind.RECURRENT, 512, 1, 1024)
 
     def points(*groups: Group, **extra: Any) -> Points:
-        return settings.resume_points(settings.read({"host": "1GiB", **extra}), groups)
+        return settings.resume_points(settings.read({"host_memory": "1GiB", **extra}), groups)
 
     assert all(points(*some).everywhere for some in ([full], [window], [state], [full, window, state]))
     assert points(full, window) == Points(384, 2) and points(full, state) == Points(512, 2)

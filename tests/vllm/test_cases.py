@@ -1,4 +1,4 @@
-"""Cases C and D (docs/cases.md) on what a real vLLM allocates, and on the plans that its block tables lead to."""
+"""Cases C and D (docs/internals.md) on what a real vLLM allocates, and on the plans that its block tables lead to."""
 
 from __future__ import annotations
 

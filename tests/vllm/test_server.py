@@ -28,7 +28,7 @@ class Server:
 
     def __init__(self, model: Path, cache: Path, log: Path, ranks: int) -> None:
         self.port = free_port()
-        extra = {"host": "64MiB", "disk": f"{cache}:256MiB"}
+        extra = {"host_memory": "64MiB", "disk": f"{cache}:256MiB"}
         transfer = {"kv_connector": "StowageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         self._log = log
         with log.open("wb") as file:

@@ -51,7 +51,7 @@ class Machine:
 
     def __init__(self, shapes: list[GroupShape], host: str = "4MiB", **extra: Any) -> None:
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
-        self.scheduler = SchedulerSide(config, shapes, settings.read({"host": host, **extra}))
+        self.scheduler = SchedulerSide(config, shapes, settings.read({"host_memory": host, **extra}))
         self.caches: list[dict[str, torch.Tensor]] = []
         self.workers: list[WorkerSide] = []
         for number, rank in enumerate(RANKS):
@@ -307,7 +307,7 @@ def test_windows_of_another_server_are_found_though_some_are_not_there(
     store_prompt(one, prompt(490))
     one.close()
     for shared, expected in ((490, 480), (470, 448), (300, 256), (100, 96)):
-        here = made([FULL, WINDOW], chunk_blocks=2, probe_timeout_s=60.0, load_timeout_s=60.0)
+        here = made([FULL, WINDOW], chunk_blocks=2, lookup_timeout_s=60.0, load_timeout_s=60.0)
         here.scheduler._cost_model.worth_loading = lambda *_: True
         assert here.offer(Request("first", [*prompt(490)[:shared], 1])) == expected
 
@@ -393,12 +393,12 @@ def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.Monk
         settings.read({})
     for wrong in ("half", 0, -1, True, 1.5):
         with pytest.raises(ConfigError, match=r"resume_points is .*growing, all, ends, or a distance in tokens"):
-            settings.read({"host": "1GiB", "resume_points": wrong})
+            settings.read({"host_memory": "1GiB", "resume_points": wrong})
     with pytest.raises(ConfigError, match="Did you mean 'disk'"):
-        settings.read({"host": "1GiB", "disc": "/tmp/x:1GiB"})
+        settings.read({"host_memory": "1GiB", "disc": "/tmp/x:1GiB"})
     with pytest.raises(ConfigError, match="chunk_blocks"):
-        settings.read({"host": "1GiB", "chunk_blocks": 65})
-    scheduler = SchedulerSide(SimpleNamespace(), [FULL], settings.read({"host": "4MiB"}))
+        settings.read({"host_memory": "1GiB", "chunk_blocks": 65})
+    scheduler = SchedulerSide(SimpleNamespace(), [FULL], settings.read({"host_memory": "4MiB"}))
     parts = {(0, 0): Part(machine(), BLOCKS, (64,), ("",)), (0, 1): Part("elsewhere 1", BLOCKS, (64,), ("",))}
     with pytest.raises(ConfigError, match="several machines"):
         scheduler.connect(parts)

@@ -126,7 +126,7 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
 
     def open_model(family: str, carrier: Any, rules: str, host: str = "64MiB") -> Any:
         monkeypatch.setattr("stowage.executor.device.carrier", lambda device: carrier)
-        return stowage.offload(checkpoints(family), weights=rules, host=host)
+        return stowage.offload(checkpoints(family), weights=rules, host_memory=host)
 
     return open_model
 

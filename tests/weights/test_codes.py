@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.errors import CheckpointError
+from stowage.weights.away import absent
 from stowage.weights.quantized import codes
 from stowage.weights.quantized.codes import Form, PackedMatrix
-from stowage.weights.source import absent
 
 SHAPES = [(48, 64, 32), (33, 128, 64), (300, 4096, 128), (17, 96, 32)]
 

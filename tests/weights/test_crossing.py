@@ -124,20 +124,22 @@ def test_answers_are_those_of_resident_weights(
     """To the bit, with a ring of two as well."""
     path = tiny_models.write(family, tmp_path / family, tiny_models.TinySize(layers=8 if rules == "auto" else 4))
     params = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
-    with Engine(path, Memory(device_kv="4MiB", weights="*=resident")) as engine:
+    with Engine(path, Memory(kv_cache_memory="4MiB", weights="*=resident")) as engine:
         expected = engine.generate([PROMPT, PROMPT[:9]], params)
         all_bytes, config = engine.weights.placement.device_bytes, engine.model.config
     carrier = LateCarrier()
     monkeypatch.setattr(engine_module, "carrier", lambda device: carrier)
-    memory = Memory(device_kv="4MiB", host="64MiB", step_tokens_max=128, sequences_max=2, weights=rules)
+    memory = Memory(
+        kv_cache_memory="4MiB", host_memory="64MiB", max_num_batched_tokens=128, max_num_seqs=2, weights=rules
+    )
     if rules == "auto":
         device_memory = (4 << 20) + activation_bytes(memory, config) + int(all_bytes * 0.6)
-        memory = replace(memory, device_memory=device_memory, host="3MiB")
+        memory = replace(memory, device_memory=device_memory, host_memory="3MiB")
     with Engine(path, memory) as engine:
         found = engine.generate([PROMPT, PROMPT[:9]], params)
         engine.check()
         ring = engine.weights.placement
-        assert 0 < sum(carrier.pinned) <= ring.host_bytes <= memory.host_bytes
+        assert 0 < sum(carrier.pinned) <= ring.host_bytes <= memory.host_memory_bytes
         assert engine.weights.ring_bytes <= ring.ring_slots * ring.slot_bytes
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     assert [t.logprob for c in found for t in c.logprobs] == [t.logprob for c in expected for t in c.logprobs]
@@ -147,8 +149,8 @@ def test_answers_are_those_of_resident_weights(
 def test_host_memory_for_the_staging_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_models.write("llama", tmp_path / "llama")
     monkeypatch.setattr(engine_module, "carrier", lambda device: LateCarrier())
-    with pytest.raises(BudgetError, match="give host a larger size"):
-        Engine(path, Memory(device_kv="4MiB", weights="*=stream"))
+    with pytest.raises(BudgetError, match="give host_memory a larger size"):
+        Engine(path, Memory(kv_cache_memory="4MiB", weights="*=stream"))
 
 
 def test_what_fails_ahead_is_tried_again() -> None:
@@ -170,7 +172,7 @@ def test_a_copy_that_fails_fails_the_request(rules: str, tmp_path: Path, monkeyp
     carrier = LateCarrier(fails=lambda number: bool(bad) and number >= bad[0])
     monkeypatch.setattr(engine_module, "carrier", lambda device: carrier)
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    with Engine(path, Memory(device_kv="4MiB", host="64MiB", weights=rules)) as engine:
+    with Engine(path, Memory(kv_cache_memory="4MiB", host_memory="64MiB", weights=rules)) as engine:
         (expected,) = engine.generate([PROMPT], params)
         for after in range(3):
             engine.drop_device_cache()
@@ -189,6 +191,6 @@ def test_a_copy_that_fails_fails_the_request(rules: str, tmp_path: Path, monkeyp
 
 def test_offload_takes_a_device(tmp_path: Path) -> None:
     path = tiny_models.write("llama", tmp_path / "llama")
-    assert offload(path, weights="*=stream", host="64MiB", device="cpu").device.type == "cpu"
+    assert offload(path, weights="*=stream", host_memory="64MiB", device="cpu").device.type == "cpu"
     with pytest.raises(ConfigError, match="the device 'gpu' cannot be used"):
-        offload(path, weights="*=stream", host="64MiB", device="gpu")
+        offload(path, weights="*=stream", host_memory="64MiB", device="gpu")

@@ -18,7 +18,7 @@ import stowage
 from stowage import Memory, SamplingParams
 from stowage.config.memory import parse_size
 from stowage.engine import engine as engine_module
-from stowage.errors import StorageError
+from stowage.errors import ModelError, StorageError
 from stowage.weights import reader
 from stowage.weights.checkpoint import File, Segment
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
@@ -55,7 +55,7 @@ def test_every_family_answers_as_plain_transformers_does(
     if family in ("mixtral", "gpt_oss"):
         ways += [("*.experts=experts,last 1 of 2=stream,*=prefetch", "1GiB")]
     for rules, host in ways:
-        model = stowage.offload(checkpoints(family), weights=rules, host=host)
+        model = stowage.offload(checkpoints(family), weights=rules, host_memory=host)
         placement, stats = model.stowage.placement, model.stowage.stats()
         assert (len(placement.held) == len(placement.cached)) is (host == "1GiB")
         for ids, wanted in zip(asked, expected, strict=True):
@@ -79,7 +79,9 @@ def test_the_engine_answers_as_with_all_weights_in_memory(
     """Mixed batches, sampled in steps of several requests."""
     prompts, said = [prompt(length, length)[0].tolist() for length in (40, 3, 17)], []
     for rules in ("*=resident", "*=experts", "*.experts=experts,*=stream"):
-        with stowage.Engine(checkpoints(family), Memory(device_kv="8MiB", host="8MiB", weights=rules)) as engine:
+        with stowage.Engine(
+            checkpoints(family), Memory(kv_cache_memory="8MiB", host_memory="8MiB", weights=rules)
+        ) as engine:
             found = engine.generate(prompts, GREEDY)
             said.append([[(t.token_id, t.logprob) for t in one.logprobs] for one in found])
             engine.check()
@@ -94,12 +96,12 @@ def test_a_budget_chooses_experts_and_is_hard(
     whole = plain(family)
     expected = logits(whole, prompt())
     with pytest.raises(stowage.BudgetError, match="at least") as raised:
-        stowage.offload(checkpoints(family), device_memory=100_000, host="1GiB")
+        stowage.offload(checkpoints(family), device_memory=100_000, host_memory="1GiB")
     least = int(str(raised.value).split("at least ")[1].split()[0])
     assert least < bytes_of(whole) * 0.6
     misses = []
     for budget, host in ((least, "1GiB"), (least, "800KB"), ((least + bytes_of(whole)) // 2, "1GiB")):
-        model = stowage.offload(checkpoints(family), device_memory=budget, host=host)
+        model = stowage.offload(checkpoints(family), device_memory=budget, host_memory=host)
         placement = model.stowage.placement
         assert Delivery.EXPERTS in placement.deliveries and Delivery.MAPPED not in placement.deliveries
         assert model.stowage.cache_bytes <= placement.cache_bytes and placement.device_bytes <= budget
@@ -110,13 +112,13 @@ def test_a_budget_chooses_experts_and_is_hard(
         model.stowage.close()
     assert misses[2] < misses[0] and not late.violations
     with pytest.raises(stowage.BudgetError):
-        stowage.offload(checkpoints(family), device_memory=least - 1, host="1GiB")
+        stowage.offload(checkpoints(family), device_memory=least - 1, host_memory="1GiB")
 
 
 def test_modules_that_add_up_by_number_are_left_whole(checkpoints: Callable[..., Path], late: LateCarrier) -> None:
     """Other numbers for their experts would be another order, and other rounding."""
     with pytest.raises(stowage.ConfigError, match="matches no module"):
-        stowage.offload(checkpoints("mixtral"), weights="*=experts", host="1GiB", experts_implementation="eager")
+        stowage.offload(checkpoints("mixtral"), weights="*=experts", host_memory="1GiB", experts_implementation="eager")
 
 
 def cache_of(
@@ -162,7 +164,9 @@ def compute(cache: DeviceExperts, truth: Sequence[Sequence[Tensor]], layer: int,
         assert module.bias[number] == expert + 10 * layer
     cache.give_back(layer)
     cache.give_back(layer)
-    assert module.up.isnan().all() and module.up.shape == (EXPERTS, 6, 8) and len(module.bias) == EXPERTS
+    with pytest.raises(ModelError, match="away"):
+        module.up.sum()
+    assert module.up.shape == (EXPERTS, 6, 8) and len(module.bias) == EXPERTS
     cache.check()
 
 

@@ -31,8 +31,17 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_command_answers_the_same(checkpoints: Callable[..., Path]) -> None:
-    asked = ["run", str(checkpoints("mixtral")), "--prompt", "hello", "--max-new-tokens", "8", "--device-kv", "1MiB"]
-    asked += ["--step-tokens-max", "64", "--sequences-max", "2"]
+    asked = [
+        "run",
+        str(checkpoints("mixtral")),
+        "--prompt",
+        "hello",
+        "--max-new-tokens",
+        "8",
+        "--kv-cache-memory",
+        "1MiB",
+    ]
+    asked += ["--max-num-batched-tokens", "64", "--max-num-seqs", "2"]
     runner = CliRunner()
     whole = runner.invoke(app, asked)
     placed = runner.invoke(app, [*asked, "--device-memory", "2500KiB"])

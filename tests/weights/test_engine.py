@@ -11,14 +11,15 @@ import torch
 
 from stowage import BudgetError, ConfigError, Engine, Memory, SamplingParams
 from stowage.cache import cost_model
+from stowage.engine.memory_budget import activation_bytes
 from stowage.engine.placement_report import placement, weights_bytes
 from tests.weights.conftest import bytes_of
 
 FAMILIES = ("llama", "gemma3", "mixtral", "nemotron_h", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
 BLOCKS: tuple[dict[str, Any], ...] = (
-    {"block_tokens": 16},
-    {"block_tokens": 32, "group_block_tokens": {"sliding": 16, "recurrent": 128}},
-    {"block_tokens": 16, "group_block_tokens": {"recurrent": 528}, "chunk_blocks": 3},
+    {"block_size": 16},
+    {"block_size": 32, "group_block_size": {"sliding": 16, "recurrent": 128}},
+    {"block_size": 16, "group_block_size": {"recurrent": 528}, "chunk_blocks": 3},
 )
 MIXED = "last 1 of 3=stream,*embed*=mapped,last 1 of 2=prefetch,lm_head=stream"
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=1)
@@ -62,7 +63,7 @@ def test_every_geometry_answers_as_with_all_weights_in_memory(
     blocks = BLOCKS[FAMILIES.index(family) % 2 :: 2] if family != "nemotron_h" else BLOCKS
     rules: list[dict[str, Any]] = [{"weights": "*=stream"}, {"weights": MIXED}]
     for number, geometry in enumerate(blocks):
-        memory = {"device_kv": "8MiB", "host": "64MiB", **geometry}
+        memory = {"kv_cache_memory": "8MiB", "host_memory": "64MiB", **geometry}
         with Engine(checkpoints(family), Memory(**memory, disk=f"{tmp_path}/whole{number}:64MiB")) as engine:
             expected = told(engine, tmp_path / f"whole{number}")
         asked = rules[number % 2]
@@ -82,10 +83,10 @@ def test_the_batch_is_rebuilt_at_any_time_and_weights_do_not_notice(
     """More sequences than the pool holds: they leave and come back, in the middle of answers."""
     prompts = [tokens(60 + 7 * n, n) for n in range(6)]
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
-    with Engine(checkpoints(family), Memory(device_kv="64MiB")) as engine:
+    with Engine(checkpoints(family), Memory(kv_cache_memory="64MiB")) as engine:
         expected = [a.token_ids for a in engine.generate(list(prompts), params)]
     size = "190KiB" if family == "mixtral" else "300KiB"
-    with Engine(checkpoints(family), Memory(device_kv=size, host="32MiB", weights="*=stream")) as engine:
+    with Engine(checkpoints(family), Memory(kv_cache_memory=size, host_memory="32MiB", weights="*=stream")) as engine:
         assert [a.token_ids for a in engine.generate(list(prompts), params)] == expected
         assert engine.stats()["engine"]["preemptions"] > 0
         engine.check()
@@ -93,7 +94,7 @@ def test_the_batch_is_rebuilt_at_any_time_and_weights_do_not_notice(
 
 def test_one_budget_holds_weights_kv_and_steps(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
     whole = bytes_of(plain("mixtral"))
-    memory = {"device_kv": "1MiB", "host": "4MiB", "step_tokens_max": 128, "sequences_max": 2}
+    memory = {"kv_cache_memory": "1MiB", "host_memory": "4MiB", "max_num_batched_tokens": 128, "max_num_seqs": 2}
     with Engine(checkpoints("mixtral"), Memory(**memory)) as engine:
         expected = answers(engine, [tokens(50, 1)])
     with Engine(checkpoints("mixtral"), Memory(**memory, device_memory=(1 << 20) + (1 << 20) + whole // 2)) as engine:
@@ -114,15 +115,15 @@ def test_one_budget_holds_weights_kv_and_steps(checkpoints: Callable[..., Path],
 @pytest.mark.parametrize(
     ("memory", "error", "match"),
     [
-        ({"device_memory": "1MiB", "device_kv": "1MiB"}, ConfigError, "device_kv"),
-        ({"device_memory": "3MiB", "device_kv": "1MiB"}, BudgetError, "step_tokens_max"),
+        ({"device_memory": "1MiB", "kv_cache_memory": "1MiB"}, ConfigError, "kv_cache_memory"),
+        ({"device_memory": "3MiB", "kv_cache_memory": "1MiB"}, BudgetError, "max_num_batched_tokens"),
         (
-            {"device_memory": "1750KiB", "device_kv": "1MiB", "step_tokens_max": 64, "sequences_max": 2},
+            {"device_memory": "1750KiB", "kv_cache_memory": "1MiB", "max_num_batched_tokens": 64, "max_num_seqs": 2},
             BudgetError,
             "at least",
         ),
-        ({"weights": "*=mapped", "device_kv": "1MiB"}, BudgetError, "host"),
-        ({"weights": "*=banana", "device_kv": "1MiB"}, ConfigError, "not understood"),
+        ({"weights": "*=mapped", "kv_cache_memory": "1MiB"}, BudgetError, "host"),
+        ({"weights": "*=banana", "kv_cache_memory": "1MiB"}, ConfigError, "not understood"),
     ],
 )
 def test_budgets_that_cannot_work_say_what_would(
@@ -130,3 +131,28 @@ def test_budgets_that_cannot_work_say_what_would(
 ) -> None:
     with pytest.raises(error, match=match):
         Engine(checkpoints("mixtral"), Memory(**memory))
+
+
+def test_a_budget_for_the_device_alone_fits_the_kv_pool(
+    checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    """With room for all weights the pool has what they leave; without it, what was set aside: a quarter here."""
+    whole = bytes_of(plain("llama"))
+    device_bytes = whole + (72 << 20)
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
+    with Engine(checkpoints("llama"), Memory(kv_cache_memory="1MiB", **sizes)) as engine:
+        expected = answers(engine, [tokens(50, 1)])
+    with Engine(checkpoints("llama"), Memory(device_memory=device_bytes, **sizes)) as engine:
+        assert answers(engine, [tokens(50, 1)]) == expected
+        assert engine.weights is not None
+        held = engine.weights.placement.device_bytes
+        pools = sum(pool.nbytes for pool in engine.parts.pools)
+        steps = activation_bytes(engine.memory, engine.model.config)
+        assert held >= whole and held + pools + steps <= device_bytes
+        assert pools > device_bytes - held - steps - (1 << 20)
+    tight = whole + steps + (64 << 10)
+    with Engine(checkpoints("llama"), Memory(device_memory=tight, **sizes)) as engine:
+        assert answers(engine, [tokens(50, 1)]) == expected
+        assert engine.weights is not None and engine.weights.placement.device_bytes < whole
+        pools = sum(pool.nbytes for pool in engine.parts.pools)
+        assert pools + engine.weights.placement.device_bytes <= tight and pools > tight // 4 - (1 << 16)

@@ -44,7 +44,7 @@ def test_every_family_answers_as_plain_transformers_does(
     expected = [logits(plain(family), ids) for ids in asked]
     for rules in RULES if family == "mixtral" else RULES[:1]:
         before = mapped_bytes()
-        model = stowage.offload(checkpoints(family), weights=rules, host="1GiB")
+        model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
         stats = model.stowage.stats()
         for ids, wanted in zip(asked, expected, strict=True):
             assert torch.equal(logits(model, ids), wanted), rules
@@ -110,7 +110,7 @@ def test_the_engine_answers_as_with_all_weights_in_memory(
     said = []
     for rules in ("auto", "*=experts"):
         folder = tmp_path / rules[:1].replace("*", "experts")
-        memory = Memory(device_kv="8MiB", host="64MiB", disk=f"{folder}:64MiB", weights=rules)
+        memory = Memory(kv_cache_memory="8MiB", host_memory="64MiB", disk=f"{folder}:64MiB", weights=rules)
         with stowage.Engine(checkpoints(family), memory) as engine:
             said.append(told(engine, folder))
             if rules != "auto":
@@ -126,7 +126,7 @@ def test_an_engine_outlives_a_disk_that_fails(
     def fails(*_: Any) -> None:
         raise OSError(errno.EIO, "the disk has gone")
 
-    with stowage.Engine(checkpoints("mixtral"), Memory(device_kv="8MiB", weights="*=experts")) as engine:
+    with stowage.Engine(checkpoints("mixtral"), Memory(kv_cache_memory="8MiB", weights="*=experts")) as engine:
         expected = engine.generate([[5, 6, 7]], GREEDY)[0].token_ids
         assert engine.weights is not None
         with monkeypatch.context() as broken:
@@ -172,7 +172,7 @@ def test_experts_that_were_not_chosen_are_not_computed_with(
         return whole(self, hidden_states, top_k_index.long(), top_k_weights)
 
     monkeypatch.setattr(Qwen3MoeExperts, "forward", without)
-    monkeypatch.setattr("stowage.weights.source.chosen", lambda args, kwargs: args[1][:, :1])
+    monkeypatch.setattr("stowage.weights.deliveries.chosen", lambda args, kwargs: args[1][:, :1])
     with pytest.raises(stowage.UnsupportedModelError, match="did not choose"):
         stowage.offload(checkpoints("qwen3_moe"), weights="*=experts")
 
@@ -188,7 +188,7 @@ def test_families_that_compute_with_all_experts_come_and_go_by_layer(
 
 
 def test_two_threads_do_not_share_a_cache(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
-    model = stowage.offload(checkpoints("mixtral"), weights="*=experts")
+    model = stowage.offload(checkpoints("mixtral"), weights="*=experts", threads="refuse")
     inside, errors = threading.Event(), list[BaseException]()
 
     def meanwhile(*_: Any) -> None:

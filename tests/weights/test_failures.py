@@ -35,7 +35,7 @@ def flip(directory: Path) -> None:
 
 @pytest.mark.parametrize("rules", ["*=stream", "*=mapped"])
 def test_a_checkpoint_that_changes_is_noticed(rules: str, copied: Path) -> None:
-    model = stowage.offload(copied, weights=rules, host="1GiB")
+    model = stowage.offload(copied, weights=rules, host_memory="1GiB")
     logits(model, prompt())
     flip(copied)
     with pytest.raises(stowage.CheckpointError, match="was changed"):
@@ -54,7 +54,7 @@ def test_a_checkpoint_that_is_replaced_goes_on_as_it_was(copied: Path, plain: Ca
 
 
 def test_an_engine_outlives_a_disk_that_fails(copied: Path) -> None:
-    with stowage.Engine(copied, Memory(device_kv="8MiB", weights="*=stream")) as engine:
+    with stowage.Engine(copied, Memory(kv_cache_memory="8MiB", weights="*=stream")) as engine:
         expected = engine.generate([[5, 6, 7]], GREEDY)[0].token_ids
         assert engine.weights is not None
         (file,) = engine.weights._checkpoint.files
@@ -81,7 +81,7 @@ def test_an_engine_outlives_a_disk_that_fails(copied: Path) -> None:
 
 
 def test_an_engine_whose_checkpoint_changes_fails_requests_and_lives(copied: Path) -> None:
-    with stowage.Engine(copied, Memory(device_kv="8MiB", weights="*=stream")) as engine:
+    with stowage.Engine(copied, Memory(kv_cache_memory="8MiB", weights="*=stream")) as engine:
         engine.generate([[5, 6, 7]], GREEDY)
         flip(copied)
         with pytest.raises(stowage.CheckpointError, match="load the model again"):
@@ -139,7 +139,7 @@ def test_models_that_cannot_be_moved_are_refused(tmp_path: Path) -> None:
     with pytest.raises(stowage.ModelError, match="placed already"):
         stowage.offload(model, weights="*=stream", disk=f"{tmp_path}:1GiB")
     with pytest.raises(stowage.ConfigError, match="placed already"):
-        stowage.Engine(model, Memory(device_kv="8MiB", device_memory="1GiB"))
+        stowage.Engine(model, Memory(kv_cache_memory="8MiB", device_memory="1GiB"))
     model.stowage.close()
     with pytest.raises(stowage.ModelError, match="were closed"):
         logits(model, prompt())
@@ -167,3 +167,9 @@ def test_a_weight_that_is_used_from_elsewhere_is_noticed(copied: Path, monkeypat
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(stowage.UnsupportedModelError, match="outside of the modules"):
         stowage.offload(copied, weights="*=stream")
+
+
+def test_the_old_name_of_host_memory_works_with_a_hint(checkpoints: Callable[..., Path]) -> None:
+    with pytest.warns(DeprecationWarning, match="host_memory") as said:
+        model = stowage.offload(checkpoints("llama"), weights="*=mapped", host="1GiB")
+    assert said[0].filename == __file__ and model.stowage.placement.host_bytes > 0

@@ -41,7 +41,7 @@ def test_the_last_tokens_of_a_batch_are_multiplied_as_without_offloading(rules: 
     tiny_models.build("llama", tiny_models.TinySize(layers=4)).save_pretrained(tmp_path)
     expected, result = multiplied(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids)
     assert len(expected) > 16
-    model = stowage.offload(tmp_path, weights=rules, host="1GiB")
+    model = stowage.offload(tmp_path, weights=rules, host_memory="1GiB")
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     modes: list[bool] = []
     for module in linear:
@@ -63,7 +63,7 @@ def multiplied(model: Any, ids: torch.Tensor) -> tuple[list[tuple[str, list[tupl
 def test_a_forward_that_asks_for_gradients_gets_logits_without(
     rules: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]
 ) -> None:
-    model = stowage.offload(checkpoints("llama"), weights=rules, host="1GiB")
+    model = stowage.offload(checkpoints("llama"), weights=rules, host_memory="1GiB")
     assert torch.is_grad_enabled()
     out = model(input_ids=prompt(), use_cache=False).logits
     assert torch.equal(out, logits(plain("llama"), prompt()))
@@ -93,3 +93,34 @@ def test_a_model_that_stays_in_memory_can_be_trained(checkpoints: Callable[..., 
     model = stowage.offload(checkpoints("llama"), weights="*=resident")
     model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Adapted(torch.nn.Module):
+    """As adapters are put on a linear layer."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_an_adapter_answers_and_is_not_trained_in_silence(
+    checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(checkpoints("llama")).eval()
+    model = stowage.offload(checkpoints("llama"), weights="*=stream")
+    for each in (whole, model):
+        torch.manual_seed(1)
+        each.model.layers[1].mlp.up_proj = Adapted(each.model.layers[1].mlp.up_proj)
+    assert torch.equal(logits(model, prompt()), logits(whole, prompt()))
+    assert not torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
+    with pytest.raises(stowage.ModelError, match="would get no gradient"):
+        model(input_ids=prompt(), labels=prompt(), use_cache=False)
+    with pytest.raises(stowage.ModelError, match="cannot be trained"):
+        torch.nn.ModuleList([model]).train()
+    model.requires_grad_(False)
+    assert torch.equal(model(input_ids=prompt(), use_cache=False).logits, logits(whole, prompt()))

@@ -73,7 +73,7 @@ def test_every_delivery_answers_as_with_all_in_memory_which_answers_as_the_value
         assert torch.allclose(found, logits(values, ids), atol=2e-4, rtol=1e-4)
     assert not torch.allclose(expected[0], changed, atol=2e-3), "another model, after all"
     for rules in RULES:
-        model = stowage.offload(packs(family, form), weights=rules, host="1GiB")
+        model = stowage.offload(packs(family, form), weights=rules, host_memory="1GiB")
         assert model.stowage.identity == whole.identity
         for ids, found in zip(asked, expected, strict=True):
             assert torch.equal(logits(model, ids), found), rules
@@ -89,7 +89,7 @@ def test_in_16_bits_all_deliveries_are_alike_too(tmp_path: Path) -> None:
     assert whole.dtype is torch.bfloat16
     plain = loading.load(source).model
     for rules in RULES:
-        model = stowage.offload(tmp_path / "packed", weights=rules, host="1GiB")
+        model = stowage.offload(tmp_path / "packed", weights=rules, host_memory="1GiB")
         for ids in (prompt(1), prompt(40)):
             assert torch.equal(logits(model, ids), logits(whole, ids))
         model.stowage.close()
@@ -116,7 +116,7 @@ def test_an_engine_serves_a_packed_model_from_disk_and_its_prefixes_from_tiers(
     packs: Callable[..., Path], tmp_path: Path
 ) -> None:
     tokens = prompt(150)[0].tolist()
-    memory = {"device_kv": "8MiB", "host": "16MiB"}
+    memory = {"kv_cache_memory": "8MiB", "host_memory": "16MiB"}
     said, names = [], set()
     for weights in ("auto", "*=stream"):
         with Engine(packs("llama"), Memory(**memory, weights=weights)) as engine:
@@ -133,7 +133,9 @@ def test_an_engine_serves_a_packed_model_from_disk_and_its_prefixes_from_tiers(
 def test_deterministic_answers_do_not_depend_on_the_batch(packs: Callable[..., Path]) -> None:
     """Experts' own loop included: its products are asked of the same kernels, tile by tile."""
     prompts = [prompt(length, length)[0].tolist() for length in (70, 33, 9)]
-    with Engine(packs("qwen3_moe", "int4"), Memory(device_kv="8MiB", weights="*=stream"), deterministic=True) as engine:
+    with Engine(
+        packs("qwen3_moe", "int4"), Memory(kv_cache_memory="8MiB", weights="*=stream"), deterministic=True
+    ) as engine:
         together, alone = engine.generate(list(prompts), GREEDY), [engine.generate([p], GREEDY)[0] for p in prompts]
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids == other.token_ids
@@ -293,7 +295,7 @@ def test_bytes_of_another_kind_are_not_offloaded(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stowage.engine import packing
+from stowage.evaluation import pack as packing
 source, directory = sys.argv[1:]
 def progress(what, done, _all):
     if done == 12:

@@ -42,7 +42,7 @@ def test_every_delivery_answers_as_plain_transformers_does(
     expected = logits(plain(family), ids)
     for rules in RULES if family in ("llama", "mixtral", "nemotron_h") else RULES[::3]:
         rules = rules.replace("*.layers.0", "*[a-z].0")
-        model = stowage.offload(checkpoints(family), weights=rules, host="1GiB")
+        model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
         for _ in range(2):
             assert torch.equal(logits(model, ids), expected), rules
             model.stowage.check()
@@ -90,7 +90,7 @@ def test_what_became_of_weights_in_memory_is_what_is_moved(rules: str, tmp_path:
     with torch.no_grad():
         layer.mlp.down_proj.weight.mul_(0.5)
     expected = logits(model, prompt())
-    moved = stowage.offload(model, weights=rules, host="1GiB", disk=f"{tmp_path}:16MiB")
+    moved = stowage.offload(model, weights=rules, host_memory="1GiB", disk=f"{tmp_path}:16MiB")
     assert moved is model
     assert torch.equal(logits(model, prompt()), expected)
 
@@ -123,12 +123,12 @@ def test_a_prefix_cache_and_an_engine_take_an_offloaded_model(checkpoints: Calla
         names.append(model.stowage.identity)
         asked = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         expected = model.generate(ids, **asked)
-        with stowage.PrefixCache(model, host="16MiB") as prefixes:
+        with stowage.PrefixCache(model, host_memory="16MiB") as prefixes:
             first = model.generate(ids, past_key_values=prefixes.restore(ids), **asked)
             again = model.generate(ids, past_key_values=prefixes.restore(ids), **asked)
         assert torch.equal(first, expected)
         assert torch.equal(again, expected)
-        with stowage.Engine(model, stowage.Memory(device_kv="8MiB")) as engine:
+        with stowage.Engine(model, stowage.Memory(kv_cache_memory="8MiB")) as engine:
             (answer,) = engine.generate([ids[0].tolist()], stowage.SamplingParams(max_new_tokens=4, ignore_eos=True))
         assert answer.token_ids == expected[0, 200:].tolist()
         assert torch.equal(model.generate(ids, **asked), expected)  # the engine did not close what is not its own
@@ -143,12 +143,12 @@ def status(name):
 import torch, stowage
 from stowage.weights import loading, source
 from transformers import AutoModelForCausalLM
-from stowage.engine import loading as names
+from stowage.models import loading as names
 torch.set_num_threads(1)
 (directory, device, host) = sys.argv[1:4]
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmHWM")
-model = stowage.offload(directory, device_memory=int(device), host=int(host))
+model = stowage.offload(directory, device_memory=int(device), host_memory=int(host))
 for _ in range(3):
     with torch.no_grad():
         out = model(input_ids=torch.arange(5, 13)[None], use_cache=False).logits

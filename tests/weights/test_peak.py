@@ -26,11 +26,11 @@ def asked(engine, count, length):
 directory, device, kv, host = sys.argv[1:]
 small = tempfile.mkdtemp()
 tiny_models.write("llama", small)
-with Engine(small, Memory(device_kv="1MiB", device_memory="64MiB", weights="*layers*=stream")) as engine:
+with Engine(small, Memory(kv_cache_memory="1MiB", device_memory="64MiB", weights="*layers*=stream")) as engine:
     asked(engine, 2, 40)  # what a process needs for any engine at all
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-memory = Memory(device_kv=int(kv), device_memory=int(device), host=int(host), step_tokens_max=128)
+memory = Memory(kv_cache_memory=int(kv), device_memory=int(device), host_memory=int(host), max_num_batched_tokens=128)
 with Engine(directory, memory) as engine:
     asked(engine, 3, 400)
     placed = engine.weights.placement

@@ -23,8 +23,8 @@ _LOOKUP_SHARE = 0.05
 """Of the time to compute a prompt, that it waits for answers of shared tiers."""
 LOOKUP_LEAST_S = 0.02
 """For short prompts: about what two answers of a near object store take."""
-_MEETING_RATIO, _MEETING_STEPS = 8.0, 2.0
-"""A meeting costs some steps more."""
+_OVERLAP_RATIO, _OVERLAP_STEPS = 8.0, 2.0
+"""To compute while loading costs some steps more."""
 
 _Point = tuple[float, float]
 """Tokens and seconds of a forward."""
@@ -36,22 +36,25 @@ def bytes_of_tiers(parts: Iterable[tuple[NDArray[np.int8], int]]) -> dict[int, i
     """
     total: dict[int, int] = {}
     for sources, chunk_bytes in parts:
-        for tier, count in zip(*np.unique(sources[sources > 0], return_counts=True), strict=True):
-            total[int(tier)] = total.get(int(tier), 0) + int(count) * chunk_bytes
+        for tier, count in enumerate(np.bincount(sources[sources > 0]).tolist()):
+            if count:
+                total[tier] = total.get(tier, 0) + count * chunk_bytes
     return total
 
 
 class CostModel:
     """Seconds per forward, by size, and delivery rate of each tier (bytes per second).
 
-    ``step_tokens_max``: the longest forward, a longer prefill takes several. ``tokens_per_s_most``: a rate that no
-    prefill exceeds, for a first deadline (a load that hangs right after a start costs no more than the recompute
+    ``max_num_batched_tokens``: the longest forward, a longer prefill takes several. ``tokens_per_s_most``: a rate that
+    no prefill exceeds, for a first deadline (a load that hangs right after a start costs no more than the recompute
     either); 0 when it is not known, then ``load_timeout_s`` alone bounds the first loads.
     """
 
-    def __init__(self, load_timeout_s: float, step_tokens_max: int = 1024, tokens_per_s_most: float = 0.0) -> None:
+    def __init__(
+        self, load_timeout_s: float, max_num_batched_tokens: int = 1024, tokens_per_s_most: float = 0.0
+    ) -> None:
         self.load_timeout_s = load_timeout_s
-        self._step_tokens_max = step_tokens_max
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._tokens_per_s_most = tokens_per_s_most
         self._forwards: dict[int, _Point] = {}
         self.bytes_per_s: dict[int, float] = {}
@@ -104,8 +107,8 @@ class CostModel:
 
     def prefill_s(self, tokens: int) -> float:
         """Predicted time of the forwards that compute ``tokens``; only when there were some."""
-        whole, rest = divmod(tokens, self._step_tokens_max)
-        return whole * self._forward_s(self._step_tokens_max) + (self._forward_s(rest) if rest else 0.0)
+        whole, rest = divmod(tokens, self._max_num_batched_tokens)
+        return whole * self._forward_s(self._max_num_batched_tokens) + (self._forward_s(rest) if rest else 0.0)
 
     def _forward_s(self, tokens: int) -> float:
         """On the line between the sizes measured that are nearest; beyond the longest, with the slope over all."""
@@ -138,7 +141,7 @@ class CostModel:
 
     def worth_overlapping(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
         """Whether loading these bytes and computing ``tokens`` take times so alike that both at once, from either end,
-        are much quicker than the quicker of them: at ``_MEETING_RATIO`` a ninth is won. False while nothing is known.
+        are much quicker than the quicker of them: at ``_OVERLAP_RATIO`` a ninth is won. False while nothing is known.
         """
         compute_s = self.recompute_s(tokens) if self._forwards else None
         if compute_s is None or any(tier not in self.bytes_per_s for tier in bytes_of_tier):
@@ -146,7 +149,7 @@ class CostModel:
         load_s = self.load_s(bytes_of_tier)
         shorter_s = min(load_s, compute_s)
         won_s = shorter_s**2 / (load_s + compute_s) if shorter_s else 0.0
-        return _MEETING_RATIO * shorter_s >= max(load_s, compute_s) and won_s > _MEETING_STEPS * self.prefill_s(1)
+        return _OVERLAP_RATIO * shorter_s >= max(load_s, compute_s) and won_s > _OVERLAP_STEPS * self.prefill_s(1)
 
     def load_s(self, bytes_of_tier: Mapping[int, int]) -> float:
         """Predicted time to load these bytes; what comes from a tier that is not measured counts nothing."""

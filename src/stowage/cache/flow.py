@@ -80,15 +80,28 @@ class Flow:
 
     def lookup(self, group: int, keys: list[bytes], now_s: float) -> MaskArray:
         """The valid blocks that a fetch of each key would bring, 0 where absent."""
+        masks, all_found = self._look_in_host(keys)
+        return masks if all_found else self._look_in_tiers(keys, masks, now_s)[0]
+
+    def locate(self, group: int, keys: list[bytes], now_s: float) -> tuple[MaskArray, SourceArray]:
+        """What `lookup` and `sources` say of these keys."""
+        masks, all_found = self._look_in_host(keys)
+        if all_found:
+            return masks, np.negative((masks == 0).view(np.int8))
+        return self._look_in_tiers(keys, masks, now_s)
+
+    def _look_in_host(self, keys: list[bytes]) -> tuple[MaskArray, bool]:
+        """The masks, and whether no tier could add to them."""
         masks = self.ledger.lookup(keys)
         self.counters.lookups += len(keys)
         found = int(np.count_nonzero(masks))
         self.hits[0] += found
-        if found == len(keys) or not self._indexes:
-            return masks
+        return masks, found == len(keys) or not self._indexes
+
+    def _look_in_tiers(self, keys: list[bytes], masks: MaskArray, now_s: float) -> tuple[MaskArray, SourceArray]:
         masks, sources = self._look_below(keys, masks, now_s)
         self.hits[1:] += np.bincount(sources[sources > 0], minlength=len(self.hits))[1:]
-        return masks
+        return masks, sources
 
     def sources(self, group: int, keys: list[bytes], now_s: float) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 tier i."""

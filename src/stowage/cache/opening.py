@@ -26,8 +26,10 @@ def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
     """Tiers have all methods, need host memory, since chunks pass through it, and names of their own, since statistics
     go by name.
     """
-    if tiers and not memory.host_bytes:
-        raise ConfigError("tiers are given but host is 0. Chunks reach them through host memory: add a host size.")
+    if tiers and not memory.host_memory_bytes:
+        raise ConfigError(
+            "tiers are given but host_memory is 0. Chunks reach them through host memory: give it a size."
+        )
     taken = {"device", "host", "hits"} | {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
     for tier in tiers:
         lacking = [name for name in _METHODS if not callable(getattr(tier, name, None))]
@@ -35,7 +37,7 @@ def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
             what = ", ".join(lacking) or "a name that is text"
             raise ConfigError(
                 f"tiers has a {type(tier).__name__}, which is no tier: it lacks {what}. A tier has a name and the "
-                "methods of stowage.tiers.protocol.Tier."
+                "methods of stowage.storage.protocol.Tier."
             )
         if not re.fullmatch(r"(?!slab\d)[a-z][a-z0-9_]*", tier.name) or tier.name in taken:
             raise ConfigError(
@@ -59,7 +61,7 @@ def open_store(
     """Host arena and the tiers of `memory`, with `others` below them; None without host memory. `name`: the namespace.
     `shared`: other processes may map the arena. `common_slots`: see `split_arena`.
     """
-    if not memory.host_bytes:
+    if not memory.host_memory_bytes:
         return None
     tiers: list[Tier] = []
     try:
@@ -68,13 +70,13 @@ def open_store(
         below = [*tiers, *others]
         return TieredStore(
             geometry,
-            memory.host_bytes,
+            memory.host_memory_bytes,
             below,
             snapshot_tokens=snapshot_tokens,
             common_slots=common_slots,
             clock=clock,
             shared=shared,
-            policy=memory.policy,
+            policy=memory.eviction_policy,
         )
     except BaseException:
         for tier in tiers:

@@ -1,166 +1,327 @@
-"""Which prefix of a prompt comes from the store: the longest that all groups can serve, where loading is worth it.
+"""How a prompt gets its prefix: the one admission rule of the engine, of the plugins and of the simulator.
 
-Owns no time and no bytes: whoever asks waits and copies. A chunk that does not arrive (damaged, late, gone) is refused
-and the choice is made again without it, so every try is shorter than the one before.
+    plan ──> fetch ──> (the caller waits) ──> copies ──> (the caller copies, and computes the rest)
+     ^                                          │
+     └──── again without the chunks that failed ┘
+
+A plan resumes at the longest boundary that the device, host memory and the tiers below serve together. What comes from
+below host memory must be worth it: it is predicted to take no longer than to compute the tokens that it adds to those
+at hand, on the device and in host memory. The first try of a request sets the limit for all loads of all its tries; a
+chunk that does not come in time, or is damaged, is refused, and the next plan goes without it.
+
+Where loading takes about as long as computing, the plan says how far the front may be computed while the end is loaded
+(``overlapped_load``).
+
+Owns no time, threads or bytes: time is an argument, and the store is asked through ``ChunkStore``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple
+from typing import Final, Protocol
 
 import numpy as np
 
 from stowage.cache.cost_model import CostModel, bytes_of_tiers
-from stowage.cache.store import Fetch, TieredStore
+from stowage.cache.events import Fetch, SourceArray
+from stowage.cache.overlapped_load import ChunkFetcher, OverlappedLoad, RowKeys
 from stowage.core.copy_plan import CopyPlan, Incomplete, load_plan
-from stowage.core.geometry import NULL_BLOCK, IntArray, Kind, MaskArray
+from stowage.core.geometry import BoolArray, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
-from stowage.core.key import SequenceKeys
+from stowage.core.groups.base import expand_masks, pack_masks
 from stowage.core.reuse import longest_boundary
+from stowage.storage.protocol import Probe
 
-__all__ = ["HOST", "Choice", "ReachableBoundary", "Want"]
+__all__ = ["ChunkStore", "GroupChunks", "PrefixPlan", "PrefixPlanner", "PrefixRequest", "device_masks"]
 
-HOST = 0
+_HOST: Final = 0
+_NOTHING: Final = np.zeros(0, np.uint64)
+_NOWHERE: Final = np.zeros(0, np.int8)
 
 
-class ReachableBoundary(NamedTuple):
-    """Boundaries: the longest that host memory serves alone, the longest that all tiers serve, and how far the prompt
-    is known, though windows or states that were not kept may forbid to resume there.
-    """
+class ChunkStore(ChunkFetcher, Protocol):
+    """What is asked of a ``TieredStore``, or of a simulated one."""
 
-    near: int
-    far: int
-    shared: int
+    def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
+        """The valid blocks of each chunk, and where a fetch would take it from: -1 nowhere, 0 host, i + 1 tier i."""
+        ...
 
 
 @dataclass(slots=True)
-class Want:
-    """The chunks that one group of one row needs, and their keys."""
+class PrefixRequest:
+    """One request for a prefix, over all its tries. ``refused``: chunks that failed. ``limit_s``: for the loads of all
+    tries together, of which ``waited_s`` are over; ``None`` until something is loaded. ``probes``: what shared tiers
+    are asked about it, whose answers are waited for until ``answers_until_s`` (``remote_lookup``).
+    """
+
+    refused: set[bytes] = field(default_factory=set)
+    limit_s: float | None = None
+    waited_s: float = 0.0
+    probes: list[Probe] = field(default_factory=list)
+    answers_until_s: float = 0.0
+
+    def restart(self) -> None:
+        """It has run, and may begin anew. What failed stays refused."""
+        self.limit_s, self.waited_s = None, 0.0
+
+
+@dataclass(slots=True)
+class GroupChunks:
+    """What one group of one row lacks of a resume: ``chunks``, with these ``keys``. Of the blocks that it needs, the
+    first of which is ``first_block``, the device has those ``on_device``.
+    """
 
     row: int
     group: int
-    chunks: range
+    first_block: int
+    on_device: BoolArray
+    chunks: Sequence[int]
     keys: list[bytes]
 
 
-class Choice:
-    """Over the chunks of ``store``. A row is one prompt, given by its keys; all rows resume at one boundary.
+@dataclass(slots=True)
+class PrefixPlan:
+    """Where to resume, and what each group of each row lacks for it.
 
-    ``held``: tokens from the prompt's start on that the device has already, a multiple of every block.
+    ``overlap_end``: how far the tiers bring the prefix while it is computed from ``boundary`` on; ``boundary`` where
+    that is not worth it. ``known``: how far the prompt is known, though windows or states that were not kept may forbid
+    to resume there. ``bytes_below``: of the chunks, from each tier below the host, and ``saved_tokens``: what they save
+    from being computed. ``load_refused``: the tiers have more, and it is not worth the time.
     """
 
-    def __init__(self, store: TieredStore, strategies: Sequence[GroupStrategy], cost_model: CostModel) -> None:
+    boundary: int
+    overlap_end: int
+    known: int
+    groups: list[GroupChunks]
+    bytes_below: dict[int, int] = field(default_factory=dict)
+    saved_tokens: int = 0
+    load_refused: bool = False
+    fetch: Fetch | None = None
+    began_s: float = 0.0
+
+    @property
+    def loads(self) -> list[GroupChunks]:
+        """Those that lack something: in the order of the pairs of ``fetch``."""
+        return [part for part in self.groups if part.chunks]
+
+    def fetched(self) -> Iterator[tuple[GroupChunks, IntArray, MaskArray]]:
+        """Slots and valid blocks of what each of ``loads`` has got."""
+        assert self.fetch is not None
+        return zip(self.loads, self.fetch.slots, self.fetch.masks, strict=True)
+
+
+class PrefixPlanner:
+    """Over the chunks of ``store``; without one only the device has any. A row is one prompt, given by its keys; all
+    rows of a request resume at one boundary.
+    """
+
+    def __init__(self, store: ChunkStore | None, strategies: Sequence[GroupStrategy], cost_model: CostModel) -> None:
         self._store = store
         self._strategies = strategies
         self._cost_model = cost_model
+        self._step = math.lcm(*(strategy.group.block_tokens for strategy in strategies))
         kinds = [strategy.group.kind for strategy in strategies]
         paged = [kind is not Kind.RECURRENT for kind in kinds]
         self._whole = [kind is Kind.FULL for kind in kinds] if Kind.FULL in kinds else paged
 
-    def boundaries(
-        self, rows: Sequence[SequenceKeys], usable: int, refused: set[bytes], held: int = 0
-    ) -> ReachableBoundary:
-        """Those up to ``usable`` tokens."""
-        near: list[MaskArray] = []
-        far: list[MaskArray] = []
-        for keys in rows:
-            for group, strategy in enumerate(self._strategies):
-                names = keys.of(group)
-                masks = self._store.lookup(group, names)
-                if refused:
-                    masks = np.where([name in refused for name in names], np.uint64(0), masks)
-                in_host = np.where(self._store.sources(group, names) == HOST, masks, np.uint64(0))
-                near.append(_with_held(strategy, in_host, held))
-                far.append(_with_held(strategy, masks, held))
-        strategies = [*self._strategies] * len(rows)
-        step = self._store.geometry.boundary_tokens
-        nearest = longest_boundary(strategies, near, usable + 1, step)
-        farthest = longest_boundary(strategies, far, usable + 1, step)
+    # Planning
+
+    def plan(
+        self,
+        request: PrefixRequest,
+        rows: Sequence[RowKeys],
+        usable: int,
+        device: Sequence[MaskArray] = (),
+        *,
+        overlaps: bool = False,
+    ) -> PrefixPlan:
+        """The longest prefix of at most ``usable`` tokens. ``device``: the valid blocks that the device has of each
+        chunk, by row and group; none: it has nothing. ``overlaps``: the caller can compute while it loads.
+        """
+        device = device or [_NOTHING] * (len(rows) * len(self._strategies))
+        located = [self._locate(request, group, row) for row in rows for group in range(len(self._strategies))]
+        stored, sources = [masks for masks, _ in located], [where for _, where in located]
+        every = _either(device, stored)
+        far = self._longest(every, usable)
+        known = self._known(every, usable, far)
+        plan = PrefixPlan(far, far, known, self._lacking(rows, far, device))
+        plan.bytes_below = self._bytes_below(plan.groups, sources)
+        if not plan.bytes_below:
+            return plan
+        host = [np.where(where == _HOST, masks, np.uint64(0)) for masks, where in located]
+        at_hand = self._longest(_either(device, host), usable)
+        plan.saved_tokens = saved = len(rows) * (far - at_hand)
+        if overlaps and self._cost_model.worth_overlapping(saved, plan.bytes_below):
+            end = self._overlap_end(device, stored, at_hand, usable)
+            if end > at_hand:
+                return PrefixPlan(at_hand, end, known, self._lacking(rows, at_hand, device))
+        if not self._worth_loading(request, saved, plan.bytes_below):
+            return PrefixPlan(at_hand, at_hand, known, self._lacking(rows, at_hand, device), load_refused=True)
+        return plan
+
+    def _locate(self, request: PrefixRequest, group: int, row: RowKeys) -> tuple[MaskArray, SourceArray]:
+        if self._store is None:
+            return _NOTHING, _NOWHERE
+        keys = row.of(group)
+        masks, sources = self._store.locate(group, keys)
+        if request.refused:
+            refused = np.fromiter((key in request.refused for key in keys), np.bool_, len(keys))
+            masks, sources = np.where(refused, np.uint64(0), masks), np.where(refused, np.int8(-1), sources)
+        return masks, sources
+
+    def _longest(self, masks: Sequence[MaskArray], usable: int) -> int:
+        rows = len(masks) // len(self._strategies)
+        return longest_boundary([*self._strategies] * rows, masks, usable + 1, self._step)
+
+    def _known(self, masks: Sequence[MaskArray], usable: int, far: int) -> int:
+        """As the groups see it that are stored whole: those of full attention, else all but states."""
         if all(self._whole) or not any(self._whole):
-            return ReachableBoundary(nearest, farthest, farthest)
-        chosen = [*compress(zip(strategies, far, strict=True), self._whole * len(rows))]
-        shared = longest_boundary([one for one, _ in chosen], [masks for _, masks in chosen], usable + 1, step)
-        return ReachableBoundary(nearest, farthest, shared)
+            return far
+        rows = len(masks) // len(self._strategies)
+        strategies = [*compress(self._strategies, self._whole)] * rows
+        return longest_boundary(strategies, [*compress(masks, self._whole * rows)], usable + 1, self._step)
 
-    def worth_loading(self, rows: Sequence[SequenceKeys], near: int, far: int, held: int = 0) -> bool:
-        """Whether the chunks of the farther boundary are predicted to come before they would be computed."""
-        return self._cost_model.worth_loading(
-            len(rows) * (far - max(near, held)),
-            bytes_of_tiers(
-                (self._store.sources(want.group, want.keys), self._chunk_bytes(want))
-                for want in self.wants(rows, far, held)
-            ),
-        )
+    def _overlap_end(self, device: Sequence[MaskArray], stored: Sequence[MaskArray], at_hand: int, usable: int) -> int:
+        """The longest boundary where beyond ``at_hand`` only the store brings anything."""
+        sizes = [strategy.group.chunk_tokens for strategy in self._strategies] * (len(device) // len(self._strategies))
+        front = [held[: at_hand // size] for held, size in zip(device, sizes, strict=True)]
+        return self._longest(_either(front, stored), usable)
 
-    def wants(self, rows: Sequence[SequenceKeys], boundary: int, held: int = 0) -> list[Want]:
-        """What a resume at ``boundary`` needs of the store."""
-        wants = []
+    def _worth_loading(self, request: PrefixRequest, saved: int, bytes_below: dict[int, int]) -> bool:
+        """Whether to load what saves so many tokens: as predicted at first, and then while there is time left."""
+        if request.limit_s is not None:
+            return request.waited_s < request.limit_s
+        return self._cost_model.worth_loading(saved, bytes_below)
+
+    def _lacking(self, rows: Sequence[RowKeys], boundary: int, device: Sequence[MaskArray]) -> list[GroupChunks]:
+        """What a resume at ``boundary`` needs beyond what the device has."""
+        parts: list[GroupChunks] = []
         for row, keys in enumerate(rows):
             for group, strategy in enumerate(self._strategies):
-                needed = strategy.needed(boundary)
-                chunks = range(min(max(needed.start, held // strategy.group.chunk_tokens), needed.stop), needed.stop)
-                wants.append(Want(row, group, chunks, keys.of(group)[chunks.start : chunks.stop]))
-        return wants
+                blocks, needed = strategy.needed_blocks(boundary), strategy.needed(boundary)
+                held, names = device[len(parts)], keys.of(group)
+                on_device = np.zeros(len(blocks), np.bool_)
+                chunks, wanted = needed, names[needed.start : needed.stop]
+                if len(held):
+                    per_chunk = strategy.group.blocks_per_chunk
+                    valid = expand_masks(held[needed.start : needed.stop], per_chunk)
+                    valid = valid[blocks.start - needed.start * per_chunk :][: len(blocks)]
+                    on_device[: len(valid)] = valid
+                    lacking = np.flatnonzero(~on_device) + blocks.start
+                    chunks = np.unique(lacking // per_chunk).tolist()
+                    wanted = [names[chunk] for chunk in chunks]
+                parts.append(GroupChunks(row, group, blocks.start, on_device, chunks, wanted))
+        return parts
 
-    def measure(self, fetch: Fetch, wants: Iterable[Want], elapsed_s: float) -> None:
-        """Teach the pace what the tiers delivered."""
-        parts = ((sources, self._chunk_bytes(want)) for want, sources in zip(wants, fetch.sources, strict=True))
-        self._cost_model.delivered(bytes_of_tiers(parts), elapsed_s)
+    def _bytes_below(self, parts: Sequence[GroupChunks], sources: Sequence[SourceArray]) -> dict[int, int]:
+        return bytes_of_tiers(
+            (
+                where[part.chunks.start : part.chunks.stop] if isinstance(part.chunks, range) else where[part.chunks],
+                self._strategies[part.group].group.bytes_per_chunk,
+            )
+            for part, where in zip(parts, sources, strict=True)
+            if part.chunks
+        )
 
-    def has_places(self, tables: Sequence[IntArray], boundary: int, held: int) -> bool:
-        """Whether there is a device block for all that a resume at ``boundary`` needs beyond ``held``. ``tables``: by
-        group.
+    # Loading
+
+    def fetch(self, request: PrefixRequest, plan: PrefixPlan, now_s: float) -> Fetch:
+        """Start to bring what the plan lacks into host memory. Whoever calls releases it."""
+        assert self._store is not None
+        if request.limit_s is None and plan.saved_tokens:
+            request.limit_s = self._cost_model.load_limit_s(plan.saved_tokens)
+        limit_s = self._cost_model.load_timeout_s if request.limit_s is None else request.limit_s - request.waited_s
+        plan.began_s = now_s
+        plan.fetch = self._store.fetch([(part.group, part.keys) for part in plan.loads], now_s + limit_s)
+        return plan.fetch
+
+    def copies(
+        self, request: PrefixRequest, plan: PrefixPlan, table: Callable[[GroupChunks], IntArray] | None = None
+    ) -> list[tuple[GroupChunks, CopyPlan]] | None:
+        """The copies of what was fetched; ``None`` when chunks did not come, which are then refused. ``table``: the
+        device block of each block of the sequence; by default block b of the sequence is block b.
         """
-        for strategy, table in zip(self._strategies, tables, strict=True):
-            needed = strategy.needed_blocks(boundary)
-            places = table[max(needed.start, held // strategy.group.block_tokens) : needed.stop]
-            if len(table) < needed.stop or (places == NULL_BLOCK).any():
-                return False
-        return True
-
-    def plans(
-        self,
-        fetch: Fetch,
-        wants: Sequence[Want],
-        boundary: int,
-        refused: set[bytes],
-        table: Callable[[int], IntArray] | None = None,
-        held: int = 0,
-    ) -> list[tuple[int, CopyPlan]] | None:
-        """Row and copies of each want; ``None`` when chunks did not come, which are then refused. ``table``: the device
-        blocks of a group; by default block b of the sequence is block b.
-        """
-        plans: list[tuple[int, CopyPlan]] = []
-        lacking = False
-        for want, slots, masks in zip(wants, fetch.slots, fetch.masks, strict=True):
-            strategy = self._strategies[want.group]
-            blocks = boundary // strategy.group.block_tokens
-            valid = np.zeros(want.chunks.stop, dtype=np.uint64)
-            valid[want.chunks.start :] = masks
-            of_chunk = dict(zip(want.chunks, slots.tolist(), strict=True))
-            already = np.arange(blocks) < held // strategy.group.block_tokens
-            numbers = np.arange(blocks, dtype=np.int64) if table is None else table(want.group)
-            plan = load_plan(strategy, boundary, of_chunk, valid, numbers, already)
-            if isinstance(plan, Incomplete):
-                refused.update(want.keys[chunk - want.chunks.start] for chunk in plan.chunks.tolist())
-                lacking = True
+        copies: list[tuple[GroupChunks, CopyPlan]] = []
+        refused: set[bytes] = set()
+        for part, slots, masks in plan.fetched():
+            strategy = self._strategies[part.group]
+            valid = np.zeros(part.chunks[-1] + 1, np.uint64)
+            valid[part.chunks] = masks
+            already = np.zeros(part.first_block + len(part.on_device), np.bool_)
+            already[part.first_block :] = part.on_device
+            blocks = np.arange(len(already), dtype=np.int64) if table is None else table(part)
+            of_chunk = dict(zip(part.chunks, slots.tolist(), strict=True))
+            found = load_plan(strategy, plan.boundary, of_chunk, valid, blocks, already)
+            if isinstance(found, Incomplete):
+                incomplete = set(found.chunks.tolist())
+                refused.update(key for chunk, key in zip(part.chunks, part.keys, strict=True) if chunk in incomplete)
             else:
-                plans.append((want.row, plan.copies))
-        return None if lacking else plans
+                copies.append((part, found.copies))
+        request.refused |= refused
+        return None if refused else copies
 
-    def _chunk_bytes(self, want: Want) -> int:
-        return self._strategies[want.group].group.bytes_per_chunk
+    def refuse_missing(self, request: PrefixRequest, plan: PrefixPlan) -> bool:
+        """Whether chunks did not come, which are then refused: ``copies`` for who copies nothing."""
+        missing = [
+            key
+            for part, slots, _ in plan.fetched()
+            if slots.min() < 0
+            for key in compress(part.keys, (slots < 0).tolist())
+        ]
+        request.refused.update(missing)
+        return bool(missing)
+
+    def brought(self, plan: PrefixPlan) -> dict[int, int]:
+        """Bytes that the fetch has brought from each tier below the host."""
+        assert plan.fetch is not None
+        sizes = (self._strategies[part.group].group.bytes_per_chunk for part in plan.loads)
+        return bytes_of_tiers(zip(plan.fetch.sources, sizes, strict=True))
+
+    def learn(self, plan: PrefixPlan, now_s: float) -> None:
+        """Teach the cost model what the tiers have delivered: only when the end of the fetch was seen at once."""
+        assert plan.fetch is not None
+        if all((slots >= 0).all() for slots in plan.fetch.slots):
+            self._cost_model.delivered(self.brought(plan), now_s - plan.began_s)
+        elif plan.began_s < plan.fetch.deadline_s <= now_s:  # else each prompt would wait for its tier anew
+            self._cost_model.missed(plan.bytes_below, self.brought(plan), now_s - plan.began_s)
+
+    def overlap(self, row: RowKeys, begin: int, end: int, step: int, now_s: float) -> OverlappedLoad:
+        """Load what lies between two boundaries, while it is computed from its front on. ``step``: where forwards
+        end.
+        """
+        assert self._store is not None
+        return OverlappedLoad(self._store, self._strategies, self._cost_model, row, range(begin, end), step, now_s)
 
 
-def _with_held(strategy: GroupStrategy, masks: MaskArray, held: int) -> MaskArray:
-    """The masks, with the chunks valid that the device holds whole. (A state before ``held`` is no use to anybody.)"""
-    count = held // strategy.group.chunk_tokens
-    if not count or strategy.group.kind is Kind.RECURRENT:
-        return masks
-    known = np.zeros(max(len(masks), count), dtype=np.uint64)
-    known[: len(masks)] = masks
-    known[:count] = strategy.group.full_mask
-    return known
+def device_masks(strategies: Sequence[GroupStrategy], tokens: int) -> list[MaskArray]:
+    """What a device has that can resume at ``tokens``, a multiple of every block: all blocks before it, or the state
+    there.
+    """
+    found = []
+    for strategy in strategies:
+        group, blocks = strategy.group, tokens // strategy.group.block_tokens
+        valid = np.zeros(-(-tokens // group.chunk_tokens) * group.blocks_per_chunk, np.bool_)
+        if group.kind is not Kind.RECURRENT:
+            valid[:blocks] = True
+        elif blocks and tokens % group.block_tokens == 0:
+            valid[blocks - 1] = True
+        found.append(pack_masks(valid, group.blocks_per_chunk))
+    return found
+
+
+def _either(a: Sequence[MaskArray], b: Sequence[MaskArray]) -> list[MaskArray]:
+    """The blocks that are valid in one or the other; arrays may end early."""
+    return [
+        _joined(one, other) if len(one) and len(other) else one if len(one) else other
+        for one, other in zip(a, b, strict=True)
+    ]
+
+
+def _joined(one: MaskArray, other: MaskArray) -> MaskArray:
+    short, long = sorted((one, other), key=len)
+    joined = long.copy()
+    joined[: len(short)] |= short
+    return joined

@@ -74,8 +74,8 @@ class TieredStore:
     ) -> None:
         if host_bytes == 0:
             raise ConfigError(
-                "the store needs host memory, because chunks of every tier pass through it; set host to a size such as "
-                "'1GiB', or leave out the lower tiers"
+                "the store needs host memory, because chunks of every tier pass through it; set host_memory to a "
+                "size such as '1GiB', or leave out the lower tiers"
             )
         if policy not in POLICIES:
             raise ConfigError(f"the policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
@@ -98,7 +98,6 @@ class TieredStore:
         self._wake = wake or threading.Event()
         self._all_announce = True
         self._closed = False
-        self._trouble = Trouble("stowage.cache.store", clock)
         self._opened = [0 for _ in self.tiers]
         self._left_alone = [False for _ in self.tiers]
         self._timeouts = self._without_room = 0
@@ -117,6 +116,10 @@ class TieredStore:
     def sources(self, group: int, keys: list[bytes]) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 `tiers[i]`."""
         return self._flow.sources(group, keys, self._clock())
+
+    def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
+        """What `lookup` and `sources` say of these keys."""
+        return self._flow.locate(group, keys, self._clock())
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
         """Pin what is in host and start to promote the rest; (group, keys) pairs, keys in prompt order. Never blocks.

@@ -20,6 +20,7 @@ import stowage.cli.stats
 import stowage.cli.tiny
 import stowage.cli.top
 import stowage.cli.verify
+from stowage.cli.command import Command
 from stowage.cli.options import wants_traceback
 from stowage.cli.output import complain
 from stowage.errors import StowageError
@@ -52,24 +53,24 @@ app.add_typer(config, name="config")
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make and change a key file for disk_protection.")
 app.add_typer(keys, name="key")
 
-app.command("run")(stowage.cli.run.run)
-app.command("chat")(stowage.cli.chat.chat)
-app.command("serve")(stowage.cli.serve.serve)
-app.command("top")(stowage.cli.top.top)
-app.command("verify")(stowage.cli.verify.verify)
-app.command("stats")(stowage.cli.stats.stats)
-app.command("scrub")(stowage.cli.scrub.scrub)
-app.command("doctor")(stowage.cli.doctor.doctor)
-app.command("simulate")(stowage.cli.simulate.simulate)
-app.command("plan")(stowage.cli.plan.plan)
-app.command("probe")(stowage.cli.probe.probe)
-app.command("pack")(stowage.cli.pack.pack)
-app.command("tiny")(stowage.cli.tiny.tiny)
+app.command("run", cls=Command)(stowage.cli.run.run)
+app.command("chat", cls=Command)(stowage.cli.chat.chat)
+app.command("serve", cls=Command)(stowage.cli.serve.serve)
+app.command("top", cls=Command)(stowage.cli.top.top)
+app.command("verify", cls=Command)(stowage.cli.verify.verify)
+app.command("stats", cls=Command)(stowage.cli.stats.stats)
+app.command("scrub", cls=Command)(stowage.cli.scrub.scrub)
+app.command("doctor", cls=Command)(stowage.cli.doctor.doctor)
+app.command("simulate", cls=Command)(stowage.cli.simulate.simulate)
+app.command("plan", cls=Command)(stowage.cli.plan.plan)
+app.command("probe", cls=Command)(stowage.cli.probe.probe)
+app.command("pack", cls=Command)(stowage.cli.pack.pack)
+app.command("tiny", cls=Command)(stowage.cli.tiny.tiny)
 keys.command("new")(stowage.cli.key.new)
 keys.command("rotate")(stowage.cli.key.rotate)
 keys.command("drop")(stowage.cli.key.drop)
 keys.command("show")(stowage.cli.key.show)
-config.command("show")(stowage.cli.config_show.show)
+config.command("show", cls=Command)(stowage.cli.config_show.show)
 
 
 def _print_version(wanted: bool) -> None:

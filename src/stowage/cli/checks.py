@@ -142,13 +142,13 @@ def check_budgets(settings: Settings) -> Check:
     except ConfigError as error:
         return Check("budgets", "problem", str(error), "Change the setting that is named above.")
     total_bytes = ram_total_bytes()
-    device_bytes = memory.device_memory_bytes or memory.device_kv_bytes
+    device_bytes = memory.device_memory_bytes or memory.kv_cache_memory_bytes
     here = settings["device"] in ("", "cpu")
-    asked_bytes = device_bytes * here + memory.host_bytes
+    asked_bytes = device_bytes * here + memory.host_memory_bytes
     text = f"device {format_size(device_bytes)} + " if here else ""
-    text += f"host {format_size(memory.host_bytes)} of {format_size(total_bytes)} memory"
+    text += f"host {format_size(memory.host_memory_bytes)} of {format_size(total_bytes)} memory"
     if asked_bytes > total_bytes:
-        return Check("budgets", "problem", text, "Lower --device-memory or --host: weights need memory too.")
+        return Check("budgets", "problem", text, "Lower --device-memory or --host-memory: weights need memory too.")
     if asked_bytes > total_bytes * 0.8 and not memory.device_memory_bytes:
         return Check("budgets", "note", text, "This leaves little for the model's weights.")
     return Check("budgets", "ok", text)

@@ -2,7 +2,7 @@
 
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, SERVER, Json, with_settings
 from stowage.cli.output import print_json
-from stowage.config.memory import format_size
+from stowage.config.memory import AUTO, format_size
 from stowage.config.settings import SETTINGS, Settings
 
 
@@ -17,13 +17,15 @@ def show(*, settings: Settings, json: Json = False) -> None:
         shown = {name: SETTINGS[name].shown(item.value) for name, item in settings.values.items()}
         print_json({name: {"value": shown[name], "source": item.source} for name, item in settings.values.items()})
         return
-    bytes_of = {name: getattr(memory, f"{name}_bytes") for name in ("device_memory", "device_kv", "host", "disk")}
+    bytes_of = {
+        name: getattr(memory, f"{name}_bytes") for name in ("device_memory", "kv_cache_memory", "host_memory", "disk")
+    }
     rows = []
     for name, item in settings.values.items():
-        size = f" = {format_size(bytes_of[name])}" if str(item.value).endswith("%") and name in bytes_of else ""
+        size = f" = {format_size(bytes_of[name])}" if str(item.value).endswith(("%", AUTO)) and name in bytes_of else ""
         rows.append((name, _written(SETTINGS[name].shown(item.value)) + size, item.source))
     for name, value, source in rows:
-        print(f"{name:<22}{value:<28} {source}")
+        print(f"{name:<23}{value:<28} {source}")
 
 
 def _written(value: object) -> str:

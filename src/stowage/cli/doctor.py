@@ -18,7 +18,14 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 
 @with_settings(
-    "device_kv", "host", "disk", "disk_protection", "disk_key_file", "valkey", "valkey_password_file", "object"
+    "kv_cache_memory",
+    "host_memory",
+    "disk",
+    "disk_protection",
+    "disk_key_file",
+    "valkey",
+    "valkey_password_file",
+    "object",
 )
 def doctor(*, settings: Settings, vllm: _Vllm = None, json: Json = False) -> None:
     """Check this machine, and name the fix for each problem.

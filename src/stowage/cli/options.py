@@ -10,56 +10,24 @@ from typing import Annotated, Any
 
 import typer
 
-from stowage.config.settings import SETTINGS, Setting, find_config, load_settings
+from stowage.cli.output import note
+from stowage.config.settings import (
+    MEMORY_SETTINGS,
+    SAMPLING_SETTINGS,
+    SERVER_SETTINGS,
+    SETTINGS,
+    Setting,
+    find_config,
+    load_settings,
+)
 from stowage.log import configure
 
-MEMORY = (
-    "device_memory",
-    "weights",
-    "device_kv",
-    "host",
-    "disk",
-    "disk_protection",
-    "disk_key_file",
-    "valkey",
-    "valkey_ttl_s",
-    "valkey_password_file",
-    "object",
-    "object_limit",
-    "probe_timeout_s",
-    "policy",
-    "block_tokens",
-    "chunk_blocks",
-    "snapshot_tokens",
-    "group_block_tokens",
-    "step_tokens_max",
-    "sequences_max",
-    "load_timeout_s",
-    "dtype",
-    "device",
-    "deterministic",
-)
+COMPUTE = ("device", "dtype", "deterministic")
+MEMORY = (*(setting.name for setting in MEMORY_SETTINGS), *COMPUTE)
 GRAPHS = ("cuda_graphs",)
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs")
+SAMPLING = tuple(setting.name for setting in SAMPLING_SETTINGS)
+SERVER = tuple(setting.name for setting in SERVER_SETTINGS)
 LOG = ("log_format", "log_level")
-SERVER = (
-    "listen",
-    "served_name",
-    "api_key_file",
-    "body_max",
-    "prompt_tokens_max",
-    "choices_max",
-    "queue_max",
-    "request_timeout_s",
-    "connections_max",
-    "header_max",
-    "header_timeout_s",
-    "body_timeout_s",
-    "stall_timeout_s",
-    "keep_alive_s",
-    "grace_s",
-)
-_PANELS = {"Sampling": SAMPLING, "Server": SERVER, "Log": LOG}
 _DEBUG_KEY = "stowage.debug"
 
 
@@ -76,8 +44,8 @@ def _note_debug(ctx: typer.Context, wanted: bool) -> bool:
 Debug = Annotated[
     bool, typer.Option("--debug", callback=_note_debug, is_eager=True, help="Show the traceback of an error.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text for people.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a model's id on the Hugging Face hub.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a Hugging Face id (or -m MODEL).")]
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -94,6 +62,8 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
             path = given.pop("config")
             del given["debug"]
             settings = load_settings(flags, os.environ, path or find_config(os.environ))
+            for hint in settings.hints:
+                note(f"stowage: {hint}")
             if "log_level" in names:
                 configure(settings["log_format"], settings["log_level"])
             command(settings=settings, **given)
@@ -111,15 +81,16 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 def _flag(setting: Setting) -> inspect.Parameter:
     kind: Any = list[str] | None if setting.name == "stop" else str | None
-    default = "" if setting.default in (None, "", (), {}, False) else f" [default: {setting.default}]"
-    name = setting.name.replace("_", "-")
+    default = "" if setting.default in (None, "", (), {}, False, 0) else f" [default: {setting.default}]"
+    name = "--" + setting.name.replace("_", "-")
     if isinstance(setting.default, bool):
-        kind, name = bool | None, f"{name}/--no-{name}"
+        kind, name = bool | None, f"{name}/--no-{name[2:]}"
     option = typer.Option(
-        f"--{name}",
+        *([f"-{setting.letter}"] if setting.letter else []),
+        name,
         metavar=setting.metavar or None,
         help=setting.about[0].upper() + setting.about[1:] + "." + default,
-        rich_help_panel=next((panel for panel, names in _PANELS.items() if setting.name in names), "Memory"),
+        rich_help_panel=setting.group or None,
         show_default=False,
     )
     return _keyword(setting.name, Annotated[kind, option], None)
@@ -133,7 +104,7 @@ _CONFIG = _keyword(
     "config",
     Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="Read this file, not stowage.toml of the current directory."),
+        typer.Option("--config", metavar="FILE", help="Settings, instead of ./stowage.toml."),
     ],
     None,
 )

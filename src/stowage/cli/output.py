@@ -104,7 +104,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def completion_json(completion: "Completion") -> dict[str, Any]:
-    """A completion as ``stowage run --json`` prints it. docs/cli.md lists the keys."""
+    """A completion as ``stowage run --json`` prints it. docs/reference/cli.md lists the keys."""
     value: dict[str, Any] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),

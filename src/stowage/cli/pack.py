@@ -18,7 +18,7 @@ _FORM = "int8, or int4 in groups with a scale each."
 _EVAL = "Plain text that perplexity is measured on. [default: 61 kB of prose that comes with Stowage]"
 
 
-@with_settings("device_memory", "host")
+@with_settings("device_memory", "host_memory")
 def pack(
     model: Model,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it: a new directory.")],
@@ -33,7 +33,8 @@ def pack(
     """Write a checkpoint with its weights in int8 or 4 bits.
 
     The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
-    answers differ: perplexity is measured with both, under --device-memory and --host where the model needs them.
+    answers differ: perplexity is measured with both, under --device-memory and --host-memory if they are
+    given.
     """
     memory = settings.memory()
     from stowage.demo import corpus

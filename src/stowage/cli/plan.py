@@ -1,6 +1,5 @@
 """``stowage plan``: where a model's weights and KV would lie, and how fast it would be, before it is downloaded."""
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,16 +34,20 @@ def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
     *,
     device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that the model computes from.")] = "75%",
-    host: Annotated[str, typer.Option(metavar="SIZE", help="Host memory besides, for weights and prefixes.")] = "0",
+    host_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Host memory besides, for weights and prefixes.")
+    ] = "0",
     disk: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Disk, for weights and prefixes. [default: as large as the weights]"),
     ] = None,
-    context: Annotated[str, typer.Option(metavar="TOKENS", help="Longest sequence, such as 32k.")] = "4k",
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences at once.")] = 1,
+    max_model_len: Annotated[str, typer.Option(metavar="TOKENS", help="Longest sequence, such as 32k.")] = "4k",
+    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences at once.")] = 1,
     prompt_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="Prompt that is predicted.")] = "1k",
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Answer that is predicted.")] = 128,
-    step_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Prompt tokens in one forward.")] = 1024,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Prompt tokens in one forward.")
+    ] = 1024,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32.")] = "auto",
     machine: Annotated[str | None, typer.Option(metavar="FILE", help=_MACHINE)] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an SVG there.")] = None,
@@ -53,17 +56,26 @@ def plan(
 ) -> None:
     """Show where a model's weights and KV would lie, and predict its speed.
 
-    From the config alone: no weights, no torch. Sizes as 24GiB or 30% of this machine's memory.
+    From the config alone, without weights. Sizes as 24GiB or 30% of this machine's memory.
     """
+    from stowage.cli.output import quiet_libraries
+    from stowage.config.memory import parse_tokens
     from stowage.planner.model import read_model
     from stowage.planner.picture import draw
     from stowage.planner.predict import Workload
     from stowage.planner.report import to_json
     from stowage.planner.solve import Room, solve
 
+    quiet_libraries()
     found = read_model(model, dtype)
-    work = Workload(parse_tokens(context), batch, parse_tokens(prompt_tokens), max_new_tokens, step_tokens)
-    budgets = _budgets(found, model, device_memory, host, disk)
+    work = Workload(
+        parse_tokens(max_model_len),
+        max_num_seqs,
+        parse_tokens(prompt_tokens),
+        max_new_tokens,
+        max_num_batched_tokens,
+    )
+    budgets = _budgets(found, model, device_memory, host_memory, disk)
     on = _machine(machine)
     solution = solve(found, on, budgets, work)
     others = Room(found, on, work).alternatives(budgets)
@@ -73,14 +85,6 @@ def plan(
         print_json(to_json(solution, others))
     else:
         _show(solution, to_json(solution, others)["hints"])
-
-
-def parse_tokens(text: str) -> int:
-    """A number of tokens: ``4096``, ``32k`` (1,024 each), ``1m``. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
-    if match is None or not int(match[1]):
-        raise ConfigError(f"The number of tokens {text!r} is not understood. Write 4096, 32k or 1m.")
-    return int(match[1]) * {"": 1, "k": 1024, "m": 1024 * 1024}[match[2].lower()]
 
 
 def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None) -> "Budgets":
@@ -96,15 +100,15 @@ def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None
     memory_bytes, whole = ram_total_bytes(), Path(path).expanduser().absolute()
     return Budgets(
         size("--device-memory", device, memory_bytes),
-        size("--host", host, memory_bytes),
+        size("--host-memory", host, memory_bytes),
         model.total_bytes if disk is None else size("--disk", disk, disk_total_bytes(whole)),
     )
 
 
 def _machine(name: str | None) -> "Machine":
-    """As asked for; else as measured before; else measured now, if torch is here; else typical figures."""
+    """As asked for; else as measured before; else measured now."""
     from stowage.planner.machine import TYPICAL, TYPICAL_CPU, from_json
-    from stowage.planner.probe import can_compute, measure, remembered
+    from stowage.planner.probe import measure, remembered
 
     if name is not None:
         if name in TYPICAL:
@@ -116,8 +120,6 @@ def _machine(name: str | None) -> "Machine":
     known = remembered()
     if known is not None:
         return known
-    if not can_compute():
-        return TYPICAL_CPU
     note("Measuring this machine once; `stowage probe` shows the result.")
     try:
         return measure(say=lambda text: note(f"measuring {text}"))

@@ -12,7 +12,7 @@ import typer
 from stowage.cli.metrics_file import kept_up
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
-from stowage.config.settings import Settings
+from stowage.config.settings import LOG_GROUP, Settings
 from stowage.errors import RequestError
 
 if TYPE_CHECKING:
@@ -26,13 +26,16 @@ def run(
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="A prompt, as with --prompt.")] = None,
     *,
     settings: Settings,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeatable.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("-p", "--prompt", metavar="TEXT", help="What to answer; repeatable.")
+    ] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option("--prompt-file", metavar="FILE", help="A prompt in a file (- for stdin). Repeatable."),
+        typer.Option("--prompt-file", metavar="FILE", help="A prompt in a file (-: stdin); repeatable."),
     ] = None,
     metrics_file: Annotated[
-        Path | None, typer.Option("--metrics-file", metavar="FILE", help="Keep Prometheus metrics in a file.")
+        Path | None,
+        typer.Option("--metrics-file", metavar="FILE", help="Keep Prometheus metrics here.", rich_help_panel=LOG_GROUP),
     ] = None,
     json: Json = False,
 ) -> None:

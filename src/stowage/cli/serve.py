@@ -3,22 +3,24 @@
 import os
 from dataclasses import fields
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, Json, Model, with_settings
-from stowage.cli.output import note, print_json
+from stowage.cli.output import complain, note, print_json
 from stowage.cli.run import opened
-from stowage.config.settings import Settings
+from stowage.config.settings import SERVER_GROUP, Settings
 from stowage.errors import ConfigError
 
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine
     from stowage.server.auth import ApiKeys
     from stowage.server.listen import Place
+
+FAILED = 70
+"""The status after a failure of the engine: not 2, which is wrong use, so that supervisors start the server anew."""
 
 
 @with_settings(*SERVER, *MEMORY, *GRAPHS, *LOG)
@@ -27,20 +29,15 @@ def serve(
     *,
     settings: Settings,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let other machines ask without an API key. They can see all you serve.")
+        bool,
+        typer.Option("--insecure", help="Let other machines ask without an API key.", rich_help_panel=SERVER_GROUP),
     ] = False,
     json: Json = False,
-    port: Annotated[str | None, typer.Option("--port", hidden=True)] = None,
 ) -> None:
     """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"The server needs {' and '.join(missing)}. Way out: pip install 'stowage[server]'")
-    if port is not None or _is_address(settings["host"]):
-        raise ConfigError(
-            "Where to listen is one option: --listen HOST:PORT, such as --listen 127.0.0.1:8000. --host is the size of "
-            "host memory for chunks, such as --host 2GiB."
-        )
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
     from stowage.server.limits import Limits
@@ -48,27 +45,20 @@ def serve(
     limits = Limits(**{item.name: settings[item.name] for item in fields(Limits)})
     path = settings["api_key_file"]
     keys = auth.load(Path(path).expanduser().absolute() if path else None, os.environ)
-    place = listen.bind(settings["listen"])
+    place = listen.bind(settings["host"], settings["port"])
     if not place.loopback and not len(keys) and not insecure:
         raise ConfigError(
-            f"--listen {settings['listen']} can be reached from other machines, and there is no API key: anybody could "
-            "use it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or listen on 127.0.0.1:8000. --insecure "
-            "serves everybody."
+            f"--host {settings['host']} can be reached from other machines, and there is no API key: anybody could use "
+            "it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or --host 127.0.0.1. --insecure serves everybody."
         )
     with opened(model, settings) as engine:
         from stowage.server.serve import serve as run
 
-        name = settings["served_name"] or _name_of(model)
-        run(engine, name, place, limits, keys, lambda: _tell(engine, name, place, keys, json=json))
+        name = settings["served_model_name"] or _name_of(model)
+        if not run(engine, name, place, limits, keys, lambda: _tell(engine, name, place, keys, json=json)):
+            complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
+            raise typer.Exit(FAILED)
         note("Stopping: writing what is held to the tiers below ..." if engine.memory.disk else "Stopping.")
-
-
-def _is_address(host: object) -> bool:
-    """Whether somebody means the network, as ``--host`` does in other servers."""
-    try:
-        return host == "localhost" or (isinstance(host, str) and bool(ip_address(host)))
-    except ValueError:
-        return False
 
 
 def _name_of(model: str) -> str:

@@ -12,6 +12,7 @@ import typer
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import format_seconds, note, print_json, print_table, progress_bars
 from stowage.config.memory import format_size, parse_size
+from stowage.config.names import renamed_hint, today
 from stowage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from stowage.simulator.results import Figures
     from stowage.simulator.scenario import Scenario
 
-_SWEPT = ("host", "disk", "nodes", "policy", "routing")
+_SWEPT = ("host_memory", "disk", "nodes", "eviction_policy", "routing")
 
 
 def _size(metavar: str, about: str, panel: str = "Tiers of each node") -> Any:
@@ -27,9 +28,9 @@ def _size(metavar: str, about: str, panel: str = "Tiers of each node") -> Any:
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file of JSON lines; see docs/simulate.md.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file of JSON lines; see docs/planning.md.")],
     *,
-    host: Annotated[str, _size("SIZE", "Host memory for keys and values.")] = "64GiB",
+    host_memory: Annotated[str, _size("SIZE", "Host memory for keys and values.")] = "64GiB",
     disk: Annotated[str, _size("SIZE", "Disk; 0 for none.")] = "0",
     disk_read: Annotated[str, _size("SIZE", "Read per second.")] = "6GB",
     disk_write: Annotated[str, _size("SIZE", "Written per second.")] = "4GB",
@@ -39,7 +40,7 @@ def simulate(
     object_read: Annotated[str, _size("SIZE", "Read per second and node.")] = "2GB",
     object_write: Annotated[str, _size("SIZE", "Written per second and node.")] = "2GB",
     object_latency_ms: Annotated[float, _size("MS", "Of an answer.")] = 20.0,
-    policy: Annotated[str, _size("NAME", "Which blocks leave host memory.")] = "",
+    eviction_policy: Annotated[str, _size("NAME", "Which blocks leave host memory.")] = "",
     copy_rate: Annotated[str, _size("SIZE", "Copied per second between host and device.")] = "20GB",
     nodes: Annotated[int, typer.Option(metavar="N", help="Equal engines, each with tiers of its own.")] = 1,
     routing: Annotated[str, typer.Option(metavar="NAME", help="round-robin, sticky or random.")] = "sticky",
@@ -52,10 +53,10 @@ def simulate(
     prefill_tokens_per_s: Annotated[float, typer.Option(metavar="RATE", help="Computed by a node.")] = 20_000.0,
     prefill_fixed_ms: Annotated[float, typer.Option(metavar="MS", help="What a forward takes besides.")] = 0.0,
     load_fixed_ms: Annotated[float, typer.Option(metavar="MS", help="What a hit takes besides its bytes.")] = 0.0,
-    step_tokens: Annotated[
+    max_num_batched_tokens: Annotated[
         int, typer.Option(metavar="N", help="Longest forward; it is stored after each. 0: a prompt at once.")
     ] = 0,
-    block_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a block of the trace.")] = 512,
+    block_size: Annotated[int, typer.Option(metavar="N", help="Tokens of a block of the trace.")] = 512,
     limit: Annotated[int, typer.Option(metavar="N", help="Replay only the first N prompts; 0: all.")] = 0,
     speed_up: Annotated[float, typer.Option(metavar="X", help="Prompts arrive so many times as fast.")] = 1.0,
     sweep: Annotated[
@@ -82,9 +83,9 @@ def simulate(
     from stowage.simulator.trace import read_trace
 
     scenario = Scenario(
-        host_bytes=parse_size(host),
+        host_bytes=parse_size(host_memory),
         kv_bytes_per_token=_token_bytes(model) if model else parse_size(kv_bytes_per_token),
-        block_tokens=block_tokens,
+        block_tokens=block_size,
         disk_bytes=parse_size(disk),
         objects=objects or own_objects,
         shared_objects=not own_objects,
@@ -92,16 +93,17 @@ def simulate(
         routing=routing,
         sticky_blocks=sticky_blocks,
         seed=seed,
-        policy=policy or POLICY_DEFAULT,
+        policy=eviction_policy or POLICY_DEFAULT,
         prefill_tokens_per_s=prefill_tokens_per_s,
         prefill_s_fixed=prefill_fixed_ms / 1000,
         load_s_fixed=load_fixed_ms / 1000,
-        step_tokens=step_tokens,
+        step_tokens=max_num_batched_tokens,
         copy_bytes_per_s=parse_size(copy_rate),
         disk=Link(parse_size(disk_read), parse_size(disk_write), disk_latency_ms / 1000),
         object=Link(parse_size(object_read), parse_size(object_write), object_latency_ms / 1000, 16),
     )
-    points = _swept(scenario, sweep) if sweep else [("", scenario)]
+    swept, values = _sweep(sweep)
+    points = _swept(scenario, swept, values, sweep) if sweep else [("", scenario)]
     prices = Prices(price_node_hour, price_disk_gib_month, price_object_gib_month, price_transfer_gb)
     endurance = parse_endurance(disk_endurance) if disk_endurance else None
     if limit < 0 or jobs < 0 or not 0 < speed_up < float("inf"):
@@ -109,7 +111,7 @@ def simulate(
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"There is no directory {picture.absolute().parent} to draw a picture in.")
     with progress_bars() as progress:
-        prompts = read_trace(trace, block_tokens, limit, partial(progress, "read"))
+        prompts = read_trace(trace, block_size, limit, partial(progress, "read"))
     if speed_up != 1:
         prompts = prompts.faster(speed_up)
     with progress_bars() as progress:
@@ -125,7 +127,7 @@ def simulate(
     if picture is not None:
         _draw(picture, trace, labels, found)
     if json:
-        print_json(_as_json(trace, points, sweep, found))
+        print_json(_as_json(trace, points, swept, found))
     else:
         _print(trace, points, found, prices)
 
@@ -135,8 +137,7 @@ def _token_bytes(model: str) -> int:
     from stowage.planner.model import read_model
 
     found = read_model(model, "auto")
-    caches = [layer.cache for layer in found.layers]
-    if any(cache.window or cache.conv_elements or cache.state_elements for cache in caches):
+    if any(one.window or one.recurrent for one in found.kept):
         raise ConfigError(
             f"The model {model} keeps windows or states, and the simulation knows only full attention. Give what a "
             "token takes on the whole with --kv-bytes-per-token."
@@ -144,27 +145,38 @@ def _token_bytes(model: str) -> int:
     return found.token_bytes()
 
 
-def _swept(scenario: "Scenario", text: str) -> list[tuple[str, "Scenario"]]:
+def _swept(scenario: "Scenario", name: str, values: str, text: str) -> list[tuple[str, "Scenario"]]:
     """The scenario with each of the values, and what to call it."""
-    name, _, values = text.partition("=")
     listed = [value.strip() for value in values.split(",") if value.strip()]
     if name not in _SWEPT or not listed:
         raise ConfigError(
-            f"The sweep {text!r} is not understood. Write one of {', '.join(_SWEPT)}, and values: host=16GiB,64GiB."
+            f"The sweep {text!r} is not understood. Write one of {', '.join(_SWEPT)}, and values: "
+            "host_memory=16GiB,64GiB."
         )
     if name == "nodes" and not all(value.isdecimal() for value in listed):
         raise ConfigError(f"The sweep {text!r} is not understood: nodes are whole numbers.")
     return [(value, _with(scenario, name, value)) for value in listed]
 
 
+def _sweep(text: str) -> tuple[str, str]:
+    """Which setting is swept, under today's name, and the values."""
+    written, _, values = text.partition("=")
+    name = written.replace("-", "_")
+    if name not in _SWEPT:
+        name = next(iter(today(name, values.partition(",")[0])))
+        if name in _SWEPT:
+            note("stowage: " + renamed_hint(f"--sweep {written}", [f"--sweep {name}"]))
+    return name, values
+
+
 def _with(scenario: "Scenario", name: str, value: str) -> "Scenario":
-    if name == "host":
+    if name == "host_memory":
         return replace(scenario, host_bytes=parse_size(value))
     if name == "disk":
         return replace(scenario, disk_bytes=parse_size(value))
     if name == "nodes":
         return replace(scenario, nodes=int(value))
-    return replace(scenario, policy=value) if name == "policy" else replace(scenario, routing=value)
+    return replace(scenario, policy=value) if name == "eviction_policy" else replace(scenario, routing=value)
 
 
 def _draw(path: Path, trace: Path, labels: list[str], found: list["Figures"]) -> None:
@@ -178,12 +190,12 @@ def _draw(path: Path, trace: Path, labels: list[str], found: list["Figures"]) ->
     note(f"picture: {path}")
 
 
-def _as_json(trace: Path, points: list[tuple[str, "Scenario"]], sweep: str, found: list["Figures"]) -> dict[str, Any]:
+def _as_json(trace: Path, points: list[tuple[str, "Scenario"]], swept: str, found: list["Figures"]) -> dict[str, Any]:
     results = [
         {"value": label or None, "scenario": asdict(scenario), **asdict(figures)}
         for (label, scenario), figures in zip(points, found, strict=True)
     ]
-    return {"trace": str(trace), "sweep": sweep.partition("=")[0] or None, "results": results}
+    return {"trace": str(trace), "sweep": swept or None, "results": results}
 
 
 def _print(trace: Path, points: list[tuple[str, "Scenario"]], found: list["Figures"], prices: "Prices") -> None:

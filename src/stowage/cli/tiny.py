@@ -8,7 +8,7 @@ import typer
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import note, print_json, quiet_libraries
 
-_FAMILIES = "llama, qwen3, gemma3, llama4, deepseek_v3, qwen3_next, nemotron_h, or another that docs/models.md names."
+_FAMILIES = "llama, qwen3, gemma3, llama4, deepseek_v3, qwen3_next, nemotron_h, or another of docs/reference/models.md."
 
 
 def tiny(

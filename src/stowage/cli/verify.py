@@ -44,7 +44,7 @@ def verify(
 
     With a budget for weights, all of them are in memory while every tier is off.
 
-    Without --host and --disk it uses 1 GiB of memory and a temporary directory.
+    Without --host-memory and --disk it uses 1 GiB of memory and a temporary directory.
     """
     memory = settings.memory()  # before the imports below, which take seconds
     if bool(model) == bool(families):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.cli.checks import Check
+from stowage.config.memory import AUTO
 from stowage.config.settings import Settings
 
 _RELEASES = ((0, 32), (0, 33))
@@ -117,8 +118,8 @@ def check_environment(environ: Mapping[str, str], distribution: str) -> list[Che
 
 def vllm_command(model: str, settings: Settings, distribution: str) -> str:
     """The command that starts a server with these settings."""
-    host = settings["host"] if str(settings["host"]) not in ("0", "") else _HOST
-    extra = {"host": str(host)}
+    host = settings["host_memory"] if str(settings["host_memory"]) not in ("0", "", AUTO) else _HOST
+    extra = {"host_memory": str(host)}
     if settings["disk"]:
         extra["disk"] = settings["disk"]
     extra |= {name: settings[name] for name in _OURS if settings[name] and settings[name] != "checksum"}

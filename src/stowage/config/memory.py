@@ -4,23 +4,26 @@ Contract:
 
 - ``Memory`` is the frozen statement of every memory budget. It is checked when it is made: a ``Memory`` that exists
   can be used. Sizes stay as the user wrote them; the ``*_bytes`` properties give numbers.
-- ``parse_size`` and ``parse_disk`` are the only readers of sizes. They are exact (no floating point) and refuse what
-  they do not understand.
+- ``parse_size``, ``parse_disk`` and ``parse_tokens`` are the only readers of sizes. They are exact (no floating point)
+  and refuse what they do not understand.
 
-Imports only the standard library, ``errors`` and ``addresses``. Which source a setting comes from is
+Imports only the standard library, ``errors``, ``addresses`` and ``names``. Which source a setting comes from is
 ``config/settings.py``'s job.
 """
 
 import difflib
 import os
 import re
+import reprlib
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 
 from stowage.config.addresses import parse_object, parse_valkey, shown
+from stowage.config.names import with_old_names
 from stowage.errors import ConfigError
 
 _UNITS = {
@@ -32,8 +35,15 @@ _UNITS = {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 _SIZE_BYTES_MAX = 1 << 62
+_SIZE_CHARACTERS_MAX = 64
 SIZE_FIX = "Write a number of bytes, or a number with a unit such as 512MB, 2GiB or 30%."
+_COUNT_MAX = (1 << 31) - 1
+_TEXTS = "disk disk_protection disk_key_file valkey valkey_password_file object eviction_policy weights".split()
 _GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
+AUTO = "auto"
+"""A size that Stowage chooses."""
+_KV_AUTO_BYTES = 1 << 30
+_HOST_AUTO_BYTES_MAX = 4 << 30
 POLICIES = ("cost", "lru", "s3fifo", "arc")
 DISK_PROTECTIONS = ("checksum", "blake3", "aes-256-gcm")
 
@@ -47,7 +57,9 @@ def parse_size(text: int | str, total_bytes: int | None = None) -> int:
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise ConfigError(f"The size {text!r} is a {type(text).__name__}, not a number or text. {SIZE_FIX}")
     if isinstance(text, int):
-        return _bounded(text, str(text))
+        return _bounded(text, str(text) if abs(text) <= _SIZE_BYTES_MAX else "given")
+    if len(text) > _SIZE_CHARACTERS_MAX:
+        raise ConfigError(f"The size {text[:20]!r}... has {len(text)} characters. {SIZE_FIX}")
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"The size {text!r} is not understood. {SIZE_FIX}")
@@ -75,6 +87,14 @@ def _share(percent: Fraction, text: str, total_bytes: int | None) -> int:
     if total_bytes is None:
         raise ConfigError(f"The size {text!r} is a percentage, and there is nothing here to take it of. Write bytes.")
     return int(percent * total_bytes / 100)
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens: ``4096``, ``32k`` (1,024 each), ``1m``. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+)([kKmM]?)", text.strip())
+    if match is None or not int(match[1]):
+        raise ConfigError(f"The number of tokens {text!r} is not understood. Write 4096, 32k or 1m.")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024 * 1024}[match[2].lower()]
 
 
 def format_size(size_bytes: int) -> str:
@@ -142,33 +162,37 @@ def ram_total_bytes() -> int:
     return total_bytes
 
 
+@with_old_names
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The memory budgets of one engine. Sizes are bytes, or text for ``parse_size``; percentages are of RAM.
 
-    device_kv: the pool that the model computes from. device_memory: weights, that pool and what a step computes with,
-    together; 0: the weights take what they need. weights: what of them lies where, ``auto`` or rules such as
-    ``model.layers.*=stream`` (see ``stowage.weights.placement``); in host memory they share ``host`` with the arena.
-    host: the arena below it, 0 switches it off. disk: ``"DIR:SIZE"``, empty switches it off; it needs a host arena,
-    since chunks pass through it. disk_protection: what chunks at rest, on disk and in shared stores, are sealed with
-    (checksum, blake3, aes-256-gcm); all but a checksum need the keys of disk_key_file, which is not opened here.
-    valkey, object: addresses of stores that machines share, empty switches them off (see ``addresses``); they
-    need a host arena too. object_limit: bytes of objects that this process keeps there, 0 means no limit.
-    valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. probe_timeout_s: the longest wait for a
-    shared store to say what it has. group_block_tokens overrides block_tokens for a kind of group (full, sliding,
-    chunked, recurrent). policy: which chunks leave the host arena when it is full (cost, lru, s3fifo, arc).
-    snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError when a value cannot be used.
+    device_memory: weights, KV cache and what a step computes with, together; 0: the weights take what they need.
+    kv_cache_memory: the pool that the model computes from; ``auto`` is 1 GiB, or what the weights leave of
+    device_memory. weights: what of them lies where, ``auto`` or rules such as ``model.layers.*=stream`` (see
+    ``stowage.weights.placement``); in host memory they share ``host_memory`` with the arena. host_memory: the arena
+    below the pool, 0 switches it off; ``auto`` is 0, or an eighth of RAM (4 GiB at most) where there is something
+    below it, since chunks pass through it. disk: ``"DIR:SIZE"``, empty switches it off. disk_protection: what chunks
+    at rest, on disk and in shared stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum need the
+    keys of disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share, empty
+    switches them off (see ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps there,
+    0 means no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s: the
+    longest wait for a shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0: what
+    the model and the memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group
+    (full, sliding, chunked, recurrent). eviction_policy: which chunks leave the host arena when it is full (cost, lru,
+    s3fifo, arc). snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError when a value cannot
+    be used.
     """
 
-    device_kv: int | str = "1GiB"
-    host: int | str = 0
+    kv_cache_memory: int | str = AUTO
+    host_memory: int | str = AUTO
     disk: str = ""
-    block_tokens: int = 16
+    block_size: int = 16
     chunk_blocks: int = 4
     snapshot_tokens: int = 512
-    group_block_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
-    step_tokens_max: int = 1024
-    sequences_max: int = 16
+    group_block_size: Mapping[str, int] = field(default_factory=dict, hash=False)
+    max_num_batched_tokens: int = 1024
+    max_num_seqs: int = 16
     load_timeout_s: float = 30.0
     disk_protection: str = "checksum"
     disk_key_file: str = ""
@@ -177,50 +201,69 @@ class Memory:
     valkey_password_file: str = ""
     object: str = ""
     object_limit: int | str = 0
-    probe_timeout_s: float = 0.5
-    policy: str = "cost"
+    lookup_timeout_s: float = 0.5
+    eviction_policy: str = "cost"
     device_memory: int | str = 0
     weights: str = "auto"
+    max_model_len: int = 0
 
     def __post_init__(self) -> None:
-        if self.device_kv_bytes == 0:
-            raise ConfigError("device_kv is 0: the model has no memory to compute from. Give it a size, such as 1GiB.")
-        if 0 < self.device_memory_bytes <= self.device_kv_bytes:
+        self._check_types()
+        if self.kv_cache_memory_bytes == 0:
             raise ConfigError(
-                f"device_memory is {self.device_memory}, and the KV pool alone (device_kv) takes {self.device_kv} "
-                "of it. "
-                "Give device_memory a larger size, or device_kv a smaller one."
+                "kv_cache_memory is 0: the model has no memory to compute from. Give it a size, such as 1GiB."
             )
-        host_bytes = self.host_bytes
+        if 0 < self.device_memory_bytes <= self.kv_cache_memory_bytes:
+            raise ConfigError(
+                f"device_memory is {self.device_memory}, and the KV pool alone (kv_cache_memory) takes "
+                f"{self.kv_cache_memory} of it. Give device_memory a larger size, or leave kv_cache_memory out."
+            )
+        host_bytes = self.host_memory_bytes
         if self.disk and host_bytes == 0:
             raise ConfigError(
-                "disk is set but host is 0. Chunks reach the disk through host memory: add a host size, such as 256MiB."
+                "disk is set but host_memory is 0. Chunks reach the disk through host memory: give it a size, such as "
+                "256MiB, or leave host_memory out."
             )
         if self.disk:
             parse_disk(self.disk)
         self._check_shared(host_bytes)
         _check_protection(self.disk_protection, self.disk_key_file)
-        if self.policy not in POLICIES:
-            raise ConfigError(unknown_name(f"The policy {self.policy!r}", self.policy, POLICIES))
-        for name in ("block_tokens", "chunk_blocks", "snapshot_tokens", "step_tokens_max", "sequences_max"):
+        if self.eviction_policy not in POLICIES:
+            raise ConfigError(unknown_name(f"The policy {self.eviction_policy!r}", self.eviction_policy, POLICIES))
+        for name in ("block_size", "chunk_blocks", "snapshot_tokens", "max_num_batched_tokens", "max_num_seqs"):
             _positive_int(name, getattr(self, name))
         if self.chunk_blocks > 64:
             raise ConfigError(f"chunk_blocks is {self.chunk_blocks}: a chunk holds at most 64 blocks.")
-        for kind, tokens in self.group_block_tokens.items():
+        for kind, tokens in self.group_block_size.items():
             if kind not in _GROUP_KINDS:
-                raise ConfigError(unknown_name(f"The kind of group {kind!r} in group_block_tokens", kind, _GROUP_KINDS))
-            _positive_int(f"group_block_tokens[{kind}]", tokens)
+                raise ConfigError(unknown_name(f"The kind of group {kind!r} in group_block_size", kind, _GROUP_KINDS))
+            _positive_int(f"group_block_size[{kind}]", tokens)
+        if self.max_model_len != 0:
+            _positive_int("max_model_len", self.max_model_len)
         if not 0 < self.load_timeout_s < float("inf"):
             raise ConfigError(
                 f"load_timeout_s is {self.load_timeout_s}: it must be a finite number of seconds above 0."
             )
 
+    def _check_types(self) -> None:
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ConfigError(f"{name} is a {type(value).__name__}: it must be text.")
+        for name in ("load_timeout_s", "valkey_ttl_s", "lookup_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigError(f"{name} is {shown_value(value)}: it must be a number of seconds.")
+        if not isinstance(self.group_block_size, Mapping):
+            kind = type(self.group_block_size).__name__
+            raise ConfigError(f"group_block_size is a {kind}: it must be a mapping from a kind of group to tokens.")
+
     def _check_shared(self, host_bytes: int) -> None:
         for name, url in (("valkey", self.valkey), ("object", self.object)):
             if url and host_bytes == 0:
                 raise ConfigError(
-                    f"{name} is set but host is 0. Chunks reach it through host memory: add a host size, such as "
-                    "256MiB."
+                    f"{name} is set but host_memory is 0. Chunks reach it through host memory: give it a size, such as "
+                    "256MiB, or leave host_memory out."
                 )
         if self.object:
             parse_object(self.object)
@@ -233,13 +276,17 @@ class Memory:
             if getattr(self, name) and not getattr(self, owner):
                 raise ConfigError(f"{name} is set, and {owner} is not: it would have no effect.")
         _ = self.object_limit_bytes, self.valkey_password_path
-        for name in ("valkey_ttl_s", "probe_timeout_s"):
+        for name in ("valkey_ttl_s", "lookup_timeout_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be a finite number of seconds, 0 or more.")
 
     @property
-    def device_kv_bytes(self) -> int:
-        return _size_of("device_kv", self.device_kv)
+    def kv_cache_memory_bytes(self) -> int:
+        """With ``auto`` and a budget for the device: what is set aside for it before weights are placed."""
+        if self.kv_cache_memory == AUTO:
+            device_bytes = self.device_memory_bytes
+            return min(_KV_AUTO_BYTES, max(1, device_bytes // 4)) if device_bytes else _KV_AUTO_BYTES
+        return _size_of("kv_cache_memory", self.kv_cache_memory)
 
     @property
     def device_memory_bytes(self) -> int:
@@ -251,8 +298,11 @@ class Memory:
         return bool(self.device_memory_bytes) or self.weights.strip() not in ("", "auto")
 
     @property
-    def host_bytes(self) -> int:
-        return _size_of("host", self.host)
+    def host_memory_bytes(self) -> int:
+        if self.host_memory == AUTO:
+            below = self.disk or self.valkey or self.object
+            return min(_HOST_AUTO_BYTES_MAX, ram_total_bytes() // 8) if below else 0
+        return _size_of("host_memory", self.host_memory)
 
     @property
     def disk_directory(self) -> Path | None:
@@ -310,8 +360,15 @@ def _check_protection(protection: str, key_file: str) -> None:
 
 
 def _positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}: it must be a whole number of 1 or more.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _COUNT_MAX:
+        raise ConfigError(f"{name} is {shown_value(value)}: it must be a whole number of 1 or more.")
+
+
+def shown_value(value: object) -> str:
+    """What a message says of a value that may be anything, of any length."""
+    if isinstance(value, int) and abs(value) > _SIZE_BYTES_MAX:
+        return "a very large number"
+    return reprlib.repr(value)
 
 
 def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:

@@ -4,26 +4,35 @@ Contract: ``load_settings`` merges flag > ``STOWAGE_*`` environment > ``stowage.
 value where it came from. An unknown key, or a value of the wrong kind, stops start-up; the message names the nearest
 valid key. Values are only read here; whether they fit together is checked by ``Memory`` and ``SamplingParams``.
 
-Imports only the standard library and ``stowage.config.memory``, so the command line can show settings in milliseconds.
+Imports only the standard library and its neighbours, so the command line can show settings in milliseconds.
 """
 
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
-from stowage.config.memory import SIZE_FIX, Memory, unknown_name
+from stowage.config.memory import AUTO, SIZE_FIX, Memory, parse_tokens, shown_value, unknown_name
+from stowage.config.names import RENAMED, all_today, elsewhere, renamed_hint
 from stowage.errors import ConfigError
+
+_DIGITS_MAX = 40
+
+
+def _digits(text: str) -> int:
+    if len(text) > _DIGITS_MAX:
+        raise ConfigError(f"it has {len(text)} digits: no machine has so many of anything.")
+    return int(text)
 
 
 def _as_size(value: object) -> int | str:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"it is {value!r}, not a size. {SIZE_FIX}")
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() and value.isascii() else value
+    return _digits(value) if isinstance(value, str) and value.strip().isdecimal() and value.isascii() else value
 
 
 def _as_text(value: object) -> str:
@@ -34,19 +43,25 @@ def _as_text(value: object) -> str:
 
 def _as_int(value: object) -> int:
     if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
-        return int(value)
+        return _digits(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"it is {value!r}, not a whole number.")
     return value
+
+
+def _as_tokens(value: object) -> int:
+    """A number of tokens: 0, 4096, 32k."""
+    text = str(value).strip()
+    return parse_tokens(text) if isinstance(value, str) and text.strip("0") else _as_int(value)
 
 
 def _as_float(value: object) -> float:
     try:
         if not isinstance(value, bool) and isinstance(value, int | float | str):
             return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
-    raise ConfigError(f"it is {value!r}, not a number.")
+    raise ConfigError(f"it is {shown_value(value)}, not a number.")
 
 
 def _as_switch(value: object) -> bool:
@@ -87,7 +102,8 @@ def _as_kinds(value: object) -> dict[str, int]:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One setting: its name in ``stowage.toml`` (``--name`` and ``STOWAGE_NAME`` elsewhere) and how it is read. A
-    switch, whose default is true or false, has no ``metavar``.
+    switch, whose default is true or false, has no ``metavar``. ``group``: its part of ``--help``; empty: the first,
+    with what most people need, so that ``about`` is one short line there. ``letter``: of the short flag.
     """
 
     name: str
@@ -95,96 +111,122 @@ class Setting:
     read: Callable[[object], Any]
     metavar: str
     about: str
+    group: str = ""
     shown: Callable[[Any], Any] = lambda value: value
     """What of a value may be shown: all of it, unless it can hold a secret."""
+    letter: str = ""
 
 
-_MEMORY_SETTINGS = (
-    Setting("device_kv", "1GiB", _as_size, "SIZE", "KV pool that the model computes from"),
-    Setting("device_memory", 0, _as_size, "SIZE", "weights, KV pool and a step's activations together; 0 = no limit"),
+_SAMPLING = "Sampling"
+_CACHE = "Expert settings: cache"
+_SHARED = "Expert settings: stores that machines share"
+_COMPUTE = "Expert settings: computing"
+SERVER_GROUP = "Expert settings: server"
+LOG_GROUP = "Expert settings: log"
+
+MEMORY_SETTINGS = (
+    Setting("device_memory", 0, _as_size, "SIZE", "weights, KV cache and activations; 0: no limit"),
+    Setting("kv_cache_memory", AUTO, _as_size, "SIZE", "KV cache of the model"),
+    Setting("host_memory", AUTO, _as_size, "SIZE", "prefixes in host memory; 0: off"),
+    Setting("disk", "", _as_text, "DIR:SIZE", "prefixes on disk, as ~/.cache/stowage:20GiB"),
+    Setting("max_model_len", 0, _as_tokens, "N", "longest prompt and answer; 0: what fits"),
+    Setting("max_num_seqs", 16, _as_int, "N", "most sequences computed at a time"),
+    Setting("eviction_policy", "cost", _as_text, "NAME", "what leaves host memory: cost, lru, s3fifo or arc", _CACHE),
+    Setting("block_size", 16, _as_int, "N", "tokens of one block", _CACHE),
     Setting(
-        "weights",
-        "auto",
-        _as_text,
-        "RULES",
-        "where weights lie: auto, or PATTERN=resident|mapped|prefetch|stream|experts,...",
+        "group_block_size",
+        {},
+        _as_kinds,
+        "KIND=N,...",
+        "the same for a kind of group, as sliding=32,recurrent=512",
+        _CACHE,
     ),
-    Setting("host", 0, _as_size, "SIZE", "host arena below the device pool; 0 = off"),
-    Setting("disk", "", _as_text, "DIR:SIZE", "disk tier as DIR:SIZE; empty = off"),
+    Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded", _CACHE),
+    Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state", _CACHE),
+    Setting("load_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a load before it is recomputed", _CACHE),
     Setting(
         "disk_protection",
         "checksum",
         _as_text,
         "METHOD",
         "chunks on disk: checksum, blake3 (tamper-evident) or aes-256-gcm (encrypted)",
+        _CACHE,
     ),
-    Setting("disk_key_file", "", _as_text, "FILE", "keys of disk_protection; made by `stowage key new FILE`"),
-    Setting("valkey", "", _as_text, "URL", "shared Valkey or Redis server, as redis://host:6379/0; empty = off", shown),
-    Setting("valkey_ttl_s", 86_400.0, _as_float, "SECONDS", "how long what nobody uses stays there; 0 = for ever"),
-    Setting("valkey_password_file", "", _as_text, "FILE", "its password, in the first line of a file"),
-    Setting("object", "", _as_text, "URL", "shared object store, as s3://bucket/prefix; empty = off", shown),
-    Setting("object_limit", 0, _as_size, "SIZE", "objects that this process keeps there; 0 = no limit"),
-    Setting("probe_timeout_s", 0.5, _as_float, "SECONDS", "longest wait for a shared store to say what it has"),
-    Setting("policy", "cost", _as_text, "NAME", "which chunks leave a full host arena: cost, lru, s3fifo or arc"),
-    Setting("block_tokens", 16, _as_int, "N", "tokens of one block"),
-    Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded"),
-    Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state"),
+    Setting("disk_key_file", "", _as_text, "FILE", "keys of disk_protection, made by `stowage key new FILE`", _CACHE),
+    Setting("valkey", "", _as_text, "URL", "Valkey or Redis server, as redis://host:6379/0", _SHARED, shown),
+    Setting("valkey_ttl_s", 86_400.0, _as_float, "SECONDS", "how long it keeps what nobody uses; 0: for ever", _SHARED),
+    Setting("valkey_password_file", "", _as_text, "FILE", "its password, in the first line of a file", _SHARED),
+    Setting("object", "", _as_text, "URL", "object store, as s3://bucket/prefix", _SHARED, shown),
+    Setting("object_limit", 0, _as_size, "SIZE", "objects that this process keeps there; 0: no limit", _SHARED),
+    Setting("lookup_timeout_s", 0.5, _as_float, "SECONDS", "longest wait for a store to say what it has", _SHARED),
     Setting(
-        "group_block_tokens",
-        {},
-        _as_kinds,
-        "KIND=N,...",
-        "block_tokens for a kind of group, as sliding=32,recurrent=512",
+        "weights",
+        "auto",
+        _as_text,
+        "RULES",
+        "where weights lie: auto, or PATTERN=resident|mapped|prefetch|stream|experts,...",
+        _COMPUTE,
     ),
-    Setting("step_tokens_max", 1024, _as_int, "N", "most tokens computed in one step"),
-    Setting("sequences_max", 16, _as_int, "N", "most sequences computed at the same time"),
-    Setting("load_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a load before it is recomputed"),
+    Setting("max_num_batched_tokens", 1024, _as_int, "N", "most tokens computed in one step", _COMPUTE),
 )
-_SAMPLING_SETTINGS = (
-    Setting("max_new_tokens", 128, _as_int, "N", "most tokens to generate"),
-    Setting("temperature", 0.0, _as_float, "X", "0 = greedy"),
-    Setting("top_k", 0, _as_int, "K", "sample among the k likeliest tokens; 0 = all"),
-    Setting("top_p", 1.0, _as_float, "P", "sample among the likeliest tokens that sum to this probability"),
-    Setting("min_p", 0.0, _as_float, "P", "leave out tokens below this share of the likeliest one's probability"),
-    Setting("seed", None, _as_seed, "N", "seed of the sampler; unset = a new one for each request"),
-    Setting("stop", (), _as_texts, "TEXT", "texts that end the answer"),
-    Setting("logprobs", 0, _as_int, "N", "log-probabilities to return per token"),
+SAMPLING_SETTINGS = (
+    Setting("max_new_tokens", 128, _as_int, "N", "most tokens to generate", letter="n"),
+    Setting("temperature", 0.0, _as_float, "X", "randomness of the answer; 0: greedy"),
+    Setting("top_k", 0, _as_int, "K", "sample among the k likeliest tokens; 0: all", _SAMPLING),
+    Setting("top_p", 1.0, _as_float, "P", "sample among the likeliest tokens that sum to this probability", _SAMPLING),
+    Setting("min_p", 0.0, _as_float, "P", "leave out tokens below this share of the likeliest one's", _SAMPLING),
+    Setting("seed", None, _as_seed, "N", "seed of the sampler; unset: a new one for each request", _SAMPLING),
+    Setting("stop", (), _as_texts, "TEXT", "a text that ends the answer; repeatable", _SAMPLING),
+    Setting("logprobs", 0, _as_int, "N", "log-probabilities to return per token", _SAMPLING),
 )
-_SERVER_SETTINGS = (
-    Setting("listen", "127.0.0.1:8000", _as_text, "HOST:PORT", "where to listen; port 0 takes any that is free"),
-    Setting("served_name", "", _as_text, "NAME", "the model's name for clients; empty = that of MODEL"),
-    Setting("api_key_file", "", _as_text, "FILE", "API keys, one per line; with none everybody may ask"),
-    Setting("body_max", "8MiB", _as_size, "SIZE", "largest body of a request"),
-    Setting("prompt_tokens_max", 0, _as_int, "N", "longest prompt; 0 = what the model and the device take"),
-    Setting("choices_max", 128, _as_int, "N", "most choices (prompts times n) of one request"),
-    Setting("queue_max", 128, _as_int, "N", "most choices that wait; more requests are answered with 429"),
-    Setting("request_timeout_s", 600.0, _as_float, "SECONDS", "longest time for one request"),
-    Setting("connections_max", 1024, _as_int, "N", "most connections at the same time"),
-    Setting("header_max", "16KiB", _as_size, "SIZE", "largest head of a request"),
-    Setting("header_timeout_s", 10.0, _as_float, "SECONDS", "longest wait for the head of a request"),
-    Setting("body_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for the body of a request"),
-    Setting("stall_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a client that reads nothing"),
-    Setting("keep_alive_s", 75.0, _as_float, "SECONDS", "how long an idle connection stays open"),
-    Setting("grace_s", 30.0, _as_float, "SECONDS", "how long running requests may go on when the server stops"),
+SERVER_SETTINGS = (
+    Setting("host", "127.0.0.1", _as_text, "ADDRESS", "address to listen on"),
+    Setting("port", 8000, _as_int, "N", "port to listen on; 0: any"),
+    Setting("api_key_file", "", _as_text, "FILE", "API keys, one per line; none: everybody may ask"),
+    Setting("served_model_name", "", _as_text, "NAME", "the model's name for clients; empty: MODEL's own"),
+    Setting("max_body_size", "8MiB", _as_size, "SIZE", "largest body of a request", SERVER_GROUP),
+    Setting("max_prompt_tokens", 0, _as_int, "N", "longest prompt; 0: what fits", SERVER_GROUP),
+    Setting("max_choices", 128, _as_int, "N", "most choices (prompts times n) of one request", SERVER_GROUP),
+    Setting(
+        "max_queued_requests",
+        128,
+        _as_int,
+        "N",
+        "most requests that wait (each choice of one counts); more are answered with 429",
+        SERVER_GROUP,
+    ),
+    Setting("request_timeout_s", 600.0, _as_float, "SECONDS", "longest time for one request", SERVER_GROUP),
+    Setting("max_connections", 1024, _as_int, "N", "most connections at the same time", SERVER_GROUP),
+    Setting("max_header_size", "16KiB", _as_size, "SIZE", "largest head of a request", SERVER_GROUP),
+    Setting("header_timeout_s", 10.0, _as_float, "SECONDS", "longest wait for the head of a request", SERVER_GROUP),
+    Setting("body_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for the body of a request", SERVER_GROUP),
+    Setting(
+        "stall_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a client that reads nothing", SERVER_GROUP
+    ),
+    Setting("keep_alive_s", 75.0, _as_float, "SECONDS", "how long an idle connection stays open", SERVER_GROUP),
+    Setting("shutdown_timeout_s", 30.0, _as_float, "SECONDS", "how long requests may go on at the end", SERVER_GROUP),
 )
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
-        *_MEMORY_SETTINGS,
-        Setting("dtype", "auto", _as_text, "TYPE", "type to compute in: auto, float32, bfloat16, float16"),
-        Setting("device", "", _as_text, "NAME", "what the model computes on: cpu (the default), cuda, cuda:1"),
+        *MEMORY_SETTINGS,
+        Setting("device", "", _as_text, "NAME", "what computes: cpu (the default), cuda, cuda:1"),
+        Setting("dtype", "auto", _as_text, "TYPE", "float32, bfloat16 or float16"),
         Setting(
             "deterministic",
             False,
             _as_switch,
             "",
             "the same answer to the bit, however a prompt's state arrived and whatever is computed beside it",
+            _COMPUTE,
         ),
-        Setting("cuda_graphs", None, _as_maybe, "on|off", "replay decode steps as CUDA graphs; unset = where possible"),
-        *_SAMPLING_SETTINGS,
-        *_SERVER_SETTINGS,
-        Setting("log_format", "text", _as_text, "STYLE", "lines on stderr about trouble: text or json"),
-        Setting("log_level", "warning", _as_text, "LEVEL", "least level that is logged: debug, info, warning, error"),
+        Setting(
+            "cuda_graphs", None, _as_maybe, "on|off", "replay decode steps as CUDA graphs; unset: if possible", _COMPUTE
+        ),
+        *SAMPLING_SETTINGS,
+        *SERVER_SETTINGS,
+        Setting("log_format", "text", _as_text, "STYLE", "lines on stderr about trouble: text or json", LOG_GROUP),
+        Setting("log_level", "warning", _as_text, "LEVEL", "least level: debug, info, warning, error", LOG_GROUP),
     )
 }
 
@@ -210,9 +252,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every setting with its value and source. ``settings["host"]`` is the value."""
+    """Every setting with its value and source. ``settings["disk"]`` is the value. ``hints``: what to tell people who
+    used old names.
+    """
 
     values: Mapping[str, Value]
+    hints: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
@@ -223,7 +268,7 @@ class Settings:
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for ``SamplingParams``."""
-        return {item.name: self[item.name] for item in _SAMPLING_SETTINGS}
+        return {item.name: self[item.name] for item in SAMPLING_SETTINGS}
 
 
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], toml_path: Path | None = None) -> Settings:
@@ -232,12 +277,14 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], toml_pat
     Raises ConfigError for an unknown key, a value of the wrong kind, or a file that is not TOML.
     """
     values = {name: Value(setting.default, "default") for name, setting in SETTINGS.items()}
+    hints: list[str] = []
     if toml_path is not None:
-        values |= _read_all(_load_toml(toml_path), str(toml_path), str)
-    values |= _read_all(_from_environment(environ), "environment", lambda name: ENVIRONMENT_PREFIX + name.upper())
+        values |= _read_all(_load_toml(toml_path), str(toml_path), str, hints)
+    variables = _from_environment(environ)
+    values |= _read_all(variables, "environment", lambda name: ENVIRONMENT_PREFIX + name.upper(), hints)
     given = {name: value for name, value in flags.items() if value is not None}
-    values |= _read_all(given, "flag", lambda name: "--" + name.replace("_", "-"))
-    return Settings(values)
+    values |= _read_all(given, "flag", lambda name: "--" + name.replace("_", "-"), hints)
+    return Settings(values, tuple(hints))
 
 
 def find_config(environ: Mapping[str, str], directory: Path | None = None) -> Path | None:
@@ -262,12 +309,15 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """``STOWAGE_*`` variables that are settings and not empty.
 
     A variable that is close to a setting's name is refused as a typing error. One that resembles none is left alone:
-    Kubernetes, for example, defines STOWAGE_SERVICE_HOST beside a service called stowage.
+    Kubernetes, for example, defines STOWAGE_SERVICE_HOST beside a service called stowage, and STOWAGE_PORT, which is no
+    port but ``tcp://...``.
     """
     found: dict[str, str] = {}
-    known = [ENVIRONMENT_PREFIX + name.upper() for name in SETTINGS] + list(_OTHER_VARIABLES)
+    known = [ENVIRONMENT_PREFIX + name.upper() for name in (*SETTINGS, *RENAMED, "listen")] + list(_OTHER_VARIABLES)
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
+            continue
+        if variable == "STOWAGE_PORT" and "://" in environ[variable]:
             continue
         if variable in known and environ[variable]:
             found[variable.removeprefix(ENVIRONMENT_PREFIX).lower()] = environ[variable]
@@ -276,14 +326,20 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str]) -> dict[str, Value]:
+def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str], hints: list[str]) -> dict[str, Value]:
     read: dict[str, Value] = {}
-    for name, value in raw.items():
+    where = f" in {source}" if source not in ("flag", "environment") else ""
+
+    def said(old: str, new: Iterable[str]) -> None:
+        hints.append(renamed_hint(spelled(old) + where, map(spelled, new)))
+
+    for name, value in all_today(raw, said).items():
+        if name not in SETTINGS and (answer := elsewhere(name)):
+            raise ConfigError(f"{spelled(name)}{where} is no setting. {answer}.")
         if name not in SETTINGS:
             raise ConfigError(unknown_name(f"The setting {name!r} in {source}", name, SETTINGS))
         try:
             read[name] = Value(SETTINGS[name].read(value), source)
         except ConfigError as error:
-            where = f" in {source}" if source not in ("flag", "environment") else ""
             raise ConfigError(f"The setting {spelled(name)}{where} cannot be used: {error}") from error
     return read

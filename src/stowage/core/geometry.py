@@ -260,9 +260,9 @@ def _largest_fit(
 
 def _checked_host_bytes(host_bytes: int | None) -> int:
     if host_bytes is None:
-        raise ConfigError("no size of host memory is given; set host to a size such as '2GiB'")
+        raise ConfigError("no size of host memory is given; set host_memory to a size such as '2GiB'")
     if host_bytes <= 0:
-        raise ConfigError(f"host memory of {host_bytes} bytes is not a size; set host to a size such as '2GiB'")
+        raise ConfigError(f"host memory of {host_bytes} bytes is not a size; set host_memory to a size such as '2GiB'")
     return host_bytes
 
 

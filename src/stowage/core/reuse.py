@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stowage.core.geometry import MaskArray
+from stowage.core.geometry import Group, Kind, MaskArray
 from stowage.core.groups.base import GroupStrategy
 
 
@@ -21,9 +21,24 @@ def longest_boundary(
     """
     assert strategies and len(masks) == len(strategies), (len(masks), len(strategies))
     limit = prompt_tokens - 1
-    if limit < step:
-        return 0
-    servable = strategies[0].resume_points(masks[0], limit, step)
-    for strategy, mask in zip(strategies[1:], masks[1:], strict=True):
-        servable &= strategy.resume_points(mask, limit, step)
+    for strategy, mask in zip(strategies, masks, strict=True):
+        if (
+            strategy.group.kind is Kind.FULL
+        ):  # it can resume everywhere up to its first gap: the others need look no further
+            limit = min(limit, _leading_blocks(strategy.group, mask) * strategy.group.block_tokens)
+    others = [pair for pair in zip(strategies, masks, strict=True) if pair[0].group.kind is not Kind.FULL]
+    if limit < step or not others:
+        return max(0, limit // step * step)
+    servable = np.logical_and.reduce([strategy.resume_points(mask, limit, step) for strategy, mask in others])
     return int(np.flatnonzero(servable)[-1]) * step
+
+
+def _leading_blocks(group: Group, masks: MaskArray) -> int:
+    """How many blocks are valid before the first that is not."""
+    full = group.full_mask
+    short = ((masks & np.uint64(full)) != full).nonzero()[0]
+    if not len(short):
+        return len(masks) * group.blocks_per_chunk
+    first = int(short[0])
+    gap = ~int(masks[first]) & full
+    return first * group.blocks_per_chunk + (gap & -gap).bit_length() - 1

@@ -24,7 +24,7 @@ DISK_LIMIT = "256MiB"
 
 def memory(cache: Path) -> Memory:
     """The demo's budgets."""
-    return Memory(device_kv="64MiB", host="64MiB", disk=f"{cache}:{DISK_LIMIT}")
+    return Memory(kv_cache_memory="64MiB", host_memory="64MiB", disk=f"{cache}:{DISK_LIMIT}")
 
 
 def ask(cache: Path) -> dict[str, Any]:

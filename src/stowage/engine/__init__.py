@@ -1,3 +1,3 @@
-"""The embedded engine: one model under memory budgets. `engine` is the way in; `docs/architecture.md` names the
+"""The embedded engine: one model under memory budgets. `engine` is the way in; `docs/internals.md` names the
 rest.
 """

@@ -1,10 +1,8 @@
-"""How a sequence gets its prefix: the longest boundary that device, host and lower tiers can serve together.
+"""How a sequence gets its prefix: what the planner chose is fetched, and copied into blocks of the device.
 
-Owns admissions that are under way. ``begin`` asks the device first and the tiers for the rest, takes all blocks that
-the prefix needs at once (so that two half-admitted sequences never wait for each other), and starts one fetch;
-``arrive`` copies what came into the blocks. A chunk that failed is refused for the rest of the request's life and the
-admission is tried again without it, so every retry is shorter than the one before. All tries of one admission together
-wait no longer for loads than the recompute that the first one would have saved. Never waits for a tier.
+Owns admissions that are under way. ``begin`` takes all blocks that the prefix needs at once (so that two half-admitted
+sequences never wait for each other), and starts one fetch; ``poll`` copies what came into the blocks. What is chosen,
+what is worth loading and how long that may take is ``cache.prefix_planner``'s matter. Never waits for a tier.
 
 What a sequence larger than the device gets from below stays in host memory, and is read there (``long_context``).
 """
@@ -16,36 +14,55 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stowage.cache.cost_model import CostModel, bytes_of_tiers
-from stowage.cache.store import Fetch
-from stowage.core.copy_plan import Incomplete, load_plan
+from stowage.cache.cost_model import CostModel
+from stowage.cache.prefix_planner import GroupChunks, PrefixPlan, PrefixPlanner
+from stowage.cache.remote_lookup import RemoteLookup
+from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import NULL_BLOCK, Kind
-from stowage.engine.boundary import Boundaries, Need
-from stowage.engine.kv_manager import KVManager, state_plan
+from stowage.engine.kv_manager import KVManager
 from stowage.engine.overlapped_load import OverlappedLoads
-from stowage.engine.remote_lookup import RemoteLookup
 from stowage.engine.sequence import Phase, Sequence
 from stowage.engine.swap.long_context import LongContextSwap
-from stowage.executor.block_pool import blocks_needed
+from stowage.executor.block_pool import BlockPool, blocks_needed
+
+
+@dataclass(slots=True)
+class GroupBlocks:
+    """The device blocks of one group for a prefix. ``held``: for each block that is needed the one that has it already,
+    or ``NULL_BLOCK``. ``stays``: what is fetched is read in host memory and gets no blocks.
+    """
+
+    pool: BlockPool
+    part: GroupChunks
+    held: NDArray[np.int64]
+    stays: bool
+
+    @property
+    def lacking(self) -> int:
+        """Blocks to allocate. A recurrent group always needs one: the live state, beside the snapshot that it begins
+        from.
+        """
+        if self.stays:
+            return 0
+        return 1 if self.pool.group.kind is Kind.RECURRENT else int((self.held == NULL_BLOCK).sum())
+
+    @property
+    def retained(self) -> list[int]:
+        found: list[int] = self.held[self.held != NULL_BLOCK].tolist()
+        return found
 
 
 @dataclass(slots=True)
 class Admission:
-    """One admission on its way: the fetch brings ``needs[i].chunks`` for each group that lacks some. Without a fetch it
-    waits for answers about what to fetch, and holds nothing.
-    """
+    """One admission on its way. Without a plan it waits for answers about what to fetch, and holds nothing."""
 
     sequence: Sequence
-    boundary: int
-    needs: list[Need]
-    fetch: Fetch | None
     began_s: float
     began_forward: int
-    below: dict[int, int] = field(default_factory=dict)
-    """Bytes that the fetch was to bring from each lower tier."""
-    far: int = 0
-    """The boundary that the sequence reaches by a meeting, if that is further."""
+    plan: PrefixPlan | None = None
+    blocks: list[GroupBlocks] = field(default_factory=list)
 
 
 class Admissions:
@@ -56,8 +73,8 @@ class Admissions:
         kv_manager: KVManager,
         long_context: LongContextSwap,
         overlapped_loads: OverlappedLoads,
-        boundaries: Boundaries,
-        step_tokens_max: int,
+        planner: PrefixPlanner,
+        max_num_batched_tokens: int,
         cost_model: CostModel,
         remote_lookup: RemoteLookup,
         clock: Callable[[], float],
@@ -65,8 +82,8 @@ class Admissions:
         self._kv_manager = kv_manager
         self._long_context = long_context
         self._overlapped_loads = overlapped_loads
-        self._boundaries = boundaries
-        self._step_tokens_max = step_tokens_max
+        self._planner = planner
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._cost_model = cost_model
         self._remote_lookup = remote_lookup
         self._clock = clock
@@ -86,7 +103,10 @@ class Admissions:
 
     def announce(self, sequence: Sequence) -> None:
         """``sequence`` was queued: ask shared tiers about it meanwhile."""
-        self._remote_lookup.ask(sequence)
+        if not self._remote_lookup.asks:
+            return
+        sequence.keys.extend(sequence.tokens, len(sequence.tokens))
+        self._remote_lookup.ask(sequence.prefix, [sequence.keys], sequence.reusable_tokens - 1, self._clock())
 
     def begin(self, sequence: Sequence, running: Items[Sequence]) -> bool:
         """Admit ``sequence``: afterwards it is RUNNING or LOADING. False, and nothing taken, while room is lacking;
@@ -100,36 +120,27 @@ class Admissions:
         sequence.restart()
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
         began_s = self._clock()
-        if self._remote_lookup.open(sequence):
+        if self._remote_lookup.pending(sequence.prefix, began_s):
             sequence.times.admitted_s = sequence.times.admitted_s or began_s
             sequence.phase = Phase.LOADING
-            self._pending[sequence.id] = Admission(sequence, 0, [], None, began_s, self.forwards)
+            self._pending[sequence.id] = Admission(sequence, began_s, self.forwards)
             return True
-        choice = self._boundaries.choose(sequence, whole=long)
-        boundary, needs = choice.boundary, choice.needs
-        for need in needs:
-            need.pool.retain(need.retained)
-            need.stays = long and need.pool.group.kind is Kind.FULL
-        if not self._room(sequence, needs, running):
-            for need in needs:
-                need.pool.release(need.retained)
+        plan, blocks = self._plan(sequence, long)
+        for one in blocks:
+            one.pool.retain(one.retained)
+        if not self._room(sequence, blocks, running):
+            for one in blocks:
+                one.pool.release(one.retained)
             return False
+        self._kv_manager.counters.loads_refused += plan.load_refused
         sequence.times.admitted_s = sequence.times.admitted_s or began_s
-        self._take_blocks(sequence, boundary, needs)
-        lacking = [need for need in needs if need.chunks]
-        for place, need in enumerate(lacking):
-            need.place = place
-        wanted = [(need.pool.group.index, self._boundaries.keys(sequence, need)) for need in lacking]
-        admission = Admission(sequence, boundary, needs, None, self._clock(), self.forwards, choice.below, choice.far)
-        if wanted:
-            assert self._kv_manager.store is not None
-            limit_s = self._cost_model.load_limit_s(boundary - choice.near) - sequence.waited_s
-            admission.fetch = self._kv_manager.store.fetch(wanted, admission.began_s + limit_s)
-            if not admission.fetch.done:
-                sequence.phase = Phase.LOADING
-                self._pending[sequence.id] = admission
-                return True
-        self._arrive(admission)
+        self._take_blocks(sequence, plan.boundary, blocks)
+        admission = Admission(sequence, self._clock(), self.forwards, plan, blocks)
+        if plan.loads and not self._planner.fetch(sequence.prefix, plan, admission.began_s).done:
+            sequence.phase = Phase.LOADING
+            self._pending[sequence.id] = admission
+            return True
+        self._arrive(admission, plan)
         return True
 
     def poll(self) -> list[Sequence]:
@@ -139,14 +150,16 @@ class Admissions:
         finished = [a for a in self._pending.values() if not self._is_awaited(a)]
         for admission in finished:
             del self._pending[admission.sequence.id]
-            if admission.fetch is not None:
-                self._arrive(admission)
+            if admission.plan is not None:
+                self._arrive(admission, admission.plan)
             else:
                 self._again(admission)
         return [admission.sequence for admission in finished]
 
     def _is_awaited(self, admission: Admission) -> bool:
-        return not admission.fetch.done if admission.fetch is not None else self._remote_lookup.open(admission.sequence)
+        if admission.plan is None:
+            return self._remote_lookup.pending(admission.sequence.prefix, self._clock())
+        return admission.plan.fetch is not None and not admission.plan.fetch.done
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop loading ``sequence`` and take its blocks."""
@@ -155,60 +168,78 @@ class Admissions:
 
     # taking blocks
 
-    def _room(self, sequence: Sequence, needs: list[Need], running: Items[Sequence]) -> bool:
+    def _plan(self, sequence: Sequence, long: bool) -> tuple[PrefixPlan, list[GroupBlocks]]:
+        """What a long sequence loads is there before anything is computed."""
+        pools, strategies = self._kv_manager.pools, self._kv_manager.strategies
+        keys = [sequence.keys.of(pool.group.index) for pool in pools]
+        device = [pool.lookup(names) for pool, names in zip(pools, keys, strict=True)]
+        usable = sequence.reusable_tokens - 1
+        plan = self._planner.plan(sequence.prefix, [sequence.keys], usable, device, overlaps=not long)
+        blocks = []
+        for pool, strategy, names, part in zip(pools, strategies, keys, plan.groups, strict=True):
+            chunks = strategy.needed(plan.boundary)
+            found = np.array([pool.find(names[chunk]) for chunk in chunks], dtype=np.int64).reshape(-1)
+            first = part.first_block - chunks.start * pool.group.blocks_per_chunk
+            held = found[first : first + len(part.on_device)]
+            blocks.append(GroupBlocks(pool, part, held, long and pool.group.kind is Kind.FULL))
+        return plan, blocks
+
+    def _room(self, sequence: Sequence, blocks: list[GroupBlocks], running: Items[Sequence]) -> bool:
         """Whether there is room, or the long ones among ``running`` could make it."""
         asked = []
-        for need in needs:
-            pool, count = need.pool, need.lacking
+        for one in blocks:
+            pool, count = one.pool, one.lacking
             if running or self._pending:
                 layout = self._kv_manager.layout.blocks[pool.group.index]
-                whole = blocks_needed(layout, len(sequence.tokens), self._step_tokens_max) - len(need.retained)
+                whole = blocks_needed(layout, len(sequence.tokens), self._max_num_batched_tokens) - len(one.retained)
                 first, left = self._long_context.headroom(pool, sequence, running)
-                count = max(count, min(whole, first) if need.stays else whole) + left
+                count = max(count, min(whole, first) if one.stays else whole) + left
             asked.append(count)
         return self._long_context.make_room(asked, running)
 
-    def _take_blocks(self, sequence: Sequence, boundary: int, needs: list[Need]) -> None:
+    def _take_blocks(self, sequence: Sequence, boundary: int, blocks: list[GroupBlocks]) -> None:
         """Fill the block tables up to ``boundary``: holes, then what the device had, with new blocks in between."""
-        for need in needs:
-            group, table = need.pool.group, sequence.tables[need.pool.group.index]
-            fresh = need.pool.allocate(need.lacking)
+        for one in blocks:
+            group, table = one.pool.group, sequence.tables[one.pool.group.index]
+            fresh = one.pool.allocate(one.lacking)
             assert fresh is not None, "room was checked"
             if group.kind is Kind.RECURRENT:
                 table.append(fresh)
                 continue
-            blocks = need.held.copy()
-            if not need.stays:
-                blocks[blocks == NULL_BLOCK] = fresh
-            table.append([NULL_BLOCK] * need.first + blocks.tolist())
-            sequence.freed[group.index] = need.first
+            filled = one.held.copy()
+            if not one.stays:
+                filled[filled == NULL_BLOCK] = fresh
+            table.append([NULL_BLOCK] * one.part.first_block + filled.tolist())
+            sequence.freed[group.index] = one.part.first_block
             sequence.stored[group.index] = boundary // group.chunk_tokens
 
     # arriving
 
-    def _arrive(self, admission: Admission) -> None:
+    def _arrive(self, admission: Admission, plan: PrefixPlan) -> None:
         """Copy what came into its blocks; the sequence is RUNNING afterwards, or WAITING again with the failed chunks
         refused.
         """
         sequence = admission.sequence
-        if not self._load(admission):
-            self._measure_missed(admission)
+        loaded = self._load(admission, plan)
+        if plan.fetch is not None and admission.began_forward == self.forwards:
+            self._planner.learn(plan, self._clock())
+        if not loaded:
             self._undo(admission)
             self._again(admission)
             return
-        sequence.waited_s = 0.0
+        sequence.prefix.restart()
         fresh = not sequence.reused
-        self._account(admission)
+        self._account(admission, plan)
         sequence.times.started_s = sequence.times.started_s or self._clock()
         self._let_go(admission)
-        sequence.computed = admission.boundary
+        sequence.computed = plan.boundary
         sequence.phase = Phase.RUNNING
-        if admission.far > admission.boundary:
-            self._overlapped_loads.begin(sequence, admission.far, self._boundaries, tells=fresh)
+        if plan.overlap_end > plan.boundary:
+            self._overlapped_loads.begin(sequence, plan.overlap_end, self._planner, tells=fresh)
 
     def _again(self, admission: Admission) -> None:
         waited_s = self._clock() - admission.began_s
-        admission.sequence.waited_s += waited_s
+        admission.sequence.prefix.waited_s += waited_s
         self._kv_manager.counters.tiers_waited_s += waited_s
         admission.sequence.phase = Phase.WAITING
 
@@ -218,114 +249,74 @@ class Admissions:
 
     def _let_go(self, admission: Admission) -> None:
         """Release what was held only to be copied from: the fetch's slots, and snapshots on the device."""
-        if admission.fetch is not None and self._kv_manager.store is not None:
-            self._kv_manager.release(admission.fetch)
-        for need in admission.needs:
-            if need.pool.group.kind is Kind.RECURRENT:
-                need.pool.release(need.retained)
+        if admission.plan is not None and admission.plan.fetch is not None:
+            self._kv_manager.release(admission.plan.fetch)
+        for one in admission.blocks:
+            if one.pool.group.kind is Kind.RECURRENT:
+                one.pool.release(one.retained)
 
-    def _load(self, admission: Admission) -> bool:
-        if not admission.boundary:
-            return True
-        complete = True
-        for need in admission.needs:
-            if need.pool.group.kind is Kind.RECURRENT:
-                complete &= self._load_state(admission, need)
-            elif need.chunks:
-                complete &= self._load_chunks(admission, need)
-        return complete
-
-    def _load_chunks(self, admission: Admission, need: Need) -> bool:
-        sequence, group = admission.sequence, need.pool.group
-        assert admission.fetch is not None
-        strategy = self._kv_manager.strategies[group.index]
-        table = np.arange(len(sequence.tables[group.index])) if need.stays else sequence.table(group.index)
-        slots = dict(zip(need.chunks, admission.fetch.slots[need.place].tolist(), strict=True))
-        masks = np.zeros(max(need.chunks) + 1, dtype=np.uint64)
-        masks[need.chunks] = admission.fetch.masks[need.place]
-        already = np.zeros(need.first + len(need.held), dtype=np.bool_)
-        already[need.first :] = need.held != NULL_BLOCK
-        plan = load_plan(strategy, admission.boundary, slots, masks, table, already)
-        if isinstance(plan, Incomplete):
-            self._refuse(sequence, group.index, plan.chunks.tolist())
-            return False
-        if need.stays:
-            self._long_context.adopt(sequence, need.pool, plan.copies, self._boundaries.keys(sequence, need))
-            return True
-        if not self._kv_manager.copy_in(need.pool, plan.copies):
-            self._refuse(sequence, group.index, need.chunks)
-            return False
-        keys = self._boundaries.keys(sequence, need)
-        self._kv_manager.name_loaded(need.pool, sequence.table(group.index), need.chunks, keys)
-        return True
-
-    def _load_state(self, admission: Admission, need: Need) -> bool:
-        """Put the boundary's snapshot into the live block, from the device's own snapshot or from a slot."""
-        sequence, pool = admission.sequence, need.pool
-        live = int(sequence.table(pool.group.index)[0])
-        if not need.chunks:
-            pool.storage[live].copy_(pool.storage[need.retained[0]])
-            return True
-        assert admission.fetch is not None
-        chunk = need.chunks[0]
-        plan = state_plan(pool, live, admission.fetch.slots[need.place])
-        if not plan.copies or not self._kv_manager.copy_in(pool, plan):
-            self._refuse(sequence, pool.group.index, [chunk])
-            return False
-        self._kv_manager.cache_state(pool, sequence.keys.of(pool.group.index)[chunk], live)
-        return True
-
-    def _refuse(self, sequence: Sequence, group: int, chunks: list[int]) -> None:
-        keys = sequence.keys.of(group)
-        sequence.refused.update(keys[chunk] for chunk in chunks)
-
-    def _account(self, admission: Admission) -> None:
-        """Say where the reused tokens came from: by the chunks of the group that keeps the most tokens."""
+    def _load(self, admission: Admission, plan: PrefixPlan) -> bool:
+        """Copy what was fetched, and states that the device has, into the blocks of the sequence."""
         sequence = admission.sequence
+        if plan.fetch is not None:
+            copies = self._planner.copies(sequence.prefix, plan, lambda part: self._table(admission, part))
+            if copies is None:
+                return False
+            if not all(self._copy(sequence, admission.blocks[part.group], copy) for part, copy in copies):
+                return False
+        for one in admission.blocks:
+            if one.pool.group.kind is Kind.RECURRENT and one.retained:
+                live = int(sequence.table(one.pool.group.index)[0])
+                one.pool.storage[live].copy_(one.pool.storage[one.retained[0]])
+        return True
+
+    def _table(self, admission: Admission, part: GroupChunks) -> NDArray[np.int64]:
+        """The device block of each block of the sequence; its own number for one that stays in host memory."""
+        table = admission.sequence.table(part.group)
+        if admission.blocks[part.group].stays:
+            return np.arange(len(table))
+        if admission.blocks[part.group].pool.group.kind is Kind.RECURRENT:
+            return np.full(part.first_block + 1, table[0])
+        return table
+
+    def _copy(self, sequence: Sequence, blocks: GroupBlocks, copies: CopyPlan) -> bool:
+        """Carry out the copies of one group; False where that failed, and its chunks are refused."""
+        pool, part = blocks.pool, blocks.part
+        if blocks.stays:
+            self._long_context.adopt(sequence, pool, copies, part.keys)
+        elif not self._kv_manager.copy_in(pool, copies):
+            sequence.prefix.refused.update(part.keys)
+            return False
+        elif pool.group.kind is Kind.RECURRENT:
+            self._kv_manager.cache_state(pool, part.keys[0], int(copies.blocks[0]))
+        else:
+            self._kv_manager.name_loaded(pool, sequence.table(part.group), part.chunks, part.keys)
+        return True
+
+    def _account(self, admission: Admission, plan: PrefixPlan) -> None:
+        """Say where the reused tokens came from: by the chunks of the group that keeps the most tokens."""
+        sequence, boundary = admission.sequence, plan.boundary
         reused = dict.fromkeys(["device", *self._tier_names], 0)
         elapsed_s = self._clock() - admission.began_s
-        if admission.boundary:
-            sources = self._sources(admission)
-            edges = [min(admission.boundary, edge) for edge in sources]
-            names = list(sources.values())
-            for begin, end, name in zip([0, *edges[1:]], [*edges[1:], admission.boundary], names, strict=True):
+        if boundary:
+            sources = self._sources(admission, plan)
+            edges = [min(boundary, edge) for edge in sources]
+            for begin, end, name in zip([0, *edges[1:]], [*edges[1:], boundary], sources.values(), strict=True):
                 reused[name] += end - begin
-            self._kv_manager.counters.tokens_reused += admission.boundary
-            self._kv_manager.counters.recompute_saved_s += self._cost_model.recompute_s(admission.boundary) or 0.0
-        if admission.fetch is not None:
+            self._kv_manager.counters.tokens_reused += boundary
+            self._kv_manager.counters.recompute_saved_s += self._cost_model.recompute_s(boundary) or 0.0
+        if plan.fetch is not None:
             self._kv_manager.counters.tiers_waited_s += elapsed_s
-            if admission.began_forward == self.forwards:
-                self._measure(admission, elapsed_s)
         if not sequence.reused:  # a preempted sequence that is computed again reuses its own prompt, which is no news
             sequence.reused = reused
 
-    def _sources(self, admission: Admission) -> dict[int, str]:
+    def _sources(self, admission: Admission, plan: PrefixPlan) -> dict[int, str]:
         """First token of each needed chunk, and where it came from, for the group with the most needed tokens."""
-        primary = max(admission.needs, key=lambda n: len(n.held) * n.pool.group.block_tokens)
+        primary = max(admission.blocks, key=lambda one: len(one.held) * one.pool.group.block_tokens)
         group = primary.pool.group
         came: dict[int, str] = {}
-        if primary.chunks and admission.fetch is not None:
-            tiers = admission.fetch.sources[primary.place].tolist()
-            came = {c: self._tier_names[t] for c, t in zip(primary.chunks, tiers, strict=True)}
-        chunks = self._kv_manager.strategies[group.index].needed(admission.boundary)
+        if primary.part.chunks and plan.fetch is not None:
+            tiers = plan.fetch.sources[plan.loads.index(primary.part)].tolist()
+            came = {c: self._tier_names[t] for c, t in zip(primary.part.chunks, tiers, strict=True)}
+        chunks = self._kv_manager.strategies[group.index].needed(plan.boundary)
         return {chunk * group.chunk_tokens: came.get(chunk, "device") for chunk in chunks} or {0: "device"}
-
-    def _measure(self, admission: Admission, elapsed_s: float) -> None:
-        """Teach the pace what the slowest tier of this fetch delivered."""
-        self._cost_model.delivered(self._came(admission), elapsed_s)
-
-    def _measure_missed(self, admission: Admission) -> None:
-        """Teach the pace what a fetch brought before its deadline: else each prompt would wait for its tier anew."""
-        now_s, fetch = self._clock(), admission.fetch
-        if (
-            fetch is not None
-            and admission.began_s < fetch.deadline_s <= now_s
-            and admission.began_forward == self.forwards
-        ):
-            self._cost_model.missed(admission.below, self._came(admission), now_s - admission.began_s)
-
-    def _came(self, admission: Admission) -> dict[int, int]:
-        """Bytes that the fetch brought from each lower tier."""
-        assert admission.fetch is not None
-        came = [need for need in admission.needs if need.chunks]
-        return bytes_of_tiers((admission.fetch.sources[need.place], need.pool.group.bytes_per_chunk) for need in came)

@@ -17,7 +17,7 @@ from stowage.cache.opening import check_tiers, open_store
 from stowage.cache.store import TieredStore
 from stowage.config.memory import Memory, format_size
 from stowage.core.geometry import Geometry, Kind, split_arena
-from stowage.core.groups import GroupStrategy, strategy
+from stowage.core.groups import GroupStrategy, snapshot_spacing, strategy
 from stowage.core.key import namespace
 from stowage.engine.capacity import Capacity
 from stowage.errors import ConfigError, UnsupportedModelError
@@ -58,7 +58,7 @@ class Parts:
     snapshot_tokens: int
     pieces: Pieces
     capacity: Capacity
-    device_kv_bytes: int
+    kv_cache_memory_bytes: int
     """What the pools may take: the budget, less what recorded steps may."""
 
     @property
@@ -115,6 +115,8 @@ def _on_grid(
         chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
         tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}
     layout = replace(probe(loaded.model, tokens, chunk_blocks), placeholders=loaded.placeholders)
+    if memory.max_model_len:
+        layout = replace(layout, context_tokens=min(layout.context_tokens, memory.max_model_len))
     pieces = Pieces(grid if layout.alone or (layout.recurrent is not None and layout.continues) else 1)
     check_steps(pieces, memory, layout.context_tokens)
     records = _recorder(loaded, memory, layout, cuda_graphs) if cuda_graphs is not False else None
@@ -147,11 +149,11 @@ def _assemble(
         computed = f"{computed}/{exact_name(pieces)}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
-    snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
-    slabs = split_arena(geometry, memory.host_bytes, snapshot_tokens) if memory.host_bytes else ()
-    capacity = Capacity(layout.blocks, slabs, memory.step_tokens_max, pieces.grid, layout.context_tokens)
-    graph_bytes = share(memory.device_kv_bytes) if records is not None else 0
-    pool_bytes = memory.device_kv_bytes - graph_bytes
+    snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
+    slabs = split_arena(geometry, memory.host_memory_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
+    capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)
+    graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
+    pool_bytes = memory.kv_cache_memory_bytes - graph_bytes
     counts = capacity.divide(pool_bytes)
     pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
     assert sum(pool.nbytes for pool in pools) <= pool_bytes, "the device budget is hard"
@@ -167,9 +169,11 @@ def _assemble(
         runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic, placed=placed)
         put_back.callback(runner.give_back)
         if records is not None:
-            runner.record(records, graph_bytes, memory.sequences_max)
+            runner.record(records, graph_bytes, memory.max_num_seqs)
     if deterministic:
-        try_rows(runner, pools, pieces, layout, memory.step_tokens_max)  # before there is a store that must be closed
+        try_rows(
+            runner, pools, pieces, layout, memory.max_num_batched_tokens
+        )  # before there is a store that must be closed
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     if store is not None:
         arena = torch.from_numpy(store.arena.numpy())
@@ -188,7 +192,7 @@ def _assemble(
         snapshot_tokens=snapshot_tokens,
         pieces=pieces,
         capacity=capacity,
-        device_kv_bytes=pool_bytes,
+        kv_cache_memory_bytes=pool_bytes,
     )
 
 
@@ -201,8 +205,9 @@ def _recorder(loaded: Loaded, memory: Memory, layout: ModelLayout, wanted: bool 
         why = f"{loaded.model.config.model_type} models are run with Transformers' own attention"
     elif loaded.weights is not None:
         why = "weights that are placed under a budget are not where a recorded step would look for them"
-    elif not share(memory.device_kv_bytes):
-        why = f"device_kv is too small to take a part from: give it {format_size(SHARE * SHARE_LEAST_BYTES)} or more"
+    elif not share(memory.kv_cache_memory_bytes):
+        least = format_size(SHARE * SHARE_LEAST_BYTES)
+        why = f"kv_cache_memory is too small to take a part from: give it {least} or more"
     if why and wanted:
         raise ConfigError(f"--cuda-graphs is not possible here: {why}. Leave it out.")
     return None if why else found

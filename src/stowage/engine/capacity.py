@@ -47,7 +47,7 @@ class Capacity:
 
     layouts: tuple[BlockLayout, ...]
     slabs: tuple[SlabClass, ...]
-    step_tokens_max: int
+    max_num_batched_tokens: int
     piece_tokens: int
     context_tokens: int
 
@@ -77,7 +77,7 @@ class Capacity:
         )
 
     def _lacking(self, layout: BlockLayout, tokens: int, counts: Counts) -> bool:
-        return blocks_needed(layout, tokens, self.step_tokens_max) > counts[layout.group.index]
+        return blocks_needed(layout, tokens, self.max_num_batched_tokens) > counts[layout.group.index]
 
     def longest(self, counts: Counts) -> int:
         """Tokens, up to the context, of the longest sequence that can be run when it is alone."""
@@ -94,7 +94,7 @@ class Capacity:
         """The device's blocks: as ``split_pool`` has them, or, where sequences can become longer so, as much for
         windows and states as one sequence of any length needs, and the rest for full groups. Raises ``BudgetError``.
         """
-        even = split_pool(self.layouts, device_bytes, self.context_tokens, self.step_tokens_max)
+        even = split_pool(self.layouts, device_bytes, self.context_tokens, self.max_num_batched_tokens)
         bounded = self._bounded_first(device_bytes) if self.slabs else None
         if bounded is None or self.longest(bounded) <= self.longest(even):
             return even
@@ -103,7 +103,7 @@ class Capacity:
     def _bounded_first(self, device_bytes: int) -> Counts | None:
         full = [layout for layout in self.layouts if layout.group.kind is Kind.FULL]
         counts = {
-            layout.group.index: blocks_needed(layout, self.context_tokens, self.step_tokens_max)
+            layout.group.index: blocks_needed(layout, self.context_tokens, self.max_num_batched_tokens)
             for layout in self.layouts
             if layout.group.kind is not Kind.FULL
         }

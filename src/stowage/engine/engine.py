@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from stowage.cache.cost_model import CostModel
+from stowage.cache.prefix_planner import PrefixPlanner
+from stowage.cache.remote_lookup import RemoteLookup
 from stowage.config.memory import Memory, format_size
 from stowage.core.key import SequenceKeys
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
 from stowage.engine.border import check_request, listed_prompts, listed_tiers
-from stowage.engine.boundary import Boundaries
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.kv_manager import KVManager
@@ -36,7 +37,6 @@ from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import left, weights_budget
 from stowage.engine.overlapped_load import OverlappedLoads
 from stowage.engine.prompts import Prompts
-from stowage.engine.remote_lookup import RemoteLookup
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.engine.scheduler import Scheduler
@@ -70,15 +70,15 @@ class Engine:
         text prompts). memory: the budgets; see ``Memory``.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         device: what it computes on: ``cpu``, ``cuda``, ``cuda:1``; empty: where a model in memory lies, else ``cpu``
-        (``docs/cuda.md``).
+        (``docs/internals.md#cuda``).
         deterministic: an answer is the same to the bit however its prompt's state arrived, whatever is computed beside
-        it (``docs/deterministic.md``); on a CPU only.
-        cuda_graphs: decode steps are recorded and replayed (``docs/cuda.md``); None: where that is possible.
+        it (``docs/internals.md#deterministic-answers``); on a CPU only.
+        cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
     It computes on a thread of its own: a script is quicker with ``GOMP_SPINCOUNT=1000`` in its environment
-    (``docs/engine.md#threads``).
+    (``docs/internals.md#threads``).
 
     Raises ``ModelError``, ``ConfigError`` (``BudgetError``) or ``StorageError`` when it cannot be built.
     """
@@ -105,7 +105,7 @@ class Engine:
         loaded = loading.load(model, dtype, tokenizer, budget, device=here)
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
-            self.memory = left(self.memory, self.weights)
+            self.memory = left(self.memory, self.weights, loaded.model.config)
             parts = assemble(
                 *(loaded, self.memory, salt, self._clock, own), deterministic=deterministic, cuda_graphs=cuda_graphs
             )
@@ -113,15 +113,14 @@ class Engine:
             self._close_weights()
             raise
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        self.store, self.parts = parts.store, parts
-        self.prompts = Prompts(loaded.tokenizer, parts.layout)
+        self.store, self.parts, self.prompts = parts.store, parts, Prompts(loaded.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
         """
         below = parts.store is not None and bool(parts.store.tiers)
         most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
-        self._cost_model = CostModel(self.memory.load_timeout_s, self.memory.step_tokens_max, most)
+        self._cost_model = CostModel(self.memory.load_timeout_s, self.memory.max_num_batched_tokens, most)
         self._kv_manager = KVManager(
             parts.layout,
             parts.pools,
@@ -130,7 +129,7 @@ class Engine:
             parts.transfer,
             parts.snapshot_tokens,
         )
-        remote_lookup = RemoteLookup(self.store, self._cost_model, self._clock, self.memory.probe_timeout_s)
+        remote_lookup = RemoteLookup(self.store, self._cost_model, self.memory.lookup_timeout_s)
         swap_space = SwapSpace(self._kv_manager, parts.namespace, secrets.token_bytes(16), self._clock)
         long_context = LongContextSwap(self._kv_manager, swap_space, parts.capacity)
         step = math.lcm(parts.geometry.boundary_tokens, parts.pieces.grid)
@@ -139,8 +138,8 @@ class Engine:
             self._kv_manager,
             long_context,
             overlapped_loads,
-            Boundaries(self._kv_manager, self._cost_model, parts.geometry.boundary_tokens),
-            self.memory.step_tokens_max,
+            PrefixPlanner(self.store, parts.strategies, self._cost_model),
+            self.memory.max_num_batched_tokens,
             self._cost_model,
             remote_lookup,
             self._clock,
@@ -151,8 +150,8 @@ class Engine:
             overlapped_loads,
             PreemptionSwap(self._kv_manager, swap_space, long_context),
             long_context,
-            self.memory.step_tokens_max,
-            self.memory.sequences_max,
+            self.memory.max_num_batched_tokens,
+            self.memory.max_num_seqs,
             parts.pieces,
         )
         self._ids = itertools.count()
@@ -195,17 +194,14 @@ class Engine:
         """
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
-        asked: list[Request] = []
 
         def hand_over(delta: Delta) -> None:
             try:
                 loop.call_soon_threadsafe(pieces.put_nowait, delta)
             except RuntimeError:  # the event loop was closed: nobody listens any more
-                for request in asked:
-                    self.cancel(request)
+                self.cancel(request)
 
         request = self.submit(prompt, params, hand_over, salt=salt)
-        asked.append(request)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -283,16 +279,20 @@ class Engine:
         length = sequence.length_max
         if length <= self.sequence_tokens_max:
             return
-        need = bytes_needed(self.parts.layout.blocks, length, self.memory.step_tokens_max)
+        need = bytes_needed(self.parts.layout.blocks, length, self.memory.max_num_batched_tokens)
         need = need if self.parts.graphs is None else with_share(need)
         memory, capacity = self.memory, self.parts.capacity
-        behind = f"with host memory of {format_size(memory.host_bytes)}" if memory.host_bytes else "without host memory"
-        least = capacity.least_host_bytes(length, self.parts.device_kv_bytes, self.parts.snapshot_tokens)
-        instead = f"With this device budget it needs --host {-(-least // 1024)}KiB; alone on" if least else "On"
+        behind = (
+            f"with host memory of {format_size(memory.host_memory_bytes)}"
+            if memory.host_memory_bytes
+            else "without host memory"
+        )
+        least = capacity.least_host_bytes(length, self.parts.kv_cache_memory_bytes, self.parts.snapshot_tokens)
+        instead = f"With this device budget it needs --host-memory {-(-least // 1024)}KiB; alone on" if least else "On"
         raise BudgetError(
             f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} "
-            f"new) does not fit into the device KV budget of {format_size(memory.device_kv_bytes)}, {behind} behind "
-            f"it. {instead} the device it needs {need:,} bytes: --device-kv {-(-need // 1024)}KiB."
+            f"new) does not fit into the device KV budget of {format_size(memory.kv_cache_memory_bytes)}, {behind} "
+            f"behind it. {instead} the device it needs {need:,} bytes: --kv-cache-memory {-(-need // 1024)}KiB."
         )
 
     # looking and tending
@@ -301,6 +301,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether it takes requests: it is neither closed nor stopped by a bug."""
         return self._loop.alive
+
+    @property
+    def failed(self) -> bool:
+        """Whether a bug has stopped it: nothing is computed any more, and only a new one will."""
+        return self._loop.failed
 
     @property
     def executor(self) -> str:
@@ -324,7 +329,7 @@ class Engine:
             }
 
     def metrics(self) -> str:
-        """``stats`` in the text format that Prometheus reads; docs/metrics.md lists what is in it."""
+        """``stats`` in the text format that Prometheus reads; docs/reference/metrics.md lists what is in it."""
         return exposition(self.stats())
 
     def drop_device_cache(self) -> int:

@@ -77,6 +77,11 @@ class Loop:
         """Whether it takes requests: it is neither closed nor stopped by a bug."""
         return self._broken is None and not self.closing
 
+    @property
+    def failed(self) -> bool:
+        """Whether a bug has stopped it."""
+        return self._broken is not None
+
     def submit(self, request: Request, sequence: Sequence) -> None:
         """Raises StowageError when it has ended, RequestError when too many requests are open."""
         _leave_cores()

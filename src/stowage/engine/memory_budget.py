@@ -1,17 +1,16 @@
 """How a machine's memory is divided between weights, KV and what a step computes with.
 
 Owns the arithmetic, for people who state one budget: ``device_memory`` holds weights, the KV pool and a step's
-activations; ``host`` the weights that do not fit there, and the arena; ``disk`` weights in another form than the
+activations; ``host_memory`` the weights that do not fit there, and the arena; ``disk`` weights in another form than the
 checkpoint's, and segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stowage.config.memory import Memory, format_size
+from stowage.config.memory import AUTO, Memory, format_size
 from stowage.errors import BudgetError
 from stowage.weights.placement import parse_rules
 
@@ -35,17 +34,17 @@ def weights_budget(memory: Memory, carrier: Carrier | None, config: Any) -> Budg
     rules = parse_rules(memory.weights)
     image = (memory.disk_directory, memory.disk_bytes) if memory.disk_directory is not None else None
     if not memory.device_memory_bytes:
-        return Budget(None, memory.host_bytes, image, rules, carrier, memory.host_bytes // 2)
+        return Budget(None, memory.host_memory_bytes, image, rules, carrier, memory.host_memory_bytes // 2)
     steps = activation_bytes(memory, config)
-    device_bytes = memory.device_memory_bytes - memory.device_kv_bytes - steps
+    device_bytes = memory.device_memory_bytes - memory.kv_cache_memory_bytes - steps
     if device_bytes <= 0:
         raise BudgetError(
-            f"device_memory is {format_size(memory.device_memory_bytes)}, and the KV pool (device_kv, "
-            f"{format_size(memory.device_kv_bytes)}) and what a step computes with ({format_size(steps)}) leave "
-            "nothing "
-            "of it for weights. Give device_memory a larger size, or device_kv or step_tokens_max a smaller one."
+            f"device_memory is {format_size(memory.device_memory_bytes)}, and the KV pool (kv_cache_memory, "
+            f"{format_size(memory.kv_cache_memory_bytes)}) and what a step computes with ({format_size(steps)}) leave "
+            "nothing of it for weights. Give device_memory a larger size, or kv_cache_memory or max_num_batched_tokens "
+            "a smaller one."
         )
-    return Budget(device_bytes, memory.host_bytes // 2, image, rules, carrier)
+    return Budget(device_bytes, memory.host_memory_bytes // 2, image, rules, carrier)
 
 
 def activation_bytes(memory: Memory, config: Any) -> int:
@@ -57,21 +56,27 @@ def activation_bytes(memory: Memory, config: Any) -> int:
     each = int(getattr(text, "moe_intermediate_size", None) or 0) * int(getattr(text, "num_experts_per_tok", None) or 0)
     wide = getattr(text, "intermediate_size", None) or 4 * hidden
     inner = max(each, *(wide if isinstance(wide, list | tuple) else [int(wide)]))
-    tokens = memory.step_tokens_max * (_HIDDEN_COPIES * hidden + _INNER_COPIES * inner)
-    return _BYTES * (tokens + _LOGIT_COPIES * memory.sequences_max * int(text.vocab_size))
+    tokens = memory.max_num_batched_tokens * (_HIDDEN_COPIES * hidden + _INNER_COPIES * inner)
+    return _BYTES * (tokens + _LOGIT_COPIES * memory.max_num_seqs * int(text.vocab_size))
 
 
-def left(memory: Memory, source: WeightSource | None) -> Memory:
-    """What ``source``'s weights leave of ``memory`` for KV below the device. Raises BudgetError when it cannot work."""
+def left(memory: Memory, source: WeightSource | None, config: Any) -> Memory:
+    """What ``source``'s weights leave of ``memory`` for KV: below the device, and on it where the pool's size is for us
+    to choose. ``config``: the model's. Raises BudgetError when it cannot work.
+    """
     if source is None:
         return memory
-    host_bytes = memory.host_bytes - source.placement.host_bytes
-    if memory.host_bytes and host_bytes <= 0:
+    host_bytes = memory.host_memory_bytes - source.placement.host_bytes
+    if memory.host_memory_bytes and host_bytes <= 0:
         raise BudgetError(
-            f"host is {format_size(memory.host_bytes)}, and the weights that are to lie there take "
-            f"{format_size(source.placement.host_bytes)}: nothing is left for KV. Give host a larger size."
+            f"host_memory is {format_size(memory.host_memory_bytes)}, and the weights that are to lie there take "
+            f"{format_size(source.placement.host_bytes)}: nothing is left for KV. Give host_memory a larger "
+            "size."
         )
-    changed: Mapping[str, Any] = {"host": host_bytes}
+    changed: dict[str, Any] = {"host_memory": host_bytes}
+    if memory.kv_cache_memory == AUTO and memory.device_memory_bytes:
+        taken_bytes = source.placement.device_bytes + activation_bytes(memory, config)
+        changed["kv_cache_memory"] = memory.device_memory_bytes - taken_bytes
     if memory.disk_directory is not None and source.image_bytes:
         disk_bytes = memory.disk_bytes - source.image_bytes
         if disk_bytes <= 0:
@@ -79,5 +84,5 @@ def left(memory: Memory, source: WeightSource | None) -> Memory:
                 f"disk is {format_size(memory.disk_bytes)}, and weights whose form is not the checkpoint's take "
                 f"{format_size(source.image_bytes)} of it: nothing is left for KV. Give disk a larger size."
             )
-        changed = {**changed, "disk": f"{memory.disk_directory}:{disk_bytes}"}
+        changed["disk"] = f"{memory.disk_directory}:{disk_bytes}"
     return replace(memory, **changed)

@@ -83,9 +83,11 @@ class SamplingParams:
 
 def _whole(name: str, value: Any) -> int:
     """``value`` as an int of at most 64 bits. Raises RequestError."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not -(1 << 63) <= int(value) < 1 << 63:
-        raise RequestError(f"{name} must be a whole number, not {_shown(value)}.")
-    return int(value)
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        whole = int(value)
+        if -(1 << 63) <= whole < 1 << 63:
+            return whole
+    raise RequestError(f"{name} must be a whole number, not {_shown(value)}.")
 
 
 def _number(name: str, value: Any) -> float:

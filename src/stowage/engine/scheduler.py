@@ -39,8 +39,8 @@ class Scheduler:
         overlapped_loads: OverlappedLoads,
         spill: PreemptionSwap,
         long_context: LongContextSwap,
-        step_tokens_max: int,
-        sequences_max: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         pieces: Pieces = Pieces(),  # noqa: B008 - it never changes
     ) -> None:
         self._kv_manager = kv_manager
@@ -48,8 +48,8 @@ class Scheduler:
         self._overlapped_loads = overlapped_loads
         self._spill = spill
         self._long_context = long_context
-        self._step_tokens_max = step_tokens_max
-        self._sequences_max = sequences_max
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._pieces = pieces
@@ -61,7 +61,7 @@ class Scheduler:
         self._stuck = 0
         self._apart: dict[int, int] = {}
         """By id, sequences that are computed by themselves until so many of their tokens are."""
-        self._together_max = sequences_max
+        self._together_max = max_num_seqs
 
     @property
     def busy(self) -> bool:
@@ -79,7 +79,7 @@ class Scheduler:
         """The next step's work; empty when every sequence waits for a tier, or there is none."""
         self._collect_arrived()
         work: list[Work] = []
-        budget = self._step_tokens_max
+        budget = self._max_num_batched_tokens
         self._logit_rows = self._logit_rows_max
         apart = self._next_apart()
         for sequence in apart or list(self.running):
@@ -111,7 +111,7 @@ class Scheduler:
 
     def found(self) -> None:
         """A sequence by itself was at fault: the others can be computed together."""
-        self._together_max = self._sequences_max
+        self._together_max = self._max_num_seqs
 
     def _next_apart(self) -> list[Sequence]:
         """The first sequence that is to be computed by itself, if there is one that can be."""
@@ -162,7 +162,7 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Move the first waiting sequence on, if there is room; later ones never overtake it."""
-        if not self.waiting or len(self.running) + len(self._admissions) >= self._sequences_max:
+        if not self.waiting or len(self.running) + len(self._admissions) >= self._max_num_seqs:
             return None
         sequence = self.waiting[0]
         alone = not self.running and not len(self._admissions)

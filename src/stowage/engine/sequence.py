@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from stowage.cache.prefix_planner import PrefixRequest
 from stowage.core.geometry import Group, Kind
 from stowage.core.key import SequenceKeys
 from stowage.engine.detokenizer import Detokenizer
@@ -19,7 +20,6 @@ from stowage.engine.sampling import Sampler, SamplingParams, TokenLogprob, logpr
 from stowage.engine.swap.host_blocks import SwappedBlocks
 from stowage.executor.batch import Work
 from stowage.executor.sequence_state import SequenceState
-from stowage.storage.protocol import Probe
 
 
 class Phase(enum.Enum):
@@ -57,12 +57,7 @@ class Sequence(SequenceState):
     phase: Phase = Phase.WAITING
     stored: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
-    refused: set[bytes] = field(default_factory=set)
-    waited_s: float = 0.0
-    """Spent on answers, and on loads that did not bring the whole prefix, since it last ran."""
-    probes: list[Probe] = field(default_factory=list)
-    """Questions about its prompt that its admission waits for, ``probes_until_s`` at most."""
-    probes_until_s: float = 0.0
+    prefix: PrefixRequest = field(default_factory=PrefixRequest)
     reused: dict[str, int] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

@@ -190,7 +190,9 @@ def perplexity(
     second token on, at most ``tokens_most`` in all. Raises ModelError without a tokenizer or with too short a text,
     and whatever opening an engine raises.
     """
-    off = replace(runs.plain(memory), device_memory=memory.device_memory, host=memory.host, weights=memory.weights)
+    off = replace(
+        runs.plain(memory), device_memory=memory.device_memory, host_memory=memory.host_memory, weights=memory.weights
+    )
     found, scored = [], 0
     for what, model in zip(("as it was", "packed"), models, strict=True):
         engine = Engine(model, off)

@@ -42,13 +42,13 @@ def tolerance(dtype: str, deterministic: bool = False) -> float:
 def plain(memory: Memory) -> Memory:
     """``memory`` with nothing offloaded: no tier below the device, and all weights in memory."""
     off = {name: value for fields in _OFF.values() for name, value in fields.items()}
-    return replace(memory, host=0, device_memory=0, weights="auto", **off)
+    return replace(memory, host_memory=0, device_memory=0, weights="auto", **off)
 
 
 def with_tiers(memory: Memory, directory: Path) -> Memory:
     """``memory`` with a host arena and a disk: its own where it states them."""
-    host = memory.host if memory.host_bytes else min(HOST_BYTES, ram_total_bytes() // 4)
-    return replace(memory, host=host, disk=memory.disk or f"{directory / 'disk'}:{DISK_BYTES}")
+    host = memory.host_memory if memory.host_memory_bytes else min(HOST_BYTES, ram_total_bytes() // 4)
+    return replace(memory, host_memory=host, disk=memory.disk or f"{directory / 'disk'}:{DISK_BYTES}")
 
 
 def lower_tiers(memory: Memory) -> list[str]:

@@ -210,9 +210,9 @@ class BlockPool:
         )
 
 
-def blocks_needed(layout: BlockLayout, tokens: int, step_tokens_max: int) -> int:
+def blocks_needed(layout: BlockLayout, tokens: int, max_num_batched_tokens: int) -> int:
     """Blocks that one sequence of ``tokens`` tokens holds at once in this group, at most, while it is computed
-    ``step_tokens_max`` at a time.
+    ``max_num_batched_tokens`` at a time.
     """
     group = layout.group
     if group.kind is Kind.RECURRENT:
@@ -220,16 +220,16 @@ def blocks_needed(layout: BlockLayout, tokens: int, step_tokens_max: int) -> int
     every = -(-tokens // group.block_tokens)
     if group.kind is Kind.FULL:
         return every
-    return min(every, -(-(group.window + step_tokens_max) // group.block_tokens) + 1)
+    return min(every, -(-(group.window + max_num_batched_tokens) // group.block_tokens) + 1)
 
 
-def bytes_needed(layouts: Sequence[BlockLayout], tokens: int, step_tokens_max: int) -> int:
+def bytes_needed(layouts: Sequence[BlockLayout], tokens: int, max_num_batched_tokens: int) -> int:
     """Device bytes that one sequence of ``tokens`` tokens needs, with each group's padding block."""
-    return sum((blocks_needed(b, tokens, step_tokens_max) + 1) * b.group.bytes_per_block for b in layouts)
+    return sum((blocks_needed(b, tokens, max_num_batched_tokens) + 1) * b.group.bytes_per_block for b in layouts)
 
 
 def split_pool(
-    layouts: Sequence[BlockLayout], device_bytes: int, context_tokens: int, step_tokens_max: int
+    layouts: Sequence[BlockLayout], device_bytes: int, context_tokens: int, max_num_batched_tokens: int
 ) -> Mapping[int, int]:
     """Divide ``device_bytes`` over the groups, so that the same number of sequences fits into each; blocks by group
     index.
@@ -237,24 +237,25 @@ def split_pool(
     Sequences are taken to be ``min(context, 8192)`` tokens long, or as long as one can be when not even one such fits.
     Raises ``BudgetError`` when the budget holds no sequence of even one block, and says what the least is.
     """
-    least = bytes_needed(layouts, max(b.group.block_tokens for b in layouts), step_tokens_max)
+    least = bytes_needed(layouts, max(b.group.block_tokens for b in layouts), max_num_batched_tokens)
     if device_bytes < least:
         raise BudgetError(
             f"a device KV budget of {device_bytes:,} bytes holds no sequence at all. The least that works for this "
-            f"model is {least:,} bytes: --device-kv {-(-least // 1024)}KiB (more, to run prompts of a useful length)."
+            f"model is {least:,} bytes: --kv-cache-memory {-(-least // 1024)}KiB (more, to run prompts of a useful "
+            "length)."
         )
-    tokens = _longest(layouts, device_bytes, min(context_tokens, PLANNED_CONTEXT_TOKENS), step_tokens_max)
+    tokens = _longest(layouts, device_bytes, min(context_tokens, PLANNED_CONTEXT_TOKENS), max_num_batched_tokens)
     padding = sum(b.group.bytes_per_block for b in layouts)
-    share = (device_bytes - padding) / (bytes_needed(layouts, tokens, step_tokens_max) - padding)
-    return {b.group.index: int(blocks_needed(b, tokens, step_tokens_max) * share) for b in layouts}
+    share = (device_bytes - padding) / (bytes_needed(layouts, tokens, max_num_batched_tokens) - padding)
+    return {b.group.index: int(blocks_needed(b, tokens, max_num_batched_tokens) * share) for b in layouts}
 
 
-def _longest(layouts: Sequence[BlockLayout], device_bytes: int, limit_tokens: int, step_tokens_max: int) -> int:
+def _longest(layouts: Sequence[BlockLayout], device_bytes: int, limit_tokens: int, max_num_batched_tokens: int) -> int:
     """The longest sequence, up to ``limit_tokens``, that fits into ``device_bytes`` alone."""
     low, high = 1, limit_tokens
     while low < high:
         middle = (low + high + 1) // 2
-        if bytes_needed(layouts, middle, step_tokens_max) <= device_bytes:
+        if bytes_needed(layouts, middle, max_num_batched_tokens) <= device_bytes:
             low = middle
         else:
             high = middle - 1

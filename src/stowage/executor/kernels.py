@@ -5,9 +5,9 @@
     attend   softmax attention over a pool's blocks, in place: full, sliding, chunked; soft-capping, sinks, latents
 
 A row gives the same bits in a batch of any size, in any piece of a prompt, as prompt or as generated token; that is
-what ``--deterministic`` stands on. They are also quicker than what they replace where rows are few (``docs/engine.md``
-has the numbers), so a CPU uses them by default. They are built with the package where there is a C compiler; where they
-were not built, or ``STOWAGE_PURE_PYTHON`` is set, torch does the work.
+what ``--deterministic`` stands on. They are also quicker than what they replace where rows are few
+(``docs/benchmarks.md``), so a CPU uses them by default. They are built with the package where there is a C compiler;
+where they were not built, or ``STOWAGE_PURE_PYTHON`` is set, torch does the work.
 
 Threads are the kernels' own (``kernel/team.h``), as many as torch has: they wait awake for the next call of a step, a
 moment only and giving way, since torch's threads (``stowage.openmp``) need the cores too. Where there are none they are
@@ -24,12 +24,8 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.core.switches import PURE_PYTHON, is_on
-
-try:
-    from stowage.engine import _kernel as _kernel
-except ImportError:  # pragma: no cover - where nothing could be compiled
-    _kernel = None  # type: ignore[assignment]
+from stowage.native import extension as _kernel
+from stowage.native.switches import PURE_PYTHON, is_on
 
 _KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)

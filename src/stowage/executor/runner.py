@@ -70,7 +70,7 @@ class Runner:
         self.graphs: Graphs | None = None
         self._paged = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
 
-    def record(self, recorder: Recorder, limit_bytes: int, sequences_max: int) -> None:
+    def record(self, recorder: Recorder, limit_bytes: int, max_num_seqs: int) -> None:
         """From now on decode steps are recorded and replayed, with up to ``limit_bytes`` of device memory."""
         backend = GraphBackend(
             forward=self._recorded,
@@ -78,7 +78,7 @@ class Runner:
             strategies=self._strategies,
             recorder=recorder,
             attend=self._paged or decode_attention.attend,
-            sequences_max=sequences_max,
+            max_num_seqs=max_num_seqs,
             context_tokens=self._layout.context_tokens,
             octave=4 if self._paged is None else 1,
         )

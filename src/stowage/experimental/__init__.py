@@ -1,3 +1,4 @@
-"""What only CUDA devices run, and what has not met most of the hardware that it is for. ``executor.device`` is the only
-importer; tests stand in for the device.
+"""What only CUDA devices run: written for hardware that it has never run on, and tested with stand-ins.
+
+``executor.device`` is the only importer.
 """

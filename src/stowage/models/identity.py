@@ -45,7 +45,7 @@ def of_parameters(model: Any) -> str:
     import torch
 
     source = getattr(model, "stowage", None)
-    if source is not None:  # some of its parameters are away, and read as NaN
+    if source is not None:  # some of its parameters are away
         named: str = source.identity
         assert named, "offloaded weights have a name"
         return named

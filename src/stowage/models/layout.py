@@ -1,19 +1,14 @@
-"""What a model keeps per layer: found out by reading its config and confirmed by forwards of a few tokens.
+"""What a model keeps between tokens, as groups of layers that share one cache geometry: the words, and blocks.
 
-Owns the classification of layers into cache kinds and the grouping of layers that share one cache geometry. Never
-guesses: a layer whose probed state or mask contradicts its config, or a family whose resume has not been proved, is
-refused with ``UnsupportedModelError``.
-
-Kinds come from the text config as Transformers reads it for its own ``DynamicCache``; shapes and dtypes from the state
-that such a cache holds after a forward (``probing``); which keys a query sees from the rule of the mask that the model
-made (Transformers 5.17: multi-head latent attention keeps the latent and the rope key; linear layers keep a convolution
-state, a float32 recurrent state, or both; hybrid layers keep both kinds; layers that share keys keep nothing).
+Owns the types and how a group's tensors lie in its blocks. What the layers of a model are, ``cache_layers`` says; which
+of them make a group, the layout of each executor. Also owns what is refused by its config alone, and the longest
+sequence that a model is run with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +19,22 @@ from numpy.typing import NDArray
 from stowage.core.geometry import Group, Kind
 from stowage.errors import UnsupportedModelError
 from stowage.models.families import DECODERS, NO_TEXT_MODELS, OUTER, PROVED, REFUSED
-from stowage.models.probing import PROBE_TOKENS, Probe, Read, State, look, states_of
 
 TENSOR_ALIGNMENT_BYTES = 64
-_WINDOWED = {"sliding_attention": Kind.SLIDING, "hybrid_sliding": Kind.SLIDING, "chunked_attention": Kind.CHUNKED}
-_FULL = ("full_attention", "hybrid")
-_RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _CONTEXT_UNKNOWN_TOKENS = 1 << 20
 """Of a model whose config states none: nothing in it depends on the position."""
 
 
+State = tuple[str, int]
+"""Where a recurrent tensor lies in a layer of Transformers' cache: attribute, and index of the state."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
     """One cached tensor of a layer. ``shape`` is per row for attention layers (``[heads, head_dim]``), per sequence for
-    recurrent ones; there is one for ``every`` so many tokens. ``name``: in Transformers' cache (``fallback``).
+    recurrent ones; there is one for ``every`` so many tokens. ``name``: in Transformers' cache; the paged engine's own
+    rows have none.
     """
 
     shape: tuple[int, ...]
@@ -60,9 +56,19 @@ class Layer:
     window: int
     tensors: tuple[LayerTensor, ...]
     latent: bool = False
-    states: tuple[State, ...] = ()
     readers: tuple[int, ...] = ()
     """Later layers that have no keys and values of their own and read these."""
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """Where each tensor of a recurrent layer lies in Transformers' cache."""
+        split = (tensor.name.partition("/") for tensor in self.tensors)
+        return tuple((name, int(place)) for name, _, place in split)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one row, or of the state."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ def refuse_unsupported(config: Any) -> None:
             f"Supported: {', '.join(sorted(PROVED | OUTER.keys()))}."
         )
     _refuse_bidirectional(config)
+    _refuse_window_of_one(config)
 
 
 def refuse_positions(config: Any) -> None:
@@ -137,6 +144,7 @@ def refuse_positions(config: Any) -> None:
                 "so an answer would depend on its neighbours; it is not supported yet."
             )
     _refuse_bidirectional(config)
+    _refuse_window_of_one(config)
 
 
 def _refuse_bidirectional(config: Any) -> None:
@@ -148,6 +156,17 @@ def _refuse_bidirectional(config: Any) -> None:
         )
     if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         raise UnsupportedModelError("bidirectional attention has no causal KV cache; it is not supported.")
+
+
+def _refuse_window_of_one(config: Any) -> None:
+    """With one, Transformers itself gives another answer from its cache than without (5.17 to 5.23)."""
+    text = config.get_text_config(decoder=True)
+    used = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+    if getattr(text, "sliding_window", None) == 1 and getattr(text, "use_sliding_window", True) and used:
+        raise UnsupportedModelError(
+            "sliding_window is 1 in the model's config: Transformers computes something else then token by token than "
+            "at once, so there is no right answer. It is not supported."
+        )
 
 
 def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
@@ -171,100 +190,6 @@ def context_tokens(config: Any) -> int:
     return min(limits)
 
 
-def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> ModelLayout:
-    """Classify ``model``'s layers and lay out one block per group.
-
-    Args:
-        model: a Transformers causal model on its device, in evaluation mode.
-        block_tokens: tokens per block for each kind of group. The recurrent entry is the grid on which snapshots may be
-        taken. chunk_blocks: blocks per chunk of the attention groups.
-
-    Raises ``UnsupportedModelError`` when what the model does, does not fit its config.
-    """
-    config = model.config
-    refuse_unsupported(config)
-    seen = look(model)
-    layers = _classify(config, seen)
-    if not layers:
-        raise UnsupportedModelError("the model keeps no state between tokens: there is nothing to reuse.")
-    by_geometry: dict[tuple[Any, ...], list[Layer]] = {}
-    for layer in layers:
-        geometry = (layer.kind, layer.window, layer.latent)
-        by_geometry.setdefault(geometry, []).append(layer)
-    blocks = []
-    for index, members in enumerate(by_geometry.values()):
-        kind = members[0].kind
-        per_chunk = 1 if kind is Kind.RECURRENT else chunk_blocks
-        blocks.append(lay_out(index, members, block_tokens[kind], per_chunk))
-    return ModelLayout(
-        blocks=tuple(blocks),
-        ragged=all(layer.kind is not Kind.RECURRENT for layer in layers),
-        context_tokens=context_tokens(config),
-        vocab=int(config.vocab_size),
-        layers=len(seen.cache.layers),
-        continues=seen.continues,
-        own_rows=seen.own_rows,
-    )
-
-
-def _classify(config: Any, seen: Probe) -> list[Layer]:
-    from transformers.cache_utils import get_layer_types_and_kwargs
-
-    declared, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    layers: list[Layer] = []
-    for index, state in enumerate(seen.cache.layers):
-        name = declared[index] if index < len(declared) else "full_attention"
-        states = states_of(state)
-        if bool(states) and name not in _RECURRENT:
-            raise _contradicts(index, name, "it keeps a recurrent state")
-        if index in seen.cache.handed:
-            layers.append(_attention_layer(index, name, state, seen))
-        if states:
-            tensors = (getattr(state, attribute)[place] for attribute, place in states)
-            kept = tuple(LayerTensor(tuple(t.shape[1:]), t.dtype) for t in tensors)
-            layers.append(Layer(index, Kind.RECURRENT, 0, kept, states=states))
-    read = {r.source for r in seen.reads}
-    if read != set(seen.cache.handed):
-        raise UnsupportedModelError("some layers cache keys that no attention reads; this is not supported yet.")
-    return layers
-
-
-def _contradicts(index: int, declared: str, finding: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"layer {index} is declared as {declared!r}, but {finding}.")
-
-
-def _attention_layer(index: int, declared: str, state: Any, seen: Probe) -> Layer:
-    """The layer from its declared type, its probed cache layer, and how its keys were read."""
-    kind = Kind.FULL if declared in _FULL else _WINDOWED.get(declared)
-    if kind is None:
-        raise UnsupportedModelError(f"layer {index} is declared as {declared!r}, which is not supported yet.")
-    window = int(state.sliding_window) if kind is not Kind.FULL else 0
-    reads = [read for read in seen.reads if read.source == index]
-    for read in reads:
-        if read.window not in (None, window or None) or not _mask_agrees(kind, window, read, seen.logits.device):
-            raise _contradicts(index, declared, f"layer {read.layer} reads its keys under another mask")
-    if len({read.latent for read in reads}) > 1:
-        raise UnsupportedModelError(f"layer {index} is read as cached and expanded; this is not supported yet.")
-    latent = any(read.latent for read in reads)
-    keys, values = seen.cache.handed[index]
-    readers = tuple(read.layer for read in reads if read.layer != index)
-    return Layer(index, kind, window, _attention_tensors(index, keys, values, latent), latent, readers=readers)
-
-
-def _mask_agrees(kind: Kind, window: int, read: Read, device: torch.device) -> bool:
-    """Whether the mask shows a query what this kind of layer keeps for it, at positions around every edge."""
-    if read.rule is None:
-        return kind is Kind.FULL
-    edges = [0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window + 1, 100_003]
-    positions = np.unique([abs(edge) for edge in edges])
-    around = np.unique([p + offset - far for p in positions for far in (0, window) for offset in (-1, 0, 1)])
-    keys = around[around >= 0]
-    queries, seen_keys = (torch.from_numpy(given).to(device) for given in (positions, keys))
-    zero = torch.tensor(0, device=device)
-    shown = read.rule(zero, zero, queries[:, None], seen_keys[None]).expand(len(positions), len(keys)).cpu()
-    return bool((shown.numpy() == visible(kind, window, positions[:, None], keys[None])).all())
-
-
 def visible(kind: Kind, window: int, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which key positions each query position reads."""
     allowed = keys <= queries
@@ -275,16 +200,30 @@ def visible(kind: Kind, window: int, queries: NDArray[np.int64], keys: NDArray[n
     return allowed
 
 
-def _attention_tensors(index: int, keys: Any, values: Any, latent: bool) -> tuple[LayerTensor, ...]:
-    """Per-token shapes. Of multi-head latent attention, latent and rope key lie side by side in one row per token, so
-    that absorbed attention reads them without a copy.
+def lay_out_groups(
+    layers: Sequence[Layer], alike: Callable[[Layer], Hashable], block_tokens: Mapping[Kind, int], chunk_blocks: int
+) -> tuple[BlockLayout, ...]:
+    """A block for each group of layers that are ``alike``, in the order in which they first come.
+
+    ``block_tokens``: by kind; the recurrent entry is the grid on which snapshots may be taken. ``chunk_blocks``: blocks
+    per chunk of the attention groups. Groups with one row for several tokens have whole rows in a block.
     """
-    for tensor in (keys, values):
-        if tensor.shape[2] != PROBE_TOKENS:
-            raise UnsupportedModelError(f"layer {index} keeps {tensor.shape[2]} positions for {PROBE_TOKENS} tokens.")
-    if latent:
-        return (LayerTensor((1, keys.shape[3] + values.shape[3]), keys.dtype),)
-    return tuple(LayerTensor((t.shape[1], t.shape[3]), t.dtype) for t in (keys, values))
+    if not layers:
+        raise UnsupportedModelError("the model keeps no state between tokens: there is nothing to reuse.")
+    groups: dict[Hashable, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault(alike(layer), []).append(layer)
+    return tuple(
+        lay_out(index, members, *chunk_of(members[0], block_tokens, chunk_blocks))
+        for index, members in enumerate(groups.values())
+    )
+
+
+def chunk_of(layer: Layer, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> tuple[int, int]:
+    """Tokens of a block, and blocks of a chunk, of the group that ``layer`` is in."""
+    tokens = block_tokens[layer.kind]
+    size = math.lcm(tokens, layer.tensors[0].every)
+    return size, 1 if layer.kind is Kind.RECURRENT else max(1, chunk_blocks * tokens // size)
 
 
 def lay_out(index: int, members: list[Layer], block_tokens: int, per_chunk: int) -> BlockLayout:

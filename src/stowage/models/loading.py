@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -182,7 +182,7 @@ def check_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [directory / name for name in names]
+            files = [directory / _plain(name) for name in names]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
     else:
@@ -198,8 +198,28 @@ def check_files(directory: Path) -> list[Path]:
             f"{directory} holds no model*.safetensors file: its download was cut short, or the weights are elsewhere."
         )
     for path in files:
+        _check_inside(path, directory)
         _check_file(path)
     return files
+
+
+def _plain(name: str) -> str:
+    """The name of a file in the checkpoint's directory, or below it."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
+        raise ValueError(f"{name!r} is no name of a safetensors file in this directory")
+    return name
+
+
+def _check_inside(path: Path, directory: Path) -> None:
+    """A link may lead to another place in the directory, or, in the hub's cache, to where that keeps the files."""
+    home, target = directory.resolve(), path.resolve()
+    roots = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    if not any(target.is_relative_to(root) for root in roots):
+        raise CheckpointError(
+            f"{path} is a link that leads out of the checkpoint's directory, to {target}. Only the hub's own cache may "
+            "have such links: copy the file, or give the directory in which it lies."
+        )
 
 
 def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]:
@@ -232,26 +252,25 @@ def _check_file(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
 
 
-def part_of(directory: Path) -> TextPart:
-    """What the checkpoint there is run as. Raises CheckpointError."""
-    return text_part(_config_of(directory))
+def part_of(path: Path) -> TextPart:
+    """What the checkpoint in that directory, or of that config file, is run as. Raises CheckpointError."""
+    return text_part(_config_of(path / "config.json" if path.is_dir() else path))
 
 
-def _config_of(directory: Path) -> Any:
+def _config_of(file: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        found = _config_of_architecture(directory)
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        found = _config_of_architecture(file)
         if found is not None:
             return found
-        raise CheckpointError(
-            f"{directory / 'config.json'} is not a config that Transformers understands: {error}"
-        ) from error
+        raise CheckpointError(f"{file} is not a config that Transformers understands: {error}") from error
 
 
-def _config_of_architecture(directory: Path) -> Any:
+def _config_of_architecture(file: Path) -> Any:
     """The config of a checkpoint whose type Transformers does not know, while it has the class of model that the config
     names (Kimi-K2 is a ``DeepseekV3ForCausalLM``); ``None`` if it has not.
     """
@@ -259,7 +278,7 @@ def _config_of_architecture(directory: Path) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        entries = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        entries = json.loads(file.read_text(encoding="utf-8"))
         (architecture,) = entries["architectures"]
         if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return None

@@ -30,9 +30,9 @@ def block_tokens_of(memory: Memory, grid: int = 1) -> Mapping[Kind, int]:
     suit all groups: a snapshot inside of a chunk that is not complete is of no use below the device. It is a multiple
     of ``grid`` too.
     """
-    tokens = {kind: memory.group_block_tokens.get(kind.value, memory.block_tokens) for kind in Kind}
+    tokens = {kind: memory.group_block_size.get(kind.value, memory.block_size) for kind in Kind}
     paged = math.lcm(*(tokens[kind] for kind in Kind if kind is not Kind.RECURRENT)) * memory.chunk_blocks
-    if Kind.RECURRENT.value not in memory.group_block_tokens:
+    if Kind.RECURRENT.value not in memory.group_block_size:
         tokens[Kind.RECURRENT] = paged * -(-SNAPSHOT_GRID_TOKENS_LEAST // paged)
     tokens[Kind.RECURRENT] = math.lcm(tokens[Kind.RECURRENT], grid)
     return tokens
@@ -41,7 +41,7 @@ def block_tokens_of(memory: Memory, grid: int = 1) -> Mapping[Kind, int]:
 def namespace_fields(
     loaded: Loaded, layout: ModelLayout, salt: str, writer: str, attention_name: str
 ) -> Mapping[str, Field]:
-    """All that a chunk's bytes depend on besides its tokens (case F3); ``docs/keys.md`` explains each. ``writer``: who
+    """All that a chunk's bytes depend on besides its tokens (case F3); see ``docs/security.md``. ``writer``: who
     lays chunks out, and its format.
     """
     config = loaded.model.config

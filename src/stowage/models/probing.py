@@ -26,6 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from stowage.errors import UnsupportedModelError
+from stowage.models.cache_layers import states_of
+from stowage.models.layout import State
 
 NAME = "stowage_probe"
 PROBE_TOKENS = 6
@@ -41,9 +43,6 @@ RAISED_BY_MODELS = (AttributeError, IndexError, KeyError, NotImplementedError, R
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of a mask: whether a query (third) sees a key (fourth)."""
-
-State = tuple[str, int]
-"""Where a recurrent tensor lies in a layer of Transformers' cache: attribute, and place of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,10 @@ class _RecordingCache(DynamicCache):  # type: ignore[misc]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    """Whether they are one tensor, on a device without memory (meta) too."""
+    if one.shape != other.shape or one.stride() != other.stride() or one.storage_offset() != other.storage_offset():
+        return False
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 _recording: ContextVar[tuple[_RecordingCache, list[Read]]] = ContextVar("stowage_probe")
@@ -193,18 +195,31 @@ def forget(model: Any) -> None:
 
 @torch.inference_mode()
 def _look(model: Any) -> Probe:
-    with recorded(model):
-        try:
-            probe = _forwards(model, (PROBE_TOKENS,))
-            _refuse_state_elsewhere(model)
-            probe.continues = _continues(model, probe)
-        except UnsupportedModelError:
-            raise
-        except RAISED_BY_MODELS as error:
-            raise UnsupportedModelError(
-                f"the model does not run with Transformers' own dynamic cache and a replaced attention: {error}"
-            ) from error
+    with refusing(), recorded(model):
+        probe = _forwards(model, (PROBE_TOKENS,))
+        _refuse_state_elsewhere(model)
+        probe.continues = _continues(model, probe)
     return probe
+
+
+@torch.inference_mode()
+def glance(model: Any) -> Probe:
+    """One forward of ``model``, which may be without values (``meta_forward``): no answer is compared."""
+    with refusing(), recorded(model):
+        return _forwards(model, (PROBE_TOKENS,))
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What a model raises in here refuses it."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except RAISED_BY_MODELS as error:
+        raise UnsupportedModelError(
+            f"the model does not run with Transformers' own dynamic cache and a replaced attention: {error}"
+        ) from error
 
 
 def _forwards(
@@ -253,16 +268,6 @@ def cache_name(model: Any) -> str:
 def takes_rows(model: Any) -> bool:
     """Whether the model can be asked for the logits of certain tokens."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-def states_of(layer: Any) -> tuple[State, ...]:
-    """Which recurrent tensors a layer of Transformers' cache holds."""
-    return tuple(
-        (name, place)
-        for place in range(getattr(layer, "number_of_states", 0))
-        for name in ("conv_states", "recurrent_states")
-        if getattr(layer, name)[place] is not None
-    )
 
 
 def _refuse_state_elsewhere(model: Any) -> None:

@@ -132,4 +132,4 @@ def _engine(model: Any) -> Any:
     from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
 
-    return Engine(model, Memory(device_kv="8MiB", sequences_max=_BATCH))
+    return Engine(model, Memory(kv_cache_memory="8MiB", max_num_seqs=_BATCH))

@@ -15,19 +15,33 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError
 from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields
-from stowage.planner.parts import ATTENTION, MLP, RECURRENT, ROUTER, SHARED
-from stowage.planner.shapes import NORMS, Cache, Keeps, Layer, Model
+from stowage.planner.shapes import (
+    ATTENTION,
+    MLP,
+    NORMS,
+    RECURRENT,
+    ROUTER,
+    SHARED,
+    Attention,
+    Kept,
+    Layer,
+    Model,
+)
 
 HEADER_BYTES_MAX = 100_000_000
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _OTHERS = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F4": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.(.*)")
 _NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector", "connector", "image_newline", "mtp.")
-_EMBEDDING = ("embed_tokens", "embeddings", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
-_HEAD = ("lm_head", "embed_out", "output_layer")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(?:(\d+)\.)?")
+_EMBEDDING = re.compile(r"embed_tokens|embeddings|embed_in|embed_positions|(?:^|\.)(?:wte|wpe|w)\.")
+_HEAD = re.compile(
+    r"(?:^|[._])(?:lm_head|embed_out|output_layer|output_projection)\.|^head\.|^(?:cls\.predictions\.)?decoder\.\w+$"
+)
+_RECURRENT = re.compile(r"linear_attn|mamba|conv|mixer\.(?:in|out|x|dt)_proj|A_log|mixer\.(?:D|dt_bias)$")
+_EXPERT = re.compile(r"(?:^|\.)experts\.|(?:moe|^mlp)\.(?:in|out)put_linear\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +186,9 @@ def _sorted(tensors: list[Tensor]) -> Iterator[tuple[int, str, Tensor]]:
         match = _LAYER.search(tensor.name)
         if match is not None:
             yield int(match[1]), _kind(match[2], tensor), tensor
-        elif any(f"{name}." in f"{tensor.name}." for name in _HEAD):
+        elif _HEAD.search(tensor.name):
             yield -1, "head", tensor
-        elif any(name in tensor.name for name in _EMBEDDING):
+        elif _EMBEDDING.search(tensor.name):
             yield -1, "embedding", tensor
         else:
             yield -1, "rest", tensor
@@ -188,50 +202,42 @@ def _kind(name: str, tensor: Tensor) -> str:
         return "experts"
     if name.split(".")[-2:-1] in (["gate"], ["router"], ["wg"]) or ".router." in f".{name}":
         return ROUTER
-    if len(tensor.shape) < 2 and "norm" in name:
+    if len(tensor.shape) < 2 and ("norm" in name or "ln_" in name):
         return NORMS
-    if any(part in name for part in ("linear_attn", "mamba", "conv", "mixer.in_proj", "mixer.out_proj", "A_log")):
+    if _RECURRENT.search(name):
         return RECURRENT
     if "attn" in name or "attention" in name or re.search(r"mixer\.[qkvo]_proj", name):
         return ATTENTION
     return MLP
 
 
-def plain(fields: Fields, tensors: list[Tensor]) -> Model:
-    """A model of a family that is not known, of whose layers only the sizes are: every layer is taken to keep all keys
-    and values, which is the most that it can keep.
+def layer_count(tensors: list[Tensor]) -> int:
+    return 1 + max((index for index, _, _ in _sorted(tensors)), default=-1)
+
+
+def plain(fields: Fields, tensors: list[Tensor], dtype: str) -> Model:
+    """A model that is not known, run in ``dtype``, of whose layers only the sizes are: every layer is taken to keep all
+    keys and values, which is the most that it can keep.
     """
-    count = fields.number("num_hidden_layers", 0) or 1 + max((i for i, _, _ in _sorted(tensors)), default=-1)
-    heads, size = fields.number("num_attention_heads"), fields.head_dim
-    cache = Cache(Keeps.FULL, 2 * fields.kv_heads * size, read_elements=2 * fields.kv_heads * size)
-    layers = tuple(
-        Layer(
-            index,
-            {},
-            cache,
-            experts=fields.number("num_experts", 0),
-            experts_per_token=fields.number("num_experts_per_tok", 0),
-            pair_operations=4 * heads * size,
-        )
-        for index in range(count)
-    )
-    vocab, hidden = fields.number("vocab_size"), fields.number("hidden_size")
-    tied = not any("lm_head" in t.name for t in tensors)
+    count = fields.number("num_hidden_layers", 0) or layer_count(tensors)
+    vocab, hidden, heads = (fields.number(n) for n in ("vocab_size", "hidden_size", "num_attention_heads"))
+    size = fields.number("head_dim", hidden // max(1, heads))
+    row_bytes = 2 * fields.number("num_key_value_heads", heads) * size * ITEM_BYTES[dtype]
+    experts, chosen = fields.number("num_experts", 0), fields.number("num_experts_per_tok", 0)
     return Model(
         family=fields.family,
-        layers=layers,
-        embedding=0,
-        rest=0,
-        head=0,
-        tied=tied,
+        layers=tuple(Layer(index, {}, experts=experts, experts_per_token=chosen) for index in range(count)),
+        kept=tuple(Kept(index, Kind.FULL, row_bytes) for index in range(count)),
+        attention=(Attention(4 * heads * size, row_bytes),) * count,
+        tied=not any("lm_head" in t.name for t in tensors),
         vocab=vocab,
         hidden=hidden,
-        dtype=fields.dtype,
-        item_bytes=ITEM_BYTES[fields.dtype],
+        dtype=dtype,
+        item_bytes=ITEM_BYTES[dtype],
         context_tokens=fields.number("max_position_embeddings", 1 << 20),
         head_reads=vocab * hidden,
         notes=(
-            f"{fields.family} is not in the planner's table: weights are exact, and each layer is taken to keep the "
+            f"{fields.family} is not a family that is run here: weights are exact, and each layer is taken to keep the "
             "keys and values of all tokens.",
         ),
     )

@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stowage.planner.machine import Machine
-from stowage.planner.parts import MLP, SHARED
-from stowage.planner.shapes import Layer, Model, seen_pairs
+from stowage.planner.shapes import MLP, SHARED, Layer, Model
 
 STEP_TOKENS = 1024
 BLOCK_TOKENS = 16
@@ -114,13 +113,8 @@ def predict(model: Model, machine: Machine, workload: Workload, away: Away) -> P
 
 def decode_step(model: Model, machine: Machine, workload: Workload, away: Away) -> Step:
     """One token for each sequence of the batch."""
-    read = sum(
-        layer.cache.tokens(workload.length) * layer.cache.read_elements * model.item_bytes
-        + 2 * layer.cache.state_bytes(model.item_bytes)
-        for layer in model.layers
-    )
     compute_s = _products_s(model, machine, workload.batch, workload.batch)
-    compute_s += workload.batch * read / machine.cache_bytes_per_s(model.dtype)
+    compute_s += workload.batch * model.step_bytes(workload.length) / machine.cache_bytes_per_s(model.dtype)
     return _step(model, machine, away, compute_s, workload.batch)
 
 
@@ -130,10 +124,7 @@ def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, pro
     """
     total, done = prompts * workload.prompt, 0
     seconds = 0.0
-    pairs = sum(
-        layer.pair_operations * prompts * seen_pairs(workload.prompt, layer.cache.window) for layer in model.layers
-    )
-    attend_s = machine.attend_s(model.dtype, pairs)
+    attend_s = machine.attend_s(model.dtype, prompts * model.prompt_pair_operations(workload.prompt))
     while done < total:
         tokens = min(max(1, workload.step_tokens), total - done)
         ended = max(1, (done + tokens) // workload.prompt - done // workload.prompt)

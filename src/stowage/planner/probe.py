@@ -1,14 +1,12 @@
 """Measures this machine once, and remembers it: memory, disk, and what torch computes, for predictions.
 
 Owns the remembered file, one for each combination of processor, cores, torch and file system; another machine's or an
-older torch's is not taken. torch is used in a process of its own, so that whoever asks never imports it. Where torch is
-not installed, nothing is measured.
+older torch's is not taken. torch computes in a process of its own, whose threads and memory are nobody else's.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -28,11 +26,6 @@ _TIMEOUT_S = 600.0
 _MEMORY_BYTES = 128 << 20
 
 
-def can_compute() -> bool:
-    """Whether torch is installed; it is not imported."""
-    return importlib.util.find_spec("torch") is not None
-
-
 def remembered(directory: Path | None = None) -> Machine | None:
     """What was measured before on this machine for the disk of ``directory``; ``None`` where nothing was."""
     key = machine_key(directory)
@@ -49,14 +42,9 @@ def measure(
     """Measure this machine and the disk of ``directory`` (default: where it is remembered), and remember the result.
 
     ``say`` hears what is being measured. ``file_bytes``: of the file that the disk is measured with. Raises
-    ``ConfigError`` without torch, ``DirectoryError`` where the disk cannot be measured, ``StowageError`` where
+    ``DirectoryError`` where the disk cannot be measured, ``StowageError`` where
     computing fails.
     """
-    if not can_compute():
-        raise ConfigError(
-            "torch is not installed here, and without it nothing can be computed: install it, or give the figures of "
-            "another machine with --machine."
-        )
     place = directory or _made(default_state_directory())
     cores = len(os.sched_getaffinity(0))
     say("memory")

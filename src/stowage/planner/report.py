@@ -5,13 +5,14 @@ Owns wording and grouping; every number comes from the solution.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from stowage.config.memory import format_size
 from stowage.planner.predict import Step
-from stowage.planner.shapes import Keeps, Model
+from stowage.planner.shapes import Model
 from stowage.planner.solve import DEVICE, HOLDS, Alternative, Placed, Solution
 from stowage.weights.placement import Delivery
 
@@ -86,14 +87,11 @@ def _fetched(parts: list[Placed]) -> int:
 
 def _kinds(model: Model) -> str:
     """Which layers keep something, when not all keep everything."""
-    kinds = {
-        "full": sum(layer.cache.keeps is Keeps.FULL and layer.cache.token_elements > 0 for layer in model.layers),
-        "windowed": sum(layer.cache.window > 0 and layer.cache.token_elements > 0 for layer in model.layers),
-        "recurrent": sum(layer.cache.state_bytes(1) > 0 for layer in model.layers),
-    }
-    if kinds["full"] == len(model.layers):
+    kinds = Counter("recurrent" if one.recurrent else "windowed" if one.window else "full" for one in model.kept)
+    if set(kinds) == {"full"} and kinds["full"] >= len(model.layers):
         return ""
-    return " (" + ", ".join(f"{count} {name}" for name, count in kinds.items() if count) + " layers)"
+    named = [f"{kinds[name]} {name}" for name in ("full", "windowed", "recurrent") if kinds[name]]
+    return " (" + ", ".join(named) + " layers)" if named else ""
 
 
 def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
@@ -106,7 +104,7 @@ def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
                 f"With a device memory of {format_size(other.device_bytes)}, {other.name}: "
                 f"{other.prediction.tokens_per_s:.3g} tokens/s."
             )
-    if any(layer.cache.state_elements for layer in solution.model.layers):
+    if any(one.recurrent for one in solution.model.kept):
         found.append("Recurrent layers are predicted by their products; Transformers' own code for them may be slower.")
     if solution.workload.context_tokens > solution.model.context_tokens:
         found.append(f"The model's own context ends after {solution.model.context_tokens:,} tokens.")
@@ -134,7 +132,7 @@ def _limit(solution: Solution) -> str:
 
 
 def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, Any]:
-    """Everything that the table, the picture and the hints say; docs/planner.md lists the keys."""
+    """Everything that the table, the picture and the hints say; docs/planning.md lists the keys."""
     model, machine, prediction = solution.model, solution.machine, solution.prediction
     decode = prediction.decode
     return {

@@ -7,68 +7,80 @@ memory, in the type that the model is run in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from math import comb, exp, log1p
+from dataclasses import dataclass
+from fractions import Fraction
+from math import comb, exp, lcm, log1p
 
+from stowage.core.geometry import Kind
+
+ATTENTION, MLP, RECURRENT, ROUTER, SHARED = "attention", "mlp", "recurrent", "router", "shared experts"
 EXPERTS = "experts"
 NORMS = "norms"
 
 
-class Keeps(Enum):
-    """What a layer's keys and values are kept for."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one layer of the model's cache keeps of a sequence, as ``models.layout.Layer`` has it: ``nbytes`` for every
+    so many tokens of the last ``window`` ones (0: of all), or once where it is a recurrent state.
+    """
 
-    FULL = "full"
-    SLIDING = "sliding"
-    CHUNKED = "chunked"
-    NONE = "none"
+    index: int
+    kind: Kind
+    nbytes: int
+    window: int = 0
+    every: int = 1
+
+    @property
+    def recurrent(self) -> bool:
+        return self.kind is Kind.RECURRENT
+
+    @property
+    def token_bytes(self) -> Fraction:
+        return Fraction(0 if self.recurrent else self.nbytes, self.every)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.nbytes if self.recurrent else 0
+
+    def sequence_bytes(self, context: int, block_tokens: int) -> int:
+        """Of a sequence of ``context`` tokens, in whole blocks. A window that begins within a block needs one more."""
+        if self.recurrent:
+            return self.nbytes
+        cut = 0 < self.window < context
+        tokens = min(self.window + (block_tokens if block_tokens > 1 else 0), context) if cut else context
+        block = lcm(block_tokens, self.every)
+        return -(-tokens // block) * block // self.every * self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
-    """What one layer keeps of a sequence.
-
-    ``token_elements``: of each token; ``window``: tokens that are kept, 0 for all. ``conv_elements`` are kept in the
-    model's type, ``state_elements`` in float32, both once per sequence. ``read_elements``: what attention reads of each
-    visible token, which is another layer's where this one keeps nothing.
+class Attention:
+    """One call of attention in a forward. ``pair_operations``: for each pair of a query and a row that it sees;
+    ``read_bytes``: of each row that it sees, whichever layer keeps it.
     """
 
-    keeps: Keeps = Keeps.NONE
-    token_elements: int = 0
+    pair_operations: int
+    read_bytes: int
     window: int = 0
-    conv_elements: int = 0
-    state_elements: int = 0
-    read_elements: int = 0
+    every: int = 1
 
-    def tokens(self, context: int) -> int:
-        """How many tokens of a sequence of ``context`` tokens are kept."""
-        return min(context, self.window) if self.window else context
+    def rows(self, context: int) -> int:
+        """What the last of ``context`` tokens sees."""
+        return (min(context, self.window) if self.window else context) // self.every
 
-    def token_bytes(self, item_bytes: int) -> int:
-        return self.token_elements * item_bytes
-
-    def state_bytes(self, item_bytes: int) -> int:
-        return self.conv_elements * item_bytes + 4 * self.state_elements
-
-    def sequence_bytes(self, context: int, item_bytes: int) -> int:
-        """Of a sequence of ``context`` tokens."""
-        return self.tokens(context) * self.token_bytes(item_bytes) + self.state_bytes(item_bytes)
+    def prompt_operations(self, tokens: int) -> int:
+        """For a prompt of so many tokens."""
+        return self.pair_operations * seen_pairs(tokens, self.window) // self.every
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. ``parameters``: by kind, of all but the routed experts. ``expert_parameters``: of one expert.
-
-    ``pair_operations``: operations of attention for each pair of a query and a key that it sees.
-    """
+    """One layer's weights. ``parameters``: by kind, of all but the routed experts; ``expert_parameters``: of one."""
 
     index: int
     parameters: Mapping[str, int]
-    cache: Cache = field(default_factory=Cache)
     experts: int = 0
     experts_per_token: int = 0
     expert_parameters: int = 0
-    pair_operations: int = 0
     dense_bytes: int = 0
     expert_bytes: int = 0
 
@@ -99,22 +111,24 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A whole model. ``embedding``: parameters of the tables that tokens are looked up in; ``rest``: final norm and
-    what else belongs to no layer; ``head``: parameters of the output layer, without the embedding where it is that
-    (``tied``).
+    """A whole model. ``kept``, ``attention``: of one sequence. ``embedding``: parameters of the tables that tokens are
+    looked up in; ``rest``: final norm and what else belongs to no layer; ``head``: parameters of the output layer,
+    without the embedding where it is that (``tied``).
     """
 
     family: str
     layers: tuple[Layer, ...]
-    embedding: int
-    rest: int
-    head: int
+    kept: tuple[Kept, ...]
+    attention: tuple[Attention, ...]
     tied: bool
     vocab: int
     hidden: int
     dtype: str
     item_bytes: int
     context_tokens: int
+    embedding: int = 0
+    rest: int = 0
+    head: int = 0
     head_reads: int = 0
     """Parameters that logits are made of: the head's, or the tied embedding's."""
     embedding_bytes: int = 0
@@ -149,38 +163,35 @@ class Model:
 
     def token_bytes(self) -> int:
         """Keys and values that one more token adds, in layers that keep all of them."""
-        return sum(one.cache.token_bytes(self.item_bytes) for one in self.layers if not one.cache.window)
+        return int(sum(one.token_bytes for one in self.kept if not one.window))
 
     def stored_bytes_per_token(self, snapshot_tokens: int) -> float:
         """Of a prefix in a tier: windowed layers count as all others do, because prompts may share its middle only;
         recurrent states are kept every ``snapshot_tokens``.
         """
-        tokens = sum(one.cache.token_bytes(self.item_bytes) for one in self.layers)
-        return tokens + sum(one.cache.state_bytes(self.item_bytes) for one in self.layers) / snapshot_tokens
+        return float(sum(one.token_bytes + Fraction(one.state_bytes, snapshot_tokens) for one in self.kept))
 
     def sequence_bytes(self, context: int, block_tokens: int = 1) -> int:
-        """Of a sequence of ``context`` tokens, in whole blocks. A window that begins within a block needs one more."""
+        """Of a sequence of ``context`` tokens, in whole blocks."""
+        return sum(one.sequence_bytes(context, block_tokens) for one in self.kept)
 
-        def held(cache: Cache) -> int:
-            if not cache.token_elements:
-                return cache.state_bytes(self.item_bytes)
-            extra = block_tokens if cache.window and cache.window < context and block_tokens > 1 else 0
-            tokens = min(cache.tokens(context) + extra, context)
-            whole = -(-tokens // block_tokens) * block_tokens
-            return whole * cache.token_bytes(self.item_bytes) + cache.state_bytes(self.item_bytes)
+    def step_bytes(self, context: int) -> int:
+        """What one token after ``context`` others reads of what is kept; states are written too."""
+        read = sum(one.rows(context) * one.read_bytes for one in self.attention)
+        return read + 2 * sum(one.state_bytes for one in self.kept)
 
-        return sum(held(layer.cache) for layer in self.layers)
+    def prompt_pair_operations(self, tokens: int) -> int:
+        """Of attention, for a prompt of so many tokens."""
+        return sum(one.prompt_operations(tokens) for one in self.attention)
 
     def decode_operations(self, length: int) -> int:
         """Multiplications and additions for one token after ``length`` others."""
-        pairs = sum(layer.pair_operations * layer.cache.tokens(length) for layer in self.layers)
-        return 2 * self.active_parameters + pairs
+        return 2 * self.active_parameters + sum(one.pair_operations * one.rows(length) for one in self.attention)
 
     def prefill_operations(self, tokens: int) -> int:
         """For a prompt of ``tokens`` tokens: logits are made of its last one only."""
         per_token = 2 * (self.active_parameters - self.head_reads)
-        pairs = sum(layer.pair_operations * seen_pairs(tokens, layer.cache.window) for layer in self.layers)
-        return tokens * per_token + pairs + 2 * self.head_reads
+        return tokens * per_token + self.prompt_pair_operations(tokens) + 2 * self.head_reads
 
 
 def seen_pairs(tokens: int, window: int, before: int = 0) -> int:

@@ -365,7 +365,7 @@ class Room:
         if batch := self.largest_batch(budgets):
             outs.append(f"a batch of {batch}")
         if step := self.largest_step(budgets):
-            outs.append(f"forwards of {step} tokens (--step-tokens)")
+            outs.append(f"forwards of {step} tokens (--max-num-batched-tokens)")
         return (
             f"{self.model.family} with {format_size(self.model.total_bytes)} of weights does not fit: device memory of "
             f"{format_size(budgets.device_bytes)}, host memory of {format_size(budgets.host_bytes)}, disk of "

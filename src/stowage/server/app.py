@@ -52,7 +52,7 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
     counts.watch(
         bridge.engine.stats,
         choices_open=("choices that are served or wait", lambda: bridge.choices_open),
-        choices_limit=("choices that may be open together", lambda: bridge.choices_max),
+        choices_limit=("choices that may be open together", lambda: bridge.max_choices),
         server_tasks=("tasks of the server's event loop", tasks(loop)),
     )
     router = Router(routes, redirect_slashes=False)

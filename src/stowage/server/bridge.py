@@ -41,7 +41,7 @@ class Bridge:
         self.tokens_max = engine.sequence_tokens_max
         self.reader = Reader(engine, name, limits)
         self.vocabulary = Vocabulary(engine.tokenizer)
-        self.choices_max = engine.memory.sequences_max + limits.queue_max
+        self.max_choices = engine.memory.max_num_seqs + limits.max_queued_requests
         self.choices_open = 0
         self.stopping = False
         self._exchanges: set[Exchange] = set()
@@ -69,9 +69,9 @@ class Bridge:
         """Raises ApiError while so many more choices cannot be taken in."""
         if self.stopping:
             raise stopping()
-        if self.choices_open + choices > self.choices_max:
+        if self.choices_open + choices > self.max_choices:
             what = (
-                f"{self.choices_open} of at most {self.choices_max} choices are being served or wait; try again later."
+                f"{self.choices_open} of at most {self.max_choices} choices are being served or wait; try again later."
             )
             raise busy(what, min(_RETRY_AFTER_S_MAX, math.ceil(self._seconds)))
 

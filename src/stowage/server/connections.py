@@ -1,20 +1,28 @@
 """Connections: how many there may be, and how long a client may take over its part.
 
-Owns the timers that uvicorn has none for. A connection ends when the head of a request is not there in time, when the
-client reads nothing for too long, and when there are too many. Nothing here looks at what is said.
+Owns the timers that uvicorn has none for, and how a connection ends. It does when the head of a request is not there in
+time, when the client reads nothing for too long, and when there are too many. A client that is refused while it still
+sends gets its answer: the rest of what it sends is thrown away for a while, because closing at once would reset the
+connection, and the answer with it. Nothing here looks at what is said.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+from typing import Any, Final
 
 import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stowage.server.limits import Limits
 from stowage.server.refusal import ApiError
+from stowage.server.stream import send_json
+
+LINGER_S: Final = 5.0
+LINGER_BYTES: Final = 64 << 20
+"""How long, and how much of what a refused client still sends is thrown away."""
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
@@ -41,12 +49,17 @@ class Connection(H11Protocol):
         self.timeout_keep_alive = self.limits.keep_alive_s  # type: ignore[assignment]  # a float will do
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._lingered_bytes = 0
+        self._refused = False
+        self.app = _within(self.app, self.limits.header_bytes_max)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._real, self.transport = transport, _Ending(transport, self)  # type: ignore[assignment]
         # Whatever the system does not take counts as unread at once, so that no answer can wait for ever.
         transport.set_write_buffer_limits(high=0)
-        if len(self.connections) > self.limits.connections_max:
+        if len(self.connections) > self.limits.max_connections:
             self._say(ApiError(503, "Too many connections; try again later.", code="too_many_connections"))
             return
         self._await_head()
@@ -54,10 +67,31 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer = _stopped(self._head_timer)
         self._stall_timer = _stopped(self._stall_timer)
+        self._linger_timer = _stopped(self._linger_timer)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
+    @property
+    def lingers(self) -> bool:
+        """Whether all is said, and what still comes is thrown away."""
+        return self._linger_timer is not None
+
+    def end(self) -> None:
+        """Close the connection; later, if the client is in the middle of sending what nobody wants."""
+        sending = self._refused or (self.cycle is not None and self.cycle.more_body)
+        if not sending or self._real.is_closing():
+            self._real.close()
+        elif not self.lingers:
+            self._linger_timer = self.loop.call_later(LINGER_S, self._real.abort)
+            self._real.write_eof()
+            self._real.resume_reading()
+
     def data_received(self, data: bytes) -> None:
+        if self.lingers:
+            self._lingered_bytes += len(data)
+            if self._lingered_bytes > LINGER_BYTES:
+                self._real.abort()
+            return
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -82,7 +116,7 @@ class Connection(H11Protocol):
             return
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)
         if status == 431:
-            what = f"The head of the request is larger than the {self.limits.header_bytes_max} bytes that it may have."
+            what = _head_too_large(self.limits.header_bytes_max)
         else:
             what = "This is no HTTP request that can be understood."
         self._say(ApiError(status, what, code="invalid_http"))
@@ -94,6 +128,7 @@ class Connection(H11Protocol):
     def _say(self, error: ApiError) -> None:
         """An answer beside the application, and the end of the connection."""
         self._head_timer = _stopped(self._head_timer)
+        self._refused = True
         body = error.encoded
         head = (
             f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -101,6 +136,41 @@ class Connection(H11Protocol):
         )
         self.transport.write(head.encode("latin-1") + body)
         self.transport.close()
+
+
+class _Ending:
+    """A transport that is closed the way its connection wants it."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self._connection = connection
+
+    def close(self) -> None:
+        self._connection.end()
+
+    def is_closing(self) -> bool:
+        return self._connection.lingers or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def _within(app: ASGIApp, header_bytes_max: int) -> ASGIApp:
+    """`app` for requests with a head of that size; h11 only bounds what it has to wait for."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        line = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"]) + len("  HTTP/1.1\r\n\r\n")
+        if line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) <= header_bytes_max:
+            await app(scope, receive, send)
+            return
+        error = ApiError(431, _head_too_large(header_bytes_max), code="invalid_http", headers={"connection": "close"})
+        await send_json(send, error.status, error.encoded, error.headers)
+
+    return checked
+
+
+def _head_too_large(header_bytes_max: int) -> str:
+    return f"The head of the request is larger than the {header_bytes_max} bytes that it may have."
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

@@ -1,7 +1,7 @@
 """What the server counts about requests, beside the engine's own statistics: one page for Prometheus.
 
 Owns a registry of its own, so that two servers in one process do not mix. Labels come from fixed tables, never from
-what a client sent. docs/metrics.md lists all.
+what a client sent. docs/reference/metrics.md lists all.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stowage.server.auth import ApiKeys, Tenant
 from stowage.server.bridge import Bridge
 from stowage.server.counts import CLIENT_LEFT, Counts
-from stowage.server.refusal import ApiError, internal
+from stowage.server.refusal import ApiError, bad, internal
 from stowage.server.stream import ClientLeft, Events, send_json
 
 logger = logging.getLogger("stowage.server")
@@ -94,6 +94,8 @@ class Front:
             headers = dict(scope["headers"])
             if visit.route != OPEN_TO_ALL:
                 self._check_host(headers.get(b"host"))
+                if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
+                    raise bad("The header 'authorization' was given more than once: send one key.", code="invalid_http")
                 visit.tenant = self._who(headers.get(b"authorization"), visit.route, scope["method"])
             await self._app(scope, receive, send)
         except ApiError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stowage.errors import ConfigError
 
-_EXAMPLE = "127.0.0.1:8000, [::1]:8000, or 0.0.0.0:8000 for every address of this machine"
+_EXAMPLE = "--host 127.0.0.1, --host ::1, or --host 0.0.0.0 for every address of this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,21 @@ class Place:
         return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def bind(text: str) -> Place:
-    """The place that `HOST:PORT` means. Port 0: any that is free. Raises ConfigError."""
-    host, port = _parsed(text)
+def bind(host: str, port: int) -> Place:
+    """The place that an address or a name and a port mean. Port 0: any that is free. Raises ConfigError."""
+    host = host.strip()
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not host:
+        raise ConfigError(f"host is empty: the server must listen somewhere. Write {_EXAMPLE}.")
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port is {port}: it must be from 1 to 65535, or 0 for any that is free.")
+    text = f"{host} --port {port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(
-            f"--listen {text}: the host {host!r} is not known ({error.strerror}). Write {_EXAMPLE}."
-        ) from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--host {host!r} is not known ({reason}). Write {_EXAMPLE}.") from error
     found.sort(key=lambda item: item[0] != socket.AF_INET)
     family, kind, number, _, address = found[0]
     listener = socket.socket(family, kind, number)
@@ -61,18 +67,4 @@ def cannot_listen(text: str, error: OSError) -> str:
         errno.EADDRNOTAVAIL: f"this machine has no such address. Write {_EXAMPLE}",
         errno.EACCES: "ports below 1024 are for privileged users. Choose a larger one",
     }
-    return f"--listen {text} cannot be used: {reasons.get(error.errno or 0, error.strerror)}."
-
-
-def _parsed(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if (
-        not colon
-        or not host
-        or not (port.isascii() and port.isdecimal())
-        or int(port) > 65535
-        or (":" in host and not bracketed)
-    ):
-        raise ConfigError(f"--listen {text!r} is not understood. Write {_EXAMPLE}.")
-    return host.strip("[]"), int(port)
+    return f"--host {text} cannot be used: {reasons.get(error.errno or 0, error.strerror)}."

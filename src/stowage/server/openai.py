@@ -86,8 +86,8 @@ class Reader:
         self._tokenizer = engine.tokenizer
         self._prompts = engine.prompts
         self._tokens_max = engine.sequence_tokens_max
-        self._prompt_tokens_max = min(limits.prompt_tokens_max or self._tokens_max, self._tokens_max)
-        self._choices_max = min(limits.choices_max, limits.queue_max + engine.memory.sequences_max)
+        self._max_prompt_tokens = min(limits.max_prompt_tokens or self._tokens_max, self._tokens_max)
+        self._max_choices = min(limits.max_choices, limits.max_queued_requests + engine.memory.max_num_seqs)
         self._has_template = bool(getattr(engine.tokenizer, "chat_template", None))
 
     def completion(self, body: bytes) -> Ask:
@@ -158,11 +158,11 @@ class Reader:
         return model
 
     def _n(self, fields: Fields) -> int:
-        return fields.whole("n", 1, 1, self._choices_max) or 1
+        return fields.whole("n", 1, 1, self._max_choices) or 1
 
     def _count_choices(self, prompts: int, n: int) -> None:
-        if prompts * n > self._choices_max:
-            what = f"{prompts} prompts times {n} choices: one request may ask for at most {self._choices_max}."
+        if prompts * n > self._max_choices:
+            what = f"{prompts} prompts times {n} choices: one request may ask for at most {self._max_choices}."
             raise bad(what, "n" if n > 1 else "prompt")
 
     def _params(self, fields: Fields, logprobs: int | None) -> SamplingParams:
@@ -203,7 +203,7 @@ class Reader:
     def _prompt(self, raw: Any, new_tokens: int | None, default: int) -> Prompt:
         chat = isinstance(raw, list) and isinstance(raw[0], dict)
         param = "messages" if chat else "prompt"
-        most = self._prompt_tokens_max
+        most = self._max_prompt_tokens
         try:
             tokens = self._prompts.read(raw, most)
         except PromptTooLong as error:

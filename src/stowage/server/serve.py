@@ -1,9 +1,10 @@
 """Runs the server until it is told to stop, and stops it in order.
 
-    signal ── no new connections or requests ── running requests end, at most grace_s ── the rest is told ── the engine
-              is closed by whoever opened it, which writes what it holds to its tiers
+    signal ── no new connections or requests ── running requests end, at most shutdown_timeout_s ── the rest is told ──
+              the engine is closed by whoever opened it, which writes what it holds to its tiers
 
-A second signal ends the process at once.
+A second signal ends the process at once. An engine that has failed ends the server the same way: every client is told,
+and whoever started the server learns it, so that a new one can be.
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ _BACKLOG: Final = 512
 _LAST_WORDS_S: Final = 2.0
 """For telling clients that their requests will not be finished."""
 _TICK_S: Final = 0.02
+_LOOK_S: Final = 0.2
+"""How often the engine is asked whether it has failed."""
 
 
-def serve(engine: Engine, name: str, place: Place, limits: Limits, keys: ApiKeys, ready: Callable[[], None]) -> None:
-    """Serve `engine` as `name` until SIGINT or SIGTERM. Calls `ready` when requests are taken in. Raises ConfigError.
+def serve(engine: Engine, name: str, place: Place, limits: Limits, keys: ApiKeys, ready: Callable[[], None]) -> bool:
+    """Serve `engine` as `name` until SIGINT or SIGTERM, or until it has failed: then False. Calls `ready` when requests
+    are taken in. Raises ConfigError.
 
     On the main thread, because signals come there.
     """
 
-    async def until_signal() -> None:
+    async def until_signal() -> bool:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _first_signal, loop, stop)
-        await run(engine, name, place, limits, keys, stop, ready)
+        return await run(engine, name, place, limits, keys, stop, ready)
 
-    asyncio.run(until_signal())
+    return asyncio.run(until_signal())
 
 
 def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -66,7 +70,7 @@ async def run(
     keys: ApiKeys,
     stop: asyncio.Event,
     ready: Callable[[], None],
-) -> None:
+) -> bool:
     """`serve` without signals, until `stop` is set."""
     bridge, counts = Bridge(engine, name, limits), Counts()
     watch = Watch(bridge, counts)
@@ -80,9 +84,10 @@ async def run(
             await asyncio.sleep(_TICK_S)
         if server.started:
             ready()
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
+            ends = {asyncio.create_task(stop.wait()), asyncio.create_task(_failure(engine))}
+            await asyncio.wait({running, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
         await _stop(server, running, bridge, limits)
     except OSError as error:
         raise ConfigError(cannot_listen(place.text, error)) from error
@@ -91,12 +96,18 @@ async def run(
         with contextlib.suppress(asyncio.CancelledError):
             await sampling
         bridge.close()
+    return not engine.failed
+
+
+async def _failure(engine: Engine) -> None:
+    while not engine.failed:
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _stop(server: uvicorn.Server, running: asyncio.Task[None], bridge: Bridge, limits: Limits) -> None:
     bridge.stopping = True
     server.should_exit = True
-    if not (await asyncio.wait({running}, timeout=limits.grace_s))[0]:
+    if not (await asyncio.wait({running}, timeout=limits.shutdown_timeout_s))[0]:
         bridge.end_all(stopping())
         await asyncio.wait({running}, timeout=_LAST_WORDS_S)
         server.force_exit = True

@@ -150,7 +150,7 @@ class Node:
         while not self._computing:
             if self._ready:
                 self._compute(self._ready.popleft(), now_s)
-            elif self._waiting and len(self._loading) < self._scenario.sequences_max:
+            elif self._waiting and len(self._loading) < self._scenario.max_num_seqs:
                 self._admit(self._waiting.popleft(), now_s)
             else:
                 return

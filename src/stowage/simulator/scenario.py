@@ -62,14 +62,14 @@ class Scenario:
     prefill_s_fixed: float = 0.0
     load_s_fixed: float = 0.0
     step_tokens: int = 0
-    sequences_max: int = 16
+    max_num_seqs: int = 16
     load_timeout_s: float = 30.0
     copy_bytes_per_s: float = 20e9
     disk: Link = field(default=Link(6e9, 4e9, 100e-6))
     object: Link = field(default=Link(2e9, 2e9, 20e-3, 16))
 
     def __post_init__(self) -> None:
-        whole = ("kv_bytes_per_token", "block_tokens", "nodes", "sticky_blocks", "sequences_max")
+        whole = ("kv_bytes_per_token", "block_tokens", "nodes", "sticky_blocks", "max_num_seqs")
         for name in whole:
             _at_least(name, getattr(self, name), 1)
         for name in ("disk_bytes", "step_tokens", "prefill_s_fixed", "load_s_fixed", "seed"):

@@ -120,7 +120,7 @@ def _prompt(line: bytes, number: int, path: Path, block_tokens: int) -> tuple[fl
     if not length // block_tokens <= len(ids) <= -(-length // block_tokens):
         whole = -(-length // block_tokens)
         text = f"{len(ids)} hash_ids for {length} tokens; blocks of {block_tokens} tokens would be {whole}"
-        raise _bad_line(path, number, f"{text}. Is the size of a block right (--block-tokens)?")
+        raise _bad_line(path, number, f"{text}. Is the size of a block right (--block-size)?")
     return prompt
 
 

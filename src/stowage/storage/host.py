@@ -40,7 +40,8 @@ class HostArena:
             self._mapping = self._shared() if shared else _anonymous(self.bytes)
         except OSError as error:
             raise ConfigError(
-                f"host memory of {self.bytes} bytes could not be mapped ({error.strerror}); set host to a smaller size"
+                f"host memory of {self.bytes} bytes could not be mapped ({error.strerror}); set host_memory "
+                "to a smaller size"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 from stowage.config.addresses import Valkey, parse_valkey
 from stowage.errors import ConfigError
 from stowage.storage.remote.backend import Answer, Bounds, Cause, Failure
+from stowage.storage.remote.replies import bounded
 from stowage.storage.remote.tier import RemoteTier
 
 __all__ = ["ValkeyTier"]
@@ -68,6 +69,7 @@ def _connect(address: Valkey, password: str, bounds: Bounds, timeout_s: float) -
     """A client that has not connected yet."""
     try:
         import redis.asyncio as client
+        from redis.asyncio.connection import DefaultParser
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
     except ImportError as error:
@@ -93,9 +95,16 @@ def _connect(address: Valkey, password: str, bounds: Bounds, timeout_s: float) -
     for file in filter(None, (address.ca_file, address.cert_file, address.key_file)):
         if not os.access(file, os.R_OK):
             raise ConfigError(f"The file {file} of the valkey {address} cannot be read.")
+    parser = {"parser_class": bounded(DefaultParser)}
     if address.cluster:
-        return client.RedisCluster(**options, require_full_coverage=False, retry=Retry(NoBackoff(), 1))
-    return client.Redis(**options, db=address.database, retry=Retry(NoBackoff(), 0))
+        cluster = client.RedisCluster(**options, require_full_coverage=False, retry=Retry(NoBackoff(), 1))
+        cluster.connection_kwargs.update(parser)
+        for node in cluster.nodes_manager.startup_nodes.values():
+            node.connection_kwargs.update(parser)
+        return cluster
+    one = client.Redis(**options, db=address.database, retry=Retry(NoBackoff(), 0))
+    one.connection_pool.connection_kwargs.update(parser)
+    return one
 
 
 class _ValkeyBackend:

@@ -1,4 +1,4 @@
-"""The test that a tier must pass, ours or yours: docs/tiers.md says how to use it.
+"""The test that a tier must pass, ours or yours: docs/internals.md#a-tier-of-your-own says how to use it.
 
     class TestMyTier(TierConformance):
         def make_tier(self, directory: Path) -> Tier:

@@ -2,7 +2,7 @@
 
 Owns no memory: it borrows the arena and gets the device storage with each call. A block is one run of bytes on either
 side (the pool keeps all layers of a group together), so a chunk needs no more copies than it has blocks, and
-neighbouring blocks are copied as one. A plan is one call of C (`kernel/module.c`, built with the package where there is
+neighbouring blocks are copied as one. A plan is one call of C (`native/copies.c`, built with the package where there is
 a compiler), in which several threads share the work. Without it, or with `STOWAGE_PURE_PYTHON` set, Python copies run
 by run.
 """
@@ -19,13 +19,9 @@ from numpy.typing import NDArray
 
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import IntArray, SlabClass
-from stowage.core.switches import PURE_PYTHON, is_on
+from stowage.native import extension as _native
+from stowage.native import is_wanted
 from stowage.transfer.runs import columns_of_runs
-
-try:
-    from stowage.transfer import _copy
-except ImportError:  # pragma: no cover - where nothing could be compiled
-    _copy = None  # type: ignore[assignment]
 
 Memory = tuple[int, int]
 """Its address and its length in bytes."""
@@ -75,11 +71,11 @@ def copy_runs(
     """Copies `lengths[i]` bytes from `source_offsets[i]` of the source to `target_offsets[i]` of the target. Raises
     ValueError where a run does not lie in its memory; then nothing was copied. Memories and targets do not overlap.
     """
-    if _copy is not None and not is_on(PURE_PYTHON):
+    if is_wanted():
         source_offsets, target_offsets, lengths = (
             np.ascontiguousarray(column, np.int64) for column in (source_offsets, target_offsets, lengths)
         )
-        _copy.copy_runs(source, target, source_offsets, target_offsets, lengths, torch.get_num_threads())
+        _native.copy_runs(source, target, source_offsets, target_offsets, lengths, torch.get_num_threads())
     else:
         copy_one_by_one(source, target, source_offsets, target_offsets, lengths)
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.switches import is_on
+from stowage.native.switches import is_on
 
 __all__ = ["USES_HOST_PAGE_TABLES", "CudaDriver", "Pinned", "is_unified", "pin", "should_pin_memory"]
 
@@ -77,7 +77,7 @@ class Pinned:
             if error:
                 logger.warning(
                     "only %d of %d bytes of host memory could be pinned (error %d): copies wait for each other. "
-                    "Raise the limit of locked memory (ulimit -l), or take a smaller --host.",
+                    "Raise the limit of locked memory (ulimit -l), or take a smaller --host-memory.",
                     self.nbytes,
                     memory.nbytes,
                     error,

@@ -81,10 +81,13 @@ class File:
     def close(self) -> None:
         """Tensors over ``view`` stay usable; the mapping goes with the last of them."""
         self._view = None
-        for fd in (self.fd, self.direct):
+        fds, self.fd, self.direct = (self.fd, self.direct), -1, -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self.fd = self.direct = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def mark_of(fd: int) -> tuple[int, int]:

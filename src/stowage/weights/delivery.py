@@ -1,8 +1,4 @@
-"""The parameters of one unit: pointed at where their bytes are while it computes, and at nothing meanwhile.
-
-While a parameter is away, every element of it reads as NaN: what computes with it by mistake is wrong for all to see,
-and never a little.
-"""
+"""The parameters of one unit: pointed at where their bytes are while it computes, and away meanwhile."""
 
 from __future__ import annotations
 
@@ -12,9 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stowage.errors import ConfigError, UnsupportedModelError
+from stowage.errors import ConfigError
+from stowage.weights.away import absent, come, go
 from stowage.weights.checkpoint import File
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit
@@ -22,28 +19,13 @@ from stowage.weights.parameter_location import Home, SlotLayout, layout, memory_
 from stowage.weights.placement import Delivery
 from stowage.weights.reader import Read, Readers
 
-__all__ = ["HOST", "TIMEOUT_S", "Load", "Rows", "Streamed", "absent", "files_of", "hide", "show"]
+__all__ = ["HOST", "TIMEOUT_S", "Load", "Rows", "Stacked", "Streamed", "copied", "files_of", "hide", "show"]
 
 HOST: Final = torch.device("cpu")
 TIMEOUT_S: Final = 120.0
 """The longest wait for one module's bytes."""
 _TRIED_BYTES: Final = 4096
 """Of each end of a parameter that a device is to read in host memory."""
-
-
-def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
-    """A tensor on ``device`` that takes no memory, for a parameter that is away: NaN, or bytes of ones, which as scales
-    of packed weights are NaN. Raises UnsupportedModelError for other whole numbers.
-    """
-    if dtype is torch.uint8:
-        return torch.full((1,), 0xFF, dtype=dtype, device=device).expand(tuple(shape))
-    if not dtype.is_floating_point:
-        raise UnsupportedModelError(
-            f"a weight of type {dtype} has no value that says it is away, so it cannot be offloaded: keep its module "
-            "resident."
-        )
-    # Not every type has NaN as a Python scalar fill (8-bit floats have): so it is made in float32 and cast.
-    return torch.full((1,), float("nan")).to(dtype).to(device).expand(tuple(shape))
 
 
 @dataclass(slots=True)
@@ -67,7 +49,7 @@ def show(load: Load, carrier: Carrier | None) -> None:
     """
     for name, home in load.homes.items():
         if carrier is None:
-            load.unit.parameters[name].data = home.mapped() if home.host is None else home.host
+            come(load.unit.parameters[name], home.mapped() if home.host is None else home.host)
             continue
         assert home.host is not None, "what a device reads lies in host memory"
         here = home.host.reshape(-1).view(torch.uint8)
@@ -82,7 +64,7 @@ def show(load: Load, carrier: Carrier | None) -> None:
                 f"{name} is to be delivered as mapped, and {carrier.device} cannot read it in host memory: {why}. Say "
                 "prefetch, stream or resident instead."
             )
-        load.unit.parameters[name].data = there.view(home.dtype).view(home.shape)
+        come(load.unit.parameters[name], there.view(home.dtype).view(home.shape))
 
 
 def hide(loads: Iterable[Load], carrier: Carrier) -> None:
@@ -90,7 +72,7 @@ def hide(loads: Iterable[Load], carrier: Carrier) -> None:
     shown = [load for load in loads if load.delivery is Delivery.MAPPED]
     for load in shown:
         for name, home in load.homes.items():
-            load.unit.parameters[name].data = absent(home.shape, home.dtype, carrier.device)
+            go(load.unit.parameters[name], absent(home.shape, home.dtype, carrier.device), name)
     if shown:
         torch.zeros(1, device=carrier.device).cpu()  # after all that was asked for
 
@@ -103,12 +85,27 @@ def _same(there: Tensor, here: Tensor) -> bool:
     return True
 
 
+def copied(home: Home, readers: Readers) -> Tensor:
+    """What lies at ``home``, in host memory of its own. Raises CheckpointError and StorageError."""
+    files = files_of([home])
+    raw = np.empty(home.nbytes, np.uint8)
+    for file in files:
+        file.check()
+    ticket = readers.start(home.reads(0, raw.data))
+    ticket.wait(TIMEOUT_S)
+    ticket.raise_error()
+    for file in files:
+        file.check()
+    return torch.from_numpy(raw).view(home.dtype).view(home.shape)
+
+
 class Streamed:
     """A unit that computes from a slot of the ring, or from a buffer of the device."""
 
     def __init__(self, load: Load, device: torch.device) -> None:
         self.homes = list(load.homes.values())
         self.parameters = [load.unit.parameters[name] for name in load.homes]
+        self._names = list(load.homes)
         self.away = [absent(home.shape, home.dtype, device) for home in self.homes]
         self.layout: SlotLayout = layout(self.homes)
         self._files = files_of(self.homes)
@@ -129,11 +126,32 @@ class Streamed:
 
     def deliver(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+            come(parameter, view)
 
     def take_back(self) -> None:
-        for parameter, away in zip(self.parameters, self.away, strict=True):
-            parameter.data = away
+        """May be called twice."""
+        for parameter, away, name in zip(self.parameters, self.away, self._names, strict=True):
+            go(parameter, away, name)
+
+
+class Stacked:
+    """The experts of a layer, whose memory is the cache's, and which are shown while the layer computes."""
+
+    def __init__(self, load: Load) -> None:
+        self._names = list(load.homes)
+        self._parameters = [load.unit.parameters[name] for name in load.homes]
+        self._there = [parameter.data for parameter in self._parameters]
+        self._away = [absent(home.shape, home.dtype) for home in load.homes.values()]
+        self.take_back()
+
+    def show(self) -> None:
+        for parameter, there in zip(self._parameters, self._there, strict=True):
+            come(parameter, there)
+
+    def take_back(self) -> None:
+        """May be called twice."""
+        for parameter, away, name in zip(self._parameters, self._away, self._names, strict=True):
+            go(parameter, away, name)
 
 
 class Rows:
@@ -149,7 +167,8 @@ class Rows:
             (home.segments[0].file, home.segments[0].offset) if home.host is None else (memory_of(home.host), 0)
         )
         self._away = absent(home.shape, home.dtype, device)
-        self._parameter.data = self._away
+        self._name = name
+        self.take_back()
         module: Any = load.unit.module
         module.padding_idx = None  # only gradients want it, and it may lie outside of the rows
 
@@ -176,8 +195,9 @@ class Rows:
         ticket.raise_error()
         with torch.inference_mode(False):  # parameters of other devices take no tensors of that mode
             table = torch.from_numpy(raw).view(self._home.dtype).view(-1, *self._home.shape[1:])
-            self._parameter.data = table.to(self._away.device)
+            come(self._parameter, table.to(self._away.device))
         return numbers, len(wanted) * row_bytes
 
-    def take_back(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._parameter.data = self._away
+    def take_back(self) -> None:
+        """May be called twice."""
+        go(self._parameter, self._away, self._name)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stowage.errors import ModelError, TransferError
 from stowage.weights.parameter_location import Home
-from stowage.weights.prefetcher import TWO_FORWARDS
+from stowage.weights.turn import TWO_FORWARDS
 
 __all__ = ["Carrier", "Crossing", "PlainCarrier"]
 
@@ -224,6 +224,15 @@ class Crossing:
         self.settle()
         if self._apart:
             self.join()
+
+    def reset(self) -> None:
+        """Begin anew, whatever a forward left behind that did not end. The device has done all it was asked for."""
+        self._begun.clear()
+        self._lent.clear()
+        self._under_way.clear()
+        self._last = None
+        self._free, self._next, self._left = deque(range(len(self._buffers))), 0, 0
+        self._carrier.forget()
 
     def check(self) -> None:
         assert not self._lent and not self._under_way

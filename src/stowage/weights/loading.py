@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import UnsupportedModelError
+from stowage.weights.away import absent
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
-from stowage.weights.delivery import HOST, Load, absent
+from stowage.weights.delivery import HOST, Load
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
 from stowage.weights.host_buffers import Berths

@@ -371,7 +371,7 @@ def _within_host(placement: Placement, host_bytes: int) -> Placement:
     if placement.host_bytes > host_bytes:
         raise BudgetError(
             f"the weights that are to lie in host memory take {placement.host_bytes} bytes, and {host_bytes} are left "
-            "for them there: give host a larger size, or stream more of them."
+            "for them there: give host_memory a larger size, or stream more of them."
         )
     placement.check()
     return placement

@@ -12,20 +12,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stowage.errors import ModelError
 from stowage.weights.reader import Read, Readers, Stall, Ticket
+from stowage.weights.turn import TWO_FORWARDS
 
-__all__ = ["TWO_FORWARDS", "Ring", "Slot"]
-
-TWO_FORWARDS: Final = (
-    "two forwards of this model ran at the same time, and its weights are delivered for one: let one thread compute at "
-    "a time, or load the model twice."
-)
+__all__ = ["Ring", "Slot"]
 
 
 @dataclass(slots=True)
@@ -63,8 +58,8 @@ class Ring:
         with contextlib.suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         whole = memoryview(self._memory)
-        self._free = [Slot(n, whole[n * slot_bytes : (n + 1) * slot_bytes]) for n in range(slots)]
-        self._slots = slots
+        self._all = tuple(Slot(n, whole[n * slot_bytes : (n + 1) * slot_bytes]) for n in range(slots))
+        self._free = list(self._all)
         self._reads = reads
         self._readers = readers
         self._order = list(range(units))
@@ -137,15 +132,24 @@ class Ring:
             self._free.append(lent[0])
             self.start()
 
+    def reset(self) -> None:
+        """Begin anew, whatever a forward left behind that did not end. Nobody reads into a slot any more, and nobody
+        computes from one.
+        """
+        self._lent.clear()
+        self._filling.clear()
+        self._free, self._next = list(self._all), 0
+
     def close(self) -> None:
         """The readers must have ended."""
         self._filling.clear()
         self._free.clear()
+        self._all = ()
 
     def check(self) -> None:
-        assert len(self._free) + len(self._filling) + len(self._lent) == self._slots
+        assert len(self._free) + len(self._filling) + len(self._lent) == len(self._all)
         numbers = [slot.number for slot in self._free] + [f.slot.number for f in self._filling]
-        assert len({*numbers, *(slot.number for slot, _ in self._lent.values())}) == self._slots
+        assert len({*numbers, *(slot.number for slot, _ in self._lent.values())}) == len(self._all)
 
     def _seek(self, unit: int) -> None:
         """Make ``unit`` the first that is being filled."""

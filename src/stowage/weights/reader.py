@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +21,10 @@ import numpy as np
 
 from stowage.errors import StorageError
 from stowage.weights.checkpoint import PAGE_BYTES, File
+
+_LATE: Final = (
+    "weights were not read within {:g} s: the disk does not answer. The request failed; the next one tries again."
+)
 
 __all__ = ["Read", "Readers", "Stall", "Ticket"]
 
@@ -42,36 +47,36 @@ class Read:
 
 
 class Ticket:
-    """Some reads that belong together."""
+    """Some reads that belong together. Whoever waits may be interrupted anywhere, and wait again."""
 
-    __slots__ = ("_done", "_left", "_lock", "error")
+    __slots__ = ("_latch", "_left", "_lock", "error")
 
     def __init__(self, count: int) -> None:
         self._left = count
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._latch = threading.Lock()
         self.error: Exception | None = None
-        if not count:
-            self._done.set()
+        if count:
+            self._latch.acquire()
 
     @property
     def done(self) -> bool:
-        return self._done.is_set()
+        return not self._left
 
     def ended(self, error: Exception | None = None) -> None:
         with self._lock:
             self.error = self.error or error
             self._left -= 1
             if not self._left:
-                self._done.set()
+                self._latch.release()
 
     def wait(self, timeout_s: float) -> None:
         """Until all have ended, well or not. Raises StorageError when the time is over."""
-        if not self._done.wait(timeout_s):
-            raise StorageError(
-                f"weights were not read within {timeout_s:g} s: the disk does not answer. The request failed; the next "
-                "one tries again."
-            )
+        if self.done:
+            return
+        if not self._latch.acquire(timeout=timeout_s):
+            raise StorageError(_LATE.format(timeout_s))
+        self._latch.release()
 
     def raise_error(self) -> None:
         """Raises StorageError when a read failed; all have ended."""
@@ -99,50 +104,98 @@ class Stall:
             self.seconds += time.perf_counter() - began_s
 
 
+class _Batch:
+    """Reads that can be given up together."""
+
+    __slots__ = ("given_up",)
+
+    def __init__(self) -> None:
+        self.given_up = False
+
+
+class _Work:
+    """What the threads share. They know nothing else, so they end when nobody has the readers any more."""
+
+    __slots__ = ("busy", "queue")
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[tuple[Read, Ticket, _Batch] | None] = queue.SimpleQueue()
+        self.busy: set[int] = set()
+        """Threads that may be writing to memory."""
+
+
 class Readers:
-    """``threads`` of them, started with the first read."""
+    """``threads`` of them, started with the first read. They end with `close`, or when this is dropped."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._count = threads
-        self._threads: list[threading.Thread] = []
-        self._queue: queue.SimpleQueue[tuple[Read, Ticket] | None] = queue.SimpleQueue()
         self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._batch = _Batch()
+        self._work = _Work()
+        weakref.finalize(self, self._work.queue.put, None).atexit = False
 
     def start(self, reads: Sequence[Read]) -> Ticket:
         """Begin ``reads``, in their order, after those that were begun before."""
         assert not self._closed, "closed readers read nothing"
         while len(self._threads) < self._count:
-            thread = threading.Thread(target=self._run, name="stowage-weights", daemon=True)
-            self._threads.append(thread)
+            thread = threading.Thread(target=_run, args=(self._work,), name="stowage-weights", daemon=True)
             thread.start()
+            self._threads.append(thread)
         share_bytes = sum(read.into.nbytes for read in reads) // (2 * self._count)
         part_bytes = min(max(share_bytes // READ_BYTES * READ_BYTES, READ_BYTES), READ_BYTES_MAX)
         parts = [part for read in reads for part in _parts(read, part_bytes)]
         ticket = Ticket(len(parts))
         for part in parts:
-            self._queue.put((part, ticket))
+            self._work.queue.put((part, ticket, self._batch))
         return ticket
+
+    def drain(self, timeout_s: float) -> None:
+        """Give up what was begun and is not done. When this returns nothing is written to memory any more. May be
+        interrupted, and called again. Raises StorageError when the time is over.
+        """
+        self._batch.given_up = True
+        until_s = time.monotonic() + timeout_s
+        while self._work.busy:
+            if time.monotonic() > until_s:
+                raise StorageError(_LATE.format(timeout_s))
+            time.sleep(0.001)
+        self._batch = _Batch()
+
+    def forked(self) -> None:
+        """This is another process than the one whose threads were reading: it has none of them."""
+        self._begin()
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End the threads after what is queued. Whether all have ended: if not, their memory must stay."""
         self._closed = True
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
+        self._work.queue.put(None)
+        threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in threads:
             thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
-    def _run(self) -> None:
-        buffer = _Buffer()
-        while (work := self._queue.get()) is not None:
-            read, ticket = work
-            try:
-                _fill(read, buffer)
-            except Exception as error:  # noqa: BLE001  # a thread's outermost frame: whoever waits is told
-                ticket.ended(error)
-            else:
-                ticket.ended()
-            del read, ticket, work
+
+def _run(work: _Work) -> None:
+    """A thread's life. The last word in the queue is for all threads."""
+    buffer, own = _Buffer(), threading.get_ident()
+    while (item := work.queue.get()) is not None:
+        read, ticket, batch = item
+        work.busy.add(own)  # before the look: who gives up waits for whoever looked earlier
+        try:
+            if batch.given_up:
+                raise StorageError("reading was given up, because the forward that asked did not end")
+            _fill(read, buffer)
+        except Exception as error:  # noqa: BLE001  # a thread's outermost frame: whoever waits is told
+            ticket.ended(error)
+        else:
+            ticket.ended()
+        work.busy.discard(own)
+        del read, ticket, batch, item
+    work.queue.put(None)
 
 
 def _parts(read: Read, part_bytes: int) -> list[Read]:

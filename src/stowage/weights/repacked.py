@@ -6,6 +6,8 @@ Owns one file without a name: it vanishes with the process, however that ends. I
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,29 @@ from numpy.typing import NDArray
 from stowage.errors import BudgetError, StorageError
 from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
 
-__all__ = ["Image"]
+__all__ = ["Image", "usual_place"]
 
 _ALIGNED_BYTES = 64
 _WRITTEN_BYTES = 8 << 20
+
+
+def usual_place(mounts: Path = Path("/proc/self/mounts")) -> tuple[Path, int] | None:
+    """A directory for an image of somebody who named none, and its limit: where the system keeps large temporary
+    files, up to half of what is free there. ``None`` where that is memory.
+    """
+    for directory in (Path("/var/tmp"), Path(tempfile.gettempdir())):
+        if os.access(directory, os.W_OK) and _on_disk(directory.resolve(), mounts):
+            return directory, shutil.disk_usage(directory).free // 2
+    return None
+
+
+def _on_disk(directory: Path, mounts: Path) -> bool:
+    try:
+        lines = [line.split() for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return True
+    above = [(len(line[1]), line[2]) for line in lines if len(line) > 2 and directory.is_relative_to(line[1])]
+    return max(above, default=(0, ""))[1] not in ("tmpfs", "ramfs")
 
 
 class Image:

@@ -32,8 +32,8 @@ def test_batches_and_reuse(family, tmp_path):
     comes from the device, from host, from disk, and from disk after a restart. Blocks of 16 tokens.
     """
     world = World(family)
-    sizes = {"device_kv": "8MiB", "host": "16MiB", "block_tokens": 16, "chunk_blocks": 2}
-    memory = Memory(**sizes, disk=f"{tmp_path / 'cache'}:32MiB", step_tokens_max=64, snapshot_tokens=64)
+    sizes = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "block_size": 16, "chunk_blocks": 2}
+    memory = Memory(**sizes, disk=f"{tmp_path / 'cache'}:32MiB", max_num_batched_tokens=64, snapshot_tokens=64)
     engine = Engine(world.model, memory)
     prompts = [random_prompt(1, 1), random_prompt(17, 2), LONG, random_prompt(100, 3)]
     completions = engine.generate(prompts, greedy(5))
@@ -44,7 +44,7 @@ def test_batches_and_reuse(family, tmp_path):
     for tier in ("device", "host", "disk"):
         for cut in CUTS:
             ask(world, engine, tier, cut, cut // grid * grid)
-    assert row(world.family, engine.parts.layout) in PAGE.read_text(), "docs/models.md: python scripts/models_doc.py"
+    assert row(world.family, engine.parts.layout) in PAGE.read_text(), "make reference"
     check_and_close([engine])
     engine = Engine(world.fresh(), memory)
     ask(world, engine, "disk", CUTS[0], CUTS[0] // grid * grid)
@@ -75,12 +75,18 @@ def test_a_small_pool(family):
     """
     exact = family in EXACT
     world = World(family, context_tokens=128)
-    sizes = {"block_tokens": 32, "chunk_blocks": 2, "host": "16MiB", "step_tokens_max": 144, "snapshot_tokens": 128}
+    sizes = {
+        "block_size": 32,
+        "chunk_blocks": 2,
+        "host_memory": "16MiB",
+        "max_num_batched_tokens": 144,
+        "snapshot_tokens": 128,
+    }
     prompts = [random_prompt(58 + i, seed=i) for i in range(3)]
-    with Engine(world.model, Memory(device_kv="8MiB", **sizes), deterministic=exact) as engine:
+    with Engine(world.model, Memory(kv_cache_memory="8MiB", **sizes), deterministic=exact) as engine:
         need = bytes_needed(engine.parts.layout.blocks, 128, 144)
         alone = engine.generate(prompts[2:], greedy(45))[0] if exact else None
-    engine = Engine(world.model, Memory(device_kv=int(need * 1.7), **sizes), deterministic=exact)
+    engine = Engine(world.model, Memory(kv_cache_memory=int(need * 1.7), **sizes), deterministic=exact)
     completions = engine.generate(prompts, greedy(45))
     world.check_all(prompts, completions)
     if alone is not None:
@@ -97,7 +103,7 @@ def test_a_small_pool(family):
 def test_a_block_forced_by_the_state(family):
     """A block of attention that takes as many bytes as a large state does: 528 tokens."""
     world = World(family, context_tokens=1024)
-    memory = Memory(device_kv="32MiB", host="32MiB", group_block_tokens={"full": 528}, chunk_blocks=1)
+    memory = Memory(kv_cache_memory="32MiB", host_memory="32MiB", group_block_size={"full": 528}, chunk_blocks=1)
     engine = Engine(world.model, memory)
     assert {b.group.block_tokens for b in engine.parts.layout.blocks if b.group.kind is Kind.FULL} == {528}
     prompt = random_prompt(560)

@@ -64,8 +64,8 @@ def answers_as_the_whole(world: World, engine: Engine) -> None:
 def test_text_is_answered_as_by_the_whole_model(name, tmp_path):
     """A batch in pieces; then what is shared comes from the device. Only tensors of text are in memory."""
     world = OuterWorld(name, tmp_path)
-    sizes = {"device_kv": "4MiB", "block_tokens": 16, "chunk_blocks": 2, "snapshot_tokens": 64}
-    engine = Engine(world.path, Memory(**sizes, step_tokens_max=64))
+    sizes = {"kv_cache_memory": "4MiB", "block_size": 16, "chunk_blocks": 2, "snapshot_tokens": 64}
+    engine = Engine(world.path, Memory(**sizes, max_num_batched_tokens=64))
     answers_as_the_whole(world, engine)
     prompt = plain_text(random_prompt(130, 3))[:97] + plain_text(random_prompt(9, 4))
     (completion,) = engine.generate([prompt], greedy(3))
@@ -75,7 +75,7 @@ def test_text_is_answered_as_by_the_whole_model(name, tmp_path):
     assert sum(p.numel() for p in engine.model.parameters()) == own
     held = {tensor.data_ptr(): tensor.numel() for tensor in engine.model.state_dict().values()}
     assert read_model(world.path).total_parameters == sum(held.values())
-    assert outer_row(world.row) in PAGE.read_text(), "docs/models.md: python scripts/models_doc.py"
+    assert outer_row(world.row) in PAGE.read_text(), "make reference"
     check_and_close([engine])
 
 
@@ -83,8 +83,8 @@ def test_text_is_answered_as_by_the_whole_model(name, tmp_path):
 def test_what_is_shared_comes_from_every_tier(name, tmp_path):
     """Host, disk, and disk after a restart."""
     world = OuterWorld(name, tmp_path)
-    sizes = {"device_kv": "8MiB", "host": "16MiB", "block_tokens": 16, "chunk_blocks": 2}
-    memory = Memory(**sizes, disk=f"{tmp_path / 'cache'}:32MiB", step_tokens_max=64, snapshot_tokens=64)
+    sizes = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "block_size": 16, "chunk_blocks": 2}
+    memory = Memory(**sizes, disk=f"{tmp_path / 'cache'}:32MiB", max_num_batched_tokens=64, snapshot_tokens=64)
     engine = Engine(world.path, memory)
     engine.generate([LONG], greedy(3))
     grid = 64 if engine.parts.layout.recurrent else 32
@@ -143,7 +143,7 @@ def test_a_text_model_that_is_another_in_there_is_refused(name, text, tmp_path):
     """Transformers' outer models leave out the scale of these logits."""
     whole = whole_with(tiny_models.OUTER[name], text)
     with pytest.raises(UnsupportedModelError, match=f"type '{name}' with a text model of type '{text}'"):
-        Engine(whole, Memory(device_kv="4MiB"))
+        Engine(whole, Memory(kv_cache_memory="4MiB"))
     whole.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"type '{name}' with a text model of type '{text}'"):
         loading.load(tmp_path)
@@ -183,7 +183,7 @@ def test_a_config_from_before_there_were_text_configs(tmp_path):
     rope = text.pop("rope_parameters")
     old = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
     file.write_text(json.dumps({**text, **old, **entries, "model_type": "qwen2_5_vl"}))
-    engine = Engine(world.path, Memory(device_kv="4MiB"))
+    engine = Engine(world.path, Memory(kv_cache_memory="4MiB"))
     answers_as_the_whole(world, engine)
     check_and_close([engine])
 
@@ -205,7 +205,7 @@ def test_an_output_layer_that_is_the_embedding(tmp_path):
     entries["text_config"]["tie_word_embeddings"] = False
     file.write_text(json.dumps(entries))
     assert not any("lm_head" in name for name in load_file(world.path / "model.safetensors"))
-    engine = Engine(world.path, Memory(device_kv="4MiB"))
+    engine = Engine(world.path, Memory(kv_cache_memory="4MiB"))
     assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
     answers_as_the_whole(world, engine)
     check_and_close([engine])
@@ -237,7 +237,7 @@ def test_a_tensor_of_text_that_is_missing_is_not_made_up(tmp_path):
 )
 def test_tokens_of_pictures_are_refused(name, token, tmp_path):
     overrides = {"vocab_size_per_layer_input": 500} if name == "gemma3n_vision" else {}
-    engine = Engine(OuterWorld(name, tmp_path, **overrides).path, Memory(device_kv="4MiB"))
+    engine = Engine(OuterWorld(name, tmp_path, **overrides).path, Memory(kv_cache_memory="4MiB"))
     with pytest.raises(RequestError, match=f"token {token} stands for a picture"):
         engine.generate([[5, token, 7]], greedy(1))
     assert token in engine._loop._eos
@@ -246,7 +246,7 @@ def test_tokens_of_pictures_are_refused(name, token, tmp_path):
 
 def test_tokens_that_only_some_tables_have_are_refused():
     """Of Gemma 3n's text model alone as well: the tables of its layers end before pictures and sound begin."""
-    with Engine(tiny_models.build("gemma3n", vocab_size_per_layer_input=500), Memory(device_kv="4MiB")) as engine:
+    with Engine(tiny_models.build("gemma3n", vocab_size_per_layer_input=500), Memory(kv_cache_memory="4MiB")) as engine:
         assert engine.generate([[5, 499, 7]], greedy(1))
         with pytest.raises(RequestError, match="token 500 stands for a picture"):
             engine.generate([[5, 500, 7]], greedy(1))
@@ -258,7 +258,7 @@ def test_a_model_in_memory_lends_its_text(name):
     model = tiny_models.build(name)
     ids = torch.tensor([random_prompt(40)])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)[0, 40:]
-    with Engine(model, Memory(device_kv="4MiB")) as engine:
+    with Engine(model, Memory(kv_cache_memory="4MiB")) as engine:
         (completion,) = engine.generate([ids[0].tolist()], greedy(8))
         assert completion.token_ids[: len(expected)] == expected.tolist()
         assert engine.model.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
@@ -266,7 +266,7 @@ def test_a_model_in_memory_lends_its_text(name):
         stowage.offload(model, device_memory="1GiB")
     model.bfloat16().model.language_model.norm.float()
     with pytest.raises(UnsupportedModelError, match="in another form"):
-        Engine(model, Memory(device_kv="4MiB"))
+        Engine(model, Memory(kv_cache_memory="4MiB"))
 
 
 @pytest.mark.parametrize("name", ["gemma3_vision", "qwen3_vl_moe"])
@@ -298,7 +298,7 @@ def test_prefixes_of_a_text_model(name, tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"stowage\.offload\(DIR, weights='\*=resident'\)"):
         stowage.PrefixCache(world.plain, "8MiB")
     model = stowage.offload(world.path, weights="*=resident")
-    with stowage.PrefixCache(model, "8MiB", block_tokens=16, snapshot_tokens=64) as prefixes:
+    with stowage.PrefixCache(model, "8MiB", block_size=16, snapshot_tokens=64) as prefixes:
         for turn in range(2):
             ids = torch.tensor([random_prompt(130)])
             options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": -1}

@@ -83,4 +83,4 @@ def test_refused_by_name(kind):
 def test_an_encoder_is_no_decoder(family):
     model = tiny_models.build(family, tiny_models.TinySize(layers=2, context_tokens=256), is_decoder=False)
     with pytest.raises(UnsupportedModelError, match='"is_decoder": true'):
-        Engine(model, Memory(device_kv="8MiB")).close()
+        Engine(model, Memory(kv_cache_memory="8MiB")).close()

@@ -13,7 +13,7 @@ from stowage.models import families, layout
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TinySize
 
-MEMORY = Memory(device_kv="8MiB")
+MEMORY = Memory(kv_cache_memory="8MiB")
 
 
 def test_what_is_proved_is_what_is_tested():
@@ -33,7 +33,7 @@ def test_every_causal_model_of_transformers_is_in_a_list():
 def test_the_page_is_up_to_date():
     """Each row is held to its model where that is run (``test_batches_and_reuse``)."""
     text = PAGE.read_text()
-    assert text.startswith(HEAD) and text.endswith(tail()), "python scripts/models_doc.py"
+    assert text.startswith(HEAD) and text.endswith(tail()), "make reference"
     rows = [line.split("`")[1] for line in text.removeprefix(HEAD).removesuffix(tail()).splitlines() if "| `" in line]
     assert rows == list(tiny_models.TABLE)
 

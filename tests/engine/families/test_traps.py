@@ -19,7 +19,7 @@ from stowage.testing import tiny_models
 from tests.engine.conftest import random_prompt
 from tests.engine.families.world import World, greedy
 
-MEMORY = Memory(device_kv="8MiB", host="8MiB", step_tokens_max=32)
+MEMORY = Memory(kv_cache_memory="8MiB", host_memory="8MiB", max_num_batched_tokens=32)
 
 
 def run(world: World, *prompts: list[int], memory: Memory = MEMORY, new_tokens: int = 4) -> Engine:
@@ -138,7 +138,7 @@ def test_a_scan_longer_than_the_context():
     """Mamba 2: where a prompt is never cut, how it would be cut does not matter to exact answers."""
     world = World("mamba2", context_tokens=64, chunk_size=128)
     prompts = [random_prompt(40), random_prompt(30, 1)]
-    with Engine(world.model, Memory(device_kv="8MiB", step_tokens_max=100), deterministic=True) as engine:
+    with Engine(world.model, Memory(kv_cache_memory="8MiB", max_num_batched_tokens=100), deterministic=True) as engine:
         (alone,) = engine.generate(prompts[:1], greedy(4))
         both = engine.generate(prompts, greedy(4))
         world.check_all(prompts, both)

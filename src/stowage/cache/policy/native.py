@@ -1,7 +1,7 @@
 """The cost-aware policy with its inner loops in C: the same victims and the same state, at a tenth of the time.
 
     CostAware            arrays of numpy: slots, history, life tables       learning, checks
-        └── lent as buffers ──> Kernel (kernel/*.c)                         admit, insert, remove, victims
+        └── lent as buffers ──> Kernel (native/policy)                       admit, insert, remove, victims
 
 Measured for prompts of 256 chunks, no single operation of numpy's is what `cost.py` waits for: a batch takes some
 two hundred of them, and each costs more to call than its few hundred elements cost to compute. So the loops are in C,
@@ -16,24 +16,15 @@ import numpy as np
 from stowage.cache.policy.cost import CostAware
 from stowage.cache.policy.hazard import Floats
 from stowage.core.geometry import IntArray
-from stowage.core.switches import PURE_PYTHON, is_on
-
-try:
-    from stowage.cache.policy._cost import Kernel, best_rates
-except ImportError:  # pragma: no cover - where nothing could be compiled
-    Kernel = best_rates = None  # type: ignore[assignment, misc]
+from stowage.native import extension as _native
+from stowage.native import is_built, is_wanted
 
 __all__ = ["NativeCostAware", "cost_aware", "is_built", "quick_rate"]
 
 
-def is_built() -> bool:
-    """Whether the kernel can be had at all."""
-    return Kernel is not None
-
-
 def cost_aware(slots: int, capacity: int | None = None) -> CostAware:
     """The quicker of both, unless it is not there or not wanted."""
-    if is_built() and not is_on(PURE_PYTHON):
+    if is_wanted():
         return NativeCostAware(slots, capacity)
     return CostAware(slots, capacity)
 
@@ -41,7 +32,7 @@ def cost_aware(slots: int, capacity: int | None = None) -> CostAware:
 def quick_rate(hazard: Floats) -> Floats:
     """As `hazard.best_rate`, up to rounding."""
     rates = np.empty_like(hazard)
-    best_rates(hazard, rates)
+    _native.best_rates(hazard, rates)
     return rates
 
 
@@ -52,7 +43,7 @@ class NativeCostAware(CostAware):
 
     def __init__(self, slots: int, capacity: int | None = None) -> None:
         super().__init__(slots, capacity, quick_rate)
-        self._kernel = Kernel(tuple(self.arrays()), slots, len(self._history.tables[0]), self.hazard.width)
+        self._kernel = _native.Kernel(tuple(self.arrays()), slots, len(self._history.tables[0]), self.hazard.width)
 
     def admit(self, slots: IntArray, keys: list[bytes], parents: IntArray) -> None:
         """New chunks; those whose keys are remembered go on where they were."""

@@ -17,3 +17,7 @@ class Full(Paged):
     def first_tokens(self, positions: IntArray) -> IntArray:
         """See Paged."""
         return np.zeros_like(positions)
+
+    def first_live_block(self, position: int) -> int:
+        """See GroupStrategy."""
+        return 0

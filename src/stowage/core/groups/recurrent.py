@@ -14,6 +14,13 @@ from stowage.core.geometry import BoolArray, Group, IntArray, MaskArray
 from stowage.core.groups.base import boundary_range, check_boundary, expand_masks, storable_chunks
 
 
+def snapshot_spacing(wanted_tokens: int, grid: int) -> int:
+    """The distance between snapshots: no more than is wanted, so that no shared prefix is lost to rounding, but at
+    least the `grid` that they are on.
+    """
+    return max(grid, wanted_tokens // grid * grid)
+
+
 @dataclass(frozen=True, slots=True)
 class Recurrent:
     """One snapshot per chunk, one block per chunk."""

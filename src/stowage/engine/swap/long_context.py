@@ -43,7 +43,7 @@ class LongContextSwap:
 
     def is_long(self, sequence: Sequence) -> bool:
         """Whether ``sequence`` is larger than the device by now: what it may come to is often left open by who asks."""
-        step = self._capacity.step_tokens_max
+        step = self._capacity.max_num_batched_tokens
         return bool(self._capacity.slabs) and any(
             blocks_needed(pool.layout, len(sequence.tokens), step) > pool.blocks for pool in self._full
         )
@@ -56,7 +56,7 @@ class LongContextSwap:
         return not beside or self._capacity.has_slots([self._chunks(s) for s in (sequence, *beside)])
 
     def _chunks(self, sequence: Sequence) -> Counts:
-        tokens = min(sequence.length_max, len(sequence.tokens) + self._capacity.step_tokens_max)
+        tokens = min(sequence.length_max, len(sequence.tokens) + self._capacity.max_num_batched_tokens)
         return {pool.group.index: -(-tokens // pool.group.chunk_tokens) for pool in self._full}
 
     def headroom(self, pool: BlockPool, newcomer: Sequence, running: Items[Sequence]) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class LongContextSwap:
 
     def _at_work(self, sequence: Sequence, pool: BlockPool) -> int:
         left = len(sequence.tokens) - sequence.computed
-        return blocks_at_work(pool.group, min(self._capacity.step_tokens_max, left))
+        return blocks_at_work(pool.group, min(self._capacity.max_num_batched_tokens, left))
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that a long ``sequence`` can be given room for by moving chunks of its own alone."""

@@ -86,10 +86,10 @@ def exact_name(pieces: Pieces) -> str:
 
 def check_steps(pieces: Pieces, memory: Memory, context_tokens: int) -> None:
     """Raise ``BudgetError`` where a piece of the grid may never find room in a step."""
-    least = min(pieces.grid, context_tokens) + memory.sequences_max
-    if not pieces.whole and memory.step_tokens_max < least:
+    least = min(pieces.grid, context_tokens) + memory.max_num_seqs
+    if not pieces.whole and memory.max_num_batched_tokens < least:
         raise BudgetError(
-            f"deterministic answers of this model need steps of {least} tokens at least, and --step-tokens-max is "
-            f"{memory.step_tokens_max}. Give --step-tokens-max {least}, or lower --sequences-max "
-            f"({memory.sequences_max})."
+            f"deterministic answers of this model need steps of {least} tokens at least, and --max-num-batched-tokens "
+            f"is {memory.max_num_batched_tokens}. Give --max-num-batched-tokens {least}, or lower --max-num-seqs "
+            f"({memory.max_num_seqs})."
         )

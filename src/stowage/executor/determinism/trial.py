@@ -37,7 +37,7 @@ def try_rows(
     if count < min(least, layout.context_tokens):
         raise BudgetError(
             f"whether this model's answers can be deterministic is found out with two prompts of {least} tokens, and "
-            f"the device has room for {count} of each: raise --device-kv."
+            f"the device has room for {count} of each: raise --kv-cache-memory."
         )
     trial = _Trial(runner, pools, layout, count)
     whole = trial.alone(0, [count])

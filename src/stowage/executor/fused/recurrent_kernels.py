@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stowage.executor.kernels import _kernel
+from stowage.native import extension as _kernel
 
 TAPS_MAX = 16
 

@@ -71,9 +71,9 @@ def rules(dtype: torch.dtype) -> Rules:
     )
 
 
-def share(device_kv_bytes: int) -> int:
+def share(kv_cache_memory_bytes: int) -> int:
     """Bytes of a device's KV budget that recordings may take; 0: it is too small for them."""
-    part = min(device_kv_bytes // SHARE, SHARE_MOST_BYTES)
+    part = min(kv_cache_memory_bytes // SHARE, SHARE_MOST_BYTES)
     return part if part >= SHARE_LEAST_BYTES else 0
 
 
@@ -181,7 +181,7 @@ class GraphBackend:
     strategies: Sequence[GroupStrategy]
     recorder: Recorder
     attend: Attend
-    sequences_max: int
+    max_num_seqs: int
     context_tokens: int
     octave: int = 4
 
@@ -192,7 +192,7 @@ class GraphBackend:
         longest = max(w.start for w in step) + 1
         octave = max(TOKENS_LEAST, 1 << (longest - 1).bit_length()) // 2
         tokens = max(TOKENS_LEAST, octave + -((octave - longest) * self.octave // octave) * octave // self.octave)
-        return StepShape(max(count, min(sequences, self.sequences_max)), max(longest, min(tokens, self.context_tokens)))
+        return StepShape(max(count, min(sequences, self.max_num_seqs)), max(longest, min(tokens, self.context_tokens)))
 
     def states(self, step: Sequence[Work]) -> list[StateRows]:
         """See ``ReplayBackend``."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.core.switches import PURE_PYTHON, is_on
+from stowage.native.switches import PURE_PYTHON, is_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SWITCH = "STOWAGE_TORCH_ATTENTION"

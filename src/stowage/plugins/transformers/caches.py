@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from stowage.core.geometry import Kind
 from stowage.errors import RequestError
-from stowage.models.layout import Layer
-from stowage.plugins.transformers.layout import CacheLayout, State
+from stowage.models.layout import Layer, State
+from stowage.plugins.transformers.layout import CacheLayout
 
 _ORIGIN = "stowage_origin"
 """Attribute of a restored cache; copies of the cache have it too."""
@@ -142,10 +142,10 @@ def check(cache: Any, layout: CacheLayout, namespace: bytes) -> None:
         )
     if getattr(cache, "offloading", False):
         raise RequestError("an offloaded cache cannot be kept: its layers move while it is read.")
-    if len(cache.layers) != layout.layers:
+    if len(cache.layers) != layout.model.layers:
         raise RequestError(
-            f"the cache has {len(cache.layers)} layers and the model's has {layout.layers}: it is empty, or another "
-            "model's."
+            f"the cache has {len(cache.layers)} layers and the model's has {layout.model.layers}: it is empty, or "
+            "another model's."
         )
     origin = getattr(cache, _ORIGIN, None)
     if origin is not None and origin.namespace != namespace:
@@ -176,13 +176,13 @@ def length_of(cache: DynamicCache, layout: CacheLayout) -> int:
     return lengths.pop()
 
 
-def held(layer: Any, kind: Layer, states: Sequence[State], rows: int) -> SwappedBlocks | None:
+def held(layer: Any, kind: Layer, rows: int) -> SwappedBlocks | None:
     """What a cache's ``layer`` holds of what the layout says of it; ``None`` when it holds nothing that can be used.
 
     Raises ``RequestError`` when it is not a layer of this model, or not of this batch.
     """
     if kind.kind is Kind.RECURRENT:
-        tensors = [t for name, place in states if (t := getattr(layer, name, {}).get(place)) is not None]
+        tensors = [t for name, place in kind.states if (t := getattr(layer, name, {}).get(place)) is not None]
         if [(tuple(t.shape), t.dtype) for t in tensors] != [((rows, *t.shape), t.dtype) for t in kind.tensors]:
             return None
         return SwappedBlocks(0, tuple(tensors))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.memory import parse_disk, parse_size, ram_total_bytes
+from stowage.config.names import arguments_today
 from stowage.errors import ConfigError, ModelError, UnsupportedModelError
 from stowage.weights.placement import parse_rules
+from stowage.weights.repacked import usual_place
 
 __all__ = ["offload"]
 
@@ -18,11 +20,12 @@ def offload(
     model: str | Path | Any,
     *,
     device_memory: int | str = 0,
-    host: int | str = 0,
+    host_memory: int | str = 0,
     disk: str = "",
     dtype: str = "auto",
     weights: str = "auto",
     device: str = "",
+    threads: str = "wait",
     **options: Any,
 ) -> Any:
     """A model that answers as it would without a budget, and keeps no more of its weights in memory than it is given.
@@ -32,22 +35,28 @@ def offload(
         device_memory: what weights may take in the memory that the model computes from, such as ``"3GiB"``; 0: no
         limit.
             KV cache and activations are the script's own and come on top.
-        host: memory for weights besides: views over the checkpoint's files, shared with the page cache.
+        host_memory: memory for weights besides: views over the checkpoint's files, shared with the page cache.
         disk: ``"DIR:SIZE"`` for weights whose form in memory is not the checkpoint's (another ``dtype``, a model in
-            memory). A file without a name that vanishes with the process.
+            memory). A file without a name that vanishes with the process. Where ``device_memory`` is given and this is
+            not, it is made where the system keeps large temporary files, of at most half of what is free there.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         weights: ``auto``, or rules such as ``"model.layers.*=stream"`` and ``"last 1 of 4=resident"``, with commas
         between.
         device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
+        threads: what becomes of a forward that begins while another thread is in one: ``wait`` for its turn, or
+            ``refuse`` it with a ModelError.
         options: for Transformers' ``from_pretrained``, such as ``attn_implementation``.
 
-    Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. One thread computes
-    at a time. Raises BudgetError (with the least that works), ConfigError, CheckpointError, StorageError,
-    UnsupportedModelError.
+    Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. Any number of threads
+    may call it: whole forwards take turns. Raises BudgetError (with the least that works), ConfigError,
+    CheckpointError, StorageError, UnsupportedModelError.
     """
     device_bytes = _size("device_memory", device_memory)
-    host_bytes = _size("host", host)
-    image = parse_disk(disk) if disk else None
+    options = arguments_today("stowage.offload", options)
+    host_bytes = _size("host_memory", options.pop("host_memory", host_memory))
+    image = parse_disk(disk) if disk else usual_place() if device_bytes else None
+    if threads not in ("wait", "refuse"):
+        raise ConfigError(f"threads={threads!r} is unknown: say 'wait' or 'refuse'.")
     rules = parse_rules(weights)
     if not device_bytes and not rules:
         raise ConfigError(
@@ -64,7 +73,9 @@ def offload(
         _refuse(model, options)
     here = device_of(model, device)
     budget = Budget(device_bytes or None, host_bytes, image, rules, carrier(here))
-    return loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
+    offloaded = loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
+    offloaded.stowage.waits = threads == "wait"
+    return offloaded
 
 
 def _size(name: str, size: int | str) -> int:

@@ -27,8 +27,9 @@ from stowage.cache.background import Background
 from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import check_tiers, open_store
 from stowage.config.memory import Memory, unknown_name
+from stowage.config.names import arguments_today
 from stowage.core.geometry import Geometry, Kind
-from stowage.core.groups import strategy
+from stowage.core.groups import snapshot_spacing, strategy
 from stowage.core.key import SequenceKeys, namespace
 from stowage.errors import ConfigError, StowageError
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
@@ -46,7 +47,7 @@ __all__ = ["PrefixCache"]
 
 FORMAT = 1
 """How chunks are laid out here; raised whenever the same tokens come to other bytes."""
-_NOT_OURS = ("device_memory", "weights", "device_kv", "sequences_max", "host", "disk")
+_NOT_OURS = ("device_memory", "weights", "kv_cache_memory", "max_num_seqs", "max_model_len", "host_memory", "disk")
 _CLOSE_S = 5.0
 
 
@@ -70,11 +71,11 @@ class PrefixCache:
 
     Args:
         model: a Transformers causal model in memory, in evaluation mode, on any device. Every weight is read once, to
-        name it. host: bytes of host memory, a hard limit; a prefix passes through it whole, so it should hold the
-        longest. disk: ``"DIR:SIZE"``, a hard limit; processes may share it. salt: caches with different salts share
-        nothing. tiers: places of your own, below those of the settings, fastest first; closed with it.
+        name it. host_memory: a hard limit; a prefix passes through it whole, so it should hold the longest. disk:
+        ``"DIR:SIZE"``, a hard limit; processes may share it. salt: caches with different salts share nothing. tiers:
+        places of your own, below those of the settings, fastest first; closed with it.
         settings: further fields of ``Memory`` (``valkey``, ``object``, ``snapshot_tokens``, ``disk_protection``, ...),
-        as docs/configuration.md has them.
+        as docs/reference/settings.md has them.
 
     Raises ``ModelError`` (``UnsupportedModelError``) for a model whose caches cannot be kept exactly, ``ConfigError``
     (``BudgetError``) or ``StorageError`` for settings that cannot work.
@@ -83,14 +84,15 @@ class PrefixCache:
     def __init__(
         self,
         model: Any,
-        host: int | str = "1GiB",
+        host_memory: int | str = "1GiB",
         disk: str = "",
         *,
         salt: str = "",
         tiers: Iterable[Tier] = (),
         **settings: Any,
     ) -> None:
-        memory = _memory(host, disk, settings)
+        settings = arguments_today("PrefixCache", settings)
+        memory = _memory(settings.pop("host_memory", host_memory), disk, settings)
         others = tuple(tiers)
         check_tiers(others, memory)
         block_tokens = block_tokens_of(memory)
@@ -103,18 +105,18 @@ class PrefixCache:
         )
         grid = math.lcm(*(group.chunk_tokens for group in geometry.groups))
         self._grid = grid
-        self._snapshot_tokens = -(-memory.snapshot_tokens // grid) * grid
-        self._step_tokens = memory.step_tokens_max
+        self._snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
+        self._step_tokens = memory.max_num_batched_tokens
         store = open_store(geometry, memory, name, self._snapshot_tokens, time.monotonic, others)
-        assert store is not None, "host was checked"
+        assert store is not None, "host_memory was checked"
         transfer = CacheTransfer(store.arena.numpy(), store.slabs, layout.blocks)
         self._background = Background(store, transfer)
         self._finalizer = weakref.finalize(self, self._background.close, _CLOSE_S)
         self._namespace, self._groups = name, geometry.groups
         strategies = [strategy(group) for group in geometry.groups]
         most = prefill_tokens_per_s_most(model) if store.tiers else 0.0
-        self._cost_model = CostModel(memory.load_timeout_s, memory.step_tokens_max, most)
-        self._reader = Reader(store, transfer, layout, strategies, self._cost_model, memory.probe_timeout_s)
+        self._cost_model = CostModel(memory.load_timeout_s, memory.max_num_batched_tokens, most)
+        self._reader = Reader(store, transfer, layout, strategies, self._cost_model, memory.lookup_timeout_s)
         self._writer = Writer(store, transfer, layout, strategies)
         self._padding = padding_of(model)
         self._counts = Counts()
@@ -271,12 +273,14 @@ class PrefixCache:
         return end
 
 
-def _memory(host: int | str, disk: str, settings: Mapping[str, Any]) -> Memory:
+def _memory(host_memory: int | str, disk: str, settings: Mapping[str, Any]) -> Memory:
     allowed = [field.name for field in fields(Memory) if field.name not in _NOT_OURS]
     for name in settings:
         if name not in allowed:
             raise ConfigError(unknown_name(f"The setting {name!r} of a PrefixCache", name, allowed))
-    memory = Memory(host=host, disk=disk, **settings)
-    if not memory.host_bytes:
-        raise ConfigError("host is 0: a PrefixCache keeps prefixes in host memory first. Give it a size, such as 1GiB.")
+    memory = Memory(host_memory=host_memory, disk=disk, **settings)
+    if not memory.host_memory_bytes:
+        raise ConfigError(
+            "host_memory is 0: a PrefixCache keeps prefixes in host memory first. Give it a size, such as 1GiB."
+        )
     return memory

@@ -1,24 +1,21 @@
-"""From the store to a cache: the longest prefix that all groups of all rows can serve, waited for no longer than it is
-worth.
+"""From the store to a cache: the longest prefix that all groups of all rows can serve, as the planner chooses it.
 
-Owns the choice of the boundary and the wait. A chunk that does not arrive (damaged, late, gone) is left out and the
-choice is made again without it, so every try is shorter than the one before; all tries together wait no longer than
-computing would have taken.
+Owns the wait, in the thread of the caller.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from stowage.cache.cost_model import CostModel
-from stowage.cache.prefix_planner import Choice
-from stowage.cache.store import Fetch, TieredStore
+from stowage.cache.prefix_planner import PrefixPlanner, PrefixRequest
+from stowage.cache.remote_lookup import RemoteLookup
+from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Kind
 from stowage.core.groups import GroupStrategy
@@ -30,19 +27,6 @@ from stowage.plugins.transformers.layout import CacheLayout
 from stowage.plugins.transformers.transfer import CacheTransfer
 
 _POLL_S = 0.1
-
-
-@dataclass(slots=True)
-class Budget:
-    """How long to wait: ``limit_s`` from the caller, or from the first time that there is something to wait for."""
-
-    began_s: float
-    limit_s: float | None
-
-    def until_s(self, otherwise_s: float) -> float:
-        if self.limit_s is None:
-            self.limit_s = otherwise_s
-        return self.began_s + self.limit_s
 
 
 class Reader:
@@ -63,68 +47,39 @@ class Reader:
         self._transfer = transfer
         self._layout = layout
         self._strategies = strategies
-        self._cost_model = cost_model
-        self._choice = Choice(store, strategies, cost_model)
-        self._timeout_s = timeout_s
+        self._planner = PrefixPlanner(store, strategies, cost_model)
+        self._remote_lookup = RemoteLookup(store, cost_model, timeout_s)
 
     def read(self, config: Any, rows: Rows, keys: Sequence[SequenceKeys], timeout_s: float | None) -> DynamicCache:
-        """A cache for ``config`` with the longest prefix; ``keys`` per row. The caller holds the store's turn."""
-        self._ask(rows, keys, timeout_s)
-        budget = Budget(time.monotonic(), timeout_s)
-        refused: set[bytes] = set()
+        """A cache for ``config`` with the longest prefix; ``keys`` per row. The caller holds the store's turn.
+        ``timeout_s``: for the loads; without one they may take as long as computing would.
+        """
+        usable = min(rows.length - 1, rows.plain)  # none that might count as padding
+        request = PrefixRequest(limit_s=timeout_s)
+        self._remote_lookup.ask(request, keys, usable, time.monotonic())
+        while self._remote_lookup.pending(request, now_s := time.monotonic()):
+            self._wait(request.answers_until_s - now_s)
         while True:
-            near, far, _ = self._choice.boundaries(keys, _usable(rows), refused)
-            boundary = self._choose(rows, keys, near, far, budget)
-            if not boundary:
+            plan = self._planner.plan(request, keys, usable)
+            if not plan.boundary:
                 return fresh(config)
-            wants = self._choice.wants(keys, boundary)
-            fetch = self._store.fetch(
-                [(want.group, want.keys) for want in wants],
-                budget.until_s(self._cost_model.load_limit_s(rows.count * (boundary - near))),
-            )
+            fetch = self._planner.fetch(request, plan, time.monotonic())
             try:
-                began_s = time.monotonic()
-                self._wait(fetch)
-                elapsed_s = time.monotonic() - began_s
-                plans = self._choice.plans(fetch, wants, boundary, refused)
-                if plans is not None:
-                    self._choice.measure(fetch, wants, elapsed_s)
-                    return self._fill(fresh(config), plans, boundary, rows.count)
+                while not fetch.done:
+                    self._wait(_POLL_S)
+                now_s = time.monotonic()
+                self._planner.learn(plan, now_s)
+                copies = self._planner.copies(request, plan)
+                if copies is not None:
+                    rows_copies = [(part.row, copy) for part, copy in copies]
+                    return self._fill(fresh(config), rows_copies, plan.boundary, rows.count)
+                request.waited_s += now_s - plan.began_s
             finally:
                 self._store.release(fetch)
 
-    # choosing the boundary
-
-    def _ask(self, rows: Rows, keys: Sequence[SequenceKeys], timeout_s: float | None) -> None:
-        """Ask shared stores about the prompt, and wait a little for what they say."""
-        if not self._store.probes:
-            return
-        usable = _usable(rows)
-        sizes = [strategy.group.chunk_tokens for strategy in self._strategies]
-        wanted = [(group, of_row.of(group)[: usable // size]) for of_row in keys for group, size in enumerate(sizes)]
-        limit_s = self._cost_model.lookup_limit_s(rows.count * usable, self._timeout_s)
-        if timeout_s is not None:
-            limit_s = min(self._timeout_s, timeout_s)
-        until_s = time.monotonic() + limit_s
-        probes = [probe for probe in self._store.probe(wanted) if probe.expected_s <= limit_s]
-        while not all(probe.done for probe in probes) and (left_s := until_s - time.monotonic()) > 0:
-            self._store.wait(min(left_s, _POLL_S))
-            self._store.poll()
-
-    def _choose(self, rows: Rows, keys: Sequence[SequenceKeys], near: int, far: int, budget: Budget) -> int:
-        """The farther boundary, where its loads are worth it and there is time left."""
-        if far == near or (budget.limit_s is not None and time.monotonic() >= budget.until_s(0.0)):
-            return near
-        if budget.limit_s is None and not self._choice.worth_loading(keys, near, far):
-            return near
-        return far
-
-    # waiting and copying
-
-    def _wait(self, fetch: Fetch) -> None:
-        while not fetch.done:
-            self._store.wait(_POLL_S)
-            self._store.poll()
+    def _wait(self, limit_s: float) -> None:
+        self._store.wait(min(limit_s, _POLL_S))
+        self._store.poll()
 
     def _fill(
         self, cache: DynamicCache, plans: Sequence[tuple[int, CopyPlan]], boundary: int, rows: int
@@ -138,12 +93,13 @@ class Reader:
                 for row, plan in plans:
                     if plan.group == block.group.index:
                         self._transfer.load(plan, held, row)
-                for index, found in held.items():
-                    tensors = [tensor.to(self._layout.devices[index]) for tensor in found.tensors]
-                    if block.group.kind is Kind.RECURRENT:
-                        put_states(cache.layers[index], self._layout.states[index], tensors)
+                for layer in block.layers:
+                    device = self._layout.devices[layer.index]
+                    tensors = [tensor.to(device) for tensor in held[layer.index].tensors]
+                    if layer.kind is Kind.RECURRENT:
+                        put_states(cache.layers[layer.index], layer.states, tensors)
                     else:
-                        put_attention(cache.layers[index], tensors[0], tensors[1], boundary)
+                        put_attention(cache.layers[layer.index], tensors[0], tensors[1], boundary)
         return cache
 
     def _empty(self, block: BlockLayout, boundary: int, rows: int) -> dict[int, SwappedBlocks]:
@@ -161,8 +117,3 @@ class Reader:
                 first, tuple(torch.empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
             )
         return found
-
-
-def _usable(rows: Rows) -> int:
-    """Tokens that may come from a store: all but the last, and none that might count as padding."""
-    return min(rows.length - 1, rows.plain)

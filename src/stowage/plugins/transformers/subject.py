@@ -22,6 +22,7 @@ from stowage.errors import ModelError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.models import identity
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
+from stowage.weights.away import AwayParameter
 
 _PIECE_TOKENS, _REST_TOKENS = 24, 2
 _NEARER = 0.5
@@ -73,13 +74,14 @@ class Subject:
         whole = self.forward(ids, 0, DynamicCache(config=self.model.config))
         cache = DynamicCache(config=self.model.config)
         self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
-        layout = classify(self.model, cache, block_tokens, chunk_blocks)
+        layout = classify(cache, block_tokens, chunk_blocks)
         continued = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
-        for name in sorted({name for states in layout.states.values() for name, _ in states}):
+        recurrent = [la for b in layout.blocks if b.group.kind is Kind.RECURRENT for la in b.layers]
+        for name in sorted({name for layer in recurrent for name, _ in layer.states}):
             cache = DynamicCache(config=self.model.config)
             self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
-            for index in layout.states:
-                for state in getattr(cache.layers[index], name).values():
+            for layer in recurrent:
+                for state in getattr(cache.layers[layer.index], name).values():
                     state.zero_()
             forgotten = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
             if _distance(whole, continued) > _NEARER * _distance(whole, forgotten):
@@ -95,6 +97,12 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).norm())
 
 
+_NOT_RESUMED = {
+    "minimax": "has a cache of a class of its own, which generate() makes by itself and takes from nobody",
+    "mpt": "is given its whole prompt again by generate(), whatever its cache has seen, which gives another answer",
+}
+
+
 def _refuse(model: Any) -> None:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
@@ -102,6 +110,11 @@ def _refuse(model: Any) -> None:
             f"a {type(model).__name__} is no Transformers model that generates: give one that from_pretrained() made."
         )
     refuse_config(config)
+    if config.model_type in _NOT_RESUMED:
+        raise UnsupportedModelError(
+            f"a model of type {config.model_type!r} {_NOT_RESUMED[config.model_type]}. It is not supported here; a "
+            "stowage.Engine runs it."
+        )
     if getattr(config, "_attn_implementation", "") == attention.NAME:
         raise UnsupportedModelError("a stowage.Engine runs this model object: close it first, or load the model twice.")
     if getattr(model, "peft_config", None):
@@ -111,8 +124,10 @@ def _refuse(model: Any) -> None:
         )
     if model.training:
         raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
-    for name, value in {**dict(model.named_buffers()), **model.state_dict()}.items():
-        if type(value) not in (Tensor, torch.nn.Parameter):
+    placed = getattr(model, "stowage", None) is not None
+    kept = dict(model.named_parameters()) if placed else model.state_dict()
+    for name, value in {**dict(model.named_buffers()), **kept}.items():
+        if type(value) not in (Tensor, torch.nn.Parameter, AwayParameter):
             raise UnsupportedModelError(
                 f"{name} is a {type(value).__name__}, no plain tensor: what a quantised model computes with cannot be "
                 "named here yet; it is not supported."
@@ -128,6 +143,9 @@ def _mark(model: Any) -> int:
     """
     found: list[object] = [bool(getattr(model, "peft_config", None)), getattr(model.config, "_attn_implementation", "")]
     for parameter in model.parameters():
+        if isinstance(parameter, AwayParameter):  # what it shows is the checkpoint's, and nobody can write to it
+            found.append((id(parameter), parameter.dtype))
+            continue
         version = 0 if parameter.is_inference() else parameter._version
         found.append((parameter.data_ptr(), version, parameter.dtype))
     return hash(tuple(found))

@@ -74,7 +74,7 @@ class Writer:
         """What each layer of a group holds; ``None`` when one of them holds nothing that can be stored."""
         found = {}
         for layer in block.layers:
-            here = held(cache.layers[layer.index], layer, self._layout.states.get(layer.index, ()), rows)
+            here = held(cache.layers[layer.index], layer, rows)
             if here is None:
                 return None
             found[layer.index] = here

@@ -1,7 +1,7 @@
-"""vLLM's KV cache in the holds of the machine: checked, bounded, and there after a restart.
+"""vLLM's KV cache in host memory, on disk and in shared stores: checked, bounded, and there after a restart.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "StowageConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host": "8GiB", "disk": "~/.cache/stowage:100GiB"}}'
+        "kv_connector_extra_config": {"host_memory": "8GiB", "disk": "~/.cache/stowage:100GiB"}}'
 
 One process of an engine, vLLM's scheduler, owns the store and knows what is where; the workers copy bytes between their
 KV cache and the arena, which they map. A chunk holds the parts of all ranks, so it is found only when all have written

@@ -24,9 +24,8 @@ from typing import Any
 from stowage.cache.background import Background
 from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import open_store
-from stowage.cache.prefix_planner import Choice
 from stowage.core.geometry import Geometry, Group, Kind
-from stowage.core.groups import strategy
+from stowage.core.groups import snapshot_spacing, strategy
 from stowage.errors import ConfigError
 from stowage.log import Trouble
 from stowage.plugins.vllm import adapter, namespace
@@ -96,7 +95,7 @@ class SchedulerSide:
         step_tokens = self._config.scheduler_config.max_num_batched_tokens
         dense = any(shape.dense for shape in self._shapes)
         spacing = memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens)
-        self._snapshot_tokens = -(-spacing // grid) * grid
+        self._snapshot_tokens = snapshot_spacing(spacing, grid)
         self._has_states = bool(recurrent)
         points = resume_points(self._options, self._groups)
         sparse = self._has_states or not points.everywhere
@@ -108,8 +107,7 @@ class SchedulerSide:
         self._namespaces = namespace.Namespaces(name)
         self._strategies = [strategy(group) for group in self._groups]
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
-        choice = Choice(store, self._strategies, self._cost_model)
-        self._prefixes = Prefixes(store, choice, self._cost_model, self._strategies, points, memory.probe_timeout_s)
+        self._prefixes = Prefixes(store, self._cost_model, self._strategies, points, memory.lookup_timeout_s)
         self._place = ArenaPlace(
             store.arena.path, store.arena.bytes, store.slabs, tuple(sizes), _offsets(parts, ranks, len(sizes))
         )
@@ -215,7 +213,7 @@ class SchedulerSide:
                 self._prefixes.give_back(tracked)
                 return
             plans = None
-            if tracked.fetch is not None and tracked.held + tokens == tracked.boundary:
+            if tracked.plan is not None and tracked.held + tokens == tracked.plan.boundary:
                 tables = [adapter.table_of(group) for group in blocks]
                 plans = self._prefixes.plans(tracked, tables)
             self._count(tracked, tokens if plans is not None else 0)
@@ -325,8 +323,8 @@ class SchedulerSide:
         if failed:
             tracked.refused = True
             self.counts["loads_failed"] += 1
-        else:  # what lies before the boundary came from the store
-            tracked.stored = [tracked.boundary // group.chunk_tokens for group in self._groups]
+        elif tracked.plan is not None:  # what lies before the boundary came from the store
+            tracked.stored = [tracked.plan.boundary // group.chunk_tokens for group in self._groups]
         self._prefixes.give_back(tracked)
         if tracked.request.is_finished():
             del self._tracked[request_id]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from stowage.config.memory import Memory, unknown_name
+from stowage.config.names import all_today, renamed_hint
 from stowage.core.geometry import Group, Kind, round_up
 from stowage.core.resume_points import Points
 from stowage.errors import ConfigError
 
+logger = logging.getLogger("stowage.vllm")
+
 __all__ = ["Options", "read", "resume_points", "state_spacing"]
 
 _NOT_OURS = frozenset(
-    {"device_memory", "weights", "device_kv", "block_tokens", "group_block_tokens", "chunk_blocks", "sequences_max"}
+    {"device_memory", "weights", "kv_cache_memory", "block_size", "group_block_size", "chunk_blocks", "max_num_seqs"}
+    | {"max_model_len"}
 )
 """Of ``Memory``: what vLLM decides."""
 _CHUNK_TOKENS = 128
@@ -47,17 +52,18 @@ class Options:
 
 
 def read(extra: Mapping[str, Any]) -> Options:
-    """Raises ``ConfigError`` for a name that is unknown or a value that cannot be used."""
+    """Takes old names too. Raises ``ConfigError`` for a name that is unknown or a value that cannot be used."""
     memory_names = [field.name for field in fields(Memory) if field.name not in _NOT_OURS]
     own_names = ["chunk_blocks", "close_timeout_s", "resume_points"]
+    extra = all_today(extra, lambda old, new: logger.warning("StowageConnector: %s", renamed_hint(old, new)))
     for name in extra:
         if name not in memory_names + own_names:
             raise ConfigError(unknown_name(f"The setting {name!r} of StowageConnector", name, memory_names + own_names))
     memory = Memory(**{name: extra[name] for name in memory_names if name in extra})
-    if not memory.host_bytes:
+    if not memory.host_memory_bytes:
         raise ConfigError(
             "StowageConnector needs host memory, because every chunk passes through it. Give it a size, such as "
-            '"kv_connector_extra_config": {"host": "8GiB"}.'
+            '"kv_connector_extra_config": {"host_memory": "8GiB"}.'
         )
     blocks, timeout_s = extra.get("chunk_blocks", 0), extra.get("close_timeout_s", 10.0)
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= CHUNK_BLOCKS_MAX:

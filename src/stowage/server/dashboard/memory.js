@@ -96,7 +96,7 @@ function showNow(server, totals) {
   list(parent, ["rows", "notes"], (part) => part, (part) => make(part === "rows" ? "div" : "ul.notes", { role: "list" }), () => {});
   list(parent.firstElementChild, rows, (row) => row.name, () => make("div.row.brief", { role: "listitem" }, ...makeRow().children), (node, row) => updateRow(node, row, { title: "Now" }));
   const notes = [
-    `${whole(server.sequences_max)} are computed at a time; a sequence may have ${whole(server.max_model_len)} tokens`,
+    `${whole(server.max_num_seqs)} are computed at a time; a sequence may have ${whole(server.max_model_len)} tokens`,
     totals.prefill_tokens_per_s ? `Prompts are computed at ${rate(totals.prefill_tokens_per_s, "tokens/s")}` : "",
     totals.preemptions ? `${plural(totals.preemptions, "sequence")} had to make room for others` : "",
     totals.loads_refused ? `${plural(totals.loads_refused, "prefix", "prefixes")} computed because loading would have taken longer` : "",

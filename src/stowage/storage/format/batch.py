@@ -1,6 +1,6 @@
 """What is done for many payloads at a time: in C where that was built, else one after the other.
 
-The kernel (`kernel/module.c`, built with the package where there is a compiler) has no hash of its own: it calls the C
+It (`native/checksums.c`, built with the package where there is a compiler) has no hash of its own: it calls the C
 functions of the package xxhash, which lie open in its library, for a whole batch, without the interpreter's lock. The
 package itself keeps the lock for payloads below 100 KB, and takes a call of Python's for each. Nothing of this is used
 if the library hides its functions, if they do not give what the package gives, or if `STOWAGE_PURE_PYTHON` is set.
@@ -15,12 +15,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stowage.core.switches import PURE_PYTHON, is_on
-
-try:
-    from stowage.storage.format import _batch
-except ImportError:  # pragma: no cover - where nothing could be compiled
-    _batch = None  # type: ignore[assignment]
+from stowage.native import extension as _native
+from stowage.native.switches import PURE_PYTHON, is_on
 
 __all__ = [
     "FIELD_BYTES",
@@ -59,14 +55,14 @@ def digests_one_by_one(fields: Fields, payloads: list[memoryview]) -> Digests:
 
 def _in_c(fields: Fields, payloads: list[memoryview]) -> Digests:
     found = np.empty((len(payloads), 2), np.uint64)
-    _batch.digests(fields, payloads, found)
+    _native.digests(fields, payloads, found)
     return found
 
 
 def _connected() -> bool:
     """Whether the kernel is there, and hashes as the package does."""
     library = getattr(getattr(xxhash, "_xxhash", None), "__file__", None)
-    if _batch is None or library is None or not _batch.connect(library):
+    if _native is None or library is None or not _native.connect(library):
         return False
     payloads = [memoryview(bytes(range(256)) * 20)[:length] for length in _TRIAL_LENGTHS]
     fields = np.arange(len(payloads) * FIELD_BYTES, dtype=np.uint8).reshape(-1, FIELD_BYTES)
@@ -105,4 +101,4 @@ def _address(payload: memoryview) -> int:
 
 def all_begin_on(payloads: list[memoryview], step: int) -> bool:
     """Whether the address of each is a multiple of `step`."""
-    return _batch.all_begin_on(payloads, step) if is_wanted() else all_begin_on_one_by_one(payloads, step)
+    return _native.all_begin_on(payloads, step) if is_wanted() else all_begin_on_one_by_one(payloads, step)

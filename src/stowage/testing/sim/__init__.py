@@ -3,7 +3,7 @@
     python -m stowage.testing.sim --seeds 1000        run worlds, report what happened in them
     python -m stowage.testing.sim --first 17 --seeds 1 replay one
 
-See docs/simulator.md. Needs the extra `stowage[testing]`.
+See docs/internals.md#the-simulator. Needs the extra `stowage[testing]`.
 """
 
 from stowage.testing.sim.content import Violation

@@ -1,4 +1,4 @@
-"""A disk, its file system and the kernel's page cache, in memory, with every fault of docs/faults.md.
+"""A disk, its file system and the kernel's page cache, in memory, with every fault of docs/security.md.
 
 Files are bytes in pages. What was written lately can be lost by a power cut, page by page, whole or in part; a process
 that is killed loses nothing that the kernel took. Every operation takes simulated time, and other tasks run meanwhile.

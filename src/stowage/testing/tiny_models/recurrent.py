@@ -146,7 +146,7 @@ def _zamba(size: TinySize) -> dict[str, Any]:
 
 _SINGLY = (
     "a prompt's first step is computed at once and the rest token by token, because Transformers' code forgets the "
-    "state when it goes on with several tokens: raise `step_tokens_max` for long prompts"
+    "state when it goes on with several tokens: raise `max_num_batched_tokens` for long prompts"
 )
 
 

@@ -1,4 +1,4 @@
-"""All families that have a tiny model. Tests are parametrised by this table, and ``docs/models.md`` is made from it."""
+"""All families that have a tiny model. Tests are parametrised by this table; ``docs/reference/models.md`` shows it."""
 
 from __future__ import annotations
 

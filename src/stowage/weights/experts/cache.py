@@ -127,6 +127,8 @@ class ExpertCache:
         self._filling: dict[int, Ticket] = {}
         self._pinned = np.zeros(count, bool)
         self._holder: tuple[int, int] | None = None
+        self._changing = False
+        """Whether the tables may be half written: an interrupt leaves it so."""
         self._uses = Uses(len(experts), max(experts))
         self.hits = self.misses = self.read_bytes = 0
 
@@ -152,6 +154,7 @@ class ExpertCache:
         Raises StorageError when they could not be read, ModelError when two threads compute at once.
         """
         self._enter(layer)
+        self._changing = True
         self._settle()
         counts = self._counts(layer, choices)
         needed = np.flatnonzero(counts)
@@ -165,12 +168,35 @@ class ExpertCache:
         self._pinned[self._frame[layer, needed]] = True
         for frame in self._frame[layer, needed].tolist():
             self._await(frame)
+        self._changing = False
 
     def give_back(self, layer: int) -> None:
         """Nobody computes with experts of ``layer`` any more. May be called twice."""
         if self._holder is not None and self._holder == (layer, threading.get_ident()):
             self._holder = None
             self._pinned[:] = False
+
+    def reset(self) -> None:
+        """Begin anew, whatever a forward left behind that did not end. Nobody reads into a frame any more, and nobody
+        computes from one. The experts stay, unless the forward ended while they came or went.
+        """
+        if not self._changing:
+            self._settle()
+        else:
+            for layer, experts in enumerate(self._experts):
+                for expert in range(experts):
+                    self._hide(layer, expert)
+            self._frame[:] = self._layer_in[:] = self._expert_in[:] = -1
+            self._filling.clear()
+            self._free = list(range(len(self._layer_in)))[::-1]
+        self._holder, self._changing = None, False
+        self._pinned[:] = False
+
+    def forked(self) -> None:
+        """This is another process than the one that made it: frames of its own, and nothing in them."""
+        self._frames = Frames(self._frames.count, self._frames.frame_bytes)
+        self._changing = True
+        self.reset()
 
     def close(self, ended: bool) -> None:
         """Gives the memory back, once no parameter shows it; ``ended``: whether all readers have."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import StorageError, TransferError
-from stowage.weights.delivery import absent
+from stowage.weights.away import absent, come, go, point
 from stowage.weights.device_prefetcher import Carrier, Crossed
 from stowage.weights.experts.cache import ExpertCache
 from stowage.weights.parameter_location import Home
@@ -59,19 +59,19 @@ class Seated:
         """The module computes from all ``frames``, of which each holds the expert that ``expert_in`` names."""
         self.module.num_experts = len(expert_in)
         for parameter, frame in zip(self.parameters, frames, strict=True):
-            parameter.data = frame
+            come(parameter, frame)
         self._values = [tensor.data for tensor in self.beside]  # delivered by now, where it is away otherwise
         with torch.inference_mode(False):
             for tensor, values in zip(self.beside, self._values, strict=True):
-                tensor.data = values.index_select(0, expert_in)
+                point(tensor, values.index_select(0, expert_in))
 
     def take_back(self) -> None:
         """May be called twice."""
         self.module.num_experts = self.experts
         for parameter, away in zip(self.parameters, self._away, strict=True):
-            parameter.data = away
+            go(parameter, away)
         for tensor, values in zip(self.beside, self._values, strict=False):
-            tensor.data = values
+            point(tensor, values)
         self._values = []
 
 
@@ -138,6 +138,7 @@ class DeviceExperts(ExpertCache):
         """
         here = choices.detach().cpu()
         self.take(layer, here)
+        self._changing = True
         ids = here.numpy().astype(np.int64)
         real = (ids >= 0) & (ids < self._experts[layer])
         numbers = np.where(real, self._frame[layer, np.where(real, ids, 0)], self.frames)
@@ -147,6 +148,7 @@ class DeviceExperts(ExpertCache):
         expert_in = torch.from_numpy(np.where(self._layer_in == layer, self._expert_in, 0))
         self.layers[layer].show(self._there, expert_in.to(self._carrier.device))
         self._go_ahead(layer)
+        self._changing = False
         return torch.from_numpy(numbers).to(choices.dtype).to(choices.device)
 
     def give_back(self, layer: int) -> None:
@@ -173,6 +175,15 @@ class DeviceExperts(ExpertCache):
         if self._pinned_stages is not None:
             self._pinned_stages.close()
         self._stages.clear()
+
+    def reset(self) -> None:
+        """See ``ExpertCache.reset``. The device has done all that it was asked for."""
+        for layer in self.layers:
+            layer.take_back()
+        self._used, self._last = [], None
+        for stage in self._stages:
+            stage.filling = stage.leaving = None
+        super().reset()
 
     def check(self) -> None:
         """Invariants, between forwards."""

@@ -90,6 +90,9 @@ class Frames:
                 os.close(fd)
         self._frames = self._away = -1
 
+    def __del__(self) -> None:
+        self.close()
+
     def _map(self, span: Span, offset: int, length: int, access: int, fd: int, begin: int) -> None:
         assert not (offset % PAGE_BYTES or length % PAGE_BYTES or begin % PAGE_BYTES)
         assert 0 <= offset <= offset + length <= len(span.memory)

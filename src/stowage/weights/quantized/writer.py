@@ -23,13 +23,13 @@ from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint
 from stowage.weights.parameter_location import memory_of
 from stowage.weights.quantized.modules import METHOD, Target, targets
 
-__all__ = ["Written", "write"]
+__all__ = ["DTYPES", "Written", "write", "write_all"]
 
 _ALIGNED_BYTES: Final = 64
 _WAITS_BELOW_BYTES: Final = 64 << 10
 _ENTRY_BYTES: Final = 200
 """Of a tensor in the header besides its name (twice), at most: type, dimensions, offsets, its number of weights."""
-_DTYPES: Final = {
+DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -140,7 +140,7 @@ class _Writing(Building):
         header = json.dumps({"__metadata__": metadata, **self._entries}, separators=(",", ":")).encode()
         assert 8 + len(header) <= self._data_at
         room = self._data_at - 8
-        _write_all(self.fd, room.to_bytes(8, "little") + header.ljust(room), 0)
+        write_all(self.fd, room.to_bytes(8, "little") + header.ljust(room), 0)
         os.fsync(self.fd)
         self.written.nbytes = self._data_at + self._end
 
@@ -169,15 +169,15 @@ class _Writing(Building):
             self._append(name, values)
 
     def _append(self, name: str, values: Tensor) -> None:
-        if values.dtype not in _DTYPES:
+        if values.dtype not in DTYPES:
             raise UnsupportedModelError(f"{name} has the type {values.dtype}, which is not written.")
-        _write_all(self.fd, memory_of(values), self._data_at + self._end)
+        write_all(self.fd, memory_of(values), self._data_at + self._end)
         offsets = [self._end, self._end + values.nbytes]
-        self._entries[name] = {"dtype": _DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": offsets}
+        self._entries[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": offsets}
         self._end += values.nbytes
 
 
-def _write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
+def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
     done = 0
     while done < len(content):
         done += os.pwrite(fd, content[done:], offset + done)

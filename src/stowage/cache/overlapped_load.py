@@ -1,0 +1,240 @@
+"""A prefix that is computed from the front while tiers bring it from the back, until the two meet.
+
+    tokens   0 . . . . . . . computed ->            <- arrived . . . . . . . . end
+             | at hand or computed |    the gap    | pieces in host memory, pinned |
+
+Where loading takes about as long as computing, each alone leaves the other's time unused, and both at once take less
+than either: the time of both as of two workers on one job. The tiers are asked for the last tokens first, piece after
+piece towards the front, so neither side has to know how fast the other is, and what fails or comes too late only means
+that more is computed. (The idea: Jin, Liu, Zhang, Mao, "Compute Or Load KV Cache? Why Not Both?", 2024,
+arXiv:2410.03065.)
+
+Owns the pieces, their fetches, and how many tokens a step is to compute, so that no step ends long after what it
+computes has arrived. Copies nothing, and owns no clock: the caller says how much is computed, and what time it is.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from stowage.cache.cost_model import CostModel, bytes_of_tiers
+from stowage.cache.events import Fetch, SourceArray
+from stowage.core.geometry import Kind, MaskArray
+from stowage.core.groups import GroupStrategy
+
+__all__ = ["ChunkFetcher", "OverlappedLoad", "Piece", "RowKeys", "State"]
+
+PIECES_MAX: Final = 8
+"""Into so many a prefix is cut: what has come of a piece is of no use before all of it has."""
+_PATIENCE: Final = 1.5
+"""A step may take so many times as long as what is still to come: else it is waited for."""
+
+
+class RowKeys(Protocol):
+    """One prompt."""
+
+    def of(self, group: int) -> list[bytes]:
+        """The keys of its chunks."""
+        ...
+
+
+class ChunkFetcher(Protocol):
+    """What is asked of a ``TieredStore``, or of a simulated one."""
+
+    def sources(self, group: int, keys: list[bytes]) -> SourceArray:
+        """Where a fetch would take each key from: -1 nowhere, 0 host, i + 1 tier i."""
+        ...
+
+    def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
+        """Bring chunks into host memory, and pin them there: (group, keys) pairs."""
+        ...
+
+
+class State(enum.Enum):
+    """OPEN: there is a gap, and pieces are on their way. MET: what was computed reaches what has arrived. OVER: a piece
+    failed, or all was computed.
+    """
+
+    OPEN = "open"
+    MET = "met"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class Piece:
+    """Tokens from ``begin`` on, up to the piece after it. ``chunks[g]``, ``keys[g]``: those of group g that are needed.
+    ``nbytes``: of them, from each tier below the host, when the load began.
+    """
+
+    begin: int
+    chunks: list[list[int]]
+    keys: list[list[bytes]]
+    nbytes: dict[int, int]
+    fetch: Fetch | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether all of it has come."""
+        fetch = self.fetch
+        return fetch is not None and fetch.done and all((slots >= 0).all() for slots in fetch.slots)
+
+    @property
+    def failed(self) -> bool:
+        """Whether some of it will not come."""
+        return self.fetch is not None and self.fetch.done and not self.here
+
+
+class OverlappedLoad:
+    """Of ``tokens`` of the prompt ``row``. ``step``: forwards end at multiples of it. ``pieces``: the last tokens'
+    first, of which ``arrived`` have come.
+    """
+
+    def __init__(
+        self,
+        store: ChunkFetcher,
+        strategies: Sequence[GroupStrategy],
+        cost_model: CostModel,
+        row: RowKeys,
+        tokens: range,
+        step: int,
+        now_s: float,
+    ) -> None:
+        self._store = store
+        self._strategies = strategies
+        self._cost_model = cost_model
+        self._step = step
+        self._began_s = self._arrived_s = now_s
+        self.end = tokens.stop
+        self.pieces = self._cut(row, tokens)
+        self.arrived = 0
+        self.ask(tokens.start, now_s)
+
+    @property
+    def fetches(self) -> list[Fetch]:
+        """All that were begun; whoever asked for the load releases them."""
+        return [piece.fetch for piece in self.pieces if piece.fetch is not None]
+
+    def _cut(self, row: RowKeys, tokens: range) -> list[Piece]:
+        """Cut at chunks of all groups, so that none is fetched twice."""
+        groups = [strategy.group for strategy in self._strategies]
+        grain = math.lcm(self._step, *(group.chunk_tokens for group in groups if group.kind is not Kind.RECURRENT))
+        size = -(-len(tokens) // (PIECES_MAX * grain)) * grain
+        begins = [*range(-(-self.end // grain) * grain - size, tokens.start, -size), tokens.start]
+        return [self._piece(row, begin, stop) for begin, stop in zip(begins, [self.end, *begins], strict=False)]
+
+    def _piece(self, row: RowKeys, begin: int, stop: int) -> Piece:
+        """What a resume at the end needs for these tokens; a state comes with the last ones."""
+        chunks: list[list[int]] = []
+        for strategy in self._strategies:
+            size, needed = strategy.group.chunk_tokens, strategy.needed(self.end)
+            if strategy.group.kind is Kind.RECURRENT:
+                chunks.append([*needed] if stop == self.end else [])
+            else:
+                chunks.append([chunk for chunk in needed if (chunk + 1) * size > begin and chunk * size < stop])
+        keys = [[row.of(group)[chunk] for chunk in wanted] for group, wanted in enumerate(chunks)]
+        sources = [self._store.sources(group, wanted) for group, wanted in enumerate(keys)]
+        return Piece(begin, chunks, keys, self._bytes_of(sources))
+
+    def _bytes_of(self, sources: Sequence[SourceArray]) -> dict[int, int]:
+        sizes = [strategy.group.bytes_per_chunk for strategy in self._strategies]
+        return bytes_of_tiers(zip(sources, sizes, strict=True))
+
+    # Under way
+
+    def poll(self, computed: int, now_s: float) -> State:
+        """Note what has arrived, and ask for more. ``computed``: tokens of the prompt."""
+        while self.arrived < len(self.pieces) and self.pieces[self.arrived].here:
+            self.arrived += 1
+            self._arrived_s = now_s
+        if computed >= self.end or any(piece.failed for piece in self.pieces):
+            return State.OVER
+        if self.gap(computed) == 0:
+            return State.MET
+        self.ask(computed, now_s)
+        return State.OPEN
+
+    def gap(self, computed: int) -> int:
+        """Tokens that are neither computed nor here."""
+        front = self.pieces[self.arrived - 1].begin if self.arrived else self.end
+        return max(0, front - computed)
+
+    def tokens(self, computed: int, count: int, now_s: float) -> int:
+        """How many of the next ``count`` tokens a step is to compute; 0: what comes next is worth waiting for."""
+        gap = self.gap(computed)
+        if self._cost_model.recompute_s(gap) is None:  # it was told to forget
+            return min(count, gap)
+        end = min(-(-self._meeting_point(computed, now_s) // self._step) * self._step, computed + gap)
+        if self._cost_model.prefill_s(end - computed) > _PATIENCE * self._left_s(now_s):
+            return 0
+        return min(count, end - computed)
+
+    def ask(self, computed: int, now_s: float) -> None:
+        """Ask for what comes until the two meet, and for a piece more: while a forward runs nobody can."""
+        point = self._meeting_point(computed, now_s)
+        for piece in self.pieces[self.arrived :]:
+            if piece.fetch is None:
+                piece.fetch = self._store.fetch([*enumerate(piece.keys)], now_s + self._cost_model.load_timeout_s)
+            if piece.begin < point:
+                break
+
+    def _meeting_point(self, computed: int, now_s: float) -> int:
+        """The token where the two are predicted to meet."""
+        gap, load_s = self.gap(computed), self._left_s(now_s)
+        compute_s = self._cost_model.recompute_s(gap) or 0.0
+        share = load_s / (load_s + compute_s) if load_s + compute_s else 1.0
+        return computed + max(1, math.ceil(gap * share))
+
+    def _left_s(self, now_s: float) -> float:
+        """How long the gap would take to load from now on: as the cost model predicts; what is overdue is taken to need
+        as long again as it is late.
+        """
+        left = _sum(piece.nbytes for piece in self.pieces[self.arrived :])
+        return abs(self._arrived_s + self._cost_model.load_s(left) - now_s)
+
+    # Joining
+
+    def brought(self, group: int) -> tuple[dict[int, int], MaskArray]:
+        """Slots and valid blocks of the chunks of ``group`` that have arrived."""
+        slots: dict[int, int] = {}
+        found: dict[int, int] = {}
+        for piece in self.pieces[: self.arrived]:
+            assert piece.fetch is not None
+            slots.update(zip(piece.chunks[group], piece.fetch.slots[group].tolist(), strict=True))
+            found.update(zip(piece.chunks[group], piece.fetch.masks[group].tolist(), strict=True))
+        masks = np.zeros(max(slots, default=-1) + 1, dtype=np.uint64)
+        for chunk, mask in found.items():
+            masks[chunk] = mask
+        return slots, masks
+
+    def main_source(self) -> int:
+        """Where most of what has arrived came from: 0 is host memory, i + 1 tier i."""
+        fetches = [piece.fetch for piece in self.pieces[: self.arrived]]
+        below = _sum(self._bytes_of(fetch.sources) for fetch in fetches if fetch is not None)
+        return max(below, key=lambda tier: below[tier], default=0)
+
+    def learn(self, now_s: float) -> None:
+        """Teach the cost model what the tiers deliver. Nobody looked while forwards ran, so there are bounds only: what
+        has come took no longer than until now, and while something was still on its way not all that was asked for had
+        come.
+        """
+        seconds = max(now_s - self._began_s, 1e-9)
+        asked = _sum(piece.nbytes for piece in self.pieces if piece.fetch is not None)
+        came = _sum(self._bytes_of(fetch.sources) for fetch in self.fetches)
+        on_their_way = any(not fetch.done for fetch in self.fetches)
+        for tier, count in asked.items():
+            self._cost_model.bounded(tier, came.get(tier, 0) / seconds, count / seconds if on_their_way else math.inf)
+
+
+def _sum(parts: Iterable[dict[int, int]]) -> dict[int, int]:
+    """Bytes by tier, all together."""
+    total: dict[int, int] = {}
+    for part in parts:
+        for tier, count in part.items():
+            total[tier] = total.get(tier, 0) + count
+    return total

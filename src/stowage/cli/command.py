@@ -1,0 +1,80 @@
+"""A command that understands old names of its flags, and shows few flags first in its help.
+
+Owns how ``config.names`` is applied to what was typed; the names themselves stand there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from stowage.cli.output import note
+from stowage.config.names import elsewhere, flags_today, is_size, renamed_hint
+from stowage.errors import ConfigError
+
+_LAST = ("json", "config", "debug", "help")
+"""Flags of every command, which stand below its own."""
+_MODEL_FLAGS = ("-m", "--model")
+
+
+class Command(TyperCommand):
+    """Reads flags under today's and old names; ``-m MODEL`` is the argument MODEL."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _today(args, self.get_params(ctx)))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, the flags that most people need, then the other groups."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in sorted(self.get_params(ctx), key=lambda param: param.name in _LAST):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                title = (
+                    "Arguments"
+                    if param.param_type_name == "argument"
+                    else getattr(param, "rich_help_panel", None) or "Options"
+                )
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def _today(args: Sequence[str], params: Sequence[Any]) -> list[str]:
+    """``args`` with today's names of flags. Tells of old ones on stderr; raises ConfigError for other programs'."""
+    flags = {text: param for param in params for text in (*param.opts, *param.secondary_opts) if text.startswith("-")}
+    takes_model = any(param.param_type_name == "argument" and param.name == "model" for param in params)
+    model: list[str] = []
+    done: list[str] = []
+    at = 0
+    while at < len(args) and args[at] != "--":
+        flag, equals, value = args[at].partition("=")
+        behind = "" if equals else "".join(args[at + 1 : at + 2])
+        if not flag.startswith("-") or flag == "-":
+            done.append(args[at])
+        elif flag in flags and not (flag == "--host" and is_size(value or behind)):
+            takes = not equals and not getattr(flags[flag], "is_flag", False)
+            done += args[at : at + 1 + takes]
+            at += takes
+        elif flag in _MODEL_FLAGS and takes_model and flag not in flags and (value or behind):
+            model = [value or behind]
+            at += not equals
+        else:
+            renamed = _renamed(flag, value or behind, flags)
+            done += renamed or [args[at]]
+            at += bool(renamed) and not equals
+        at += 1
+    return [*model, *done, *args[at:]]
+
+
+def _renamed(flag: str, value: str, flags: Mapping[str, Any]) -> list[str]:
+    """The flags that ``flag`` is called now, with their values; none for one that nobody knows."""
+    name = flag.lstrip("-").replace("-", "_")
+    found = {"--" + new.replace("_", "-"): text for new, text in flags_today(name, value).items()}
+    if flag in found or not value or not found.keys() <= flags.keys():
+        if answer := elsewhere(name):
+            raise ConfigError(f"There is no {flag} here. {answer}.")
+        return []
+    note("stowage: " + renamed_hint(flag, found))
+    return [part for new, text in found.items() for part in (new, text)]

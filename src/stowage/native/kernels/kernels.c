@@ -1,0 +1,377 @@
+/* Kernels: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
+
+#include "../binding.h"
+#include "kernel.h"
+#include "team.h"
+
+#define LANES 4
+#define NAME(x) base_##x
+#include "vectors.h"
+#include "linear.h"
+#include "attention.h"
+#include "norm.h"
+#include "recurrence.h"
+#undef LANES
+#undef NAME
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CHOICE 1
+#include <immintrin.h>
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define LANES 8
+#define NAME(x) avx2_##x
+#include "vectors.h"
+#include "linear.h"
+#include "attention.h"
+#include "norm.h"
+#include "recurrence.h"
+#undef LANES
+#undef NAME
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,fma")
+#define LANES 16
+#define NAME(x) avx512_##x
+#include "vectors.h"
+#include "linear.h"
+#include "attention.h"
+#include "norm.h"
+#include "recurrence.h"
+#undef LANES
+#undef NAME
+#pragma GCC pop_options
+#if __GNUC__ >= 10
+#define PAIRS 1
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma")
+#include "halves.h"
+#pragma GCC pop_options
+#endif
+#endif
+
+typedef struct {
+    const char *name;
+    void (*linear)(const Linear *, int64_t, int64_t);
+    void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
+    void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
+    void (*norm)(const Norm *, int64_t, int64_t);
+    void (*delta)(const Delta *, int64_t, int64_t, int64_t, int64_t, float *);
+    void (*scan)(const Scan *, int64_t, int64_t, float *);
+    void (*convolve)(const Convolution *, int64_t, int64_t, float *);
+} Instructions;
+
+#define ALL_BUT_LINEAR(set) set##_rows, set##_norm, set##_delta, set##_scan, set##_convolve
+
+static const Instructions BASE = {"base", base_linear, NULL, ALL_BUT_LINEAR(base)};
+#ifdef CHOICE
+static const Instructions AVX2 = {"avx2", avx2_linear, NULL, ALL_BUT_LINEAR(avx2)};
+static const Instructions AVX512 = {"avx512", avx512_linear, NULL, ALL_BUT_LINEAR(avx512)};
+#ifdef PAIRS
+static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, ALL_BUT_LINEAR(avx512)};
+#endif
+#endif
+static const Instructions *used = &BASE;
+static Parallel parallel = NULL;
+
+static int choose(const char *name)
+{
+    const Instructions *found = NULL;
+#ifdef CHOICE
+    __builtin_cpu_init();
+    int can_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int can_avx512 = can_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+#ifdef PAIRS
+    if (can_avx512 && __builtin_cpu_supports("avx512vl")
+        && __builtin_cpu_supports("avx512bf16") && (name == NULL || strcmp(name, "avx512_bf16") == 0))
+        found = &AVX512_BF16;
+    else
+#endif
+    if (can_avx512 && (name == NULL || strcmp(name, "avx512") == 0))
+        found = &AVX512;
+    else if (can_avx2 && (name == NULL || strcmp(name, "avx2") == 0))
+        found = &AVX2;
+#endif
+    if (found == NULL && (name == NULL || strcmp(name, "base") == 0))
+        found = &BASE;
+    if (found == NULL)
+        return -1;
+    used = found;
+    return 0;
+}
+
+static void spread(Share share, void *job, long threads)
+{
+#ifdef TEAM
+    if (threads > 1 && work_together(share, job, threads))
+        return;
+#endif
+    if (parallel != NULL && threads > 1)
+        parallel(share, job, (unsigned)threads, 0);
+    else
+        share(job);
+}
+
+/* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
+
+enum { TOGETHER = 8, COMMON = 8, EACH = 5 }; /* layers at most; arguments of all, and of each */
+
+typedef struct {
+    Linear job[TOGETHER];
+    int64_t firsts[TOGETHER + 1]; /* how many shares are before each layer */
+    int64_t each;
+    atomic_long next;
+} LinearShares;
+
+static void share_linear(void *argument)
+{
+    LinearShares *shares = argument;
+    for (int at = 0;;) {
+        int64_t share = atomic_fetch_add(&shares->next, 1);
+        while (at < TOGETHER && share >= shares->firsts[at + 1])
+            at++;
+        if (at == TOGETHER)
+            return;
+        const Linear *job = &shares->job[at];
+        int64_t begin = (share - shares->firsts[at]) * shares->each;
+        int64_t end = begin + shares->each < job->outputs ? begin + shares->each : job->outputs;
+        (job->form >= HALVES ? used->halves : used->linear)(job, begin, end);
+    }
+}
+
+static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    (void)self;
+    long long value[COMMON + EACH * TOGETHER];
+    if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
+        PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
+                                         "to 8 layers w, scales, y, outputs, w_row");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        value[i] = PyLong_AsLongLong(args[i]);
+        if (value[i] == -1 && PyErr_Occurred())
+            return NULL;
+    }
+    Linear common = {.x = address(value[0]),
+                     .rows = value[1],
+                     .inputs = value[2],
+                     .x_row = value[3],
+                     .group = value[4],
+                     .form = (int)value[5],
+                     .narrow = (int)value[6]};
+    if (common.form >= HALVES ? used->halves == NULL : common.narrow) {
+        PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
+        return NULL;
+    }
+    LinearShares shares;
+    int layers = (int)((count - COMMON) / EACH);
+    int64_t outputs = 0;
+    for (int i = 0; i < layers; i++) {
+        const long long *own = value + COMMON + EACH * i;
+        shares.job[i] = common;
+        shares.job[i].w = address(own[0]);
+        shares.job[i].scales = address(own[1]);
+        shares.job[i].y = address(own[2]);
+        shares.job[i].outputs = own[3];
+        shares.job[i].w_row = own[4];
+        outputs += own[3];
+    }
+    long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
+    shares.each = threads > 1 ? (outputs / (8 * threads) / 12 + 1) * 12 : outputs;
+    shares.firsts[0] = 0;
+    for (int i = 0; i < TOGETHER; i++)
+        shares.firsts[i + 1] =
+            shares.firsts[i] + (i < layers ? (shares.job[i].outputs + shares.each - 1) / shares.each : 0);
+    atomic_init(&shares.next, 0);
+    Py_BEGIN_ALLOW_THREADS
+    spread(share_linear, &shares, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* Shares of attention: at most ROWS rows of one run and one head of keys. */
+
+typedef struct {
+    const Attention *job;
+    const int64_t *firsts; /* how many shares are before each run */
+    int64_t shares;
+    int wide;
+    atomic_long next;
+    atomic_int failed;
+} AttentionShares;
+
+static void share_attention(void *argument)
+{
+    AttentionShares *shares = argument;
+    const Attention *job = shares->job;
+    int64_t widths = job->width + job->value_width;
+    int64_t floats = ROWS * (widths + 2) + KEYS * (2 + (shares->wide ? widths : 0));
+    float *room = aligned_alloc(64, ((size_t)floats * 4 + 127) / 64 * 64);
+    if (room == NULL) {
+        atomic_store(&shares->failed, 1);
+        return;
+    }
+    Scratch s;
+    s.q = room;
+    s.out = s.q + ROWS * job->width;
+    s.peak = s.out + ROWS * job->value_width;
+    s.sum = s.peak + ROWS;
+    s.weights[0] = s.sum + ROWS;
+    s.weights[1] = s.weights[0] + KEYS;
+    s.keys = s.weights[1] + KEYS;
+    s.values = s.keys + KEYS * job->width;
+    int64_t run = 0;
+    for (;;) {
+        int64_t at = atomic_fetch_add(&shares->next, 1);
+        if (at >= shares->shares)
+            break;
+        while (shares->firsts[run + 1] <= at)
+            run++;
+        int64_t rows = job->runs[run].count * job->fold, parts = (rows + ROWS - 1) / ROWS;
+        int64_t head = (at - shares->firsts[run]) / parts, begin = (at - shares->firsts[run]) % parts * ROWS;
+        used->rows(job, &job->runs[run], head, begin, begin + ROWS < rows ? begin + ROWS : rows, &s);
+    }
+    free(room);
+}
+
+static int read_place(PyObject *tuple, Place *place)
+{
+    long long at, block, token, head, away = 0, unit = 0;
+    if (!PyArg_ParseTuple(tuple, "LLLL|LL", &at, &block, &token, &head, &away, &unit))
+        return -1;
+    *place = (Place){address(at), block, token, head, address(away), unit};
+    return 0;
+}
+
+static PyObject *attention(PyObject *self, PyObject *args)
+{
+    (void)self;
+    long long q, out, table, runs, sinks, count, heads, fold, width, value_width, block_tokens, window;
+    int kind, half, threads;
+    float scale, softcap;
+    PyObject *k, *v;
+    Attention job;
+    if (!PyArg_ParseTuple(args, "LLO!O!LLLLLLLLLLiffii", &q, &out, &PyTuple_Type, &k, &PyTuple_Type, &v, &table, &runs,
+                          &sinks, &count, &heads, &fold, &width, &value_width, &block_tokens, &window, &kind, &scale,
+                          &softcap, &half, &threads)
+        || read_place(k, &job.k) < 0 || read_place(v, &job.v) < 0)
+        return NULL;
+    job.q = address(q);
+    job.out = address(out);
+    job.table = address(table);
+    job.runs = address(runs);
+    job.sinks = address(sinks);
+    job.count = count, job.heads = heads, job.fold = fold, job.width = width, job.value_width = value_width;
+    job.block_tokens = block_tokens, job.window = window, job.kind = kind;
+    job.scale = scale, job.softcap = softcap, job.half = half;
+    int64_t *firsts = PyMem_Malloc((size_t)(count + 1) * sizeof *firsts);
+    if (firsts == NULL)
+        return PyErr_NoMemory();
+    firsts[0] = 0;
+    for (int64_t i = 0; i < count; i++)
+        firsts[i + 1] = firsts[i] + heads * ((job.runs[i].count * fold + ROWS - 1) / ROWS);
+    AttentionShares shares = {.job = &job, .firsts = firsts, .shares = firsts[count], .wide = half};
+    atomic_init(&shares.next, 0);
+    atomic_init(&shares.failed, 0);
+    Py_BEGIN_ALLOW_THREADS
+    spread(share_attention, &shares, threads);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(firsts);
+    if (atomic_load(&shares.failed) && atomic_load(&shares.next) < shares.shares)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* Shares of a norm: NORM_ROWS rows. */
+
+enum { NORM_ROWS = 16 };
+
+typedef struct {
+    Norm job;
+    atomic_long next;
+} NormShares;
+
+static void share_norm(void *argument)
+{
+    NormShares *shares = argument;
+    const Norm *job = &shares->job;
+    for (;;) {
+        int64_t begin = atomic_fetch_add(&shares->next, 1) * NORM_ROWS;
+        if (begin >= job->rows)
+            return;
+        used->norm(job, begin, begin + NORM_ROWS < job->rows ? begin + NORM_ROWS : job->rows);
+    }
+}
+
+static PyObject *norm(PyObject *self, PyObject *args)
+{
+    (void)self;
+    long long x, w, y, rows, width;
+    int threads;
+    NormShares shares;
+    Norm *job = &shares.job;
+    if (!PyArg_ParseTuple(args, "LLLLLffiii", &x, &w, &y, &rows, &width, &job->eps, &job->more, &job->half, &job->way,
+                          &threads))
+        return NULL;
+    job->x = address(x), job->w = address(w), job->y = address(y);
+    job->rows = rows, job->width = width;
+    atomic_init(&shares.next, 0);
+    Py_BEGIN_ALLOW_THREADS
+    spread(share_norm, &shares, rows * width < 65536 ? 1 : threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+#include "states.h"
+
+static PyObject *use_threads(PyObject *self, PyObject *address)
+{
+    (void)self;
+    void *found = PyLong_AsVoidPtr(address);
+    if (found == NULL && PyErr_Occurred())
+        return NULL;
+    parallel = (Parallel)(intptr_t)found;
+    Py_RETURN_NONE;
+}
+
+static PyObject *use_instructions(PyObject *self, PyObject *name)
+{
+    (void)self;
+    const char *wanted = name == Py_None ? NULL : PyUnicode_AsUTF8(name);
+    if (wanted == NULL && PyErr_Occurred())
+        return NULL;
+    if (choose(wanted) < 0) {
+        PyErr_SetString(PyExc_ValueError, "this processor does not have these instructions");
+        return NULL;
+    }
+    return PyUnicode_FromString(used->name);
+}
+
+static PyObject *multiplies_halves(PyObject *self, PyObject *nothing)
+{
+    (void)self, (void)nothing;
+    return PyBool_FromLong(used->halves != NULL);
+}
+
+static PyMethodDef methods[] = {
+    {"linear", FAST(linear), METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
+    {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
+    {"norm", norm, METH_VARARGS, "Root mean square norm; addresses and sizes."},
+    {"delta", delta, METH_VARARGS, "Gated delta rules; addresses, sizes and strides."},
+    {"scan", scan, METH_VARARGS, "Selective state spaces; addresses, sizes and strides."},
+    {"convolve", convolve, METH_VARARGS, "Short convolutions over tokens; addresses, sizes and strides."},
+    {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether `linear` takes x in bfloat16: forms 4 and 5."},
+    {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
+    {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
+    {NULL, NULL, 0, NULL},
+};
+
+int add_kernels(PyObject *module)
+{
+    choose(NULL);
+#ifdef TEAM
+    pthread_atfork(NULL, NULL, alone_after_fork);
+#endif
+    return PyModule_AddFunctions(module, methods);
+}

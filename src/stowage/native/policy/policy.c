@@ -1,0 +1,358 @@
+/* The eviction policy: arguments in, the kernel's work done, arrays out. kernel.h says what a kernel is. */
+
+#include "../binding.h"
+#include "order.h"
+
+/* Arguments. */
+
+static int make_room(Kernel *k, Py_ssize_t count) {
+    if (count <= k->room)
+        return 0;
+    if (count > PY_SSIZE_T_MAX / 32) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    void *some = PyMem_Realloc(k->some, 2 * count * sizeof(int64_t));
+    if (some != NULL)
+        k->some = some;
+    void *other = PyMem_Realloc(k->other, 2 * count * sizeof(int64_t));
+    if (other != NULL)
+        k->other = other;
+    void *prints = PyMem_Realloc(k->prints, 2 * count * sizeof(uint64_t));
+    if (prints != NULL)
+        k->prints = prints;
+    if (some == NULL || other == NULL || prints == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    k->room = 2 * count;
+    return 0;
+}
+
+static int is_int64(const Py_buffer *view) {
+    const char *format = view->format != NULL ? view->format : "B";
+    return view->ndim == 1 && view->itemsize == 8 && (strcmp(format, "l") == 0 || strcmp(format, "q") == 0);
+}
+
+/* An array of int64, to be released if 0 comes back. Any Python code that runs for it has run when this returns. */
+static int view_slots(PyObject *array, Py_buffer *view) {
+    if (PyObject_GetBuffer(array, view, PyBUF_STRIDED_RO | PyBUF_FORMAT) < 0)
+        return -1;
+    if (is_int64(view))
+        return 0;
+    PyBuffer_Release(view);
+    PyErr_SetString(PyExc_TypeError, "slots must be an array of int64 of one dimension");
+    return -1;
+}
+
+/* Numbers from `least` to slots - 1, to where there is room for them. */
+static int copy_slots(Kernel *k, const Py_buffer *view, int64_t least, int64_t *copied) {
+    const char *at = view->buf;
+    for (Py_ssize_t i = 0; i < view->shape[0]; i++, at += view->strides[0]) {
+        memcpy(&copied[i], at, sizeof *copied);
+        if (copied[i] < least || copied[i] >= k->slots) {
+            PyErr_Format(PyExc_IndexError, "slot %lld of %lld", (long long)copied[i], (long long)k->slots);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The slots of an argument, to `some`. How many; -1: an error. */
+static Py_ssize_t read_slots(Kernel *k, PyObject *array) {
+    Py_buffer view;
+    if (view_slots(array, &view) < 0)
+        return -1;
+    Py_ssize_t count = view.shape[0];
+    if (make_room(k, count) < 0 || copy_slots(k, &view, 0, k->some) < 0)
+        count = -1;
+    PyBuffer_Release(&view);
+    return count;
+}
+
+static int copy_prints(Kernel *k, PyObject *keys, Py_ssize_t count) {
+    Py_ssize_t given = count_keys(keys);
+    if (given < 0)
+        return -1;
+    if (given != count) {
+        PyErr_SetString(PyExc_ValueError, "as many keys as slots");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *key = PyList_GET_ITEM(keys, i);
+        k->prints[i] = fingerprint(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key));
+    }
+    return 0;
+}
+
+/* Methods. */
+
+PyDoc_STRVAR(admit_doc, "admit(slots, keys, parents, /)\n--\n\nNew chunks; see `Policy.admit`.");
+static PyObject *kernel_admit(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
+    Py_buffer slots, parents;
+    if (!takes("admit", given, 3))
+        return NULL;
+    if (view_slots(arguments[0], &slots) < 0)
+        return NULL;
+    if (view_slots(arguments[2], &parents) < 0) {
+        PyBuffer_Release(&slots);
+        return NULL;
+    }
+    Py_ssize_t count = slots.shape[0];
+    int good = 0;
+    if (parents.shape[0] != count)
+        PyErr_SetString(PyExc_ValueError, "as many parents as slots");
+    else
+        good = make_room(k, count) == 0 && copy_slots(k, &slots, 0, k->some) == 0 &&
+               copy_slots(k, &parents, -1, k->other) == 0 && copy_prints(k, arguments[1], count) == 0;
+    if (good)
+        admit_all(k, count);
+    PyBuffer_Release(&parents);
+    PyBuffer_Release(&slots);
+    if (!good)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(insert_doc, "insert(slots, used, /)\n--\n\nEvictable again; see `Policy.insert`.");
+static PyObject *kernel_insert(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
+    if (!takes("insert", given, 2))
+        return NULL;
+    int used = PyObject_IsTrue(arguments[1]);
+    Py_ssize_t count = used < 0 ? -1 : read_slots(k, arguments[0]);
+    if (count < 0)
+        return NULL;
+    if (used)
+        use_all(k, count);
+    append(k, k->some, count);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(remove_doc, "remove(slots, /)\n--\n\nNot evictable any more; see `Policy.remove`.");
+static PyObject *kernel_remove(Kernel *k, PyObject *slots) {
+    Py_ssize_t count = read_slots(k, slots);
+    if (count < 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < count; i++)
+        take_out(k, (int32_t)k->some[i]);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(victims_doc, "victims(taken, /)\n--\n\nFill the array with slots that leave. How many there were.");
+static PyObject *kernel_victims(Kernel *k, PyObject *array) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(array, &view, PyBUF_WRITABLE | PyBUF_ND | PyBUF_FORMAT) < 0)
+        return NULL;
+    if (!is_int64(&view)) {
+        PyErr_SetString(PyExc_TypeError, "victims go to an array of int64 of one dimension");
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    Py_ssize_t count = view.shape[0] < k->length ? view.shape[0] : (Py_ssize_t)k->length;
+    int failed = make_room(k, count);
+    if (!failed) {
+        take_victims(k, k->some, count);
+        remember(k, k->some, count);
+        memcpy(view.buf, k->some, (size_t)count * sizeof *k->some);
+    }
+    PyBuffer_Release(&view);
+    return failed ? NULL : PyLong_FromSsize_t(count);
+}
+
+static PyObject *slots_after(Kernel *k, const int32_t *next, int32_t first) {
+    PyObject *slots = PyList_New(0);
+    for (int32_t slot = first; slots != NULL && slot != NONE; slot = next[slot]) {
+        PyObject *number = PyLong_FromLong(slot);
+        if (number == NULL || PyList_Append(slots, number) < 0)
+            Py_CLEAR(slots);
+        Py_XDECREF(number);
+    }
+    return slots;
+}
+
+PyDoc_STRVAR(runs_doc, "runs()\n--\n\nEvery run of every class: (class, time, slots).");
+static PyObject *kernel_runs(Kernel *k, PyObject *nothing) {
+    PyObject *runs = PyList_New(0);
+    for (int of_class = 0; of_class < CLASSES; of_class++)
+        for (int32_t number = k->first_run[of_class]; runs != NULL && number != NONE; number = k->runs[number].after) {
+            PyObject *slots = slots_after(k, k->after, k->runs[number].first);
+            PyObject *run = slots == NULL ? NULL : Py_BuildValue("iLN", of_class, (long long)k->runs[number].time, slots);
+            if (run == NULL || PyList_Append(runs, run) < 0)
+                Py_CLEAR(runs);
+            Py_XDECREF(run);
+        }
+    return runs;
+}
+
+PyDoc_STRVAR(held_doc, "held()\n--\n\nThe slots that are held back, the last one held first.");
+static PyObject *kernel_held(Kernel *k, PyObject *nothing) { return slots_after(k, k->before, k->held_last); }
+
+PyDoc_STRVAR(due_doc, "due()\n--\n\nThose that are held back and not needed any more, the last one first.");
+static PyObject *kernel_due(Kernel *k, PyObject *nothing) { return slots_after(k, k->due_before, k->due_last); }
+
+static Py_ssize_t kernel_length(Kernel *k) { return (Py_ssize_t)k->length; }
+
+PyDoc_STRVAR(best_rates_doc, "best_rates(hazard, rates, /)\n--\n\nFor arrays of float64, a row of ages per class.");
+static PyObject *module_best_rates(PyObject *module, PyObject *const *arguments, Py_ssize_t given) {
+    Py_buffer hazard, rates;
+    if (!takes("best_rates", given, 2))
+        return NULL;
+    if (PyObject_GetBuffer(arguments[0], &hazard, PyBUF_ND | PyBUF_FORMAT) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(arguments[1], &rates, PyBUF_WRITABLE | PyBUF_ND | PyBUF_FORMAT) < 0) {
+        PyBuffer_Release(&hazard);
+        return NULL;
+    }
+    int good = strcmp(hazard.format, "d") == 0 && strcmp(rates.format, "d") == 0 && hazard.len == rates.len &&
+               hazard.len % (AGES * sizeof(double)) == 0;
+    if (good)
+        for (Py_ssize_t at = 0; at < hazard.len / (Py_ssize_t)sizeof(double); at += AGES)
+            best_rates((const double *)hazard.buf + at, (double *)rates.buf + at);
+    else
+        PyErr_SetString(PyExc_ValueError, "hazards and rates must be float64, and alike");
+    PyBuffer_Release(&rates);
+    PyBuffer_Release(&hazard);
+    if (!good)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"best_rates", FAST(module_best_rates), METH_FASTCALL, best_rates_doc},
+    {NULL},
+};
+
+/* Making and ending. */
+
+static int lend(Kernel *k, PyObject *arrays, int number) {
+    Py_buffer *view = &k->lent[number];
+    if (PyObject_GetBuffer(PyTuple_GET_ITEM(arrays, number), view, PyBUF_CONTIG) < 0) {
+        view->obj = NULL;
+        return -1;
+    }
+    int64_t lengths[] = {k->slots, k->slots + 1, k->rows * WAYS, CLASSES * AGES, CLASSES * EPOCHS};
+    if (view->itemsize != SHAPES[number].bytes || view->len / view->itemsize != lengths[SHAPES[number].length]) {
+        PyErr_Format(PyExc_ValueError, "the array `%s` is not as long, or as wide, as it must be", SHAPES[number].name);
+        return -1;
+    }
+    return 0;
+}
+
+static int make_order(Kernel *k) {
+    size_t slots = (size_t)k->slots + 1;
+    k->before = PyMem_Malloc(slots * sizeof(int32_t));
+    k->after = PyMem_Malloc(slots * sizeof(int32_t));
+    k->run_of = PyMem_Malloc(slots * sizeof(int32_t));
+    k->due_before = PyMem_Malloc(slots * sizeof(int32_t));
+    k->due_after = PyMem_Malloc(slots * sizeof(int32_t));
+    k->mark = PyMem_Malloc(slots * sizeof(int64_t));
+    k->runs = PyMem_Malloc(slots * sizeof(Run));
+    if (!k->before || !k->after || !k->run_of || !k->due_before || !k->due_after || !k->mark || !k->runs) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < slots; i++) {
+        k->mark[i] = 0;
+        k->run_of[i] = OUT;
+        k->before[i] = k->after[i] = k->due_after[i] = NONE;
+        k->due_before[i] = HELD;
+        k->runs[i] = (Run){0, NONE, NONE, NONE, i + 1 < slots ? (int32_t)(i + 1) : NONE, 0};
+    }
+    k->unused = 0;
+    k->held_last = k->due_last = NONE;
+    for (int of_class = 0; of_class < CLASSES; of_class++)
+        k->first_run[of_class] = k->last_run[of_class] = k->open_run[of_class] = NONE;
+    return make_room(k, 64);
+}
+
+static PyObject *kernel_new(PyTypeObject *type, PyObject *positional, PyObject *named) {
+    PyObject *arrays;
+    long long slots, rows, width;
+    static char *names[] = {"arrays", "slots", "rows", "width", NULL};
+    if (!PyArg_ParseTupleAndKeywords(positional, named, "O!LLL", names, &PyTuple_Type, &arrays, &slots, &rows, &width))
+        return NULL;
+    if (PyTuple_GET_SIZE(arrays) != ARRAYS || slots < 0 || slots >= INT32_MAX - 1 || rows < 1 || (rows & (rows - 1)) ||
+        rows > INT64_MAX / 1024 || width < 1) {
+        PyErr_SetString(PyExc_ValueError, "other arrays, or numbers out of range");
+        return NULL;
+    }
+    Kernel *k = (Kernel *)type->tp_alloc(type, 0);
+    if (k == NULL)
+        return NULL;
+    k->slots = slots;
+    k->rows = rows;
+    k->width = width;
+    for (int number = 0; number < ARRAYS; number++)
+        if (lend(k, arrays, number) < 0) {
+            Py_DECREF(k);
+            return NULL;
+        }
+    k->here = k->lent[HERE].buf, k->print = k->lent[PRINT].buf, k->uses = k->lent[USES].buf;
+    k->gap = k->lent[GAP].buf, k->last = k->lent[LAST].buf, k->of_class = k->lent[CLASS].buf;
+    k->serial = k->lent[SERIAL].buf, k->parent = k->lent[PARENT].buf, k->kids = k->lent[KIDS].buf;
+    k->parent_serial = k->lent[PARENT_SERIAL].buf, k->known = k->lent[KNOWN].buf, k->order = k->lent[ORDER].buf;
+    k->past = k->lent[PAST].buf, k->used = k->lent[USED].buf, k->ended = k->lent[ENDED].buf;
+    k->waiting = k->lent[WAITING].buf, k->index = k->lent[INDEX].buf;
+    if (make_order(k) < 0) {
+        Py_DECREF(k);
+        return NULL;
+    }
+    return (PyObject *)k;
+}
+
+static void kernel_dealloc(Kernel *k) {
+    PyTypeObject *type = Py_TYPE(k);
+    for (int number = 0; number < ARRAYS; number++)
+        if (k->lent[number].obj != NULL)
+            PyBuffer_Release(&k->lent[number]);
+    void *owned[] = {k->before, k->after, k->run_of, k->due_before, k->due_after,
+                     k->mark, k->runs, k->some, k->other, k->prints};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)
+        PyMem_Free(owned[i]);
+    type->tp_free(k);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"admit", FAST(kernel_admit), METH_FASTCALL, admit_doc},
+    {"insert", FAST(kernel_insert), METH_FASTCALL, insert_doc},
+    {"remove", (PyCFunction)kernel_remove, METH_O, remove_doc},
+    {"victims", (PyCFunction)kernel_victims, METH_O, victims_doc},
+    {"runs", (PyCFunction)kernel_runs, METH_NOARGS, runs_doc},
+    {"held", (PyCFunction)kernel_held, METH_NOARGS, held_doc},
+    {"due", (PyCFunction)kernel_due, METH_NOARGS, due_doc},
+    {NULL},
+};
+
+static PyMemberDef members[] = {
+    {"clock", T_LONGLONG, offsetof(Kernel, clock), READONLY, "Uses so far."},
+    {"epoch", T_LONGLONG, offsetof(Kernel, epoch), READONLY, "The epoch of the last use."},
+    {NULL},
+};
+
+static PyType_Slot slots_of_type[] = {
+    {Py_tp_doc, "Kernel(arrays, slots, rows, width)\n--\n\nSee native.py, which makes the arrays."},
+    {Py_tp_new, kernel_new},
+    {Py_tp_dealloc, kernel_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_sq_length, kernel_length},
+    {0, NULL},
+};
+
+static PyType_Spec type = {
+    .name = "stowage.native._native.Kernel",
+    .basicsize = sizeof(Kernel),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots_of_type,
+};
+
+int add_policy(PyObject *module) {
+    for (int age = 0; age < AGES; age++)
+        widths[age] = exp2((age + 1) / 2.0) - exp2(age / 2.0);
+    PyObject *kernel = PyType_FromSpec(&type);
+    int failed = kernel == NULL || PyModule_AddFunctions(module, functions) < 0 ||
+                 PyModule_AddObjectRef(module, "Kernel", kernel) < 0;
+    Py_XDECREF(kernel);
+    return failed ? -1 : 0;
+}

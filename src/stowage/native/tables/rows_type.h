@@ -1,0 +1,321 @@
+/* The type `Rows`; `rows.py` says what its methods do. */
+
+#ifndef STOWAGE_ROWS_TYPE_H
+#define STOWAGE_ROWS_TYPE_H
+
+#include "arguments.h"
+#include "rows.h"
+
+enum { FEW = 512 }; /* rows that are inserted before another thread could take over */
+
+static PyObject *rows_new(PyTypeObject *type, PyObject *positional, PyObject *named) {
+    Py_ssize_t width;
+    int bits = 12, depth = DEPTH_MAX;
+    static char *names[] = {"width", "bucket_bits", "depth_max", NULL};
+    if (!PyArg_ParseTupleAndKeywords(positional, named, "n|ii:Rows", names, &width, &bits, &depth) ||
+        !good_sizes(bits, depth))
+        return NULL;
+    if (width < 8 || width > 4096 || width % 8) {
+        PyErr_SetString(PyExc_ValueError, "the width is a multiple of 8 from 8 to 4096");
+        return NULL;
+    }
+    Rows *r = (Rows *)type->tp_alloc(type, 0);
+    if (r == NULL)
+        return NULL;
+    r->width = width;
+    r->first_free = NO_EXTENT;
+    if (make_table(&r->table, bits, depth, BLOCK_BITS, (size_t)(KEY_BYTES + width)) < 0) {
+        Py_DECREF(r);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)r;
+}
+
+static void rows_dealloc(Rows *r) {
+    free_table(&r->table);
+    for (int64_t block = 0; block < r->blocks; block++) {
+        free(r->table.blocks[block]);
+        PyMem_RawFree(r->extents[block]);
+    }
+    PyMem_RawFree(r->table.blocks);
+    PyMem_RawFree(r->extents);
+    Py_TYPE(r)->tp_free((PyObject *)r);
+}
+
+/* The number of an owner's extent; NO_EXTENT: it is not one. */
+static int64_t read_extent(const Rows *r, PyObject *extents, Py_ssize_t at, int64_t owner) {
+    int64_t number = PyLong_AsLongLong(PyList_GET_ITEM(extents, at));
+    if (number == -1 && PyErr_Occurred())
+        return NO_EXTENT;
+    if (number >= 0 && number < r->extent_count && extent_of(r, number)->owner == owner)
+        return number;
+    PyErr_SetString(PyExc_ValueError, "not an extent of this owner");
+    return NO_EXTENT;
+}
+
+static int read_owner(PyObject *number, int64_t *owner) {
+    *owner = PyLong_AsLongLong(number);
+    if (*owner == -1 && PyErr_Occurred())
+        return -1;
+    if (*owner >= 0)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "owners are numbers from 0 on");
+    return -1;
+}
+
+/* Another thread is in the middle of something: its owner forgot a lock. */
+static int is_busy(const Rows *r) {
+    if (r->busy)
+        PyErr_SetString(PyExc_RuntimeError, "rows are in use by another thread");
+    return r->busy;
+}
+
+/* Extents with room for so many more rows of the owner, the last one that it has included; new ones go to its list.
+   Their numbers, to be freed; NULL: an error. */
+static int64_t *make_room(Rows *r, int64_t owner, PyObject *list, Py_ssize_t count) {
+    int64_t *extents = PyMem_RawMalloc((size_t)(count / EXTENT + 2) * sizeof *extents), room = 0;
+    Py_ssize_t known = PyList_GET_SIZE(list), some = 0;
+    if (extents == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (known > 0) {
+        int64_t last = read_extent(r, list, known - 1, owner);
+        if (last == NO_EXTENT)
+            goto failed;
+        room = EXTENT - extent_of(r, last)->used;
+        if (room > 0)
+            extents[some++] = last;
+    }
+    for (; room < count; room += EXTENT) {
+        int64_t taken = take_extent(r, owner);
+        PyObject *number = taken == NO_EXTENT ? PyErr_NoMemory() : PyLong_FromLongLong(taken);
+        int appended = number != NULL && PyList_Append(list, number) == 0;
+        Py_XDECREF(number);
+        if (!appended) {
+            if (taken != NO_EXTENT)
+                free_extent(r, taken);
+            goto failed;
+        }
+        extents[some++] = taken;
+    }
+    return extents;
+failed:
+    PyMem_RawFree(extents);
+    return NULL;
+}
+
+static int insert_all(Rows *r, int64_t owner, PyObject *list, const char *keys, const char *fields, Py_ssize_t count) {
+    int failed;
+    int64_t *extents = make_room(r, owner, list, count);
+    if (extents == NULL)
+        return -1;
+    if (count <= FEW) {
+        failed = add_rows(r, extents, keys, fields, count);
+    } else {
+        r->busy = 1;
+        Py_BEGIN_ALLOW_THREADS
+        failed = add_rows(r, extents, keys, fields, count);
+        Py_END_ALLOW_THREADS
+        r->busy = 0;
+    }
+    PyMem_RawFree(extents);
+    if (failed)
+        PyErr_NoMemory();
+    return failed;
+}
+
+PyDoc_STRVAR(insert_doc, "insert(owner, extents, keys, fields, /)\n--\n\nSee `rows.Rows.insert`.");
+static PyObject *rows_insert(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
+    Py_buffer keys, fields;
+    int64_t owner;
+    Py_ssize_t count = -1;
+    if (is_busy(r) || !takes("insert", given, 4) || read_owner(arguments[0], &owner) < 0)
+        return NULL;
+    if (!PyList_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "extents must be a list");
+        return NULL;
+    }
+    if (view_items(arguments[2], &keys, &count, KEY_BYTES, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (view_items(arguments[3], &fields, &count, r->width, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&keys);
+        return NULL;
+    }
+    int failed = insert_all(r, owner, arguments[1], keys.buf, fields.buf, count);
+    PyBuffer_Release(&fields);
+    PyBuffer_Release(&keys);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(find_doc, "find(keys, owners, fields, /)\n--\n\nSee `rows.Rows.find`.");
+static PyObject *rows_find(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
+    Py_buffer owners, fields;
+    if (is_busy(r) || !takes("find", given, 3))
+        return NULL;
+    Py_ssize_t count = count_keys(arguments[0]);
+    if (count < 0 || view_items(arguments[1], &owners, &count, sizeof(int64_t), PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (view_items(arguments[2], &fields, &count, r->width, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&owners);
+        return NULL;
+    }
+    const char *keys[GROUP];
+    int64_t rows[GROUP];
+    Way way = BEGINNING;
+    for (Py_ssize_t first = 0; first < count; first += GROUP) {
+        int some = next_group(arguments[0], first, keys);
+        find_rows(r, &way, keys, rows, some);
+        for (int i = 0; i < some; i++) {
+            int64_t row = rows[i], owner = FREE;
+            char *to = (char *)fields.buf + (first + i) * r->width;
+            if (row == NO_ROW) {
+                memset(to, 0, (size_t)r->width);
+            } else {
+                memcpy(to, record_of(&r->table, row) + KEY_BYTES, (size_t)r->width);
+                owner = extent_of(r, row / EXTENT)->owner;
+            }
+            memcpy((char *)owners.buf + (first + i) * sizeof owner, &owner, sizeof owner);
+        }
+    }
+    PyBuffer_Release(&fields);
+    PyBuffer_Release(&owners);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(drop_doc, "drop(keys, /)\n--\n\nSee `rows.Rows.drop`.");
+static PyObject *rows_drop(Rows *r, PyObject *list) {
+    const char *keys[GROUP];
+    uint32_t prints[GROUP];
+    int64_t likely[GROUP];
+    Py_ssize_t count = is_busy(r) ? -1 : count_keys(list), dropped = 0;
+    if (count < 0)
+        return NULL;
+    for (Py_ssize_t first = 0; first < count; first += GROUP) {
+        int some = next_group(list, first, keys);
+        begin_group_owned(r, keys, prints, likely, some);
+        for (int i = 0; i < some; i++)
+            if (keys[i] != NULL)
+                dropped += drop_key(r, prints[i], keys[i]);
+    }
+    return PyLong_FromSsize_t(dropped);
+}
+
+PyDoc_STRVAR(mark_doc, "mark(keys, /)\n--\n\nSee `rows.Rows.mark`.");
+static PyObject *rows_mark(Rows *r, PyObject *list) {
+    const char *keys[GROUP];
+    int64_t rows[GROUP];
+    Way way = BEGINNING;
+    Py_ssize_t count = is_busy(r) ? -1 : count_keys(list);
+    if (count < 0)
+        return NULL;
+    for (Py_ssize_t first = 0; first < count; first += GROUP) {
+        int some = next_group(list, first, keys);
+        find_rows(r, &way, keys, rows, some);
+        for (int i = 0; i < some; i++)
+            if (rows[i] != NO_ROW)
+                extent_of(r, rows[i] / EXTENT)->marked |= bit_of(rows[i]);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Owner and list of extents, all of them of that owner. */
+static int check_extents(const Rows *r, PyObject *const *arguments, int64_t *owner) {
+    if (read_owner(arguments[0], owner) < 0)
+        return -1;
+    if (!PyList_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "extents must be a list");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); i++)
+        if (read_extent(r, arguments[1], i, *owner) == NO_EXTENT)
+            return -1;
+    return 0;
+}
+
+PyDoc_STRVAR(marked_doc, "marked(owner, extents, /)\n--\n\nSee `rows.Rows.marked`.");
+static PyObject *rows_marked(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
+    int64_t owner;
+    if (is_busy(r) || !takes("marked", given, 2) || check_extents(r, arguments, &owner) < 0)
+        return NULL;
+    PyObject *keys = PyList_New(0), *fields = PyByteArray_FromStringAndSize(NULL, 0);
+    int good = keys != NULL && fields != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(arguments[1]); i++) {
+        int64_t number = read_extent(r, arguments[1], i, owner);
+        uint64_t wanted = extent_of(r, number)->live & extent_of(r, number)->marked;
+        for (int64_t at = 0; good && wanted >> at; at++) {
+            if (!(wanted >> at & 1))
+                continue;
+            const char *record = record_of(&r->table, number * EXTENT + at);
+            PyObject *key = PyBytes_FromStringAndSize(record, KEY_BYTES);
+            Py_ssize_t bytes = PyByteArray_GET_SIZE(fields);
+            good = key != NULL && PyList_Append(keys, key) == 0 && PyByteArray_Resize(fields, bytes + r->width) == 0;
+            Py_XDECREF(key);
+            if (good)
+                memcpy(PyByteArray_AS_STRING(fields) + bytes, record + KEY_BYTES, (size_t)r->width);
+            if (at == EXTENT - 1)
+                break;
+        }
+    }
+    if (good)
+        return Py_BuildValue("NN", keys, fields);
+    Py_XDECREF(keys);
+    Py_XDECREF(fields);
+    return NULL;
+}
+
+PyDoc_STRVAR(release_doc, "release(owner, extents, /)\n--\n\nSee `rows.Rows.release`.");
+static PyObject *rows_release(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
+    int64_t owner;
+    Py_ssize_t dropped = 0;
+    if (is_busy(r) || !takes("release", given, 2) || check_extents(r, arguments, &owner) < 0)
+        return NULL;
+    for (Py_ssize_t i = PyList_GET_SIZE(arguments[1]) - 1; i >= 0; i--) { /* so that the first is taken again first */
+        int64_t number = read_extent(r, arguments[1], i, owner);
+        if (number == NO_EXTENT) /* it is in the list twice */
+            return NULL;
+        dropped += drop_extent(r, number);
+    }
+    return PyLong_FromSsize_t(dropped);
+}
+
+PyDoc_STRVAR(rows_check_doc, "check()\n--\n\nAssert the invariants. Linear in the rows.");
+static PyObject *rows_check(Rows *r, PyObject *nothing) {
+    return is_busy(r) ? NULL : none_or_wrong(wrong_with_rows(r));
+}
+
+PyDoc_STRVAR(used_doc, "extents_used(/)\n--\n\nHow many extents have an owner.");
+static PyObject *rows_used(Rows *r, PyObject *nothing) {
+    return PyLong_FromLongLong(r->extent_count - r->free_count);
+}
+
+static Py_ssize_t rows_length(Rows *r) { return (Py_ssize_t)r->table.count; }
+
+static PyMethodDef rows_methods[] = {
+    {"insert", FAST(rows_insert), METH_FASTCALL, insert_doc},
+    {"find", FAST(rows_find), METH_FASTCALL, find_doc},
+    {"drop", (PyCFunction)rows_drop, METH_O, drop_doc},
+    {"mark", (PyCFunction)rows_mark, METH_O, mark_doc},
+    {"marked", FAST(rows_marked), METH_FASTCALL, marked_doc},
+    {"release", FAST(rows_release), METH_FASTCALL, release_doc},
+    {"extents_used", (PyCFunction)rows_used, METH_NOARGS, used_doc},
+    {"check", (PyCFunction)rows_check, METH_NOARGS, rows_check_doc},
+    {NULL},
+};
+
+static PySequenceMethods rows_sequence = {.sq_length = (lenfunc)rows_length};
+
+static PyTypeObject rows_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.core.table.stowage.native._native.Rows",
+    .tp_doc = "Rows(width, bucket_bits=12, depth_max=20)\n--\n\nSee `rows.Rows`.",
+    .tp_basicsize = sizeof(Rows),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = rows_new,
+    .tp_dealloc = (destructor)rows_dealloc,
+    .tp_methods = rows_methods,
+    .tp_as_sequence = &rows_sequence,
+};
+
+#endif

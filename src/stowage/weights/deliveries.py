@@ -1,0 +1,273 @@
+"""Everything that brings a model's weights to its modules, and takes them back: which module by which way.
+
+Owns the hooks on a model's units and what is behind them: ring, buffers of a device, cache of experts, readers, files;
+and the order in which all of that is put back after a forward that did not end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stowage.errors import ModelError, UnsupportedModelError
+from stowage.weights.checkpoint import Checkpoint
+from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Streamed, files_of, hide, show
+from stowage.weights.device_prefetcher import Carrier, Crossing, nbytes_of
+from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
+from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
+from stowage.weights.host_buffers import Berths
+from stowage.weights.passes import Passes
+from stowage.weights.placement import Delivery, Placement
+from stowage.weights.prefetcher import Ring
+from stowage.weights.reader import Read, Readers
+from stowage.weights.repacked import Image
+
+__all__ = ["Deliveries"]
+
+_Hooks = tuple[Callable[[Any, Any], Any], Callable[[], None]]
+
+
+class Deliveries:
+    """Delivers ``loads`` to ``model``. Takes over ``checkpoint``, ``image`` and ``berths``. See `WeightSource`."""
+
+    def __init__(
+        self,
+        model: Any,
+        placement: Placement,
+        loads: Sequence[Load],
+        checkpoint: Checkpoint,
+        image: Image | None,
+        carrier: Carrier | None,
+        berths: Berths | None,
+    ) -> None:
+        self.placement = placement
+        self.device = carrier.device if carrier is not None else HOST
+        self._model = model
+        self._checkpoint, self._image = checkpoint, image
+        self._handles: list[Any] = []
+        self._readers = Readers()
+        self._passes = Passes(self)
+        self._row_bytes = 0
+        self._order: list[int] | None = None
+        self._gone = False
+        self._homes = {id(load.unit.parameters[name]): home for load in loads for name, home in load.homes.items()}
+        self._loads, self._carrier, self._berths = loads, carrier, berths or Berths()
+        ringed = [load for load in loads if load.delivery.rings]
+        self._streams = [Streamed(load, self.device) for load in ringed]
+        self._comers: list[Streamed | Rows | Stacked] = list(self._streams)
+        self._in_ring = [n for n, load in enumerate(ringed) if carrier is None or load.delivery is Delivery.STREAM]
+        self._ring: Ring | None = self._make_ring() if self._in_ring else None
+        self._pinned: Any = None
+        self._crossing: Crossing | None = None
+        self._experts: ExpertCache | None = None
+        cached = [load for load in loads if load.delivery is Delivery.EXPERTS]
+        try:
+            if carrier is not None:
+                self._cross(carrier)
+            if cached:
+                self._experts = self._cache(cached)
+            numbers = {id(load): number for of_kind in (ringed, cached) for number, load in enumerate(of_kind)}
+            for load in loads:
+                self._hook(load, numbers.get(id(load), -1))
+        except BaseException:
+            self._gone = True
+            self._let_go()
+            raise
+
+    def _make_ring(self) -> Ring:
+        nbytes = max(self._streams[number].layout.nbytes for number in self._in_ring)
+        units, slots = len(self._in_ring), self.placement.ring_slots
+        return Ring(units, slots, nbytes, self._reads, self._readers, TIMEOUT_S)
+
+    def _cross(self, carrier: Carrier) -> None:
+        """Pin what crosses over, and make the buffers."""
+        self._berths.pin(carrier.pin)
+        if self._ring is not None:
+            self._pinned = carrier.pin(self._ring.numpy())
+        if self._streams:
+            homes = [stream.homes for stream in self._streams]
+            largest = max(map(nbytes_of, homes))
+            slots = self.placement.ring_slots
+            self._crossing = Crossing(carrier, slots, largest, homes, self._in_ring, self._give_back)
+
+    def _cache(self, cached: Sequence[Load]) -> ExpertCache:
+        most_bytes, carrier = self.placement.cache_bytes, self._carrier
+        parts = [(c, [c.unit.parameters[n] for n in c.homes], list(c.homes.values())) for c in cached]
+        if carrier is None:
+            stacks = [Stacks(load.unit.experts, parameters, homes) for load, parameters, homes in parts]
+            return ExpertCache(stacks, most_bytes, self._readers, TIMEOUT_S)
+        seated = [Seated(load.unit.module, parameters, homes, carrier.device) for load, parameters, homes in parts]
+        first = self.placement.ring_slots
+        return DeviceExperts(seated, most_bytes, self._readers, TIMEOUT_S, carrier, first)
+
+    def _let_go(self) -> None:
+        """Give back memory, threads and files."""
+        if self._crossing is not None:
+            self._crossing.close()
+        if isinstance(self._experts, DeviceExperts):
+            self._experts.settle()
+        ended = self._readers.close()
+        if self._carrier is not None:
+            hide(self._loads, self._carrier)
+        if self._pinned is not None:
+            self._pinned.close()
+        if self._ring is not None and ended:
+            self._ring.close()
+        if self._experts is not None:
+            self._experts.close(ended)
+        self._berths.close()
+        self._checkpoint.close()
+        if self._image is not None:
+            self._image.close()
+
+    # What happens around passes (``passes.Delivery``)
+
+    def settle(self, *, forked: bool) -> None:
+        """See ``passes.Delivery``."""
+        if forked and self._carrier is not None:
+            raise ModelError(
+                f"this process was forked after the model was loaded, and {self.device} belongs to the one that loaded "
+                "it: load the model in this one."
+            )
+        if forked:
+            self._readers.forked()
+        if isinstance(self._experts, DeviceExperts):
+            for seated in self._experts.layers:
+                seated.take_back()
+        self.hide()
+        self._readers.drain(TIMEOUT_S)
+        if self._crossing is not None or self._carrier is not None:
+            torch.zeros(1, device=self.device).cpu()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        if self._crossing is not None:
+            self._crossing.reset()
+        if self._ring is not None:
+            self._ring.reset()
+        if self._experts is not None and forked:
+            self._experts.forked()
+        elif self._experts is not None:
+            self._experts.reset()
+
+    def hide(self) -> None:
+        """See ``passes.Delivery``."""
+        for part in self._comers:
+            part.take_back()
+
+    def begin_pass(self) -> None:
+        """See ``passes.Delivery``."""
+        if self._crossing is not None:
+            self._crossing.begin_pass()
+
+    def end_pass(self, whole: bool) -> None:
+        """See ``passes.Delivery``."""
+        order, self._order = self._order, None
+        if self._crossing is not None:
+            self._crossing.end_pass()
+        if order and whole and set(order) == set(range(len(self._streams))):
+            if self._crossing is not None:
+                self._crossing.follow(order)
+            if self._ring is not None:
+                self._ring.follow([self._in_ring.index(number) for number in order if number in self._in_ring])
+
+    # Hooks
+
+    def _hook(self, load: Load, number: int) -> None:
+        module = load.unit.module
+        if load.delivery is Delivery.MAPPED:
+            show(load, self._carrier)
+            files = files_of(load.homes.values())
+
+            def unchanged(_module: nn.Module, _args: Any) -> None:
+                for file in files:
+                    file.check()
+
+            if files:
+                self._handles.append(module.register_forward_pre_hook(unchanged))
+            return
+        if load.delivery is Delivery.ROWS:
+            bring, take_back = self._rows_hooks(Rows(load, self.device))
+        elif load.delivery is Delivery.EXPERTS:
+            bring, take_back = self._expert_hooks(load, number)
+        elif load.delivery.rings:
+            bring, take_back = self._unit_hooks(number)
+        else:
+            return
+        before, after = self._passes.hooks(bring, take_back)
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _unit_hooks(self, number: int) -> _Hooks:
+        stream, ring, crossing = self._streams[number], self._ring, self._crossing
+        in_ring = self._in_ring.index(number) if number in self._in_ring else -1
+
+        def slot() -> list[Tensor]:
+            assert ring is not None
+            found = ring.take(in_ring)
+            try:
+                stream.check()
+            except BaseException:
+                ring.give_back(in_ring)
+                raise
+            return stream.views(found.number, found.memory)
+
+        def bring(_args: Any, _kwargs: Any) -> None:
+            if self._order is not None:
+                self._order.append(number)
+            stream.deliver(slot() if crossing is None else crossing.take(number, slot))
+
+        def take_back() -> None:
+            stream.take_back()
+            if crossing is not None:
+                crossing.computed(number)
+            elif ring is not None:
+                ring.give_back(in_ring)
+
+        return bring, take_back
+
+    def _expert_hooks(self, load: Load, number: int) -> _Hooks:
+        files, cache = files_of(load.homes.values()), self._experts
+        assert cache is not None
+        stacked = None if isinstance(cache, DeviceExperts) else Stacked(load)
+        if stacked is not None:
+            self._comers.append(stacked)
+
+        def bring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for file in files:
+                file.check()
+            choices = chosen(args, kwargs)
+            if isinstance(cache, DeviceExperts):
+                return renumbered(args, kwargs, choices, cache.bring(number, choices))
+            cache.take(number, choices)
+            if stacked is not None:
+                stacked.show()
+            return None
+
+        def take_back() -> None:
+            if stacked is not None:
+                stacked.take_back()
+            cache.give_back(number)
+
+        return bring, take_back
+
+    def _rows_hooks(self, rows: Rows) -> _Hooks:
+        self._comers.append(rows)
+
+        def bring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not args:
+                raise UnsupportedModelError("an embedding is called with a name for its ids: keep it resident.")
+            ids, read_bytes = rows.deliver(args[0], self._readers)
+            self._row_bytes += read_bytes
+            return (ids, *args[1:]), kwargs
+
+        return bring, rows.take_back
+
+    def _give_back(self, number: int) -> None:
+        assert self._ring is not None
+        self._ring.give_back(self._in_ring.index(number))
+
+    def _reads(self, in_ring: int, memory: memoryview) -> list[Read]:
+        return self._streams[self._in_ring[in_ring]].layout.reads(memory)

@@ -1,0 +1,213 @@
+"""Forwards of a model whose weights come and go: each has its turn from its begin to its end, however it ends.
+
+Owns the turn and what is known of the state behind it. A forward that ends by an error or an interrupt may leave
+anything behind: weights that are shown, slots that are lent, reads under way, tables half written. Nobody repairs that
+in passing. The next forward finds it ``unsettled``, and before it begins everything is put back (``settle``), which
+can be interrupted too, and is then done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import torch
+
+from stowage.errors import ModelError
+from stowage.weights.turn import Claim, Turn
+
+__all__ = ["Delivery", "Passes", "refuse_gradients"]
+
+_COMPILED: Final = (
+    "weights that come and go are not where a compiled graph would look for them, so the model computes as it is "
+    "written. For a compiled or exported graph load the model without a budget, or with weights='*=resident'."
+)
+_INTERRUPTED: Final = (
+    "the weights of this forward were taken away while it computed, so it has no answer: call it again."
+)
+
+
+class Delivery(Protocol):
+    """What happens around passes."""
+
+    def settle(self, *, forked: bool) -> None:
+        """Put everything back, whatever a forward left behind. ``forked``: this is a new process, without threads."""
+        ...
+
+    def hide(self) -> None:
+        """Nothing is shown any more that comes and goes."""
+        ...
+
+    def begin_pass(self) -> None:
+        """A forward of the whole model begins."""
+        ...
+
+    def end_pass(self, whole: bool) -> None:
+        """It has ended, ``whole`` or with an error."""
+        ...
+
+
+class Passes:
+    """The forwards of one model."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.turn = Turn()
+        self.closed = False
+        self.passes, self.forward_s = 0, 0.0
+        self._delivery = delivery
+        self._pid = os.getpid()
+        self._unsettled = False
+        self._changing = False
+        self._shown = 0
+
+    # Whole forwards, and whatever else needs the weights for itself
+
+    @contextlib.contextmanager
+    def own(self) -> Any:
+        """This thread has the weights for itself, between forwards. Raises ModelError, as `Turn.take` does."""
+        frame = sys._getframe(2)  # of the function that says ``with``: it runs until the weights are given back
+        claim = self._enter(frame)
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            self._leave(claim, whole)
+
+    def around(self, forward: Callable[..., Any], asked: Callable[[], None]) -> Callable[..., Any]:
+        """``forward`` of the whole model, in its turn, and without gradients; ``asked`` is told when they were asked
+        for, and may refuse.
+        """
+
+        @functools.partial(torch.compiler.disable, reason=_COMPILED)
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            gradients = torch.is_grad_enabled()
+            if gradients:
+                asked()
+            try:
+                torch._C._set_grad_enabled(False)
+                return self._run(sys._getframe(), forward, args, kwargs)
+            finally:  # first of all, and in one step: an interrupt comes before it or after
+                torch._C._set_grad_enabled(gradients)
+
+        @functools.wraps(forward)
+        def called(*args: Any, **kwargs: Any) -> Any:  # a compiler looks in here, and finds the reason
+            return in_turn(*args, **kwargs)
+
+        return called
+
+    def _run(self, frame: FrameType, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        claim = self._enter(frame)
+        whole, began_s = False, time.perf_counter()
+        try:
+            self._delivery.begin_pass()
+            output = forward(*args, **kwargs)
+            if self._changing or self.turn.held() is not claim:
+                raise ModelError(_INTERRUPTED)
+            whole = True
+            return output
+        finally:
+            self.passes += 1
+            self.forward_s += time.perf_counter() - began_s
+            self._delivery.end_pass(whole)
+            self._leave(claim, whole)
+
+    def _enter(self, frame: FrameType) -> Claim:
+        if self.closed:
+            raise ModelError("the weights of this model were closed: load it again.")
+        claim = self.turn.take(frame)
+        try:
+            if self.closed:
+                raise ModelError("the weights of this model were closed: load it again.")
+            forked = self._pid != os.getpid()
+            if self._unsettled or forked:
+                self._unsettled = True
+                self._delivery.settle(forked=forked)
+                self._shown, self._changing, self._pid = 0, False, os.getpid()
+            self._unsettled = True
+        except BaseException:
+            self.turn.give_back(claim)
+            raise
+        return claim
+
+    def _leave(self, claim: Claim, whole: bool) -> None:
+        if self.turn.held() is claim:
+            if whole and not self._changing and not self._shown:
+                self._unsettled = False
+            else:
+                self._delivery.hide()
+        self.turn.give_back(claim)
+
+    def end(self, frame: FrameType) -> Claim:
+        """No forward begins any more, and none runs. The turn that this takes may be kept."""
+        claim = self.turn.take(frame, waits=True)
+        self.closed = True
+        return claim
+
+    # Modules that get weights
+
+    def hooks(
+        self, bring: Callable[[Any, Any], Any], take_back: Callable[[], None]
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Before and after the forward of a module: ``bring`` its weights, of its arguments, and take them back. A
+        module that is called by itself has a turn of its own.
+        """
+        claim: Claim | None = None
+        own = False
+
+        def before(_module: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal claim, own
+            refuse_gradients()
+            held = self.turn.held()
+            here = held or self._enter(_caller())
+            if self._changing:
+                raise ModelError(_INTERRUPTED)
+            claim, own = here, held is None
+            self._changing = True
+            found = bring(args, kwargs)
+            self._shown += 1
+            self._changing = False
+            return found
+
+        def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+            nonlocal claim
+            mine, held = claim, self.turn.held()
+            if mine is None or held is not mine or self._changing:  # what failed is put back as a whole
+                if held is not None and held is mine and own:
+                    claim = None
+                    self._leave(mine, False)
+                elif output is not None:
+                    raise ModelError(_INTERRUPTED)
+                return
+            claim = None
+            self._changing = True
+            take_back()
+            self._shown -= 1
+            self._changing = False
+            if own:
+                self._leave(mine, output is not None)
+
+        return before, after
+
+
+def refuse_gradients() -> None:
+    """Backwards, the weights would be somewhere else. A forward of the whole model never asks for gradients."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "weights that come and go have no gradients: call the whole model, or this part of it under "
+            "torch.no_grad()."
+        )
+
+
+def _caller() -> FrameType:
+    """The call of the module whose hook asks: torch's, around its forward and all of its hooks."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "inner" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

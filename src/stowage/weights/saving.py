@@ -1,0 +1,244 @@
+"""Writes a model whose weights come and go as Transformers' ``save_pretrained`` would, one tensor in memory at a time.
+
+Everything is written aside, in a directory of its own beside its place, and gets its name when all of it is on the
+disk. So the directory that the model runs from may be saved onto: its files stay as they are for who has them open,
+and until the last byte is written they stay for everybody. What then fails leaves the old checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stowage.config.memory import parse_size
+from stowage.errors import ConfigError, StorageError, UnsupportedModelError
+from stowage.weights.parameter_location import memory_of
+from stowage.weights.quantized.modules import packed_forms
+from stowage.weights.quantized.writer import DTYPES, write_all
+
+__all__ = ["Read", "save"]
+
+Read = Callable[[str], Tensor]
+"""From the name of a parameter or buffer to a copy of it in host memory."""
+
+_SHARD_BYTES: Final = "50GB"
+_HEADER_BYTES_MAX: Final = 64 << 20
+_ENTRY_BYTES: Final = 160
+_TAKEN: Final = ("is_main_process", "variant", "token", "save_peft_format", "safe_serialization")
+
+
+def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os.PathLike[str], **options: Any) -> None:
+    """``save_pretrained(directory, max_shard_size=, variant=, save_original_format=)`` of ``model``; ``plain`` is
+    Transformers' own. Raises ConfigError, UnsupportedModelError and StorageError, and then nothing has changed there.
+    """
+    shard_bytes = parse_size(options.pop("max_shard_size", _SHARD_BYTES))
+    original = bool(options.pop("save_original_format", True))
+    _refuse(model, options)
+    target = Path(directory)
+    variant = options.get("variant")
+    if options.get("is_main_process", True) is False:
+        return
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file, and a model is saved into a directory: give another name.")
+    aside: Path | None = None
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+        plain(aside, state_dict={}, **options)
+        for file in aside.glob("*.safetensors*"):
+            file.unlink()
+        kept = names(model)
+        _check_room(target, sum(form.nbytes for form in kept.values()))
+        writer = _Writer(aside, shard_bytes, _header_bytes(kept), variant)
+        writer.write(_converted(model, read, original, kept))
+        _name(aside, target, variant)
+    except OSError as error:
+        raise StorageError(
+            f"{target} does not take the model: {error.strerror or error}. What was there before is still there."
+        ) from error
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _refuse(model: Any, options: Mapping[str, Any]) -> None:
+    if packed_forms(model):
+        raise UnsupportedModelError(
+            "packed weights are written by stowage pack only: copy the directory that the model was loaded from."
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedModelError(
+            "a model with an adapter cannot be saved while its weights come and go: load it without a budget."
+        )
+    if options.get("state_dict") is not None or options.get("push_to_hub"):
+        raise UnsupportedModelError(
+            "save_pretrained() of a model whose weights come and go takes no state_dict and pushes to no hub: save it "
+            "to a directory, and go on from there."
+        )
+    unknown = [name for name in options if name not in (*_TAKEN, "state_dict", "push_to_hub")]
+    if unknown:
+        raise ConfigError(
+            f"save_pretrained() of a model whose weights come and go does not know {', '.join(unknown)}: leave it out."
+        )
+
+
+def _check_room(target: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(target).free
+    if free < nbytes:
+        raise StorageError(
+            f"the model takes {nbytes} bytes, and {target} has room for {free}: free some, or save it elsewhere. "
+            "Nothing was written."
+        )
+
+
+def _header_bytes(kept: Mapping[str, Tensor]) -> int:
+    """Room for the header of a shard. Stacked experts become a tensor or two for each; what does not fit into it goes
+    on in another shard.
+    """
+    each = [(_ENTRY_BYTES + 6 * len(name) + 100) * (2 * len(f) if f.dim() > 2 else 1) for name, f in kept.items()]
+    return min(-(-(sum(each) + 256) // 4096) * 4096, _HEADER_BYTES_MAX)
+
+
+def _converted(model: Any, read: Read, original: bool, kept: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as a checkpoint has them. Where several become one, those of a layer are read together."""
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+    conversions = [c.reverse_transform() for c in getattr(model, "_weight_conversions", None) or []]
+    joined = any(isinstance(c, WeightConverter) and len(c.source_patterns) > 1 for c in conversions)
+    groups: dict[str, list[str]] = {}
+    for name in kept:
+        layer = re.match(r".*?\.\d+\.", name) if joined and original else None
+        groups.setdefault(layer[0] if layer else name, []).append(name)
+    for group in groups.values():
+        values = {name: read(name) for name in group}
+        yield from (revert_weight_conversion(model, values) if original else values).items()
+
+
+def names(model: Any) -> dict[str, Tensor]:
+    """What belongs into a checkpoint, without values: each parameter once, and persistent buffers."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for own, value in module._parameters.items():
+            if value is not None:
+                found[prefix + own] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for own, value in module._buffers.items():
+            if value is not None and own not in module._non_persistent_buffers_set:
+                found[prefix + own] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        found.pop(name, None)
+    kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(found, model)
+    return kept
+
+
+class _Shard:
+    """A safetensors file with room for its header in front."""
+
+    def __init__(self, path: Path, header_bytes: int) -> None:
+        self.nbytes, self._used_bytes, self._header_bytes = 0, 128, header_bytes
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def takes(self, name: str, values: Tensor, most_bytes: int) -> bool:
+        """Whether there is room, and the place is one for its type."""
+        full = self.entries and self.nbytes + values.nbytes > most_bytes
+        wide = self._used_bytes + _ENTRY_BYTES + 6 * len(name) > self._header_bytes
+        return not full and not wide and self.nbytes % values.dtype.itemsize == 0
+
+    def append(self, name: str, values: Tensor) -> None:
+        if values.dtype not in DTYPES:
+            raise UnsupportedModelError(f"{name} has the type {values.dtype}, which is not written.")
+        if values.nbytes:
+            write_all(self._fd, memory_of(values.contiguous()), self._header_bytes + self.nbytes)
+        offsets = [self.nbytes, self.nbytes + values.nbytes]
+        self.entries[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": offsets}
+        self.nbytes += values.nbytes
+        self._used_bytes += _ENTRY_BYTES + 6 * len(name)
+
+    def finish(self) -> None:
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
+        room = self._header_bytes - 8
+        assert len(header) <= room
+        write_all(self._fd, room.to_bytes(8, "little") + header.ljust(room), 0)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Writer:
+    """All shards of a checkpoint in ``directory``, and their index if there are several."""
+
+    def __init__(self, directory: Path, shard_bytes: int, header_bytes: int, variant: str | None) -> None:
+        self._directory, self._shard_bytes, self._header_bytes = directory, shard_bytes, header_bytes
+        self._end = f".{variant}.safetensors" if variant else ".safetensors"
+        self._done: list[dict[str, Any]] = []
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        total = numbers = 0
+        shard: _Shard | None = None
+        try:
+            for name, values in tensors:
+                if shard is None or not shard.takes(name, values, self._shard_bytes):
+                    self._finish(shard)
+                    shard = _Shard(self._directory / f"{len(self._done)}.part", self._header_bytes)
+                shard.append(name, values)
+                total, numbers = total + values.nbytes, numbers + values.numel()
+            self._finish(shard)
+        finally:
+            if shard is not None:
+                shard.close()
+        count, weight_map = len(self._done), dict[str, str]()
+        for at, entries in enumerate(self._done):
+            name = f"model{self._end}" if count == 1 else f"model-{at + 1:05}-of-{count:05}{self._end}"
+            (self._directory / f"{at}.part").rename(self._directory / name)
+            weight_map.update(dict.fromkeys(entries, name))
+        if count > 1:
+            index = {"metadata": {"total_parameters": numbers, "total_size": total}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self._directory / _index(self._end)).write_text(text, encoding="utf-8")
+
+    def _finish(self, shard: _Shard | None) -> None:
+        if shard is not None:
+            shard.finish()
+            self._done.append(shard.entries)
+            shard.close()
+
+
+def _index(end: str) -> str:
+    return f"model.safetensors.index{end.removesuffix('.safetensors')}.json"
+
+
+def _name(aside: Path, target: Path, variant: str | None) -> None:
+    """Give what was written its names in ``target``. The index comes after what it names, and what belonged to the
+    checkpoint before and is no part of this one goes last.
+    """
+    end = f".{variant}.safetensors" if variant else ".safetensors"
+    written = sorted(path.name for path in aside.iterdir())
+    for name in sorted(written, key=lambda name: (name.endswith(".json"), "index" in name)):
+        with (aside / name).open("rb") as file:
+            os.fsync(file.fileno())
+        (aside / name).replace(target / name)
+    weights = re.compile(rf"model(-\d{{5}}-of-\d{{5}})?{re.escape(end)}|{re.escape(_index(end))}")
+    for path in list(target.iterdir()):
+        if weights.fullmatch(path.name) and path.name not in written:
+            path.unlink()
+    directory = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,97 @@
+"""Half precision, with models large enough that everything a placement moves is moved as in real ones: no threshold is
+lowered here. ``STOWAGE_TEST_FAMILIES=all`` tries every family of the table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import stowage
+from stowage.testing import tiny_models
+from stowage.weights import units
+from stowage.weights.placement import Delivery
+from tests.weights.conftest import bytes_of, logits, prompt
+from tests.weights.test_parity import FAMILIES
+
+LEFT_OUT = {
+    "diffllama": "is built from values that are not there yet",
+    "rwkv": "uses weights of modules that it does not call",
+    "deepseek_v4": "plain Transformers multiplies float32 and half precision, and fails",
+    "cohere_compass": "its tiny model has no other size",
+}
+TRIED = (
+    [family for family in tiny_models.FAMILIES if family not in LEFT_OUT]
+    if os.environ.get("STOWAGE_TEST_FAMILIES") == "all"
+    else FAMILIES
+)
+HALVES = ("bfloat16", "float16")
+
+
+@pytest.fixture(autouse=True)
+def _real_units(_tiny_units: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(units, "SMALL_BYTES", 16 << 10)
+    monkeypatch.setattr(units, "LEAF_BYTES", 64 << 10)
+    yield
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("family", TRIED)
+def test_every_placement_answers_in_half_precision_as_plain_transformers(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    size = tiny_models.TinySize(hidden=256, layers=max(2, tiny_models.TABLE[family].layers))
+    directory = tiny_models.write(family, tmp_path / family, size, dtype=dtype)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    assert whole.dtype is getattr(torch, dtype)
+    asked = [prompt(20), prompt(1, 3)]
+    expected = [logits(whole, ids) for ids in asked]
+    seen, total = set[Delivery](), bytes_of(whole)
+    budgets: list[dict[str, Any]] = [
+        {"weights": "*=stream"},
+        {"weights": "*=prefetch", "host_memory": "1GiB"},
+        {"weights": "*=mapped", "host_memory": "1GiB"},
+        {"device_memory": int(total * 0.75)},
+    ]
+    if any(p.dim() == 3 and "experts" in name for name, p in whole.named_parameters()):
+        budgets.append({"weights": "*.experts=experts,*=resident"})
+    for budget in budgets:
+        try:
+            model = stowage.offload(directory, disk=f"{tmp_path}:1GiB", **budget)
+        except (stowage.ConfigError, stowage.UnsupportedModelError):  # too little, or its experts go by layers
+            assert "weights" not in budget or "experts" in budget["weights"]
+            continue
+        for ids, wanted in zip(asked, expected, strict=True):
+            assert torch.equal(bits(logits(model, ids)), bits(wanted)), budget
+        moved = model.stowage.placement
+        seen.update(moved.deliveries)
+        if budget.get("weights", "").startswith("*="):
+            away = moved.nbytes(*(set(Delivery) - {Delivery.RESIDENT}))
+            assert away > total // 2, "most of it comes and goes"
+        model.stowage.check()
+        model.stowage.close()
+    assert seen >= {Delivery.STREAM, Delivery.PREFETCH, Delivery.MAPPED}
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int16) if values.element_size() == 2 else values
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_texts_and_saved_models_in_half_precision(dtype: str, tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    directory = tiny_models.write("gemma3", tmp_path / "model", tiny_models.TinySize(hidden=256, layers=6), dtype=dtype)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    asked = {"max_new_tokens": 10, "do_sample": False}
+    expected = whole.generate(prompt(), **asked)
+    model = stowage.offload(directory, weights="*=stream")
+    assert torch.equal(model.generate(prompt(), **asked), expected)
+    model.save_pretrained(tmp_path / "saved")
+    again = stowage.offload(tmp_path / "saved", device_memory=int(bytes_of(whole) * 0.8))
+    assert again.dtype is getattr(torch, dtype)
+    assert torch.equal(again.generate(prompt(), **asked), expected)

@@ -1,0 +1,259 @@
+"""Many threads, one model, and whatever may end a forward: right bits or a clear error, and the model works on."""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stowage
+from stowage.weights.turn import Turn
+from tests.weights.conftest import logits, prompt
+
+FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", "400"))
+THREADS = 8
+PLACEMENTS = {
+    "streamed": ("llama", "*=stream"),
+    "tied": ("gemma3", "*=stream"),
+    "mixed": ("llama", "last 1 of 2=stream,*=prefetch"),
+    "experts": ("mixtral", "*=experts"),
+}
+
+
+class Interrupted(BaseException):
+    """Comes at any instruction."""
+
+
+class Raised(Exception):
+    """By a hook of a user's."""
+
+
+@pytest.fixture(params=PLACEMENTS)
+def placed(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[tuple[str, Any]]:
+    family, rules = PLACEMENTS[request.param]
+    model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
+    yield family, model
+    model.stowage.close()
+
+
+def expectations(whole: Any, count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    asked = [prompt(3 + 5 * seed, seed) for seed in range(count)]
+    return [(ids, logits(whole, ids)) for ids in asked]
+
+
+def test_threads_take_turns_and_are_right(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
+    family, model = placed
+    wanted = expectations(plain(family))
+    wrong: list[object] = []
+
+    def compute(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(FORWARDS // (4 * THREADS)):
+            ids, expected = chance.choice(wanted)
+            try:
+                if not torch.equal(logits(model, ids), expected):
+                    wrong.append("other bits")
+            except Exception as error:  # noqa: BLE001  # none is right here
+                wrong.append(error)
+
+    run([lambda seed=seed: compute(seed) for seed in range(THREADS)])
+    assert not wrong
+    model.stowage.check()
+
+
+def test_texts_of_two_threads_are_those_of_one(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
+    family, model = placed
+    asked = [prompt(4, 1), prompt(9, 2)]
+    expected = [plain(family).generate(ids, max_new_tokens=12, do_sample=False) for ids in asked]
+    found: list[Any] = [None, None]
+
+    def write(at: int) -> None:
+        found[at] = model.generate(asked[at], max_new_tokens=12, do_sample=False)
+
+    run([lambda at=at: write(at) for at in range(2)])
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
+    """Exceptions are set in the threads at random moments while they compute: everything that is answered is right."""
+    family, model = placed
+    wanted = expectations(plain(family), 3)
+    raising = random.Random(7)
+
+    def sometimes(*_: Any) -> None:
+        if raising.random() < 0.005:
+            raise Raised
+
+    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
+    handles = [layer.register_forward_hook(sometimes) for layer in layers]
+    handles += [layer.register_forward_pre_hook(sometimes, prepend=True) for layer in layers[::2]]
+    wrong, counts, targets = list[object](), dict.fromkeys(("right", "interrupted", "raised", "told"), 0), {}
+
+    def compute(seed: int) -> None:
+        chance, mine = random.Random(seed), threading.get_ident()
+        for _ in range(FORWARDS // (2 * THREADS)):
+            ids, expected = chance.choice(wanted)
+            try:
+                targets[mine] = True
+                found = logits(model, ids)
+                targets.pop(mine, None)
+                counts["right"] += 1
+                if not torch.equal(found, expected):
+                    wrong.append("other bits")
+            except Interrupted:
+                counts["interrupted"] += 1
+            except Raised:
+                counts["raised"] += 1
+            except stowage.ModelError as error:
+                counts["told"] += 1
+                if "taken away" not in str(error):
+                    wrong.append(error)
+            targets.pop(mine, None)
+            torch.set_grad_enabled(True)
+
+    def guarded(seed: int) -> None:
+        while True:
+            try:
+                return compute(seed)
+            except Interrupted:  # it came between two forwards
+                continue
+
+    over = threading.Event()
+    chance = random.Random(11)
+
+    def interrupt() -> None:
+        while not over.is_set():
+            time.sleep(chance.random() * 0.02)
+            for target in list(targets)[:1] if chance.random() < 0.8 else []:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(target), ctypes.py_object(Interrupted))
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    try:
+        run([lambda seed=seed: guarded(seed) for seed in range(THREADS)])
+    finally:
+        over.set()
+        interrupter.join()
+        for handle in handles:
+            handle.remove()
+    assert not wrong, (wrong[:3], counts)
+    assert counts["right"] and counts["interrupted"]
+    for ids, expected in wanted * 2:
+        assert torch.equal(logits(model, ids), expected)
+    model.stowage.check()
+
+
+def test_ctrl_c_ends_a_forward_and_nothing_else(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
+    """By real signals, at random moments: the mode of gradients is as it was, and the next forward is right."""
+    family, model = placed
+    ids = prompt()
+    expected = logits(plain(family), ids)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    chance = random.Random(3)
+    interrupted = 0
+    try:
+        for _ in range(FORWARDS // 10):
+            timer = threading.Timer(chance.random() * 0.012, lambda: _thread.interrupt_main(signal.SIGINT))
+            try:
+                timer.start()
+                for _ in range(20):
+                    found = model(input_ids=ids, use_cache=False).logits
+                    assert torch.equal(found, expected)
+                timer.join()
+                time.sleep(0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            assert torch.is_grad_enabled()
+            assert torch.equal(logits(model, ids), expected)
+    except KeyboardInterrupt:  # late: between two rounds
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupted
+    assert torch.equal(logits(model, ids), expected)
+    model.stowage.check()
+
+
+def test_a_forward_that_never_ended_holds_nobody_up(
+    checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    """A thread that is gone, and an interrupt whose traceback somebody keeps."""
+    model = stowage.offload(checkpoints("llama"), weights="*=stream")
+
+    def stop(*_: Any) -> None:
+        raise Interrupted
+
+    handle = model.model.layers[1].register_forward_pre_hook(stop)
+    kept: list[BaseException] = []
+
+    def die() -> None:
+        try:
+            logits(model, prompt())
+        except Interrupted as error:
+            kept.append(error)
+
+    run([die])
+    die()
+    handle.remove()
+    assert len(kept) == 2
+    assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
+
+
+def test_a_forward_inside_of_a_forward_is_told(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
+    model = stowage.offload(checkpoints("llama"), weights="*=stream")
+    handle = model.model.layers[0].register_forward_hook(lambda *_: logits(model, prompt()) and None)
+    with pytest.raises(stowage.ModelError, match="inside of another"):
+        logits(model, prompt())
+    handle.remove()
+    closing = model.model.layers[0].register_forward_hook(lambda *_: model.stowage.close())
+    with pytest.raises(stowage.ModelError, match="inside of another"):
+        logits(model, prompt())
+    closing.remove()
+    assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
+
+
+def test_a_turn_that_does_not_come_is_told() -> None:
+    turn = Turn(timeout_s=0.2)
+    inside, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        turn.take(sys._getframe())
+        inside.set()
+        over.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait()
+    with pytest.raises(stowage.ModelError, match="has not ended"):
+        turn.take(sys._getframe())
+    turn.waits = False
+    with pytest.raises(stowage.ModelError, match="two forwards"):
+        turn.take(sys._getframe())
+    over.set()
+    holder.join()
+    claim = turn.take(sys._getframe())  # of a thread that is gone without a word
+    assert turn.held() is claim
+    turn.give_back(claim)
+    assert turn.held() is None
+
+
+def run(jobs: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive(), "a thread hangs"
