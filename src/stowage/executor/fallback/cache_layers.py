@@ -3,7 +3,7 @@
 Owns the way between a layer's tensors and the blocks of one sequence. A model that asks a layer for its keys gets them
 in one piece, copied out of the pool for as long as that layer computes; what it adds goes into the pool at once. So
 besides the pools there is never more than one layer's keys and values in memory, and the bytes are those that
-Transformers' own layer would have handed back (``proof``).
+Transformers' own layer would have handed back (``trial``).
 
     update(new keys)  ->  put into the blocks of tokens [start, end)
                       ->  tokens [0, end), or those that the window shows, as one tensor  [1, heads, tokens, dim]
