@@ -195,7 +195,7 @@ static PyObject *rows_drop(Rows *r, PyObject *list) {
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_owned(r, keys, prints, likely, some);
+        begin_group_found(&r->table, r, fetch_extent, keys, prints, likely, some);
         for (int i = 0; i < some; i++)
             if (keys[i] != NULL)
                 dropped += drop_key(r, prints[i], keys[i]);

@@ -103,15 +103,12 @@ static PyObject *slots_find(Slots *s, PyObject *const *arguments, Py_ssize_t giv
     if (count < 0 || view_items(arguments[1], &slots, &count, sizeof(int64_t), PyBUF_WRITABLE) < 0)
         return NULL;
     const char *keys[GROUP];
-    uint32_t prints[GROUP];
-    int64_t likely[GROUP];
+    int64_t found[GROUP];
+    Way way = BEGINNING;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(arguments[0], first, keys);
-        begin_group_found(&s->table, keys, prints, likely, some);
-        for (int i = 0; i < some; i++) {
-            int64_t slot = row_of(&s->table, prints[i], keys[i], likely[i]);
-            memcpy((char *)slots.buf + (first + i) * sizeof slot, &slot, sizeof slot);
-        }
+        find_slots(s, &way, keys, found, some);
+        memcpy((char *)slots.buf + first * sizeof *found, found, (size_t)some * sizeof *found);
     }
     PyBuffer_Release(&slots);
     Py_RETURN_NONE;
@@ -154,7 +151,7 @@ static PyObject *slots_drop(Slots *s, PyObject *list) {
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_found(&s->table, keys, prints, likely, some);
+        begin_group_found(&s->table, s, NULL, keys, prints, likely, some);
         for (int i = 0; i < some; i++)
             if (keys[i] == NULL || !drop_slot(s, prints[i], keys[i])) {
                 PyErr_SetObject(PyExc_KeyError, PyList_GET_ITEM(list, first + i));
