@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stowage.errors import TransferError
-from stowage.transfer.staged import Part, PlainCopies
+from stowage.transfer.staged import PiecePart, PlainCopies
 
 RUBBISH = 0xAB
 
@@ -68,7 +68,7 @@ class LateCopies(PlainCopies):
         self.violations: list[str] = []
         self.failing, self.begun, self.most_bytes = set(failing), 0, 0
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[Part]) -> Late:
+    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> Late:
         for _, place, nbytes in parts:
             host[place : place + nbytes] = RUBBISH
 
@@ -86,7 +86,7 @@ class LateCopies(PlainCopies):
         self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.leaving.open))
         return ticket
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Late]:
+    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, Late]:
         piece, _ = super().bring(nbytes, host, parts)
 
         def finish() -> None:

@@ -79,7 +79,10 @@ def test_fails_when_loaded_bytes_are_wrong(tiny_llama: Path, monkeypatch: pytest
 
 
 def test_fails_when_nothing_is_reused(call: Stowage, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TieredStore, "lookup", lambda self, group, keys: np.zeros(len(keys), np.uint64))
+    def nothing(self: TieredStore, group: int, keys: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(len(keys), np.uint64), np.full(len(keys), -1, np.int8)
+
+    monkeypatch.setattr(TieredStore, "locate", nothing)
     result = call("verify", tiny_llama, *FLAGS, "--json")
     report = json.loads(result.stdout)
     assert (result.exit_code, report["parity"]) == (1, False)

@@ -11,7 +11,7 @@ import torch
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from stowage.executor.replay import graphs
+from stowage.executor.replay.graph_backend import GraphBackend
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 pytestmark = [
@@ -85,14 +85,14 @@ def test_a_replay_is_what_was_recorded(torchs: str, opened, monkeypatch: pytest.
     """The same kernels on the same inputs, started one by one."""
     monkeypatch.setenv("STOWAGE_TORCH_ATTENTION", torchs)
     engine = opened("llama")
-    recorded, replayed, compared = engine.parts.graphs, graphs._Graph.replayed, []
+    replay, compared = GraphBackend.replay, []
 
-    def both(graph, count: int):  # type: ignore[no-untyped-def]
-        found = replayed(graph, count)  # keys are written at the same places again
-        compared.append(float((recorded.forward(graph.inputs)[:count].cpu() - found).abs().max()))
+    def both(recorded, graph, work):  # type: ignore[no-untyped-def]
+        found = replay(recorded, graph, work)  # keys are written at the same places again
+        compared.append(float((recorded.forward(graph.inputs)[: len(work)].cpu() - found).abs().max()))
         return found
 
-    monkeypatch.setattr(graphs._Graph, "replayed", both)
+    monkeypatch.setattr(GraphBackend, "replay", both)
     ask(engine)
     assert len(compared) > 20 and max(compared) < 1e-5
 
@@ -112,7 +112,7 @@ def test_memory_is_given_back(opened) -> None:  # type: ignore[no-untyped-def]
     assert sum(pool.nbytes for pool in engine.parts.pools) + recorded.limit_bytes <= 1 << 30
     ask(engine)
     torch.cuda.empty_cache()
-    before, held = torch.cuda.memory_reserved(), recorded.recorder.nbytes
+    before, held = torch.cuda.memory_reserved(), recorded.backend.recorder.nbytes
     assert held > 0
     engine.close()
     torch.cuda.empty_cache()

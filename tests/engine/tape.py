@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from stowage.executor.replay.recorder import CaptureError, Recording
+from stowage.executor.replay.recorder import CaptureError
 
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
 _SHAPED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -69,8 +69,8 @@ class _Tape(TorchDispatchMode):
             return parts
         self._refuse(func, args, kwargs)
         out = func(*args, **kwargs)
-        given = {_place(t) for t in _tensors((args, kwargs))}
-        fresh = [None if _place(t) in given else t for t in _tensors(out)]
+        given = {_memory(t) for t in _tensors((args, kwargs))}
+        fresh = [None if _memory(t) in given else t for t in _tensors(out)]
         _refuse_devices(func, _tensors((args, kwargs)) + _tensors(out))
         self.nbytes += sum(t.nbytes for t in fresh if t is not None)
         self.operations.append(_Operation(func, args, kwargs, fresh, func._schema.is_mutable))
@@ -100,8 +100,16 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def _place(tensor: Tensor) -> int:
+def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class Recording:
+    """See ``recorder.Recording``."""
+
+    replay: Callable[[], None]
+    result: Tensor
 
 
 class TapeRecorder:

@@ -22,8 +22,8 @@ from stowage.executor import attention, kernels
 from stowage.executor.block_pool import bytes_needed
 from stowage.executor.determinism import cuts
 from stowage.executor.determinism.cuts import Pieces
-from stowage.executor.determinism.row_invariance import OwnRows
-from stowage.executor.fused import mixers
+from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.executor.fused import recurrent_layers
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
@@ -84,7 +84,7 @@ def test_500_tokens(family, opened, tmp_path):
 @pytest.fixture
 def scanned(monkeypatch):
     """Recurrent layers are computed by torch, prompts by a scan."""
-    monkeypatch.setattr(mixers, "_KNOWN", {})
+    monkeypatch.setattr(recurrent_layers, "_KNOWN", {})
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
@@ -268,7 +268,7 @@ def test_functions_of_single_numbers(count):
     """Each number gives what it gives in any other place."""
     x = torch.linspace(-3, 3, 70_001)[:count]
     whole = torch.linspace(-3, 3, 70_001)
-    with OwnRows(linear=True, exact=True):
+    with RowInvariance(linear=True, exact=True):
         for function in (torch.nn.functional.silu, torch.exp, torch.tanh, torch.cos, torch.nn.functional.softplus):
             assert torch.equal(function(x), function(whole)[:count])
             assert torch.equal(function(x[::3]), function(whole)[:count:3])

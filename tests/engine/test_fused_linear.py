@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stowage.executor import kernels as native
-from stowage.executor.determinism.row_invariance import OwnRows
+from stowage.executor.determinism.row_invariance import RowInvariance
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
 
@@ -56,7 +56,7 @@ def calls(monkeypatch):
     return counted
 
 
-def run(net: Net, mode: OwnRows, seed: int, rows: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+def run(net: Net, mode: RowInvariance, seed: int, rows: int = 3) -> tuple[list[Tensor], list[Tensor]]:
     """What the model gives under the mode, and layer by layer."""
     dtype = net.first.weight.dtype
     x = torch.randn(1, rows, 40, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -78,7 +78,7 @@ def together() -> list[int]:
 
 
 def test_layers_of_one_input_are_computed_in_one_call_with_the_same_bits(net, calls):
-    mode = OwnRows(linear=True, exact=False)
+    mode = RowInvariance(linear=True, exact=False)
     for seed, rows in enumerate((3, 1, 8, 2)):
         found, expected = run(net, mode, seed, rows)
         assert agree(found, expected)
@@ -91,13 +91,13 @@ def test_layers_of_one_input_are_computed_in_one_call_with_the_same_bits(net, ca
 
 def test_a_model_that_changes_the_input_in_between_is_left_alone(net):
     net.disturbs = True
-    mode = OwnRows(linear=True, exact=False)
+    mode = RowInvariance(linear=True, exact=False)
     for seed in range(3):
         assert agree(*run(net, mode, seed))
 
 
 def test_a_layer_that_is_not_asked_for_any_more(net, calls):
-    mode = OwnRows(linear=True, exact=False)
+    mode = RowInvariance(linear=True, exact=False)
     for seed in range(2):
         assert agree(*run(net, mode, seed))
     net.skips = True
@@ -112,14 +112,14 @@ def test_a_layer_that_is_not_asked_for_any_more(net, calls):
 
 def test_other_weights_of_the_same_layer_count(net):
     """A parameter whose numbers are elsewhere than before."""
-    mode = OwnRows(linear=True, exact=False)
+    mode = RowInvariance(linear=True, exact=False)
     for seed in range(3):
         net.second.weight.data = net.second.weight.data + seed
         assert agree(*run(net, mode, seed))
 
 
 def test_weights_that_come_and_go_are_not_computed_ahead(net, calls):
-    mode = OwnRows(linear=True, exact=False, placed=True)
+    mode = RowInvariance(linear=True, exact=False, placed=True)
     for seed in range(3):
         assert agree(*run(net, mode, seed))
     assert set(calls) == {1}
@@ -141,7 +141,7 @@ def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, b
         few = rows <= native.ROWS_FEW or not torch_is_quick
         for exact, kernels in ((False, few), (True, True)):
             asked.clear()
-            with OwnRows(linear=True, exact=exact, placed=placed):
+            with RowInvariance(linear=True, exact=exact, placed=placed):
                 found = layer(x)
             assert asked == [rows] * kernels
             assert torch.equal(found, ours if kernels else layer(x))

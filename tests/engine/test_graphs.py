@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from stowage.engine.request import Completion
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, ConfigError
 from stowage.executor.block_pool import PADDING_BLOCK
-from stowage.executor.replay import graphs
+from stowage.executor.replay import graph_backend
+from stowage.executor.replay.graph_backend import GraphBackend
 from stowage.testing import tiny_models
 from tests.engine.conftest import LOGPROB_BOUND, check_and_close, greedy, random_prompt
 from tests.engine.tape import TapeRecorder
@@ -37,9 +39,9 @@ NEW_TOKENS = (42, 7, 20, 12, 9)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes soon, and of few tokens, so that sequences grow through many of them; half of the device for them."""
     monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
-    monkeypatch.setattr(graphs, "TOKENS_LEAST", 64)
-    monkeypatch.setattr(graphs, "SHARE", 2)
-    monkeypatch.setattr(graphs, "SHARE_LEAST_BYTES", 1)
+    monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 64)
+    monkeypatch.setattr(graph_backend, "SHARE", 2)
+    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 1)
 
 
 @pytest.fixture
@@ -59,8 +61,8 @@ def opened(checkpoints, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         model = checkpoints(family, context) if isinstance(family, str) else family
         engine = Engine(model, Memory(**({"kv_cache_memory": "16MiB"} | memory)), cuda_graphs=cuda_graphs)
         if engine.parts.graphs is not None:
-            engine.parts.graphs.steps_before = 1
-            engine.parts.graphs.octave = 1
+            engine.parts.graphs.rules = replace(engine.parts.graphs.rules, warm_steps=1)
+            engine.parts.graphs.backend.octave = 1
             engine.parts.graphs.clock = lambda: 0.0  # what is quicker on a CPU is of no interest
         made.append(engine)
         return engine
@@ -104,15 +106,16 @@ def test_a_replay_is_the_same_computation_to_the_bit(family: str, opened, monkey
     is left as it was. (Of these, GPT-2's padding token has keys that are not 0.)
     """
     engine = opened(family, max_num_seqs=4)
-    recorded = engine.parts.graphs
-    replayed, compared = graphs._Graph.replayed, []
+    replay, compared = GraphBackend.replay, []
 
-    def both(graph, count: int):  # type: ignore[no-untyped-def]
+    def both(recorded, graph, work):  # type: ignore[no-untyped-def]
+        count = len(work)
+        graph.inputs.fill(work)
         for part in graph.inputs.step.of_layer.values():
-            assert not part.rows[count:].any() and not part.decode.blocks[count:].any()
+            assert not part.blocks[count:].any() and not part.decode.blocks[count:].any()
         assert not graph.inputs.states[count:].any()
         before = [pool.storage.clone() for pool in recorded.pools]
-        found = replayed(graph, count)
+        found = replay(recorded, graph, work)
         assert found.data_ptr() != graph.recording.result.data_ptr(), "the next replay would change this answer"
         after = [pool.storage.clone() for pool in recorded.pools]
         for pool, bytes_before in zip(recorded.pools, before, strict=True):
@@ -124,7 +127,7 @@ def test_a_replay_is_the_same_computation_to_the_bit(family: str, opened, monkey
         compared.append(count)
         return found
 
-    monkeypatch.setattr(graphs._Graph, "replayed", both)
+    monkeypatch.setattr(GraphBackend, "replay", both)
     ask(engine, PROMPTS[:4], (20, 6, 16, 11))
     assert {1, 2, 3, 4} <= set(compared)
 
@@ -176,7 +179,7 @@ def test_engines_share_a_model(opened) -> None:  # type: ignore[no-untyped-def]
         for engine in (first, second):
             assert_equal(ask(engine, PROMPTS[:2], (12, 12)), expected)
     first.close()
-    assert not recorders[0].tapes and recorders[0].forgotten and not first.parts.graphs._graphs
+    assert not recorders[0].tapes and recorders[0].forgotten and not first.parts.graphs.recorded
     before = second.stats()["graphs"]["captured_steps"]
     assert_equal(ask(second, PROMPTS[:2], (12, 12)), expected)
     assert second.stats()["graphs"]["captured_steps"] > before
@@ -250,9 +253,9 @@ def test_recordings_keep_to_their_share(opened, caplog: pytest.LogCaptureFixture
     recorder = TapeRecorder()
     engine = opened("llama", recorder, kv_cache_memory="3MiB")
     recorded = engine.parts.graphs
-    recorded.octave = 2
+    recorded.backend.octave = 2
     assert recorded.limit_bytes == 3 << 19
-    assert sum(pool.nbytes for pool in recorded.pools) + recorded.limit_bytes <= 3 << 20
+    assert sum(pool.nbytes for pool in engine.parts.pools) + recorded.limit_bytes <= 3 << 20
     with caplog.at_level(logging.WARNING, "stowage.engine"):
         assert_equal(ask(engine), expected)
         engine.check()
@@ -278,11 +281,11 @@ def test_a_device_without_memory_for_it(opened, caplog: pytest.LogCaptureFixture
         assert_equal(ask(engine, PROMPTS[:4], (20, 6, 16, 11)), expected)
     stats = engine.stats()["graphs"]
     assert stats["refused"] == len(lines(caplog)) == 1 and stats["captured_steps"] > 0
-    assert {shape[0] for shape in engine.parts.graphs._graphs} == {1, 2}
+    assert {shape[0] for shape in engine.parts.graphs.recorded} == {1, 2}
 
 
 def test_no_more_than_so_many(opened, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graphs, "GRAPHS_MAX", 1)
+    monkeypatch.setattr(graph_backend, "GRAPHS_MAX", 1)
     engine = opened("llama")
     ask(engine, PROMPTS[:2], (12, 12))
     ask(engine, PROMPTS[:1], (12,))
@@ -313,10 +316,10 @@ def test_no_more_than_so_many(opened, monkeypatch: pytest.MonkeyPatch) -> None: 
     ],
 )
 def test_shapes(sequences: int, longest: int, octave: int, shape: tuple[int, int], monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graphs, "TOKENS_LEAST", 256)
+    monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 256)
     asked = [type("Work", (), {"start": start})() for start in [longest - 1] + [0] * (sequences - 1)]
-    sizes = {"limit_bytes": 0, "max_num_seqs": 30, "context_tokens": 1000, "octave": octave}
-    found = graphs.Graphs(None, [], [], TapeRecorder(), None, torch.float32, **sizes).shape(asked)  # type: ignore[arg-type]
+    sizes = {"max_num_seqs": 30, "context_tokens": 1000, "octave": octave}
+    found = GraphBackend(None, [], [], TapeRecorder(), None, **sizes).shape(asked)  # type: ignore[arg-type]
     assert found == shape
 
 
@@ -342,8 +345,8 @@ def test_without_a_cuda_device(checkpoints) -> None:  # type: ignore[no-untyped-
 
 
 def test_a_small_device_has_none(opened, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graphs, "SHARE", 16)
-    monkeypatch.setattr(graphs, "SHARE_LEAST_BYTES", 8 << 20)
-    assert graphs.share(1 << 30) == 64 << 20 and graphs.share(100 << 30) == 512 << 20
-    assert graphs.share((128 << 20) - 1) == 0 < graphs.share(128 << 20)
+    monkeypatch.setattr(graph_backend, "SHARE", 16)
+    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 8 << 20)
+    assert graph_backend.share(1 << 30) == 64 << 20 and graph_backend.share(100 << 30) == 512 << 20
+    assert graph_backend.share((128 << 20) - 1) == 0 < graph_backend.share(128 << 20)
     assert opened("llama").stats()["graphs"] is None

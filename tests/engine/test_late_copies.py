@@ -11,7 +11,7 @@ from stowage.config.memory import Memory
 from stowage.engine import assembly
 from stowage.engine.engine import Engine
 from stowage.executor.block_pool import bytes_needed
-from stowage.executor.device import Link
+from stowage.executor.device import DeviceLink
 from stowage.transfer.staged import StagedTransfer
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
 from tests.late_copies import LateCopies
@@ -36,7 +36,9 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     ):
         copies = LateCopies(patience, failing)
         monkeypatch.setattr(
-            assembly, "link", lambda _, arena, slabs: Link(StagedTransfer(arena, slabs, copies, piece_bytes=1 << 16))
+            assembly,
+            "link",
+            lambda _, arena, slabs: DeviceLink(StagedTransfer(arena, slabs, copies, piece_bytes=1 << 16)),
         )
         limits = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "snapshot_tokens": 128} | memory
         made.append((Engine(checkpoints(family, context_tokens), Memory(**limits)), copies))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stowage.executor import kernels
-from stowage.executor.batch import Step, current
+from stowage.executor.batch import ForwardStep, current
 from stowage.executor.fused import norms
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -42,7 +42,7 @@ class Centred(_class(True, 0.0)):
 def forward():
     """As in an engine's forward."""
     nothing = torch.zeros(0, dtype=torch.long)
-    token = current.set(Step(nothing, nothing, nothing, 0))
+    token = current.set(ForwardStep(nothing, nothing, nothing, 0))
     yield
     current.reset(token)
 

@@ -11,8 +11,8 @@ import torch
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.executor import decode_attention, kernels
-from stowage.experimental.paged_attention import launch, trial
+from stowage.executor import decode_attention, kernels, paged_trial
+from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import greedy, random_prompt
 
@@ -49,7 +49,7 @@ def test_single_tokens_beside_prompts(family: str, monkeypatch: pytest.MonkeyPat
     prompts = [random_prompt(length, seed=length) for length in (20, 150, 99)]
     found = []
     for kernel in (None, attend):
-        monkeypatch.setattr(trial, "trusted", lambda model, pools, kernel=kernel: kernel)
+        monkeypatch.setattr(paged_trial, "trusted", lambda wanted, model, pools, kernel=kernel: kernel)
         with Engine(model, Memory(kv_cache_memory="4MiB", max_num_batched_tokens=32)) as engine:
             found.append(engine.generate(prompts, greedy(12)))
     assert {1, 2} <= set(asked)

@@ -1,9 +1,10 @@
-"""Steps that are made again from a list of calls: the same bits, or not from a list."""
+"""Decode steps that are replayed from lists of calls: the model's own bits, or the model computes."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.executor import kernels
-from stowage.executor.determinism.row_invariance import OwnRows
-from stowage.executor.replay.recorded_calls import CallList, whole
-from stowage.executor.replay.recorded_steps import Steps
+from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.executor.fused.recurrent_kernels import StateRows
+from stowage.executor.replay.call_backend import CallBackend, ModelStep, RecordedSteps, recorded_steps
+from stowage.executor.replay.recorded_calls import RecordedCalls, one_call
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 
@@ -26,7 +28,7 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def steps_of_an_engine(model: Any) -> Steps:
+def steps_of_an_engine(model: Any) -> RecordedSteps:
     """After five prompts, three at a time: they come and go."""
     with Engine(model, Memory(kv_cache_memory="1MiB", max_num_seqs=3)) as engine:
         prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(5)]
@@ -48,45 +50,53 @@ def test_a_list_gives_the_model_s_own_bits(family: str, monkeypatch: pytest.Monk
     """Each step that is made from a list is computed by the model too: which prompts meet in a step is not the same
     twice.
     """
-    run = Steps.run
+    replay = CallBackend.replay
     wrong: list[str] = []
+    compared: list[int] = []
 
-    def both(self: Steps, key: Any, given: Any, states: Any, forward: Any) -> Tensor:
-        before, repeated = [state.clone() for state in states], self.repeated
-        found = run(self, key, given, states, forward)
-        if self.repeated > repeated:
-            after = [state.clone() for state in states]
-            for state, old in zip(states, before, strict=True):
-                state.copy_(old)
-            plain = self._forward(forward)
-            if not all(torch.equal(*pair) for pair in zip((plain, *states), (found, *after), strict=True)):
-                wrong.append(f"a step of {given[0].tolist()}")
+    def both(self: CallBackend, calls: RecordedCalls, step: ModelStep) -> Tensor:
+        states = step.states()
+        before = [state.view[state.rows] for state in states]
+        found = replay(self, calls, step)
+        after = [state.view[state.rows] for state in states]
+        for state, old in zip(states, before, strict=True):
+            state.view[state.rows] = old
+        with step.bound(), self._mode or nullcontext():
+            plain = step.forward()
+        again = [state.view[state.rows] for state in states]
+        if not all(torch.equal(*pair) for pair in zip((plain, *again), (found, *after), strict=True)):
+            wrong.append(f"a step of {step.given[0].tolist()}")
+        compared.append(len(step.given[0]))
         return found
 
-    monkeypatch.setattr(Steps, "run", both)
-    assert steps_of_an_engine(tiny_models.build(family)).repeated > 8
-    assert not wrong
+    monkeypatch.setattr(CallBackend, "replay", both)
+    steps = steps_of_an_engine(tiny_models.build(family))
+    assert steps.counters.replayed_steps > 8
+    assert compared and not wrong
 
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "lfm2", "nemotron_h", "falcon_h1"])
 def test_states_of_several_are_changed_where_they_lie(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit as if they were gathered and written back."""
-    run = Steps.run_in_place
+    replay = RecordedCalls.replay
     wrong: list[str] = []
     sizes: list[int] = []
 
-    def both(self: Steps, found: CallList, given: Any, states: Any) -> Tensor:
+    def both(self: RecordedCalls, given: Any, *, in_place: bool = False) -> Tensor:
+        if not in_place:
+            return replay(self, given)
+        states = [one for one in given if isinstance(one, StateRows)]
         gathered = [state.view[state.rows] for state in states]
-        logits = run(self, found, given, states)
-        again = found.make((*given, *gathered))
+        logits = replay(self, given, in_place=True)
+        again = replay(self, (*given[: len(given) - len(states)], *gathered))
         after = [state.view[state.rows] for state in states]
         if not all(torch.equal(*pair) for pair in zip((logits, *after), (again, *gathered), strict=True)):
             wrong.append(f"a step of {given[0].tolist()}")
         sizes.append(len(given[0]))
         return logits
 
-    monkeypatch.setattr(Steps, "run_in_place", both)
+    monkeypatch.setattr(RecordedCalls, "replay", both)
     with Engine(tiny_models.build(family), Memory(kv_cache_memory="64MiB", max_num_seqs=3)) as engine:
         for count in (2, 3):
             prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(count)]
@@ -105,9 +115,9 @@ def test_layers_with_one_input_are_one_call_of_a_list(monkeypatch: pytest.Monkey
         return linears(x, weights)
 
     monkeypatch.setattr(kernels, "linears", counted)
-    repeated = steps_of_an_engine(tiny_models.build("llama")).repeated
-    assert repeated > 8
-    assert sizes.count(3) == sizes.count(2) > 2 * repeated  # query, key and value; gate and up; two layers
+    replayed = steps_of_an_engine(tiny_models.build("llama")).counters.replayed_steps
+    assert replayed > 8
+    assert sizes.count(3) == sizes.count(2) > 2 * replayed  # query, key and value; gate and up; two layers
 
 
 class Own(nn.Module):
@@ -127,13 +137,29 @@ class Own(nn.Module):
         return self._step(self, x)
 
 
-def steps_of(model: Own, count: int = 6) -> tuple[list[Tensor], Steps]:
+def step_of(model: Own, x: Tensor, forward: Callable[[], Tensor] | None = None, gathered: bool = False) -> ModelStep:
+    """A step with the model's one state."""
+    view, rows = model.state[None], torch.tensor([0])
+    bound = lambda: nullcontext([model.state])  # noqa: E731
+    return ModelStep((x,), forward or (lambda: model(x)), bound, lambda: [StateRows(view, rows)], gathered)
+
+
+def run(steps: RecordedSteps, model: Own, x: Tensor, mode: RowInvariance | None = None) -> Tensor:
+    def plain() -> Tensor:
+        with mode or nullcontext():
+            return model(x)  # type: ignore[no-any-return]
+
+    return steps.run(step_of(model, x), plain)
+
+
+def steps_of(model: Own, count: int = 6) -> tuple[list[Tensor], RecordedSteps]:
     """What steps of ``model`` give, each with another input, and who made them."""
-    steps = Steps(model, OwnRows(linear=False, exact=False))
+    mode = RowInvariance(linear=False, exact=False)
+    steps = recorded_steps(model, mode)
     found = []
     for at in range(count):
         x = torch.tensor([float(at), -1.0, 2.0 - at])
-        found.append(steps.run("key", (x,), (model.state,), lambda x=x: model(x)).clone())
+        found.append(run(steps, model, x, mode).clone())
     return found, steps
 
 
@@ -163,7 +189,7 @@ def _sorted(self: Any, x: Tensor) -> Tensor:
 def test_what_depends_on_nothing_else_is_made_from_the_list(step: Any) -> None:
     model, other = Own(step), Own(step)
     found, steps = steps_of(model)
-    assert steps.repeated == 3 and model.calls == 3
+    assert steps.counters.replayed_steps == 3 and model.calls == 3
     assert all(torch.equal(*pair) for pair in zip(found, expected(other), strict=True))
     assert torch.equal(model.state, other.state)
 
@@ -223,7 +249,7 @@ WHY = {
 def test_what_may_come_out_otherwise_runs_as_it_is(what: str) -> None:
     model, other = Own(REFUSED[what]), Own(REFUSED[what])
     found, steps = steps_of(model)
-    assert steps.repeated == 0 and WHY.get(what, "") in steps.why
+    assert steps.counters.replayed_steps == 0 and WHY.get(what, "") in steps.why
     if what in ("counts", "counts in its state"):
         return  # a step that is computed again counts again
     assert all(torch.equal(*pair) for pair in zip(found, expected(other), strict=True))
@@ -246,13 +272,14 @@ def test_a_refused_step_leaves_the_states_as_they_were_before_it() -> None:
 
 
 @needs_kernels
-def test_a_layer_that_is_given_something_else_than_its_siblings_is_computed_from_that() -> None:
+def test_a_layer_that_is_given_something_else_than_those_fused_with_it_is_computed_from_that() -> None:
     torch.manual_seed(1)
     model = Own(lambda self, x: torch.cat((self.first(x), self.second(x * 2 if self.calls == 2 else x))))
     model.first, model.second = (nn.Linear(3, 3, bias=False).requires_grad_(False) for _ in range(2))
-    steps = Steps(model, OwnRows(linear=True, exact=False))
+    mode = RowInvariance(linear=True, exact=False)
+    steps = recorded_steps(model, mode)
     x = torch.randn(3)
-    found = [steps.run("key", (x,), (), lambda: model(x)) for _ in range(3)]
+    found = [run(steps, model, x, mode) for _ in range(3)]
     first, second = kernels.linear(x, model.first.weight), kernels.linear(x, model.second.weight)
     assert torch.equal(found[0], torch.cat((first, second))) and torch.equal(found[2], found[0])
     assert torch.equal(found[1], torch.cat((first, kernels.linear(x * 2, model.second.weight))))
@@ -262,7 +289,7 @@ def test_what_nobody_needs_any_more_is_let_go_at_once() -> None:
     seen: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    @whole
+    @one_call
     def look(x: Tensor) -> Tensor:
         alive.append(sum(ref() is not None for ref in seen))
         seen.append(weakref.ref(x))
@@ -280,8 +307,8 @@ def test_what_nobody_needs_any_more_is_let_go_at_once() -> None:
         seen.clear()
         alive.clear()
         x = torch.ones(3)
-        steps.run("key", (x,), (model.state,), lambda x=x: model(x))
-    assert steps.repeated == 2 and alive == [0, 0, 0, 0]
+        run(steps, model, x)
+    assert steps.counters.replayed_steps == 2 and alive == [0, 0, 0, 0]
 
 
 def test_hooks_of_modules_are_called() -> None:
@@ -289,12 +316,12 @@ def test_hooks_of_modules_are_called() -> None:
     heard: list[Tensor] = []
     model.register_forward_hook(lambda module, args, out: heard.append(out))
     _, steps = steps_of(model)
-    assert len(heard) == 6 and steps.repeated == 0
+    assert len(heard) == 6 and steps.counters.replayed_steps == 0
 
 
 def test_states_that_somebody_asks_for_are_gathered() -> None:
     """Only a kernel may have them as they lie, and a copy of one to itself is left out."""
-    kernel = whole(lambda x, state: (x + state, state), in_place=True)
+    kernel = one_call(lambda x, state: (x + state, state), in_place=True)
 
     def to_itself(own: Any, x: Tensor) -> Tensor:
         out, state = kernel(x, own.state)
@@ -319,33 +346,33 @@ def test_states_that_somebody_asks_for_are_gathered() -> None:
     for step in (to_itself, gathered, copied, another, listed):
         model = Own(step)
         _, steps = steps_of(model)
-        (found,) = steps._lists.values()
-        assert found is not None and (found.in_place is not None) == (step is to_itself), step
-        x = torch.zeros(3)
-        assert (steps.in_place("key", (x,)) is found) == (step is to_itself)
-        assert steps.in_place("key", (torch.zeros(2),)) is None
+        (entry,) = steps._entries.values()
+        calls = entry.recording
+        assert calls is not None and (calls.in_place is not None) == (step is to_itself), step
         if step is to_itself:
-            assert len(found.in_place or ()) == len(found.calls) - 1
-            assert torch.equal(steps.run_in_place(found, (x,), [model.state]), model.state * 2)
+            assert len(calls.in_place or ()) == len(calls.calls) - 1
+            assert torch.equal(calls.replay((torch.zeros(3), model.state), in_place=True), model.state * 2)
 
 
-def test_other_shapes_and_keys_have_lists_of_their_own() -> None:
+def test_other_shapes_have_lists_of_their_own() -> None:
     model = Own(lambda self, x: x * 2 + 1)
-    steps = Steps(model, None)
-    for at in range(12):
+    steps = recorded_steps(model, None)
+    for at in range(9):
         x = torch.arange(float(2 + at % 3))
-        assert torch.equal(steps.run(at % 2, (x,), (), lambda x=x: model(x)), x * 2 + 1)
-    assert steps.repeated == 0 and model.calls == 12
-    for _ in range(12):
-        steps.run(0, (torch.ones(2),), (), lambda: model(torch.ones(2)))
-    assert steps.repeated > 0
+        assert torch.equal(run(steps, model, x), x * 2 + 1)
+    assert steps.counters.replayed_steps == 0 and model.calls == 9 and len(steps.recorded) == 3
+    for _ in range(9):
+        run(steps, model, torch.ones(2))
+    assert steps.counters.replayed_steps == 9
+    steps.check()
 
 
 def test_lists_are_not_kept_for_ever() -> None:
     model = Own(lambda self, x: x * 2)
-    steps = Steps(model, None)
+    steps = recorded_steps(model, None)
     for length in range(200):
         x = torch.ones(length)
         for _ in range(4):
-            steps.run("key", (x,), (), lambda x=x: model(x))
-    assert steps.repeated == 64
+            run(steps, model, x)
+    assert steps.counters.replayed_steps == 64
+    steps.check()

@@ -16,6 +16,9 @@ from stowage.executor import device
 from stowage.executor.attention_scores import Scores
 from stowage.executor.attention_scores import attend as dense
 from stowage.executor.decode_attention import attend
+from stowage.executor.replay import graph_backend
+from stowage.executor.replay.cache import StepShape
+from stowage.executor.replay.graph_backend import GraphBackend
 from stowage.executor.replay.recorder import CaptureError
 from stowage.experimental import cuda_graphs
 from stowage.experimental.cuda_graphs import CudaRecorder
@@ -149,20 +152,24 @@ def test_cuda_is_asked_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "graph 0, None, side, thread_local" in cuda.asked, "a pool of its own again"
 
 
-def test_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend refuses by its first line, but for memory, which says nothing of what is recorded."""
     cuda = Cuda(RuntimeError("operation not permitted when stream is capturing\nand more"))
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     recorder = CudaRecorder(torch.device("cuda", 0))
+    backend = GraphBackend(lambda inputs: cuda.step(), [], [], recorder, attend, max_num_seqs=8, context_tokens=64)
+    monkeypatch.setattr(graph_backend, "Inputs", lambda *_: None)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
-        recorder.capture(cuda.step)
-    cuda.fails = torch.OutOfMemoryError("CUDA out of memory")  # says nothing of what is recorded
+        backend.record(StepShape(1, 64), [])
+    cuda.fails = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError):
-        recorder.capture(cuda.step)
+        backend.record(StepShape(1, 64), [])
     assert recorder.nbytes == 0
 
 
-def test_where_something_records() -> None:
+def test_what_a_cpu_has_not() -> None:
     assert device.recorder(torch.device("cpu")) is None
+    assert device.paged_kernel(torch.device("cpu"), torch.float32) is None
 
 
 # attention over tables

@@ -5,6 +5,7 @@ there as a copy, and refused as a capture would.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from stowage.config.memory import Memory
 from stowage.engine import assembly
 from stowage.engine.engine import Engine
 from stowage.executor import kernels
-from stowage.executor.replay import graphs
-from stowage.executor.replay.recorder import CaptureError, Recording
+from stowage.executor.replay import graph_backend
+from stowage.executor.replay.recorder import CaptureError
 from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
-from tests.engine.tape import TapeRecorder
+from tests.engine.tape import Recording, TapeRecorder
 from tests.second_device.interpreting import interpreting
 
 pytestmark = [
@@ -32,9 +33,9 @@ PROMPTS = [random_prompt(length, seed=length) for length in (57, 20, 70)]
 
 @pytest.fixture
 def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graphs, "TOKENS_LEAST", 64)
-    monkeypatch.setattr(graphs, "SHARE", 2)
-    monkeypatch.setattr(graphs, "SHARE_LEAST_BYTES", 1)
+    monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 64)
+    monkeypatch.setattr(graph_backend, "SHARE", 2)
+    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 1)
     monkeypatch.setattr(assembly, "recorder", lambda device: TapeRecorder())
     made: list[Engine] = []
 
@@ -43,7 +44,8 @@ def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]
         made.append(Engine(references(family).path, Memory(**limits), device=str(device)))  # type: ignore[arg-type]
         recorded = made[-1].parts.graphs
         assert recorded is not None
-        recorded.steps_before, recorded.octave, recorded.clock = 1, 1, lambda: 0.0
+        recorded.rules = replace(recorded.rules, warm_steps=1)
+        recorded.backend.octave, recorded.clock = 1, lambda: 0.0
         return made[-1]
 
     yield open_engine
@@ -79,7 +81,7 @@ def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.M
     """Padded sequences, tables wider than what is seen: the kernel's answers are torch's."""
     monkeypatch.setattr(kernels, "wanted", lambda *_: False)
     monkeypatch.setattr(assembly, "recorder", lambda _: Again())
-    monkeypatch.setattr(graphs, "SHARE_LEAST_BYTES", 1)
+    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 1)
     model = tiny_models.build(family).eval()
     found = []
     for triton in (True, False):
@@ -87,8 +89,8 @@ def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.M
         with interpreting(), Engine(model, Memory(kv_cache_memory="8MiB"), cuda_graphs=triton) as engine:
             recorded = engine.parts.graphs
             if triton:
-                assert recorded.attend is launch.attend and recorded.octave == 1
-                recorded.steps_before, recorded.clock = 0, lambda: 0.0
+                assert recorded.backend.attend is launch.attend and recorded.backend.octave == 1
+                recorded.rules, recorded.clock = replace(recorded.rules, warm_steps=0), lambda: 0.0
             found.append(engine.generate(PROMPTS, greedy(4)))
             assert not triton or engine.stats()["graphs"]["captured_steps"] > 0 == engine.stats()["graphs"]["refused"]
     for here, there in zip(*found, strict=True):

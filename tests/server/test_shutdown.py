@@ -174,7 +174,7 @@ def test_signals_while_clients_come_and_go(start) -> None:
 
 _FAILING = """
 import sys
-from stowage.engine.runner import Runner
+from stowage.executor.runner import Runner
 real, failed = Runner.run, []
 def run(self, work):
     failed.extend(w for w in work if w.sequence.params.max_new_tokens == 77)
@@ -189,7 +189,7 @@ app(sys.argv[1:])
 
 def test_an_engine_that_has_failed_ends_the_server(tiny_llama, tmp_path) -> None:
     """With a status on which supervisors start it anew, unlike that of wrong use."""
-    arguments = ["serve", str(tiny_llama), "--listen", "127.0.0.1:0", "--json", "--device-kv", "8MiB"]
+    arguments = ["serve", str(tiny_llama), "--host", "127.0.0.1", "--port", "0", "--json", "--kv-cache-memory", "8MiB"]
     environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _FAILING, *arguments]
     with subprocess.Popen(

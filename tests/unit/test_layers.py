@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "storage": {"config", "core", "log", "native"},
     "cache": {"config", "core", "log", "native", "storage"},
     "models": {"config", "core", "storage", "weights"},
-    "experimental": {"core", "executor", "models", "native", "transfer"},
+    "experimental": {"core", "native", "transfer"},
     "executor": {"cache", "config", "core", "experimental", "models", "native", "transfer", "weights"},
     "engine": {
         "cache",
@@ -137,6 +137,20 @@ def test_imports_follow_the_layers(path: Path) -> None:
     room = room_of(path)
     assert room in ROOMS, f"{room} is a new room: say in this test what it may import"
     assert broken_imports(path, room) == []
+
+
+SEAM = SOURCE / "executor" / "device.py"
+"""The only way from the engine to code for CUDA devices."""
+
+
+def test_one_file_imports_what_is_experimental() -> None:
+    importers = {
+        path
+        for path in FILES
+        if room_of(path) != "experimental"
+        and any(module.startswith("stowage.experimental") for _, module in imported_modules(path))
+    }
+    assert importers == {SEAM}
 
 
 def files_imported(path: Path, modules: dict[str, Path]) -> set[Path]:

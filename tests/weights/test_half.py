@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage.testing import tiny_models
-from stowage.weights import units
+from stowage.weights import grouping
 from stowage.weights.placement import Delivery
 from tests.weights.conftest import bytes_of, logits, prompt
 from tests.weights.test_parity import FAMILIES
@@ -36,8 +36,8 @@ HALVES = ("bfloat16", "float16")
 
 @pytest.fixture(autouse=True)
 def _real_units(_tiny_units: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(units, "SMALL_BYTES", 16 << 10)
-    monkeypatch.setattr(units, "LEAF_BYTES", 64 << 10)
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 16 << 10)
+    monkeypatch.setattr(grouping, "LEAF_BYTES", 64 << 10)
     yield
 
 

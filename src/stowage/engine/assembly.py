@@ -26,10 +26,10 @@ from stowage.executor.block_pool import BlockPool
 from stowage.executor.determinism.cuts import Pieces, check_steps, exact_grids, exact_name
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.determinism.trial import try_rows
-from stowage.executor.device import Link, link, recorder
+from stowage.executor.device import DeviceLink, link, recorder
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.probe import probe
-from stowage.executor.replay.graphs import SHARE, SHARE_LEAST_BYTES, Graphs, share
+from stowage.executor.replay.graph_backend import SHARE, SHARE_LEAST_BYTES, Graphs, share
 from stowage.executor.replay.recorder import Recorder
 from stowage.executor.runner import Runner
 from stowage.models.families import ALONE
@@ -37,7 +37,7 @@ from stowage.models.layout import ModelLayout
 from stowage.models.loading import Loaded
 from stowage.models.namespace import block_tokens_of, namespace_fields
 from stowage.storage.protocol import Tier
-from stowage.transfer.protocol import Transfer
+from stowage.transfer.protocol import BlockTransfer
 
 ENGINE_FORMAT = 1
 """How this engine lays chunks out; raised whenever the same tokens come to other bytes."""
@@ -54,7 +54,7 @@ class Parts:
     strategies: list[GroupStrategy]
     runner: Runner | FallbackRunner
     store: TieredStore | None
-    link: Link | None
+    link: DeviceLink | None
     snapshot_tokens: int
     pieces: Pieces
     capacity: Capacity
@@ -67,7 +67,7 @@ class Parts:
         return self.runner.graphs if isinstance(self.runner, Runner) else None
 
     @property
-    def transfer(self) -> Transfer | None:
+    def transfer(self) -> BlockTransfer | None:
         """What copies between device and host."""
         return self.link.transfer if self.link is not None else None
 

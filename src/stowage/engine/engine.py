@@ -49,7 +49,7 @@ from stowage.executor.block_pool import bytes_needed
 from stowage.executor.block_table import BlockTable
 from stowage.executor.device import carrier, check, device_of
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
-from stowage.executor.replay.graphs import with_share
+from stowage.executor.replay.graph_backend import with_share
 from stowage.metrics import exposition
 from stowage.models import loading
 from stowage.models.loading import eos_ids
@@ -370,9 +370,8 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants of every stateful part."""
         self._loop.check()
-        if self.parts.graphs is not None:
-            with self._lock:
-                self.parts.graphs.check()
+        with self._lock:
+            self.parts.runner.check()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Closing again does

@@ -30,7 +30,7 @@ from stowage.executor.block_pool import BlockPool
 from stowage.executor.sequence_state import SequenceState
 from stowage.models.layout import ModelLayout
 from stowage.transfer.async_copies import AsyncCopies
-from stowage.transfer.protocol import Transfer
+from stowage.transfer.protocol import BlockTransfer
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class KVManager:
         pools: Items[BlockPool],
         strategies: Items[GroupStrategy],
         store: TieredStore | None,
-        transfer: Transfer | None,
+        transfer: BlockTransfer | None,
         snapshot_tokens: int,
     ) -> None:
         self.layout = layout
@@ -267,7 +267,7 @@ class KVManager:
             if sequence.phase is not Phase.RUNNING or group.kind is not Kind.FULL:
                 continue
             computed = -(-sequence.computed // group.block_tokens)
-            assert (table.places[:computed] != NULL_BLOCK).all(), "a block that is read is nowhere"
+            assert (table.addresses[:computed] != NULL_BLOCK).all(), "a block that is read is nowhere"
             places = dict(pair for one in held for pair in zip(one.blocks.tolist(), one.places.tolist(), strict=True))
             assert sum(len(one.blocks) for one in held) == len(places), "a block is held twice"
             away = np.flatnonzero(table.away != NULL_BLOCK).tolist()

@@ -3,10 +3,10 @@
 Owns the arithmetic of attention on a CPU: single tokens as one padded batch with the grouped query heads folded into
 rows (1.5x faster than ``enable_gqa`` at 4,096 keys), runs of tokens one sequence at a time, multi-head latent attention
 absorbed for single tokens (the latent is multiplied into the query, DeepSeek-V2, arXiv:2405.04434, section 2.1.2) and
-expanded for runs. Single tokens that are read where they lie (``Tables``) it hands to whoever does that.
+expanded for runs. Single tokens that are read where they lie (``Tables``) go to the attention that the table names.
 
 Registered under ``NAME`` with ``AttentionInterface``; the same name is left out of the mask interface, so that models
-build no masks. Reads the step from ``step.current``. Never allocates blocks.
+build no masks. Reads the step from ``batch.current``. Never allocates blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stowage.executor import kernels, streamed_attention
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.batch import DecodeStep, PrefillStep, current
 from stowage.executor.decode_attention import Tables
-from stowage.executor.replay.recorded_calls import whole
+from stowage.executor.replay.recorded_calls import one_call
 from stowage.models import probing
 
 NAME = "stowage_paged"
@@ -56,7 +56,7 @@ def uninstall(model: Any) -> None:
     model.set_attn_implementation(before)
 
 
-@whole
+@one_call
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -96,7 +96,7 @@ def paged_attention(
     else:
         out = flat.new_empty((batch * length, heads, value.shape[-1]))
     for stream in group.streams:
-        assert away is not None, "blocks are away, and nobody said where"
+        assert away is not None, "blocks are away, and no host memory is known"
         streamed = streamed_attention.attend_latent if latent else streamed_attention.attend
         out[stream.begin : stream.end] = streamed(module, flat[stream.begin : stream.end], views, away, stream, scores)
     if isinstance(group.decode, Tables):
@@ -110,7 +110,9 @@ def paged_attention(
     return out.view(batch, length, heads, value.shape[-1]), None
 
 
-def _paged(module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.Runs, scores: Scores) -> Tensor:
+def _paged(
+    module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.AttentionRuns, scores: Scores
+) -> Tensor:
     keys, values = views
     elsewhere = None if away is None else (away[0], away[1])
     softcap = scores.softcap or 0.0
@@ -118,7 +120,7 @@ def _paged(module: Any, query: Tensor, views: Views, away: Views | None, runs: k
 
 
 def _paged_latent(
-    module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.Runs, scores: Scores
+    module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.AttentionRuns, scores: Scores
 ) -> Tensor:
     rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
     weight = module.kv_b_proj.weight.view(query.shape[1], nope + width, rank)

@@ -24,7 +24,7 @@ from stowage.core.groups import GroupStrategy
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.block_table import AWAY
 from stowage.executor.decode_attention import Attend, Tables
-from stowage.executor.kernels import Runs
+from stowage.executor.kernels import AttentionRuns
 from stowage.executor.sequence_state import SequenceState
 from stowage.models.layout import visible
 
@@ -71,34 +71,34 @@ class PrefillStep:
 @dataclass(frozen=True, slots=True)
 class StreamStep:
     """A run of one sequence, or a single token, some of whose keys are away from the device: flattened tokens ``[begin,
-    end)``, the first at position ``start``; ``places`` as in ``BlockTable.places``, from the sequence's first block on,
+    end)``, the first at position ``start``; ``addresses`` as in ``BlockTable.addresses``, of all the sequence's blocks,
     in host memory.
     """
 
     begin: int
     end: int
     start: int
-    places: torch.Tensor
+    addresses: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One attention group's part of a step: where new tokens go (``rows``, ``places``: ``[tokens]``), and what the
-    queries read: those of ``runs`` by the kernels, the others as ``decode`` (``Tables``: where they lie) and
-    ``prefills``, or as ``streams``.
+    """One attention group's part of a step: which block each new token goes to, and at which offset in it (``blocks``,
+    ``offsets``: ``[tokens]``); and what the queries read: those of ``runs`` by the kernels, the others as ``decode``
+    (``Tables`` for a paged kernel or a recorded step) and ``prefills``, or as ``streams``.
     """
 
     pool: BlockPool
-    rows: torch.Tensor
-    places: torch.Tensor
+    blocks: torch.Tensor
+    offsets: torch.Tensor
     decode: DecodeStep | Tables | None = None
     prefills: tuple[PrefillStep, ...] = ()
     streams: tuple[StreamStep, ...] = ()
-    runs: Runs | None = None
+    runs: AttentionRuns | None = None
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardStep:
     """One forward. ``positions`` and ``ids`` are flat; ``logit_rows`` are the flattened tokens whose logits are
     wanted.
     """
@@ -111,7 +111,7 @@ class Step:
     kernels: bool = False
     """Whether recurrent layers are computed by them, too."""
     written: int | None = None
-    """The layer whose keys were put in place and not read yet."""
+    """The layer whose keys were written and not read yet."""
 
     def reading(self, module: Any) -> int:
         """Whose attention this is. A module may serve several layers, so the one that has just written is meant; one
@@ -123,7 +123,7 @@ class Step:
 
 HOST = torch.device("cpu")
 LONG_QUERIES, LONG_KEYS = 32, 512
-current: ContextVar[Step] = ContextVar("stowage_step")
+current: ContextVar[ForwardStep] = ContextVar("stowage_step")
 
 
 def order(work: Items[Work]) -> list[Work]:
@@ -147,7 +147,7 @@ def build(
     native: Callable[[BlockPool, Items[Work]], int] = lambda pool, work: 0,
     paged: Attend | None = None,
     device: torch.device = HOST,
-) -> Step:
+) -> ForwardStep:
     """The step that computes ``work`` (see ``order``) on ``device``, where ``pools`` lie, for those of them that are
     attention's; ``native``: of how many of these, from the first on, the kernels compute the attention; ``paged``: what
     computes that of the other single tokens without gathering their keys.
@@ -157,7 +157,7 @@ def build(
     positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
     ends = np.cumsum([w.count for w in work])
     wanted = [np.arange(end - w.count, end) if w.every_logit else [end - 1] for w, end in zip(work, ends, strict=True)]
-    step = Step(
+    step = ForwardStep(
         ids=torch.tensor(ids, dtype=torch.long, device=device),
         positions=_on(device, positions),
         logit_rows=_on(device, np.concatenate(wanted).astype(np.int64)),
@@ -182,37 +182,38 @@ def _group_step(
 ) -> GroupStep:
     group = pool.group
     tables = [w.sequence.tables[group.index] for w in work]
-    places = [table.places for table in tables]
+    addresses = [table.addresses for table in tables]
     blocks_of = positions // group.block_tokens
     begins = np.concatenate([[0], np.cumsum([w.count for w in work])])
-    rows = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
-    assert (rows > PADDING_BLOCK).all(), "a token has no block to go to"
+    blocks = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
+    assert (blocks > PADDING_BLOCK).all(), "a token has no block to go to"
     device = pool.storage.device
-    step = GroupStep(pool, _on(device, rows), _on(device, positions % group.block_tokens))
+    step = GroupStep(pool, _on(device, blocks), _on(device, positions % group.block_tokens))
     ours = native(pool, work)
     assert not ours or ours >= decodes, "single tokens are computed in one way"
     if ours < len(work) and any(table.is_away for table in tables):
         assert not ours, "the kernels compute all or nothing where keys are away"
         return replace(
-            step, streams=tuple(_stream_step(w, b, p) for w, b, p in zip(work, begins.tolist(), places, strict=False))
+            step,
+            streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins.tolist(), addresses, strict=False)),
         )
     return replace(
         step,
-        runs=_runs(work[:ours], begins, places[:ours], group, strategy) if ours else None,
-        decode=_decode_step(work[:decodes], places, group, strategy, dtype, device, paged)
+        runs=_runs(work[:ours], begins, addresses[:ours], group, strategy) if ours else None,
+        decode=_decode_step(work[:decodes], addresses, group, strategy, dtype, device, paged)
         if decodes and not ours
         else None,
         prefills=tuple(
-            _prefill_step(w, int(begins[i]), places[i], group, strategy, dtype, device)
+            _prefill_step(w, int(begins[i]), addresses[i], group, strategy, dtype, device)
             for i, w in enumerate(work)
             if i >= max(decodes, ours)
         ),
     )
 
 
-def _stream_step(work: Work, begin: int, places: NDArray[np.int64]) -> StreamStep:
-    assert (places != NULL_BLOCK).all(), "a query needs a block that is nowhere"
-    return StreamStep(begin, begin + work.count, work.start, torch.from_numpy(places.copy()))
+def _stream_step(work: Work, begin: int, addresses: NDArray[np.int64]) -> StreamStep:
+    assert (addresses != NULL_BLOCK).all(), "a query needs a block that is nowhere"
+    return StreamStep(begin, begin + work.count, work.start, torch.from_numpy(addresses.copy()))
 
 
 def _runs(
@@ -221,7 +222,7 @@ def _runs(
     tables: list[NDArray[np.int64]],
     group: Group,
     strategy: GroupStrategy,
-) -> Runs:
+) -> AttentionRuns:
     size = group.block_tokens
     firsts = [strategy.first_live_block(w.start) for w in work]
     seen = [
@@ -229,13 +230,13 @@ def _runs(
     ]
     whole = np.concatenate(seen)
     assert ((whole > PADDING_BLOCK) | (whole <= AWAY)).all(), "a query needs a block that is gone"
-    places = np.concatenate([[0], np.cumsum([len(table) for table in seen])])
+    table_begins = np.concatenate([[0], np.cumsum([len(table) for table in seen])])
     runs = [
-        (begins[i], w.count, w.start, places[i], first * size)
+        (begins[i], w.count, w.start, table_begins[i], first * size)
         for i, (w, first) in enumerate(zip(work, firsts, strict=True))
     ]
     table, listed = torch.from_numpy(whole), torch.from_numpy(np.array(runs, dtype=np.int64))
-    return Runs(table, listed, group.kind, group.window, size, int(begins[len(work)]))
+    return AttentionRuns(table, listed, group.kind, group.window, size, int(begins[len(work)]))
 
 
 def _decode_step(

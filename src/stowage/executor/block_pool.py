@@ -1,7 +1,7 @@
 """The device pool: per group a fixed number of blocks, who uses them, and which chunks can still be found in them.
 
 Owns the device bytes of the KV cache and the device prefix cache. Invariants (``check``): a block is in exactly one of
-{in use, free, cached}; only blocks that nobody uses are given out; a block is named by at most one chunk; the bytes
+{in use, free, cached}; only unused blocks are given out; a block is named by at most one chunk; the bytes
 never exceed the budget.
 
 Never reads or writes what lies in a block (attention and ``transfer`` do), except that a block is zeroed before it is
@@ -33,7 +33,7 @@ class BlockPool:
     """The blocks of one group on the device.
 
     Args:
-        layout: the group and the place of each layer inside a block.
+        layout: the group, and where each layer lies inside a block.
         blocks: usable blocks; one more row is allocated for padding.
     """
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from stowage.core.geometry import NULL_BLOCK
 
 AWAY = -2
-"""What stands in ``BlockTable.places`` for the first place of host memory; the kernels have it too."""
+"""What stands in ``BlockTable.addresses`` for offset 0 of host memory; the kernels have it too."""
 
 
 class BlockTable:
     """Where each of a sequence's blocks lies: on the device, or away from it in host memory; grows in place.
 
-    ``blocks`` has the device blocks, ``NULL_BLOCK`` where there is none; ``away`` the place in host memory of those
+    ``blocks`` has the device blocks, ``NULL_BLOCK`` where there is none; ``away`` the offset in host memory of those
     that the device does not have, in units of ``TENSOR_ALIGNMENT_BYTES``, ``NULL_BLOCK`` where there is none.
     """
 
@@ -46,8 +46,10 @@ class BlockTable:
         return self._away[: self._length]
 
     @property
-    def places(self) -> NDArray[np.int64]:
-        """Where each block is read: a device block, ``AWAY`` minus the place of one that is away, or ``NULL_BLOCK``."""
+    def addresses(self) -> NDArray[np.int64]:
+        """Where each block is read: a device block, ``AWAY`` minus the offset of one that is away, or
+        ``NULL_BLOCK``.
+        """
         if not self.is_away:
             return self.blocks
         return np.where(self.away != NULL_BLOCK, AWAY - self.away, self.blocks)
@@ -72,12 +74,14 @@ class BlockTable:
         part[:] = NULL_BLOCK
         return held
 
-    def send_away(self, indices: NDArray[np.int64], places: NDArray[np.int64]) -> list[int]:
-        """The blocks ``indices`` are read at ``places`` from now on; those that were held on the device."""
+    def send_away(self, indices: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[int]:
+        """The blocks ``indices`` are read at ``offsets`` of host memory from now on. Returns the blocks that were
+        held on the device.
+        """
         assert (self.away[indices] == NULL_BLOCK).all(), "a block is sent away twice"
         part = self.blocks[indices]
         self._blocks[indices] = NULL_BLOCK
-        self._away[indices] = places
+        self._away[indices] = offsets
         self.is_away |= len(indices) > 0
         return [block for block in part.tolist() if block != NULL_BLOCK]
 

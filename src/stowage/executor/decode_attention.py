@@ -25,6 +25,19 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Kind, int, Sc
 
 
 @dataclass(frozen=True, slots=True)
+class PagedKernel:
+    """A kernel that may take the place of ``attend`` on some device, once ``paged_trial`` has tried it.
+
+    ``piece_keys``: with fewer keys the kernel takes them in one piece. ``errors``: what its compiler and launcher
+    raise, besides Python's own errors.
+    """
+
+    attend: Attend
+    piece_keys: int
+    errors: tuple[type[Exception], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """What a group's single queries read: ``blocks`` ``[sequences, blocks]``, filled up with the padding block;
     ``bases`` and ``positions`` ``[sequences]``: of a table's first key, and of the query. All int64, on the device.
@@ -64,9 +77,9 @@ def attend(
     read_keys = _rows(keys, blocks)
     # columns that are no values ride along: of equal widths torch's fused kernel takes care
     read_values = read_keys if values.data_ptr() == keys.data_ptr() else _rows(values, blocks)
-    places = bases[:, None] + torch.arange(read_keys.shape[2], device=query.device)
-    bias = torch.zeros(places.shape, dtype=query.dtype, device=query.device)
-    bias.masked_fill_(~_seen(kind, window, positions[:, None], places), float("-inf"))
+    key_positions = bases[:, None] + torch.arange(read_keys.shape[2], device=query.device)
+    bias = torch.zeros(key_positions.shape, dtype=query.dtype, device=query.device)
+    bias.masked_fill_(~_seen(kind, window, positions[:, None], key_positions), float("-inf"))
     folded = query.reshape(count, read_keys.shape[1], heads // read_keys.shape[1], width)
     mixed = dense(folded, read_keys, read_values, bias[:, None, None], scores)
     return mixed[..., : values.shape[3]].reshape(count, heads, -1)
@@ -78,7 +91,7 @@ def _rows(view: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _seen(kind: Kind, window: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """``layers.visible``, on the device."""
+    """``models.layout.visible``, on the device."""
     allowed = keys <= queries
     if kind is Kind.SLIDING:
         return allowed & (keys > queries - window)

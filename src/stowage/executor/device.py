@@ -1,7 +1,12 @@
-"""Which device a model computes on, and what copies between it and the host.
+"""Which device a model computes on, and what that device has of its own.
 
-Owns the choice, and the clear refusal of what a device cannot do. Everything else in the engine takes its device from
-the tensors that it is given.
+    carrier        brings weights to the device
+    link           copies KV blocks between the device and the host arena
+    recorder       records decode steps
+    paged_kernel   attention of single tokens without gathering their keys
+
+Owns the choice, and the clear refusal of what a device cannot do. This is the only importer of ``experimental``, where
+everything is that only CUDA runs. All other code takes its device from the tensors that it is given.
 """
 
 from __future__ import annotations
@@ -16,16 +21,18 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import SlabClass
 from stowage.errors import ConfigError
+from stowage.executor.decode_attention import PagedKernel
 from stowage.executor.replay.recorder import Recorder
 from stowage.experimental.cuda_copies import CudaCarrier, CudaCopies
 from stowage.experimental.cuda_graphs import CudaRecorder
+from stowage.experimental.paged_attention import launch
 from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.pinning import Pinned, pin
-from stowage.transfer.protocol import Transfer
+from stowage.transfer.protocol import BlockTransfer
 from stowage.transfer.staged import PlainCopies, StagedTransfer
 from stowage.weights.device_prefetcher import Carrier, PlainCarrier
 
-__all__ = ["Link", "carrier", "check", "device_of", "link", "recorder", "resolve"]
+__all__ = ["DeviceLink", "carrier", "check", "device_of", "link", "paged_kernel", "recorder", "resolve"]
 
 
 def resolve(name: str) -> torch.device:
@@ -60,34 +67,34 @@ def check(device: torch.device, *, deterministic: bool) -> None:
 
 
 def carrier(device: torch.device) -> Carrier | None:
-    """What brings weights to ``device``; ``None`` for a CPU, which computes from where they are."""
+    """What copies weights to ``device``; ``None`` for a CPU, which computes from host memory."""
     if device.type == "cpu":
         return None
     return CudaCarrier(device) if device.type == "cuda" else PlainCarrier(device)
 
 
 @dataclass(slots=True)
-class Link:
+class DeviceLink:
     """The way between a device and the arena. ``pinned``: the arena, where it is; closed after the transfer."""
 
-    transfer: Transfer
+    transfer: BlockTransfer
     pinned: Pinned | None = None
 
     def close(self) -> None:
-        """Wait for what is under way, give the arena back, unpin it."""
+        """Wait for copies in flight, give the arena back, unpin it."""
         self.transfer.close()
         if self.pinned is not None:
             self.pinned.close()
 
 
-def link(device: torch.device, arena: NDArray[np.uint8], slabs: Sequence[SlabClass]) -> Link:
+def link(device: torch.device, arena: NDArray[np.uint8], slabs: Sequence[SlabClass]) -> DeviceLink:
     """What copies between ``device`` and the ``arena``."""
     if device.type == "cpu":
-        return Link(CpuTransfer(arena, slabs))
+        return DeviceLink(CpuTransfer(arena, slabs))
     if device.type != "cuda":
-        return Link(StagedTransfer(arena, slabs, PlainCopies(device)))
+        return DeviceLink(StagedTransfer(arena, slabs, PlainCopies(device)))
     pinned = pin(arena, device)
-    return Link(StagedTransfer(arena, slabs, CudaCopies(device, pinned)), pinned)
+    return DeviceLink(StagedTransfer(arena, slabs, CudaCopies(device, pinned)), pinned)
 
 
 def device_of(model: Any, name: str) -> torch.device:
@@ -102,3 +109,10 @@ def device_of(model: Any, name: str) -> torch.device:
 def recorder(device: torch.device) -> Recorder | None:
     """What records on ``device``; ``None``: nothing can."""
     return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
+    """What attends to single tokens on ``device`` in ``dtype``, still untried; ``None``: torch gathers their keys."""
+    if not launch.wanted(device, dtype):
+        return None
+    return PagedKernel(launch.attend, launch.PIECE_KEYS_LEAST, launch.errors())

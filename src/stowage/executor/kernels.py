@@ -190,8 +190,8 @@ def norm(x: Tensor, weight: Tensor, eps: float, more: float, *, rounded: bool) -
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """Whose keys the tokens of a step read. ``table`` is ``BlockTable.places`` of all runs, one after the other;
+class AttentionRuns:
+    """Whose keys the tokens of a step read. ``table`` is ``BlockTable.addresses`` of all runs, one after the other;
     ``runs`` is ``[runs, 5]``: first token of the step, tokens, position of the first, where its table begins, and the
     position of that table's first key. ``tokens``: all of them, the first of the step.
     """
@@ -208,7 +208,7 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    steps: Runs,
+    steps: AttentionRuns,
     scale: float,
     *,
     softcap: float = 0.0,
@@ -228,8 +228,8 @@ def attend(
     _kernel.attention(
         query.data_ptr(),
         out.data_ptr(),
-        _place(keys, keys_away),
-        _place(values, values_away),
+        _strided(keys, keys_away),
+        _strided(values, values_away),
         steps.table.data_ptr(),
         steps.runs.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
@@ -249,7 +249,7 @@ def attend(
     return out.to(query.dtype)
 
 
-def _place(view: Tensor, away: Tensor | None) -> tuple[int, int, int, int, int, int]:
+def _strided(view: Tensor, away: Tensor | None) -> tuple[int, int, int, int, int, int]:
     assert view.stride(3) == 1, "a head's numbers lie side by side"
     assert away is None or away.stride()[1:] == view.stride()[1:], "a block looks the same everywhere"
     there = (0, 0) if away is None else (away.data_ptr(), away.stride(0))

@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from stowage.executor.batch import current
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.fused.scans import Rows
-from stowage.executor.replay.recorded_calls import whole
+from stowage.executor.fused.recurrent_kernels import StateRows
+from stowage.executor.replay.recorded_calls import one_call
 
 
 class _AttentionLayer:
@@ -37,12 +37,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._states = {la.index: la.states for la in recurrent.layout.layers} if recurrent else {}
         layers: list[Any] = [_AttentionLayer() for _ in range(layer_count)]
         for index, states in self._states.items():
-            layers[index] = LinearAttentionLayer(number_of_states=1 + max(place for _, place in states))
+            layers[index] = LinearAttentionLayer(number_of_states=1 + max(number for _, number in states))
         self._lying = [view for index in self._states for view in recurrent.views[index]] if recurrent else []
         super().__init__(layers=layers)
         self._bound: list[int] | Tensor = []
 
-    @whole
+    @one_call
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -53,16 +53,16 @@ class PagedCache(Cache):  # type: ignore[misc]
         step.written = layer_idx
         group = step.of_layer[layer_idx]
         views = group.pool.views[layer_idx]
-        tokens = group.rows.shape[0]
+        tokens = group.blocks.shape[0]
         new = [t.transpose(1, 2).reshape(tokens, t.shape[1], t.shape[3]) for t in (key_states, value_states)]
         if len(views) == 1:  # latent and rope key share one row
             new = [torch.cat(new, dim=-1)]
         for view, states in zip(views, new, strict=True):
-            view.index_put_((group.rows, group.places), states)
+            view.index_put_((group.blocks, group.offsets), states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """How far each token's position is ahead of its place in the flattened step, ``[tokens]``.
+        """How far each token's position is ahead of its index in the flattened step, ``[tokens]``.
 
         Llama-4 adds this to ``arange(length)`` to get positions for its attention temperature; so every token gets its
         own.
@@ -81,14 +81,14 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._bound = blocks if isinstance(blocks, Tensor) else list(blocks)
         for index, states in self._states.items():
             layer: Any = self.layers[index]
-            for (name, place), view in zip(states, self._recurrent.views[index], strict=True):
+            for (name, number), view in zip(states, self._recurrent.views[index], strict=True):
                 state = self._bind(view)
-                getattr(layer, name)[place] = state
-                getattr(layer, f"is_{name}_initialized")[place] = True
+                getattr(layer, name)[number] = state
+                getattr(layer, f"is_{name}_initialized")[number] = True
                 if name == "conv_states":
-                    layer.conv_kernel_size[place] = state.shape[-1]
+                    layer.conv_kernel_size[number] = state.shape[-1]
                 layer.dtype, layer.device = state.dtype, state.device
-                layer.has_previous_state[place] = not fresh
+                layer.has_previous_state[number] = not fresh
 
     def _bind(self, view: Tensor) -> Tensor:
         if self._in_place:
@@ -107,14 +107,16 @@ class PagedCache(Cache):  # type: ignore[misc]
             return self._bound
         return torch.tensor(self._bound, device=self._recurrent.storage.device)
 
-    def rows_of(self, blocks: Sequence[int]) -> list[Rows]:
+    def rows_of(self, blocks: Sequence[int]) -> list[StateRows]:
         """What ``bind_states`` would gather, where it lies, in the order of ``bound_states``."""
         rows = torch.tensor(blocks)
-        return [Rows(view, rows) for view in self._lying]
+        return [StateRows(view, rows) for view in self._lying]
 
     def bound_states(self) -> list[Tensor]:
         """What ``bind_states`` has bound: a forward changes it in place."""
-        return [getattr(self.layers[at], name)[place] for at, states in self._states.items() for name, place in states]
+        return [
+            getattr(self.layers[at], name)[number] for at, states in self._states.items() for name, number in states
+        ]
 
     def unbind_states(self) -> None:
         """Write the states of several sequences back into their blocks, and let go of them."""
@@ -122,6 +124,6 @@ class PagedCache(Cache):  # type: ignore[misc]
             return
         rows = self._rows()
         for index, states in self._states.items():
-            for (name, place), view in zip(states, self._recurrent.views[index], strict=True):
-                view[rows] = getattr(self.layers[index], name)[place]
-                getattr(self.layers[index], name)[place] = None
+            for (name, number), view in zip(states, self._recurrent.views[index], strict=True):
+                view[rows] = getattr(self.layers[index], name)[number]
+                getattr(self.layers[index], name)[number] = None

@@ -7,7 +7,7 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
-from stowage.executor import attention, decode_attention, kernels
-from stowage.executor.batch import Step, Work, build, current, is_long, order
+from stowage.executor import attention, decode_attention, kernels, paged_trial
+from stowage.executor.batch import ForwardStep, Work, build, current, is_long, order
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.determinism.row_invariance import mode_of
-from stowage.executor.fused import mixers, norms
+from stowage.executor.device import paged_kernel
+from stowage.executor.fused import norms, recurrent_layers
 from stowage.executor.paged_cache import PagedCache
-from stowage.executor.replay.graphs import Graphs, Inputs
-from stowage.executor.replay.recorded_steps import Steps
+from stowage.executor.replay.cache import ReplayCache
+from stowage.executor.replay.call_backend import ModelStep, RecordedSteps, recorded_steps
+from stowage.executor.replay.graph_backend import GraphBackend, Graphs, Inputs, is_decode, rules
 from stowage.executor.replay.recorder import Recorder
-from stowage.experimental.paged_attention import trial
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import cache_name, takes_rows
 
@@ -34,7 +35,8 @@ from stowage.models.probing import cache_name, takes_rows
 class Runner:
     """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it.
 
-    ``exact``: every row of a forward gives the same bits whatever else is computed with it (``rowtrial`` makes sure).
+    ``exact``: every row of a forward gives the same bits whatever else is computed with it; ``determinism.trial`` makes
+    sure of that.
     ``placed``: some of the model's weights are not in memory all the time.
     """
 
@@ -61,27 +63,36 @@ class Runner:
         self._kernels = kernels.wanted(model.device, model.dtype)
         if self._kernels:
             norms.install(model)
-            mixers.install(model)
-        rows = mode_of(model, exact=exact, placed=placed)
-        self._mode: AbstractContextManager[Any] = nullcontext() if rows is None else rows
-        self.steps = Steps(model, rows) if self._kernels and not placed else None
+            recurrent_layers.install(model)
+        mode = mode_of(model, exact=exact, placed=placed)
+        self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
+        self.steps: RecordedSteps | None = recorded_steps(model, mode) if self._kernels and not placed else None
         self.graphs: Graphs | None = None
-        self._paged = trial.trusted(model, pools)
+        self._paged = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
 
     def record(self, recorder: Recorder, limit_bytes: int, max_num_seqs: int) -> None:
         """From now on decode steps are recorded and replayed, with up to ``limit_bytes`` of device memory."""
-        self.graphs = Graphs(
+        backend = GraphBackend(
             forward=self._recorded,
             pools=self._pools,
             strategies=self._strategies,
             recorder=recorder,
             attend=self._paged or decode_attention.attend,
-            dtype=self._model.dtype,
-            limit_bytes=limit_bytes,
             max_num_seqs=max_num_seqs,
             context_tokens=self._layout.context_tokens,
             octave=4 if self._paged is None else 1,
         )
+        self.graphs = ReplayCache(backend, rules(self._model.dtype), limit_bytes)
+        self.steps = None
+
+    def check(self) -> None:
+        """Assert what must hold between steps."""
+        for cache in (self.steps, self.graphs):
+            if cache is not None:
+                cache.check()
+        if self.graphs is not None:
+            for pool in self._pools:
+                assert not bool(pool.storage[PADDING_BLOCK].any()), "the padding block is not zero"
 
     def close(self) -> None:
         """Give the model back what it computed with, its attention too, and the memory of recordings."""
@@ -94,7 +105,7 @@ class Runner:
         """Give the model its own norms and recurrent layers back."""
         if self._kernels:
             norms.uninstall(self._model)
-            mixers.uninstall(self._model)
+            recurrent_layers.uninstall(self._model)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
@@ -127,7 +138,7 @@ class Runner:
         return torch.cat(logits) if work.every_logit else logits[-1]
 
     def _forward(self, work: list[Work]) -> Tensor:
-        if self.graphs is not None and self.graphs.takes(work):
+        if self.graphs is not None and is_decode(work):
             return self.graphs.run(work, partial(self._plain, work))
         return self._plain(work)
 
@@ -147,39 +158,41 @@ class Runner:
         return self._compute(step, blocks, fresh=work[0].start == 0, batched=batched).cpu()
 
     def _recorded(self, inputs: Inputs) -> Tensor:
-        """A step of static inputs, all of it on the device: what ``graphs`` records. Padding is taken back."""
+        """A step of static inputs, all of it on the device: what graphs record. Padding is taken back."""
         logits = self._compute(inputs.step, inputs.states, fresh=False, batched=not self._layout.ragged)
         for pool in self._pools:
             pool.storage[PADDING_BLOCK].zero_()
         return logits
 
-    def _compute(self, step: Step, states: Sequence[int] | Tensor, *, fresh: bool, batched: bool) -> Tensor:
+    def _compute(self, step: ForwardStep, states: Sequence[int] | Tensor, *, fresh: bool, batched: bool) -> Tensor:
         """Logits of ``step``, on the device. ``states``: blocks of recurrent state; ``batched``: a row is a
         sequence.
         """
         shape = (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0])
         given = (step.ids, step.positions, step.logit_rows)
+        forward, bound = partial(self._call, step, shape, batched), partial(self._bound, states, fresh)
         singles = not fresh and step.decodes == step.ids.shape[0]
-        steps = self.steps if self.graphs is None and singles else None
         token = current.set(step)
         try:
-            if steps is not None and batched and (found := steps.in_place(batched, given)) is not None:
-                assert not isinstance(states, Tensor), "graphs name states on the device"
-                return steps.run_in_place(found, given, self._cache.rows_of(states))
-            with self._bound(states, fresh):
-                forward = partial(self._call, step, shape, batched)
-                if steps is not None:
-                    return steps.run(batched, given, self._cache.bound_states(), forward)
-                with self._mode:
-                    return forward()
+            if self.steps is None or not singles:
+                return self._by_model(forward, bound)
+            assert not isinstance(states, Tensor), "graphs name states on the device"
+            one = ModelStep(given, forward, bound, partial(self._cache.rows_of, states), gathered=batched)
+            return self.steps.run(one, partial(self._by_model, forward, bound))
         finally:
             current.reset(token)
 
+    def _by_model(
+        self, forward: Callable[[], Tensor], bound: Callable[[], AbstractContextManager[Sequence[Tensor]]]
+    ) -> Tensor:
+        with bound(), self._mode:
+            return forward()
+
     @contextmanager
-    def _bound(self, states: Sequence[int] | Tensor, fresh: bool) -> Iterator[None]:
+    def _bound(self, states: Sequence[int] | Tensor, fresh: bool) -> Iterator[Sequence[Tensor]]:
         self._cache.bind_states(states, fresh=fresh)
         try:
-            yield
+            yield self._cache.bound_states()
         finally:
             self._cache.unbind_states()
 
@@ -195,7 +208,7 @@ class Runner:
             return 0
         return next((i for i, w in enumerate(work) if is_long(w)), len(work))
 
-    def _call(self, step: Step, shape: tuple[int, int], batched: bool) -> Tensor:
+    def _call(self, step: ForwardStep, shape: tuple[int, int], batched: bool) -> Tensor:
         rows = 1 if batched else step.logit_rows
         out = self._model(
             input_ids=step.ids.view(shape),

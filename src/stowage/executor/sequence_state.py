@@ -33,7 +33,7 @@ class SequenceState:
 
 
 def sequence_on_trial(id: int, tokens: list[int], groups: Items[Group]) -> SequenceState:
-    """One that nobody asked for, without blocks: to find out what a model does."""
+    """A sequence of a trial, without blocks and without a request."""
     return SequenceState(id=id, tokens=tokens, tables=[BlockTable() for _ in groups], prompt_tokens=len(tokens))
 
 

@@ -1,7 +1,6 @@
-"""Attention over keys of which some are away from the device: they are brought in pieces, and no more than one piece is
-there at a time.
+"""Attention over keys of which some are away from the device: they are copied in pieces, one piece at a time.
 
-Owns that arithmetic for torch, where there are no kernels (those read host memory in place, in the same order as ever).
+Owns that arithmetic for torch, where there are no kernels (those read host memory in place, in their usual order).
 Every query keeps the largest score so far, the sum of its weights and the weighted sum of values, and shrinks them when
 a larger score comes (Milakov and Gimelshein, arXiv:1805.02867); a sink is a score whose value is 0, there from the
 beginning. Only full groups have blocks away, so every query sees a key of the first piece.
@@ -33,7 +32,9 @@ def attend(module: Any, query: Tensor, views: Views, away: Views, step: StreamSt
     """
 
     def read(first: int, end: int) -> tuple[Tensor, Tensor]:
-        keys, values = (_gather(v, a, step.places[first:end]).transpose(0, 1) for v, a in zip(views, away, strict=True))
+        keys, values = (
+            _gather(v, a, step.addresses[first:end]).transpose(0, 1) for v, a in zip(views, away, strict=True)
+        )
         return keys, values
 
     return _attend(query, read, step, views[0].shape[1], views[0].shape[2], views[1].shape[3], scores)
@@ -45,7 +46,7 @@ def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: S
     heads, block_tokens = query.shape[1], views[0].shape[1]
 
     def rows(first: int, end: int) -> Tensor:
-        return _gather(views[0], away[0], step.places[first:end]).transpose(0, 1)
+        return _gather(views[0], away[0], step.addresses[first:end]).transpose(0, 1)
 
     def expand(first: int, end: int) -> tuple[Tensor, Tensor]:
         latents = rows(first, end)[None]
@@ -66,12 +67,12 @@ def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: S
     return torch.einsum("bhr,hvr->bhv", mixed, weight[:, nope:])
 
 
-def _gather(view: Tensor, away: Tensor, places: Tensor) -> Tensor:
-    """``[keys, heads, dim]`` of the blocks at ``places``, on the device of ``view``."""
-    picked = view[places.clamp(min=0).to(view.device)]
-    gone = places <= AWAY
+def _gather(view: Tensor, away: Tensor, addresses: Tensor) -> Tensor:
+    """``[keys, heads, dim]`` of the blocks at ``addresses``, on the device of ``view``."""
+    picked = view[addresses.clamp(min=0).to(view.device)]
+    gone = addresses <= AWAY
     if gone.any():
-        brought = away[AWAY - places[gone]].to(view.device)
+        brought = away[AWAY - addresses[gone]].to(view.device)
         picked[gone.nonzero()[:, 0].to(view.device)] = brought
     return picked.flatten(0, 1)
 

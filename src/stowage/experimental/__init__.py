@@ -1,1 +1,4 @@
-"""Code for CUDA devices, which has not run on the hardware that it is for. ``executor.device`` is the only way in."""
+"""What only CUDA devices run: written for hardware that it has never run on, and tested with stand-ins.
+
+``executor.device`` is the only importer.
+"""

@@ -1,9 +1,8 @@
-"""CUDA's part of a staged transfer: streams, events, and whether copies may go on by themselves.
+"""CUDA's streams and events for copies between device and host: KV blocks (``CudaCopies``), weights (``CudaCarrier``).
 
-Stores leave on a stream of their own, behind an event of the stream that computes; loads are on the stream that
-computes, before what needs them. Only where host memory is pinned does a copy go on after its call has returned: from
-and to pageable memory each is waited for, explicitly, rather than that anything relies on how a driver treats it
-(case B).
+Stores run on a stream of their own, after an event of the computing stream. Loads run on the computing stream, before
+the work that needs them. A copy is asynchronous only where the host memory is pinned. Copies from and to pageable
+memory are waited for, so that nothing relies on how a driver treats them (case B).
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from torch import Tensor
 from stowage.errors import TransferError
 from stowage.experimental.cuda_mapped import mapped
 from stowage.transfer.pinning import Pinned, pin
-from stowage.transfer.protocol import Ticket
-from stowage.transfer.staged import Part, PlainCopies
+from stowage.transfer.protocol import CopyTicket
+from stowage.transfer.staged import PiecePart, PlainCopies
 
 __all__ = ["CudaCarrier", "CudaCopies"]
 
 
 class _Event:
-    """A ticket that is done when an event has passed on the device."""
+    """A ticket that is done when the device has passed an event."""
 
     def __init__(self, stream: Any) -> None:
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def before(self, stream: Any) -> None:
-        """``stream`` goes on when it has passed."""
+        """``stream`` waits for the event."""
         stream.wait_event(self._event)
 
     @property
@@ -51,7 +50,7 @@ class _Event:
 
 
 class CudaCopies(PlainCopies):
-    """``pinned``: the arena, as far as it is; it is unpinned by whoever pinned it. One thread calls."""
+    """Copies of KV blocks. ``pinned``: the arena; its owner unpins it. One thread calls."""
 
     def __init__(self, device: torch.device, pinned: Pinned | None) -> None:
         super().__init__(device)
@@ -60,26 +59,26 @@ class CudaCopies(PlainCopies):
 
     @property
     def alone(self) -> bool:
-        """Whether copies go on by themselves."""
+        """Whether copies are asynchronous."""
         return self._pinned is not None and self._pinned.whole
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[Part]) -> Ticket | None:
-        """See ``Copies``."""
+    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> CopyTicket | None:
+        """See ``DeviceCopies``."""
         self._leaving.wait_stream(torch.cuda.current_stream(self.device))
         piece.record_stream(self._leaving)  # not given to others before it has left
         with torch.cuda.stream(self._leaving):
-            for begin, place, nbytes in parts:
-                host[place : place + nbytes].copy_(piece[begin : begin + nbytes], non_blocking=self.alone)
+            for begin, offset, nbytes in parts:
+                host[offset : offset + nbytes].copy_(piece[begin : begin + nbytes], non_blocking=self.alone)
         return self._ticket(self._leaving)
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Ticket | None]:
-        """See ``Copies``."""
+    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, CopyTicket | None]:
+        """See ``DeviceCopies``."""
         piece = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        for begin, place, count in parts:
-            piece[begin : begin + count].copy_(host[place : place + count], non_blocking=self.alone)
+        for begin, offset, count in parts:
+            piece[begin : begin + count].copy_(host[offset : offset + count], non_blocking=self.alone)
         return piece, self._ticket(torch.cuda.current_stream(self.device))
 
-    def _ticket(self, stream: Any) -> Ticket | None:
+    def _ticket(self, stream: Any) -> CopyTicket | None:
         event = _Event(stream)
         if self.alone:
             return event
@@ -88,7 +87,7 @@ class CudaCopies(PlainCopies):
 
 
 class CudaCarrier:
-    """Brings weights to the device on a stream of its own, while what was brought before is computed from."""
+    """Copies weights to the device on a stream of its own, while the device computes from earlier ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -99,22 +98,22 @@ class CudaCarrier:
 
     @property
     def alone(self) -> bool:
-        """Whether copies go on by themselves: when all memory that they come from is pinned."""
+        """Whether copies are asynchronous: all memory that they come from is pinned."""
         return bool(self._pinned) and all(pinned is not None and pinned.whole for pinned in self._pinned)
 
     def pin(self, memory: NDArray[np.uint8]) -> Pinned | None:
-        """See ``weights.crossing.Carrier``."""
+        """See ``weights.device_prefetcher.Carrier``."""
         self._pinned.append(pin(memory, self.device))
         return self._pinned[-1]
 
     def view(self, memory: Tensor) -> Tensor:
-        """See ``weights.crossing.Carrier``."""
+        """See ``weights.device_prefetcher.Carrier``."""
         return mapped(memory, self.device)
 
-    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket | None:
-        """See ``weights.crossing.Carrier``."""
+    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket | None:
+        """See ``weights.device_prefetcher.Carrier``."""
         computed = {self._computed.pop(buffer, None) for buffer in buffers}
-        if None in computed:  # never used: its memory may have been somebody's whose work is not over
+        if None in computed:  # never used: work on the earlier owner of its memory may not be over
             self._coming.wait_stream(torch.cuda.current_stream(self.device))
         for event in computed - {None}:
             self._coming.wait_event(event)
@@ -130,17 +129,17 @@ class CudaCarrier:
         return None
 
     def use(self, buffers: Sequence[int]) -> None:
-        """See ``weights.crossing.Carrier``."""
+        """See ``weights.device_prefetcher.Carrier``."""
         for event in {self._copied[buffer] for buffer in buffers if buffer in self._copied}:
             event.before(torch.cuda.current_stream(self.device))
 
     def computed(self, buffers: Sequence[int]) -> None:
-        """See ``weights.crossing.Carrier``."""
+        """See ``weights.device_prefetcher.Carrier``."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         self._computed.update(dict.fromkeys(buffers, event))
 
     def forget(self) -> None:
-        """See ``weights.crossing.Carrier``."""
+        """See ``weights.device_prefetcher.Carrier``."""
         self._computed.clear()
         self._copied.clear()

@@ -1,22 +1,19 @@
-"""Recorders: a function's work on a device is recorded once and replayed, with what its tensors hold by then.
+"""CUDA graphs: a function's work on a device is recorded once and replayed, with what its tensors hold by then.
 
-Owns what CUDA calls a graph, and nothing about what is recorded: ``graphs`` decides that. Recordings share one pool of
-device memory, because at any time at most one of them runs, and its result is read before the next (as PyTorch's notes
-on CUDA graphs have it: "Sharing memory across captures").
+Owns the capture. The replay cache decides what is recorded and replayed. Recordings share one pool of device memory,
+because at most one of them runs at a time, and its result is read before the next one runs (as PyTorch's notes on CUDA
+graphs have it: "Sharing memory across captures").
 
-A recording is of one thread: others may use the device meanwhile, so only what this thread does can spoil it
-(``thread_local``).
+A capture belongs to one thread (``thread_local``): other threads may use the device meanwhile without spoiling it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from stowage.executor.replay.recorder import CaptureError, Recording
-from stowage.models.probing import RAISED_BY_MODELS
 
 __all__ = ["CudaRecorder"]
 
@@ -24,8 +21,16 @@ _WARM_UPS = 2
 """Kernels are chosen and workspaces made in the first runs; neither may happen in a recording."""
 
 
+@dataclass(frozen=True, slots=True)
+class CudaRecording:
+    """A captured function. ``replay`` starts its kernels; ``result`` is the tensor that they write to."""
+
+    replay: Callable[[], None]
+    result: Tensor
+
+
 class CudaRecorder:
-    """CUDA graphs (``torch.cuda.CUDAGraph``)."""
+    """Captures functions as ``torch.cuda.CUDAGraph``; see ``executor.replay.recorder``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,23 +43,19 @@ class CudaRecorder:
         """By how much the memory that torch has reserved grew during the captures, which is all of their pool."""
         return self._nbytes
 
-    def capture(self, function: Callable[[], Tensor]) -> Recording:
+    def capture(self, function: Callable[[], Tensor]) -> CudaRecording:
+        """Run ``function`` to warm up, then capture it. Raises what it, or the device, raises."""
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[0].pool() if self._graphs else None
-        try:
-            with torch.cuda.device(self._device):
-                self._warm_up(function)
-                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                    before = self._reserved()  # now: what was cached is given back as a capture begins
-                    result = function()
-                    grown = self._reserved() - before
-        except torch.OutOfMemoryError:
-            raise
-        except RAISED_BY_MODELS as error:
-            raise CaptureError(_first_line(error)) from error
+        with torch.cuda.device(self._device):
+            self._warm_up(function)
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                before = self._reserved()  # now: what was cached is given back as a capture begins
+                result = function()
+                grown = self._reserved() - before
         self._graphs.append(graph)
         self._nbytes += grown
-        return Recording(graph.replay, result)
+        return CudaRecording(graph.replay, result)
 
     def _warm_up(self, function: Callable[[], Tensor]) -> None:
         computing = torch.cuda.current_stream()
@@ -68,13 +69,9 @@ class CudaRecorder:
         return int(torch.cuda.memory_stats(self._device).get("reserved_bytes.all.current", 0))
 
     def forget(self) -> None:
+        """Give the memory of all graphs back."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
         self._nbytes = 0
         torch.cuda.empty_cache()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

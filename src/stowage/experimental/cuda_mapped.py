@@ -1,8 +1,8 @@
 """Pinned host memory as a tensor of the device: kernels read it over the link, and nothing is copied (case B).
 
-The address is asked of the driver, for both ends, and the tensor is made over it by torch without owning it: whoever
-pinned the memory keeps it, and unpins it when no such tensor is used any more. Where a device reads pageable memory
-through the host's own page tables, which its attributes say, the host's address is the device's.
+The driver gives the device's address for both ends of the memory, and torch makes a tensor there that does not own it.
+The memory's owner unpins it when no such tensor is used any more. Where a device reads pageable memory through the
+host's own page tables, as its attributes say, the host's address is the device's.
 """
 
 from __future__ import annotations

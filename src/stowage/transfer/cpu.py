@@ -1,9 +1,10 @@
 """Device and host are both ordinary memory: a transfer is a memory copy.
 
-Owns no memory: it is lent the arena and is handed the device storage. A block is one run of bytes on either side (the
-pool keeps all layers of a group together), so a chunk moves in as few copies as it has blocks, and neighbouring blocks
-move as one. A plan is one call of C (`native/copies.c`, built with the package where there is a compiler), in which
-several threads take pieces off it; else Python copies run by run. Python does it too if `STOWAGE_PURE_PYTHON` is set.
+Owns no memory: it borrows the arena and gets the device storage with each call. A block is one run of bytes on either
+side (the pool keeps all layers of a group together), so a chunk needs no more copies than it has blocks, and
+neighbouring blocks are copied as one. A plan is one call of C (`native/copies.c`, built with the package where there is
+a compiler), in which several threads share the work. Without it, or with `STOWAGE_PURE_PYTHON` set, Python copies run
+by run.
 """
 
 from __future__ import annotations
@@ -44,47 +45,53 @@ class CpuTransfer:
         self._slab_of = {group: slab for slab in slabs for group in slab.groups}
 
     def store(self, plan: CopyPlan, storage: torch.Tensor) -> None:
-        """Device to host; see ``Transfer``."""
-        rows, places, lengths = self._runs(plan, storage)
-        copy_runs(_memory(storage), _memory(self._arena), rows, places, lengths)
+        """Device to host; see ``BlockTransfer``."""
+        rows, offsets, lengths = self._runs(plan, storage)
+        copy_runs(_memory(storage), _memory(self._arena), rows, offsets, lengths)
 
     def load(self, plan: CopyPlan, storage: torch.Tensor) -> None:
-        """Host to device; see ``Transfer``."""
-        rows, places, lengths = self._runs(plan, storage)
-        copy_runs(_memory(self._arena), _memory(storage), places, rows, lengths)
+        """Host to device; see ``BlockTransfer``."""
+        rows, offsets, lengths = self._runs(plan, storage)
+        copy_runs(_memory(self._arena), _memory(storage), offsets, rows, lengths)
 
     def _runs(self, plan: CopyPlan, storage: torch.Tensor) -> tuple[IntArray, IntArray, IntArray]:
         """In bytes: where each run lies on the device and in the arena, and how long it is."""
         size = storage.shape[1]
-        rows, places, counts = columns_of_runs(plan, self._slab_of[plan.group], size)
-        return rows * size, places, counts * size
+        rows, offsets, counts = columns_of_runs(plan, self._slab_of[plan.group], size)
+        return rows * size, offsets, counts * size
 
     def close(self) -> None:
         """Give the arena back."""
         self._arena = torch.empty(0, dtype=torch.uint8)
 
 
-def copy_runs(source: Memory, target: Memory, begins: IntArray, places: IntArray, lengths: IntArray) -> None:
-    """Copies `lengths[i]` bytes from `begins[i]` of the source to `places[i]` of the target. Raises ValueError where a
-    run does not lie in its memory; then nothing was copied. Memories and targets do not overlap.
+def copy_runs(
+    source: Memory, target: Memory, source_offsets: IntArray, target_offsets: IntArray, lengths: IntArray
+) -> None:
+    """Copies `lengths[i]` bytes from `source_offsets[i]` of the source to `target_offsets[i]` of the target. Raises
+    ValueError where a run does not lie in its memory; then nothing was copied. Memories and targets do not overlap.
     """
     if is_wanted():
-        begins, places, lengths = (np.ascontiguousarray(column, np.int64) for column in (begins, places, lengths))
-        _native.copy_runs(source, target, begins, places, lengths, torch.get_num_threads())
+        source_offsets, target_offsets, lengths = (
+            np.ascontiguousarray(column, np.int64) for column in (source_offsets, target_offsets, lengths)
+        )
+        _native.copy_runs(source, target, source_offsets, target_offsets, lengths, torch.get_num_threads())
     else:
-        copy_one_by_one(source, target, begins, places, lengths)
+        copy_one_by_one(source, target, source_offsets, target_offsets, lengths)
 
 
-def copy_one_by_one(source: Memory, target: Memory, begins: IntArray, places: IntArray, lengths: IntArray) -> None:
+def copy_one_by_one(
+    source: Memory, target: Memory, source_offsets: IntArray, target_offsets: IntArray, lengths: IntArray
+) -> None:
     """As `copy_runs`, in Python."""
-    bad = (lengths < 0) | (begins < 0) | (places < 0)
-    if (bad | (lengths > source[1] - begins) | (lengths > target[1] - places)).any():
+    bad = (lengths < 0) | (source_offsets < 0) | (target_offsets < 0)
+    if (bad | (lengths > source[1] - source_offsets) | (lengths > target[1] - target_offsets)).any():
         raise ValueError("runs that do not lie in their memory")
-    for begin, place, length in zip(begins.tolist(), places.tolist(), lengths.tolist(), strict=True):
+    for start, to, length in zip(source_offsets.tolist(), target_offsets.tolist(), lengths.tolist(), strict=True):
         if length < SHARED_BYTES_MIN:
-            ctypes.memmove(target[0] + place, source[0] + begin, length)
+            ctypes.memmove(target[0] + to, source[0] + start, length)
         else:
-            _tensor(target[0] + place, length).copy_(_tensor(source[0] + begin, length))
+            _tensor(target[0] + to, length).copy_(_tensor(source[0] + start, length))
 
 
 def _tensor(address: int, length: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Pinned memory: whether host memory is pinned is decided here and nowhere else, and nobody else pins (case B).
 
-Pages that are pinned stay where they are, so that a device copies from and to them by itself while the program goes on.
-Where device and host are one memory (GH200, GB200, Jetson, DGX Spark) pinning only takes away what the device could
-use: there it is never done. ``STOWAGE_DISABLE_PIN_MEMORY=1`` switches it off everywhere, and so does vLLM's own
-``VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY``. Memory that could not be pinned is used as it is: slower, and just as
-right.
+Pinned pages stay where they are, so a device copies from and to them by itself while the program runs. Where device and
+host share one memory (GH200, GB200, Jetson, DGX Spark), pinning only takes memory from the device, so it is never done
+there. ``STOWAGE_DISABLE_PIN_MEMORY=1`` switches it off everywhere, and so does vLLM's own
+``VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY``. Memory that could not be pinned is used unpinned: slower, and
+just as right.
 """
 
 from __future__ import annotations

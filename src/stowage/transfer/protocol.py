@@ -1,8 +1,8 @@
 """What a transfer is: two methods that carry out a plan's copies between device blocks and arena slots.
 
-Copies may go on after the method has returned. On the device they are in order with everything that is computed: blocks
-may be used, and given to others, at once. In host memory they are not: before ``Ticket.done``, slots that are stored
-into hold nothing, and slots that are loaded from must stay as they are.
+Copies may be asynchronous. On the device they are in order with all computing: blocks may be used, and given to other
+sequences, at once. In host memory they are not: until ``CopyTicket.done``, slots that are stored into hold nothing, and
+slots that are loaded from must not change.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from stowage.core.copy_plan import CopyPlan
 
-__all__ = ["Ticket", "Transfer"]
+__all__ = ["BlockTransfer", "CopyTicket"]
 
 
-class Ticket(Protocol):
-    """Copies that were begun together."""
+class CopyTicket(Protocol):
+    """Asynchronous copies that were begun together."""
 
     @property
     def done(self) -> bool:
@@ -29,23 +29,23 @@ class Ticket(Protocol):
         ...
 
 
-class Transfer(Protocol):
+class BlockTransfer(Protocol):
     """Copies whole blocks as opaque bytes. ``storage`` is a group's device storage, ``[rows, bytes_per_block]``
     uint8. ``None`` instead of a ticket: all copies were made before the method returned.
     """
 
-    def store(self, plan: CopyPlan, storage: Any) -> Ticket | None:
+    def store(self, plan: CopyPlan, storage: Any) -> CopyTicket | None:
         """Device to host. Raises ``TransferError`` when any copy failed; the slots then hold nothing that may be
         used.
         """
         ...
 
-    def load(self, plan: CopyPlan, storage: Any) -> Ticket | None:
+    def load(self, plan: CopyPlan, storage: Any) -> CopyTicket | None:
         """Host to device. Raises ``TransferError`` when any copy failed; the blocks then hold nothing that may be
         used.
         """
         ...
 
     def close(self) -> None:
-        """Wait for what is under way and give the arena back."""
+        """Wait for copies in flight and give the arena back."""
         ...

@@ -9,18 +9,18 @@ import numpy as np
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import IntArray, SlabClass
 
-Run = tuple[int, int, int]
+BlockRun = tuple[int, int, int]
 
 
-def runs(plan: CopyPlan, slab: SlabClass, block_bytes: int) -> Iterator[Run]:
+def runs(plan: CopyPlan, slab: SlabClass, block_bytes: int) -> Iterator[BlockRun]:
     """``(first block, its byte in the arena, blocks)`` of each run that is contiguous on both sides."""
     return zip(*(column.tolist() for column in columns_of_runs(plan, slab, block_bytes)), strict=True)
 
 
 def columns_of_runs(plan: CopyPlan, slab: SlabClass, block_bytes: int) -> tuple[IntArray, IntArray, IntArray]:
     """The same as columns."""
-    places = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * block_bytes
-    breaks = np.flatnonzero((np.diff(plan.blocks) != 1) | (np.diff(places) != block_bytes)) + 1
+    offsets = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * block_bytes
+    breaks = np.flatnonzero((np.diff(plan.blocks) != 1) | (np.diff(offsets) != block_bytes)) + 1
     begins = np.concatenate([[0], breaks]) if plan.copies else breaks
     ends = np.append(begins[1:], plan.copies)
-    return plan.blocks[begins], places[begins], ends - begins
+    return plan.blocks[begins], offsets[begins], ends - begins

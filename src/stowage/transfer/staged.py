@@ -1,14 +1,14 @@
-"""Device and host are memories of their own: blocks are gathered on the device, and cross over in large pieces.
+"""Device and host have separate memories: blocks are gathered on the device and copied in large pieces.
 
-Owns the order of copies and the bound on what they take. A store gathers a plan's blocks into one piece of device
-memory, in order with what is computed, and sends that piece to the arena while computing goes on: the blocks may be
-given to others at once. A load brings a piece of the arena, in order with what is computed next, and scatters it into
-blocks. Slots that lie side by side cross over as one copy, whatever the blocks' order.
+Owns the order of copies and the limit on their memory. A store gathers a plan's blocks into one piece of device memory,
+in order with all computing, and copies that piece to the arena while computing continues: the blocks may be given to
+other sequences at once. A load copies a piece of the arena to the device, before what is computed next, and scatters it
+into blocks. Neighbouring slots are one copy, whatever the blocks' order.
 
-    device blocks --gather--> piece --over, beside the computing--> arena slots          store
-    arena slots   --over, before what is computed next--> piece --scatter--> device blocks    load
+    device blocks --gather--> piece --copy, beside the computing--> arena slots               store
+    arena slots   --copy, before what is computed next--> piece --scatter--> device blocks    load
 
-What a device does is behind ``Copies``, so that the order can be tested without one.
+What a device does is behind ``DeviceCopies``, so that the order can be tested without one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch import Tensor
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import SlabClass
 from stowage.errors import TransferError
-from stowage.transfer.protocol import Ticket
+from stowage.transfer.protocol import CopyTicket
 
-__all__ = ["PIECES_BYTES_MAX", "PIECE_BYTES", "Copies", "PlainCopies", "StagedTransfer"]
+__all__ = ["PIECES_BYTES_MAX", "PIECE_BYTES", "DeviceCopies", "PlainCopies", "StagedTransfer"]
 
 PIECE_BYTES: Final = 32 << 20
 """Of device memory that one piece takes, or one block if that is more: long enough for the full rate of a link."""
 PIECES_BYTES_MAX: Final = 128 << 20
 """Of device memory that pieces on their way to the host take together; a store waits for the oldest beyond it."""
-Part = tuple[int, int, int]
+PiecePart = tuple[int, int, int]
 """``(byte in the piece, byte in the arena, bytes)``."""
 
 
-class Copies(Protocol):
+class DeviceCopies(Protocol):
     """What a device does for a transfer. ``piece``: uint8, ``[bytes]``, on the device; ``host``: the arena's bytes."""
 
     def gather(self, storage: Tensor, rows: NDArray[np.int64]) -> Tensor:
@@ -49,11 +49,11 @@ class Copies(Protocol):
         """The reverse, before everything that is to be computed from now on."""
         ...
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[Part]) -> Ticket | None:
+    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> CopyTicket | None:
         """Copy ``parts`` of a gathered piece to the host; it is kept until they are there."""
         ...
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Ticket | None]:
+    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, CopyTicket | None]:
         """A piece with ``parts`` of the host's memory, before everything that is to be computed from now on."""
         ...
 
@@ -72,7 +72,7 @@ class StagedTransfer:
         self,
         arena: NDArray[np.uint8],
         slabs: Sequence[SlabClass],
-        copies: Copies,
+        copies: DeviceCopies,
         *,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
@@ -80,12 +80,12 @@ class StagedTransfer:
         self._slab_of = {group: slab for slab in slabs for group in slab.groups}
         self._copies = copies
         self._piece_bytes = piece_bytes
-        self._leaving: deque[tuple[Ticket, int]] = deque()
-        self._brought: Ticket | None = None
+        self._leaving: deque[tuple[CopyTicket, int]] = deque()
+        self._brought: CopyTicket | None = None
 
-    def store(self, plan: CopyPlan, storage: Tensor) -> Ticket | None:
-        """Device to host; see ``Transfer``."""
-        tickets: list[Ticket] = []
+    def store(self, plan: CopyPlan, storage: Tensor) -> CopyTicket | None:
+        """Device to host; see ``BlockTransfer``."""
+        tickets: list[CopyTicket] = []
         try:
             for rows, parts in self._pieces(plan, storage.shape[1]):
                 self._make_room(len(rows) * storage.shape[1])
@@ -98,9 +98,9 @@ class StagedTransfer:
             raise TransferError(f"blocks could not be copied to the host: {error}") from error
         return _Together(tickets) if tickets else None
 
-    def load(self, plan: CopyPlan, storage: Tensor) -> Ticket | None:
-        """Host to device; see ``Transfer``."""
-        tickets: list[Ticket] = []
+    def load(self, plan: CopyPlan, storage: Tensor) -> CopyTicket | None:
+        """Host to device; see ``BlockTransfer``."""
+        tickets: list[CopyTicket] = []
         try:
             for rows, parts in self._pieces(plan, storage.shape[1]):
                 piece, ticket = self._copies.bring(len(rows) * storage.shape[1], self._arena, parts)
@@ -114,17 +114,17 @@ class StagedTransfer:
         return _Together(tickets) if tickets else None
 
     def close(self) -> None:
-        """Wait for what is under way, whatever becomes of it, and give the arena back."""
+        """Wait for copies in flight, failed or not, and give the arena back."""
         self._settle()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def _pieces(self, plan: CopyPlan, size: int) -> Iterator[tuple[NDArray[np.int64], list[Part]]]:
+    def _pieces(self, plan: CopyPlan, size: int) -> Iterator[tuple[NDArray[np.int64], list[PiecePart]]]:
         """Rows of the device's storage that fit into one piece, and where each run of them lies in the arena."""
         slab = self._slab_of[plan.group]
-        places = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * size
+        offsets = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * size
         each = max(1, self._piece_bytes // size)
         for begin in range(0, plan.copies, each):
-            there = places[begin : begin + each]
+            there = offsets[begin : begin + each]
             breaks = [0, *(np.flatnonzero(np.diff(there) != size) + 1).tolist(), len(there)]
             runs = pairwise(breaks)
             yield (
@@ -147,13 +147,13 @@ class StagedTransfer:
             try:
                 ticket.wait()
             except TransferError:
-                continue  # whoever holds the ticket hears of it
+                continue  # the ticket's owner gets the error
 
 
 class _Together:
     """The tickets of one plan, at least one."""
 
-    def __init__(self, tickets: Sequence[Ticket]) -> None:
+    def __init__(self, tickets: Sequence[CopyTicket]) -> None:
         self._tickets = tickets
 
     @property
@@ -178,24 +178,24 @@ class PlainCopies:
         self.device = device
 
     def gather(self, storage: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        """See ``Copies``."""
+        """See ``DeviceCopies``."""
         return storage.index_select(0, self._on_device(rows)).view(-1)
 
     def scatter(self, storage: Tensor, rows: NDArray[np.int64], piece: Tensor) -> None:
-        """See ``Copies``."""
+        """See ``DeviceCopies``."""
         storage.index_copy_(0, self._on_device(rows), piece.view(len(rows), -1))
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[Part]) -> Ticket | None:
-        """See ``Copies``."""
-        for begin, place, nbytes in parts:
-            host[place : place + nbytes].copy_(piece[begin : begin + nbytes])
+    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> CopyTicket | None:
+        """See ``DeviceCopies``."""
+        for begin, offset, nbytes in parts:
+            host[offset : offset + nbytes].copy_(piece[begin : begin + nbytes])
         return None
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Ticket | None]:
-        """See ``Copies``."""
+    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, CopyTicket | None]:
+        """See ``DeviceCopies``."""
         piece = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        for begin, place, count in parts:
-            piece[begin : begin + count].copy_(host[place : place + count])
+        for begin, offset, count in parts:
+            piece[begin : begin + count].copy_(host[offset : offset + count])
         return piece, None
 
     def _on_device(self, rows: NDArray[np.int64]) -> Tensor:

@@ -1,13 +1,14 @@
-"""What ``--deterministic`` asks of prompts besides exact rows: where they may be cut, and what of them is shared.
+"""What ``--deterministic`` asks of prompts besides row invariance: where they may be cut, and what of them is shared.
 
-    attention only    any piece gives the same bits (``rows``), a generated token the same as a prompt's: nothing to ask
-    recurrent state   the same where the kernels compute it (``mixers``). Where torch does, a prompt's scan and a single
-                      step are two computations. Prompts are cut at multiples of the scan's own chunk, so the scan is
-                      the same however they are cut; what was generated is always computed token by token, and belongs
-                      to its sequence alone: a later prompt that contains it scans it
+    attention only    any piece gives the same bits (``row_invariance``), and a generated token the same as a prompt's:
+                      nothing to ask
+    recurrent state   the same where the kernels compute it (``recurrent_layers``). Where torch does, a prompt's scan
+                      and a single step are two computations. Prompts are cut at multiples of the scan's own chunk, so
+                      the scan is the same however they are cut. Generated tokens are always computed one by one and
+                      are not shared: a later prompt that contains them scans them
 
-A model whose layers go on from a state with single tokens only is computed token by token throughout, so it has one
-computation, and nothing is asked either.
+A model whose layers continue from a state with single tokens only is computed token by token throughout. It has one
+computation, so nothing is asked of it either.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from stowage.config.memory import Memory
 from stowage.errors import BudgetError, ConfigError
 from stowage.executor import kernels
-from stowage.executor.fused.mixers import whole_prompts
+from stowage.executor.fused.recurrent_layers import whole_prompts
 from stowage.executor.sequence_state import SequenceState
 from stowage.models.families import ALONE
 

@@ -1,7 +1,7 @@
-"""Forwards whose rows do not depend on one another: a mode of torch for as long as a model runs.
+"""Row invariance: forwards whose rows do not depend on one another, as a mode of torch while a model runs.
 
-    linear layers, stacked experts    -> the kernels (``native``), which sum every row by itself; several layers with
-                                         the same input at once (``siblings``); many rows only where deterministic
+    linear layers, stacked experts    -> the kernels (``kernels``), which sum every row by itself; several layers with
+                                         the same input at once (``fused.linear``); many rows only where deterministic
     functions of single numbers       -> (deterministic only) as many numbers at a time as torch computes alike
     other products of matrices        -> (deterministic only) with rows filled up to what matrix kernels take at a time
 
@@ -9,7 +9,7 @@ torch computes silu, exp and the like with vector instructions, and what is left
 one by one, with other rounding: where a number lies decides its last bit. So numbers are filled up to whole vectors for
 every thread. Of products, MKL rounds the rows of small matrices otherwise unless they are a multiple of 4 or more than
 11 (seen with torch 2.13, float32). All else that Transformers' models do to a row (norms, softmax, sums along the row)
-was seen not to depend on other rows; ``rowtrial`` makes sure of that with the very model.
+was seen not to depend on other rows; ``trial`` makes sure of that with the very model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tenso
 _ROWS = 16
 
 
-class OwnRows(TorchFunctionMode):
+class RowInvariance(TorchFunctionMode):
     """``exact``: also functions of single numbers. ``placed``: some weights are not in memory all the time."""
 
     def __init__(self, *, linear: bool, exact: bool, placed: bool = False) -> None:
@@ -49,7 +49,7 @@ class OwnRows(TorchFunctionMode):
         self._exact = exact
         self._multiply = kernels.linear if exact else kernels.product
         self._special: dict[Any, Callable[..., Any]] = {}
-        self._siblings = FusedLinear()
+        self._fused = FusedLinear()
         if linear:
             self._special[F.linear] = self._alone if placed else self._linear
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
@@ -74,33 +74,33 @@ class OwnRows(TorchFunctionMode):
         found: Callable[..., Any] = self._special.get(function, function)
         return found
 
-    def family(self, x: Tensor, weight: Any) -> tuple[Tensor, ...]:
+    def fused(self, x: Tensor, weight: Any) -> tuple[Tensor, ...]:
         """The weights of the linear layers that are computed in one call with the one that ``weight`` belongs to, which
         is the first; nothing where it is not known, or is no call of the kernels.
         """
         ours = self._special.get(F.linear) == self._linear and type(weight) is Parameter and kernels.takes(x, weight)
-        return self._siblings.family(x, weight) if ours else ()
+        return self._fused.fused(x, weight) if ours else ()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._siblings.end()
+        self._fused.end()
 
     def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         ours = self._exact or kernels.has_few_rows(input)
         if ours and bias is None and type(weight) is Parameter and kernels.takes(input, weight):
-            return self._siblings.linear(input, weight)
+            return self._fused.linear(input, weight)
         return self._alone(input, weight, bias)
 
     def _alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         return _linear(input, weight, bias, self._multiply)
 
 
-def mode_of(model: Any, *, exact: bool, placed: bool = False) -> OwnRows | None:
+def mode_of(model: Any, *, exact: bool, placed: bool = False) -> RowInvariance | None:
     """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike;
     ``None`` where torch is to compute them.
     """
     linear = kernels.wanted(model.device, model.dtype) and (exact or kernels.quicker(model.dtype))
-    return OwnRows(linear=linear, exact=exact, placed=placed) if linear else None
+    return RowInvariance(linear=linear, exact=exact, placed=placed) if linear else None
 
 
 def _functions() -> list[Any]:

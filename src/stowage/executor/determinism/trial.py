@@ -41,7 +41,7 @@ def try_rows(
         )
     trial = _Trial(runner, pools, layout, count)
     whole = trial.alone(0, [count])
-    if pieces.whole or begun:  # else nobody ever cuts it
+    if pieces.whole or begun:  # else it is never cut
         _compare("cut in two", whole, trial.alone(0, [begun or count // 3, count - (begun or count // 3)]))
     singly = [trial.alone(prompt, [count - _SINGLES, *[1] * _SINGLES]) for prompt in (0, 1)]
     if pieces.whole:

@@ -3,7 +3,7 @@
 Owns the way between a layer's tensors and the blocks of one sequence. A model that asks a layer for its keys gets them
 in one piece, copied out of the pool for as long as that layer computes; what it adds goes into the pool at once. So
 besides the pools there is never more than one layer's keys and values in memory, and the bytes are those that
-Transformers' own layer would have handed back (``proof``).
+Transformers' own layer would have handed back (``trial``).
 
     update(new keys)  ->  put into the blocks of tokens [start, end)
                       ->  tokens [0, end), or those that the window shows, as one tensor  [1, heads, tokens, dim]
@@ -28,7 +28,7 @@ from stowage.executor.block_table import AWAY
 from stowage.models.layout import ModelLayout
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """Rows ``[begin, end)`` lie in ``whole`` blocks from ``block`` on, or (0) in that one from row ``offset`` on."""
 
     begin: int
@@ -39,33 +39,33 @@ class Part(NamedTuple):
 
 
 class At:
-    """A forward computes ``count`` tokens of one sequence from ``start`` on; ``BlockTable.places`` by group."""
+    """A forward computes ``count`` tokens of one sequence from ``start`` on; ``BlockTable.addresses`` by group."""
 
-    def __init__(self, start: int, count: int, places: Sequence[NDArray[np.int64]]) -> None:
-        self.start, self.end, self.places = start, start + count, places
-        self._known: dict[tuple[int, int, int, int], list[Part]] = {}
+    def __init__(self, start: int, count: int, addresses: Sequence[NDArray[np.int64]]) -> None:
+        self.start, self.end, self.addresses = start, start + count, addresses
+        self._known: dict[tuple[int, int, int, int], list[BlockPart]] = {}
 
-    def parts(self, group: int, per_block: int, first: int, end: int) -> list[Part]:
+    def parts(self, group: int, per_block: int, first: int, end: int) -> list[BlockPart]:
         """Where rows ``[first, end)`` of ``group`` lie, ``per_block`` in a block; blocks side by side are one part."""
         asked = (group, per_block, first, end)
         if asked not in self._known:
-            self._known[asked] = list(_parts(self.places[group], per_block, first, end))
+            self._known[asked] = list(_parts(self.addresses[group], per_block, first, end))
         return self._known[asked]
 
 
-def _parts(places: NDArray[np.int64], per_block: int, first: int, end: int) -> Iterator[Part]:
-    edges = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+def _parts(addresses: NDArray[np.int64], per_block: int, first: int, end: int) -> Iterator[BlockPart]:
+    edges = [0, *(np.flatnonzero(np.diff(addresses) != 1) + 1).tolist(), len(addresses)]
     for begin, stop in pairwise(edges):  # blocks whose numbers follow one another
         at, last = max(first, begin * per_block), min(end, stop * per_block)
         while at < last:
             index, offset = divmod(at, per_block)
             whole = 0 if offset else (last - at) // per_block
             upto = at + whole * per_block if whole else min(last, (index + 1) * per_block)
-            yield Part(at, upto, int(places[index]), offset, whole)
+            yield BlockPart(at, upto, int(addresses[index]), offset, whole)
             at = upto
 
 
-class Rows:
+class PooledRows:
     """One tensor of one layer, tensor ``part`` of layer ``layer`` of ``pool``: ``[blocks, heads, rows, dim]``. Blocks
     may be away from the device, but those that are written are not.
     """
@@ -88,7 +88,7 @@ class Rows:
             self._outside(part, out[0], first).copy_(self._inside(part))
         return out
 
-    def _inside(self, part: Part) -> Tensor:
+    def _inside(self, part: BlockPart) -> Tensor:
         """The part where it is kept: ``[heads, rows, dim]``, or ``[heads, blocks, rows, dim]``."""
         view, block = self._view, part.block
         if block < 0:
@@ -98,13 +98,13 @@ class Rows:
             return view[block : block + part.whole].transpose(0, 1)
         return view[block, :, part.offset : part.offset + part.end - part.begin]
 
-    def _outside(self, part: Part, rows: Tensor, first: int) -> Tensor:
+    def _outside(self, part: BlockPart, rows: Tensor, first: int) -> Tensor:
         """The part in a tensor ``[heads, rows, dim]`` of the rows from ``first`` on, in the same shape."""
         mine = rows[:, part.begin - first : part.end - first]
         return mine.unflatten(1, (part.whole, self._rows)) if part.whole else mine  # type: ignore[no-untyped-call]
 
 
-class State:
+class PooledState:
     """One tensor of one layer that has the same size after any number of tokens: ``view`` is ``[blocks, ...]``."""
 
     def __init__(self, view: Tensor, group: int) -> None:
@@ -112,7 +112,7 @@ class State:
 
     def of(self, at: At) -> Tensor:
         """The sequence's, ``[1, ...]``: its memory in the pool."""
-        block = int(at.places[self._group][0])
+        block = int(at.addresses[self._group][0])
         return self._view[block : block + 1]
 
 
@@ -124,15 +124,15 @@ class Pooled:
     def __init__(self, cache: DynamicCache, layout: ModelLayout, pools: Sequence[BlockPool]) -> None:
         self.cache = cache
         self._pooled: list[Any] = []
-        rows: dict[int, dict[str, Rows]] = {}
-        states: dict[int, dict[str, State]] = {}
+        rows: dict[int, dict[str, PooledRows]] = {}
+        states: dict[int, dict[str, PooledState]] = {}
         for block, pool in zip(layout.blocks, pools, strict=True):
             for layer in block.layers:
                 for part, (tensor, view) in enumerate(zip(layer.tensors, pool.views[layer.index], strict=True)):
                     if layer.kind is Kind.RECURRENT:
-                        states.setdefault(layer.index, {})[tensor.name] = State(view, block.group.index)
+                        states.setdefault(layer.index, {})[tensor.name] = PooledState(view, block.group.index)
                     else:
-                        rows.setdefault(layer.index, {})[tensor.name] = Rows(pool, layer.index, part)
+                        rows.setdefault(layer.index, {})[tensor.name] = PooledRows(pool, layer.index, part)
         for index in sorted({*rows, *states}):
             plain = cache.layers[index]
             stand_in: Any = _pooled(type(plain), index in rows)  # type: ignore[arg-type]
@@ -152,9 +152,12 @@ class Pooled:
 
 
 class _Layer:
-    """What all stand-ins do: they have the fields of the layer that they stand in for, and its tensors' places."""
+    """What all stand-ins do: they have the fields of the layer that they stand in for, and its tensors' slots in
+    the pool."""
 
-    def __init__(self, fields: Mapping[str, Any], rows: Mapping[str, Rows], states: Mapping[str, State]) -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], rows: Mapping[str, PooledRows], states: Mapping[str, PooledState]
+    ) -> None:
         self.__dict__.update(fields)
         self.rows, self.states = rows, states
         self.at = At(0, 0, ())
@@ -255,27 +258,27 @@ class _Linear(_Layer):
     def begin(self, at: At) -> None:
         super().begin(at)
         for name, state in self.states.items():
-            attribute, place = name.split("/")
+            attribute, number = name.split("/")
             held = state.of(at)
             if not at.start:
                 held.zero_()
-            getattr(self, attribute)[int(place)] = held
-            getattr(self, f"is_{attribute}_initialized")[int(place)] = True
+            getattr(self, attribute)[int(number)] = held
+            getattr(self, f"is_{attribute}_initialized")[int(number)] = True
             if attribute == "conv_states":
-                self.conv_kernel_size[int(place)] = held.shape[-1]
+                self.conv_kernel_size[int(number)] = held.shape[-1]
             self.dtype, self.device = held.dtype, held.device
-            self.has_previous_state[int(place)] = at.start > 0
+            self.has_previous_state[int(number)] = at.start > 0
 
     conv_kernel_size: dict[int, int]
     has_previous_state: dict[int, bool]
 
     def end(self) -> None:
         for name, state in self.states.items():
-            attribute, place = name.split("/")
-            held, tensor = state.of(self.at), getattr(self, attribute)[int(place)]
+            attribute, number = name.split("/")
+            held, tensor = state.of(self.at), getattr(self, attribute)[int(number)]
             if tensor.data_ptr() != held.data_ptr():
                 held.copy_(tensor)
-            getattr(self, attribute)[int(place)] = None
+            getattr(self, attribute)[int(number)] = None
 
 
 @remembered

@@ -53,16 +53,19 @@ class FallbackRunner:
     def close(self) -> None:
         """Nothing was put into the model."""
 
+    def check(self) -> None:
+        """Nothing is kept between steps."""
+
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """See ``Runner.run``."""
         return [self._run(item) for item in work]
 
     def _run(self, work: Work) -> Tensor:
-        places = [table.places for table in work.sequence.tables]
+        addresses = [table.addresses for table in work.sequence.tables]
         found = []
         for begin, end in self._pieces(work.start, work.start + work.count):
-            self._cache.begin(At(begin, end - begin, places))
+            self._cache.begin(At(begin, end - begin, addresses))
             with self._mode:
                 logits = forward(
                     self._model, work.sequence.tokens[begin:end], begin, self._cache.cache, every_logit=work.every_logit

@@ -1,8 +1,8 @@
 """Before the fallback answers: does this model, with its cache in pools, give what it gives with Transformers' own?
 
-Owns the trial. A prompt is computed in pieces, another prompt's forwards in between: every logit must be the same to
-the bit as with Transformers' ``DynamicCache`` and nobody in between. And what Transformers computes in pieces must be
-what it computes in one go: some models forget, and say nothing.
+Owns the trial. A prompt is computed in pieces, with another prompt's forwards in between. Every logit must be the same
+to the bit as with Transformers' ``DynamicCache`` and nothing in between. And what Transformers computes in pieces must
+be what it computes in one go: some models silently forget.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def prove(model: Any, layout: ModelLayout) -> None:
     """Raise ``UnsupportedModelError`` if not. Blocks for two short prompts are taken, and given back."""
     trial = _Trial(model, layout)
     own = trial.own()
-    for place, (expected, found) in enumerate(zip(own, trial.pooled(), strict=True)):
+    for piece, (expected, found) in enumerate(zip(own, trial.pooled(), strict=True)):
         if not torch.equal(expected, found):
             raise UnsupportedModelError(
-                f"the model gives other answers when its cache is kept by the engine (piece {place} of a trial, by up "
+                f"the model gives other answers when its cache is kept by the engine (piece {piece} of a trial, by up "
                 f"to {float((expected - found).abs().max()):.1e}): it keeps something elsewhere, or changes its cache."
             )
     whole = trial.whole()
@@ -75,7 +75,7 @@ class _Trial:
         every = max(tensor.every for block in layout.blocks for layer in block.layers for tensor in layer.tensors)
         count = min(max(_TOKENS, 2 * every + every // 2 + 3), layout.context_tokens)
         vocab = int(model.config.vocab_size)
-        self._prompts = [[(step * place + 13) % vocab for place in range(count)] for step in (7919, 6007)]
+        self._prompts = [[(step * index + 13) % vocab for index in range(count)] for step in (7919, 6007)]
         first = count // 2
         self._sizes = [first, *([count - first - 2, 1, 1] if layout.continues else [1] * (count - first))]
 

@@ -1,12 +1,12 @@
-"""Linear layers that are given the very same input one after the other, in one call of the kernels.
+"""Fused linear layers: those that get the very same input one after the other, in one call of the kernels.
 
     q_proj(x), k_proj(x), v_proj(x)   ->  one call: all threads are busy for three times as long, and woken once
     gate_proj(x), up_proj(x)          ->  one call
 
-Owns which layers these are. It is learnt from the first forward of few rows: layers that followed with the same tensor,
-and which would have given the same results at the time of the first, because their input had not changed in between. A
-result is handed out for that tensor and that weight only, and the first time that one is not asked for, the layers are
-computed by themselves from then on. The bits are the same: the kernels sum every output by itself.
+Owns which layers these are. It learns them from the first forward of few rows: layers that followed with the same
+tensor, while its numbers had not changed. A result is given out for that tensor and that weight only. The first time
+that the model does not ask for one of the results, these layers are computed one by one from then on. The bits are the
+same: the kernels sum every output by itself.
 
 Only for weights that stay where they are in memory: one that is streamed may not be there yet.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from stowage.executor import kernels
 
 ROWS_MAX = kernels.ROWS_FEW
-"""More rows keep the threads busy for long anyway, and their results would take memory."""
+"""With more rows one layer keeps the threads busy anyway, and the results would take memory."""
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class _Seen:
 
 
 class FusedLinear:
-    """Of one model, on one thread."""
+    """The fused linear layers of one model. One thread uses it."""
 
     def __init__(self) -> None:
-        self._families: dict[int, tuple[Tensor, ...]] = {}
+        self._fused: dict[int, tuple[Tensor, ...]] = {}
         """By the first layer's ``id``: all of them. Weights are held, so that no other one gets the ``id``."""
         self._seen: _Seen | None = None
         self._x: Tensor | None = None
@@ -45,7 +45,7 @@ class FusedLinear:
         self._first = 0
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``native.linear``, which ``native.takes``."""
+        """``kernels.linear``, which ``kernels.takes``."""
         if self._ready:
             if x is self._x:
                 found = self._ready.pop(id(weight), None)
@@ -54,20 +54,20 @@ class FusedLinear:
             self._part()
         if x.numel() > ROWS_MAX * x.shape[-1]:
             return kernels.linear(x, weight)
-        family = self._families.get(id(weight))
-        if family is None:
+        weights = self._fused.get(id(weight))
+        if weights is None:
             self._learn(x, weight)
-        elif len(family) > 1:
-            out, *others = kernels.linears(x, family)
+        elif len(weights) > 1:
+            out, *others = kernels.linears(x, weights)
             self._x, self._first = x, id(weight)
-            self._ready = {id(other): found for other, found in zip(family[1:], others, strict=True)}
+            self._ready = {id(other): found for other, found in zip(weights[1:], others, strict=True)}
             return out
         return kernels.linear(x, weight)
 
-    def family(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def fused(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         """Which layers are computed together when the one of ``weight`` is asked for; nothing if that is not known."""
         few = x.numel() <= ROWS_MAX * x.shape[-1]
-        return self._families.get(id(weight), ()) if few else ()
+        return self._fused.get(id(weight), ()) if few else ()
 
     def end(self) -> None:
         """A forward is over: its tensors are let go."""
@@ -90,11 +90,11 @@ class FusedLinear:
         self._seen = None
         weights = {id(weight): weight for weight in seen.weights}
         if len(weights) == len(seen.weights):  # one that is used twice would be computed once
-            self._families[id(seen.weights[0])] = tuple(seen.weights)
+            self._fused[id(seen.weights[0])] = tuple(seen.weights)
         else:
-            self._families |= {key: (weight,) for key, weight in weights.items()}
+            self._fused |= {key: (weight,) for key, weight in weights.items()}
 
     def _part(self) -> None:
         """Some were not asked for: the model goes other ways too."""
-        self._families[self._first] = self._families[self._first][:1]
+        self._fused[self._first] = self._fused[self._first][:1]
         self._ready = {}

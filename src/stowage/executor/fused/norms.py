@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels
 from stowage.executor.batch import current
-from stowage.executor.replay.recorded_calls import whole
+from stowage.executor.replay.recorded_calls import one_call
 
 _WAYS = ((0.0, True), (0.0, False), (1.0, False))
 """What is added to weights, and whether numbers are rounded before they are multiplied: Llama's, a third, Gemma's."""
@@ -63,7 +63,7 @@ class _Norm:
         self._own = module.forward
         self._eps, self._more, self._rounded = _eps(module), more, rounded
 
-    @whole
+    @one_call
     def __call__(self, x: Tensor) -> Tensor:
         weight = self._parameters["weight"]
         assert weight is not None

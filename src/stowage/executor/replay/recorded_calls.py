@@ -1,9 +1,9 @@
-"""What a model calls in a step, written down, so that it can be called again without the model's own Python.
+"""What a model calls in a step, as a list of calls that can be replayed without the model's own Python.
 
-Owns what may be in such a list: functions that are known to depend on nothing but their arguments and to give results
-of the same shape for arguments of the same shape. A model that does anything else (asks a tensor for a number, changes
-a lasting one, uses one that is neither its parameter nor made in the step) is refused. What is given to the kernels,
-the pool and attention is one call each (``whole``); they find the step themselves.
+Owns what may be in such a list: functions that are known to depend on nothing but their arguments, and whose results
+have the same shape for arguments of the same shape. A model that does anything else is refused: it asks a tensor for a
+number, changes a tensor that outlives the step, or uses one that is neither its parameter nor made in the step. A call
+of the kernels, the pool or attention is one entry, whatever it does inside (``one_call``); they read the current step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from stowage.executor import kernels
-from stowage.executor.determinism.row_invariance import OwnRows
-from stowage.executor.fused.scans import Rows
+from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.executor.fused.recurrent_kernels import StateRows
+from stowage.executor.replay.recorder import CaptureError
 
-__all__ = ["CallList", "Refused", "recorded", "whole"]
+__all__ = ["RecordedCalls", "one_call", "recorded"]
 
 _READS = frozenset(
     "__get__ __len__ size dim stride numel nelement ndimension element_size is_contiguous is_floating_point is_complex "
@@ -74,13 +75,9 @@ _recording: ContextVar[_Recording | None] = ContextVar("stowage_recording", defa
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Refused(Exception):
-    """What a step does cannot be in a list."""
-
-
-def whole(function: _Function, *, in_place: bool = False) -> _Function:
+def one_call(function: _Function, *, in_place: bool = False) -> _Function:
     """``function`` is one call of a list, whatever it does inside: it may depend on the step, and on nothing else that
-    changes. ``in_place``: it takes states wherever they lie (``scans.Rows``).
+    changes. ``in_place``: it takes states wherever they lie (``StateRows``).
     """
 
     @wraps(function)
@@ -95,7 +92,7 @@ def whole(function: _Function, *, in_place: bool = False) -> _Function:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """``values[result] = function(*pick(values))``, and then nobody needs ``over`` any more."""
+    """``values[result] = function(*pick(values))``; afterwards the values ``over`` are not needed any more."""
 
     function: Callable[..., Any]
     pick: Callable[[list[Any]], tuple[Any, ...]]
@@ -104,10 +101,10 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class CallList:
-    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: where a step's
-    own tensors go; ``result``: where its logits are in the end; ``in_place``: the calls where states are given as
-    ``scans.Rows``; ``None``: somebody asks for them who wants tensors.
+class RecordedCalls:
+    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: the indices of
+    a step's own tensors in it; ``result``: that of its logits; ``in_place``: the calls where states are given as
+    ``StateRows``; ``None``: some call needs them as tensors.
     """
 
     calls: tuple[_Call, ...]
@@ -116,40 +113,40 @@ class CallList:
     result: int
     in_place: tuple[_Call, ...] | None
 
-    def make(self, given: Sequence[Tensor | Rows], *, in_place: bool = False) -> Tensor:
-        """Make the calls; ``in_place``: those."""
+    def replay(self, given: Sequence[Tensor | StateRows], *, in_place: bool = False) -> Tensor:
+        """Make the calls (``in_place``: those), and return the logits."""
         values = list(self.values)
-        for place, tensor in zip(self.given, given, strict=True):
-            values[place] = tensor
+        for index, tensor in zip(self.given, given, strict=True):
+            values[index] = tensor
         calls = self.in_place if in_place else self.calls
         assert calls is not None, "states are gathered for these calls"
         for call in calls:
             values[call.result] = call.function(*call.pick(values))
-            for place in call.over:
-                values[place] = None
+            for index in call.over:
+                values[index] = None
         logits: Tensor = values[self.result]
         return logits
 
 
 class _Recording(TorchFunctionMode):
     """Writes down what is called. ``given``: the step's own tensors; ``states``: those that it changes; ``kept``: by
-    ``id``, what stays as it is; ``rows``: what is computed otherwise than torch does.
+    ``id``, what stays as it is; ``mode``: what is computed otherwise than torch does.
     """
 
     def __init__(
-        self, given: Sequence[Tensor], states: Sequence[Tensor], kept: dict[int, Tensor], rows: OwnRows | None
+        self, given: Sequence[Tensor], states: Sequence[Tensor], kept: dict[int, Tensor], mode: RowInvariance | None
     ) -> None:
         super().__init__()
         self._kept = kept
-        self._rows = rows
+        self._mode = mode
         self._why: str | None = None
         self._x: Tensor | None = None
         self._ready: dict[int, Tensor] = {}
-        """By weight: what siblings gave for ``_x`` already."""
+        """By weight: what fused linear layers gave for ``_x`` already."""
         self._values: list[Any] = []
-        self._place: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
         self._alive: list[Any] = []
-        """Everything that has a place, so that no other one gets its ``id``."""
+        """Everything that has an index, so that no other one gets its ``id``."""
         self._calls: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self._in_place: set[int] = set()
         """Of the calls, those that take states wherever they lie."""
@@ -172,7 +169,7 @@ class _Recording(TorchFunctionMode):
             together = self._together(*args[:2])
             if together is not None:
                 return together
-        function = func if self._rows is None else self._rows.instead_of(func)
+        function = func if self._mode is None else self._mode.instead_of(func)
         return self._did(function, args, kwargs, function(*args, **kwargs))
 
     def _against(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -194,7 +191,7 @@ class _Recording(TorchFunctionMode):
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
     ) -> Any:
-        """Call ``function``, and write it down as one call; ``in_place``: as in ``whole``."""
+        """Call ``function``, and write it down as one call; ``in_place``: as in ``one_call``."""
         token = _recording.set(None)
         try:
             with torch._C.DisableTorchFunction():
@@ -208,12 +205,12 @@ class _Recording(TorchFunctionMode):
         found = self._ready.pop(id(weight), None) if x is self._x else None
         if found is not None:
             return found
-        family = () if self._rows is None else self._rows.family(x, weight)
-        if not family:
+        fused = () if self._mode is None else self._mode.fused(x, weight)
+        if not fused:
             return None
-        together = partial(_linears, family)
+        together = partial(_linears, fused)
         outs: list[Tensor] = self._did(together, (x,), {}, together(x))
-        self._x, self._ready = x, {id(other): out for other, out in zip(family[1:], outs[1:], strict=True)}
+        self._x, self._ready = x, {id(other): out for other, out in zip(fused[1:], outs[1:], strict=True)}
         return outs[0]
 
     def _did(
@@ -236,86 +233,86 @@ class _Recording(TorchFunctionMode):
             function = partial(function, **rest)
         if named:
             function = partial(_with_names, function, tuple(named))
-        places = tuple(self._bind(value) for value in (*named.values(), *args))
+        indices = tuple(self._bind(value) for value in (*named.values(), *args))
         if in_place:
             self._in_place.add(len(self._calls))
         if idle:
             self._idle.add(len(self._calls))
         if isinstance(found, Tensor):
-            self._calls.append((function, places, self._put(found, None)))
+            self._calls.append((function, indices, self._put(found, None)))
         elif isinstance(found, (tuple, list)):
-            whole = self._put(found, None)
-            self._calls.append((function, places, whole))
+            together = self._put(found, None)
+            self._calls.append((function, indices, together))
             for at, part in enumerate(found):
-                if isinstance(part, Tensor) and id(part) not in self._place:
-                    self._calls.append((itemgetter(at), (whole,), self._put(part, None)))
+                if isinstance(part, Tensor) and id(part) not in self._index_of:
+                    self._calls.append((itemgetter(at), (together,), self._put(part, None)))
         elif found is None:
             self._values.append(None)
-            self._calls.append((function, places, len(self._values) - 1))
+            self._calls.append((function, indices, len(self._values) - 1))
         else:
             raise self._refuse(f"it asks for {getattr(function, '__name__', function)}")
         return found
 
-    def end(self, logits: Tensor) -> CallList:
+    def end(self, logits: Tensor) -> RecordedCalls:
         """What was written down; ``logits`` are what it was for."""
         if self._why is not None:  # the model has caught what was raised, and gone another way
-            raise Refused(self._why)
-        result = self._place.get(id(logits))
+            raise CaptureError(self._why)
+        result = self._index_of.get(id(logits))
         if result is None:
-            raise self._refuse("nobody knows where its logits come from")
-        last = {place: at for at, (_, places, made) in enumerate(self._calls) for place in (*places, made)}
+            raise self._refuse("its logits do not come from a recorded call")
+        last = {index: at for at, (_, indices, made) in enumerate(self._calls) for index in (*indices, made)}
         made = {call[2] for call in self._calls} | set(self._given)
         over: dict[int, list[int]] = {}
-        for place, at in last.items():
-            if place in made and place != result:
-                over.setdefault(at, []).append(place)
+        for index, at in last.items():
+            if index in made and index != result:
+                over.setdefault(at, []).append(index)
         calls = tuple(
-            _Call(function, _picker(places), made, tuple(over.get(at, ())))
-            for at, (function, places, made) in enumerate(self._calls)
+            _Call(function, _picker(indices), made, tuple(over.get(at, ())))
+            for at, (function, indices, made) in enumerate(self._calls)
         )
-        return CallList(calls, tuple(self._values), self._given, result, self._where_states_lie(calls))
+        return RecordedCalls(calls, tuple(self._values), self._given, result, self._where_states_lie(calls))
 
     def _where_states_lie(self, calls: tuple[_Call, ...]) -> tuple[_Call, ...] | None:
         """``calls`` for states that are not gathered: without those that do nothing. ``None``: other calls ask for
         states, or for what such a one gave.
         """
         taken = set(self._states)
-        for at, (_, places, made) in enumerate(self._calls):
-            if at in self._idle and places[0] in taken:
+        for at, (_, indices, made) in enumerate(self._calls):
+            if at in self._idle and indices[0] in taken:
                 taken.add(made)
-            elif taken.intersection(places) and (at not in self._in_place or not self._states >= taken & {*places}):
+            elif taken.intersection(indices) and (at not in self._in_place or not self._states >= taken & {*indices}):
                 return None
         return tuple(call for at, call in enumerate(calls) if at not in self._idle or call.result not in taken)
 
-    def _refuse(self, why: str) -> Refused:
+    def _refuse(self, why: str) -> CaptureError:
         self._why = why
-        return Refused(why)
+        return CaptureError(why)
 
     def _bind(self, value: Any) -> int:
-        """The place of an argument."""
+        """The index of an argument."""
         if isinstance(value, Tensor):
-            place = self._place.get(id(value))
-            if place is None:
+            index = self._index_of.get(id(value))
+            if index is None:
                 if id(value) not in self._kept:
                     raise self._refuse("it uses a tensor of its own that may change")
-                place = self._put(value, value)
-            return place
+                index = self._put(value, value)
+            return index
         if isinstance(value, (tuple, list)) and _has_tensor(value):
             gathered = _gather_list if isinstance(value, list) else _gather_tuple
-            places = tuple(self._bind(part) for part in value)
-            place = self._put(value, None)
-            self._calls.append((gathered, places, place))
-            return place
+            indices = tuple(self._bind(part) for part in value)
+            index = self._put(value, None)
+            self._calls.append((gathered, indices, index))
+            return index
         if _has_tensor(value):
             raise self._refuse(f"it hands tensors over in a {type(value).__name__}")
         self._values.append(value)
         return len(self._values) - 1
 
     def _put(self, value: Any, now: Any) -> int:
-        """A place for ``value``; ``now``: what is there from the beginning."""
+        """An index for ``value``; ``now``: what is there from the beginning."""
         self._alive.append(value)
         self._values.append(now)
-        self._place[id(value)] = len(self._values) - 1
+        self._index_of[id(value)] = len(self._values) - 1
         return len(self._values) - 1
 
 
@@ -324,13 +321,13 @@ def recorded(
     given: Sequence[Tensor],
     states: Sequence[Tensor],
     kept: Sequence[Tensor],
-    rows: OwnRows | None,
-) -> tuple[Tensor, CallList]:
+    mode: RowInvariance | None,
+) -> tuple[Tensor, RecordedCalls]:
     """What ``forward`` gives, and the calls that it makes for that. ``given``: tensors that every step has of its own;
-    ``states``: more of them, which it may change; ``kept``: what stays as it is; ``rows``: what is computed otherwise
-    than torch does. Raises ``Refused``, perhaps after some of the calls were made.
+    ``states``: more of them, which it may change; ``kept``: what stays as it is; ``mode``: what is computed otherwise
+    than torch does. Raises ``CaptureError``, perhaps after some of the calls were made.
     """
-    recording = _Recording(given, states, {id(tensor): tensor for tensor in kept}, rows)
+    recording = _Recording(given, states, {id(tensor): tensor for tensor in kept}, mode)
     token = _recording.set(recording)
     try:
         with recording:
@@ -340,20 +337,20 @@ def recorded(
     return found, recording.end(found)
 
 
-def _linears(family: tuple[Tensor, ...], x: Tensor) -> list[Tensor]:
-    return kernels.linears(x, family) if len(family) > 1 else [kernels.linear(x, family[0])]
+def _linears(weights: tuple[Tensor, ...], x: Tensor) -> list[Tensor]:
+    return kernels.linears(x, weights) if len(weights) > 1 else [kernels.linear(x, weights[0])]
 
 
-def _picker(places: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    if not places:
+def _picker(indices: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if not indices:
         return lambda values: ()
-    if len(places) == 1:
-        return partial(_pick_one, places[0])
-    return itemgetter(*places)
+    if len(indices) == 1:
+        return partial(_pick_one, indices[0])
+    return itemgetter(*indices)
 
 
-def _pick_one(place: int, values: list[Any]) -> tuple[Any, ...]:
-    return (values[place],)
+def _pick_one(index: int, values: list[Any]) -> tuple[Any, ...]:
+    return (values[index],)
 
 
 def _gather_list(*values: Any) -> list[Any]:

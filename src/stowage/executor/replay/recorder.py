@@ -1,12 +1,11 @@
 """What records a function's work on a device and replays it, with what its tensors hold by then.
 
-Owns the protocol. ``experimental.cuda_graphs`` has the one for CUDA devices.
+Owns the protocol. ``executor.device`` knows what records on which device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -15,17 +14,22 @@ from stowage.errors import StowageError
 
 
 class CaptureError(StowageError):
-    """A function cannot be recorded: it waits for the device, reads from it, or needs memory of the host. Its text says
-    what it did. ``graphs`` catches it: the step is computed plainly.
+    """A step cannot be recorded: it asks a tensor for a number, waits for the device, or changes what it must not. Its
+    text says what it did. The replay cache catches it: the model computes.
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """``replay`` does what was recorded; afterwards ``result``, always the same tensor, holds what came out."""
+class Recording(Protocol):
+    """A function's work on a device."""
 
-    replay: Callable[[], None]
-    result: Tensor
+    @property
+    def result(self) -> Tensor:
+        """Always the same tensor: what came out of the latest replay."""
+        ...
+
+    def replay(self) -> None:
+        """Do what was recorded."""
+        ...
 
 
 class Recorder(Protocol):
@@ -37,8 +41,8 @@ class Recorder(Protocol):
         ...
 
     def capture(self, function: Callable[[], Tensor]) -> Recording:
-        """Record ``function``, which may be run a few times before and must be happy with that. Raises
-        ``CaptureError``, or ``torch.OutOfMemoryError``.
+        """Record ``function``, which may be run a few times before and must be happy with that. Raises what the
+        function and the device raise.
         """
         ...
 

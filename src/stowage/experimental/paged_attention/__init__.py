@@ -1,1 +1,1 @@
-"""What a GPU computes in the engine's own kernels, which Triton compiles while the engine opens."""
+"""Paged attention for GPUs, which Triton compiles while the engine opens."""

@@ -1,4 +1,4 @@
-"""Attention of single tokens over a pool's blocks, in Triton: the two kernels that ``paged`` calls.
+"""Attention of single tokens over a pool's blocks, in Triton: the two kernels that ``launch`` calls.
 
     split      one sequence, up to ``ROWS`` of the query heads that share a key head, a piece of the keys that are seen
     combine    one sequence, one query head: its pieces become one answer
@@ -8,9 +8,9 @@ that of Milakov and Gimelshein, arXiv:1805.02867). A sequence's keys are cut int
 that few sequences fill a GPU too ("Flash-Decoding for long-context inference", Dao, Haziza, Massa and Sizov, 2023).
 
 Whatever changes from step to step is read from tensors of the device: lengths are no arguments, and the grid says how
-many pieces there are. A place that no query sees is never loaded, so garbage in it cannot matter.
+many pieces there are. A key that no query sees is never loaded, so garbage there cannot matter.
 
-Only ``paged`` imports this; it needs Triton, which is not there everywhere.
+Only ``launch`` imports this; it needs Triton, which is not installed everywhere.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ def split(
         top = tl.where(piece == 0, sink, top)
         total = total + tl.where(piece == 0, 1.0, 0.0)
     for start in range(begin, end, KEYS):
-        place = start + tl.arange(0, KEYS)
-        seen = place < end
-        block = tl.load(blocks + sequence * blocks_row + place // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)
-        token = place % BLOCK_TOKENS
+        index = start + tl.arange(0, KEYS)
+        seen = index < end
+        block = tl.load(blocks + sequence * blocks_row + index // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)
+        token = index % BLOCK_TOKENS
         found = keys + block * keys_row + token * keys_token + kv_head * keys_head
         key = tl.load(found[:, None] + head_dims[None, :], mask=seen[:, None] & (head_dims < DIM)[None, :], other=0.0)
         if WIDEN:

@@ -1,10 +1,10 @@
-"""Attention of single tokens over a pool's blocks, where they lie: torch would gather the keys of every step first.
+"""Attention of single tokens that reads a pool's blocks where they lie; torch would gather all keys first.
 
-Owns whether it is wanted, and the shapes in which ``kernels`` are launched: how many query heads and keys a program
-takes at a time, and into how many pieces the keys of a sequence are cut. All of it follows from shapes alone, so a CUDA
-graph that was captured with some lengths can be replayed with others.
+Owns when it is used, and the shapes in which ``kernels`` are launched: how many query heads and keys a program takes at
+a time, and into how many pieces the keys of a sequence are cut. All of this follows from shapes alone, so a CUDA graph
+that was captured with some lengths can be replayed with others.
 
-Never decides that the kernels are right: ``trial`` does, when an engine opens.
+Never decides that the kernels are right: ``executor.paged_trial`` does, when an engine opens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.executor.attention_scores import Scores
 from stowage.native.switches import PURE_PYTHON, is_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,6 +34,17 @@ _TILE_BYTES = 16 << 10
 _INTERPRETED_PROCESSORS = 4
 
 
+class ScoreOptions(Protocol):
+    """How scores become weights; see ``executor.attention_scores``."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def sinks(self) -> Tensor | None: ...
+
+
 def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels are to compute a model of this kind: on a CUDA device where Triton is there, unless torch's
     way was asked for.
@@ -46,6 +57,15 @@ def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
+def errors() -> tuple[type[Exception], ...]:
+    """What Triton's compiler and launcher raise, besides Python's own errors; nothing where half of Triton is there."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -55,7 +75,7 @@ def attend(
     positions: Tensor,
     kind: Kind,
     window: int,
-    scores: Scores,
+    scores: ScoreOptions,
 ) -> Tensor:
     """Attention ``[sequences, heads, value_dim]`` of ``query`` ``[sequences, heads, dim]`` over ``keys`` and ``values``
     ``[rows, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stowage.executor import kernels
-from stowage.executor.fused import scans
+from stowage.executor.fused import recurrent_kernels
 from tests.threads import using_threads
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -77,7 +77,7 @@ def test_delta_is_right(keys, values, per_key, dtype, instructions):
             args = (args[0], (args[1].float() / math.sqrt(keys)).to(dtype), *args[2:])
         state = numbers(2, 3, keys, values, seed=6)
         exact, after = exact_delta(*args, state, normed)
-        found = scans.delta(*args, state, normed=normed)
+        found = recurrent_kernels.delta(*args, state, normed=normed)
         assert found.dtype is dtype and close(found, exact) and close(state, after)
 
 
@@ -86,7 +86,7 @@ def test_a_delta_whose_decay_grows_is_right():
     decay = decay.abs().clamp(max=1)
     state = numbers(1, 1, 24, 20, seed=6)
     exact, after = exact_delta(q, k, v, decay, beta, state, True)
-    assert close(scans.delta(q, k, v, decay, beta, state, normed=True), exact) and close(state, after)
+    assert close(recurrent_kernels.delta(q, k, v, decay, beta, state, normed=True), exact) and close(state, after)
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,7 +106,7 @@ def test_a_delta_is_the_same_however_it_is_cut(tokens, heads, keys, values, per_
     states = numbers(3, heads, keys, values, seed=6)
 
     def compute(sequences, tokens, state):
-        return scans.delta(*(x[sequences, tokens] for x in args), state, normed=True)
+        return recurrent_kernels.delta(*(x[sequences, tokens] for x in args), state, normed=True)
 
     check_that_cuts_change_nothing(compute, states, tokens, threads, data)
 
@@ -140,7 +140,7 @@ def test_a_scan_is_right(width, states, dtype, instructions):
     for softplus, least, most in ((True, 0.0, math.inf), (True, 0.2, 0.9), (False, -0.1, 0.4)):
         state = numbers(2, 6, width, states, seed=8)
         exact, after = exact_scan(*args, state, softplus, least, most)
-        found = scans.scan(*args, state, softplus=softplus, least=least, most=most)
+        found = recurrent_kernels.scan(*args, state, softplus=softplus, least=least, most=most)
         assert found.dtype is torch.float32 and torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-4)
         assert torch.allclose(state.double(), after, rtol=1e-4, atol=1e-4)
 
@@ -162,7 +162,7 @@ def test_a_scan_is_the_same_however_it_is_cut(tokens, groups, fold, width, state
 
     def compute(sequences, tokens, state):
         x_, dt_, b_, c_ = (part[sequences, tokens] for part in (x, dt, b, c))
-        return scans.scan(x_, dt_, a, b_, c_, d, bias, state, softplus=True, least=0.0, most=math.inf)
+        return recurrent_kernels.scan(x_, dt_, a, b_, c_, d, bias, state, softplus=True, least=0.0, most=math.inf)
 
     check_that_cuts_change_nothing(compute, numbers(3, heads, width, states, seed=8), tokens, threads, data)
 
@@ -177,14 +177,14 @@ def test_a_convolution_is_right_and_the_same_token_by_token(channels, taps, more
         F.pad(x.double().transpose(1, 2), (taps - 1, 0)), weight.double()[:, None], bias.double(), groups=channels
     )
     exact = F.silu(exact) if silu else exact
-    found = scans.convolve(x.transpose(1, 2), weight, bias, None, silu=silu)
+    found = recurrent_kernels.convolve(x.transpose(1, 2), weight, bias, None, silu=silu)
     assert found.dtype is dtype and close(found, exact, 1 + silu)
-    assert torch.equal(scans.convolve(x.transpose(1, 2).contiguous(), weight, bias, None, silu=silu), found)
+    assert torch.equal(recurrent_kernels.convolve(x.transpose(1, 2).contiguous(), weight, bias, None, silu=silu), found)
     if taps - 1 + more == 0:
         return
     state = torch.zeros(2, channels, taps - 1 + more, dtype=dtype)
     for t in range(11):
-        one = scans.convolve(x[:, t : t + 1].transpose(1, 2), weight, bias, state, silu=silu)
+        one = recurrent_kernels.convolve(x[:, t : t + 1].transpose(1, 2), weight, bias, state, silu=silu)
         assert torch.equal(one, found[:, :, t : t + 1])
     kept = F.pad(x.transpose(1, 2), (state.shape[2], 0))[:, :, -state.shape[2] :]
     assert torch.equal(state, kept)
@@ -194,11 +194,13 @@ def test_states_of_a_batch_may_lie_anywhere():
     """Rows of a pool, among other things, in any order: as if they were gathered, and nothing else is touched."""
     rows = torch.tensor([4, 1, 3])
     calls = {
-        (2, 8, 12): lambda state: scans.delta(*deltas(3, 1, 2, 8, 12, False, torch.float32), state, normed=True),
-        (4, 5, 9): lambda state: scans.scan(
+        (2, 8, 12): lambda state: recurrent_kernels.delta(
+            *deltas(3, 1, 2, 8, 12, False, torch.float32), state, normed=True
+        ),
+        (4, 5, 9): lambda state: recurrent_kernels.scan(
             *spaces(3, 1, 4, 2, 5, 9, torch.float32), state, softplus=True, least=0.0, most=math.inf
         ),
-        (300, 3): lambda state: scans.convolve(
+        (300, 3): lambda state: recurrent_kernels.convolve(
             numbers(3, 300, 1, seed=1), numbers(300, 4, seed=2), None, state, silu=True
         ),
     }
@@ -208,17 +210,19 @@ def test_states_of_a_batch_may_lie_anywhere():
         before, view = pool.clone(), pool[:, 5 : 5 + size].unflatten(1, shape)
         gathered = view[rows]
         expected = call(gathered)
-        assert torch.equal(call(scans.Rows(view, rows)), expected) and torch.equal(view[rows], gathered)
+        assert torch.equal(call(recurrent_kernels.StateRows(view, rows)), expected) and torch.equal(
+            view[rows], gathered
+        )
         view[rows] = before[:, 5 : 5 + size].unflatten(1, shape)[rows]
         assert torch.equal(pool, before)
 
 
 def test_a_convolution_without_bias_and_what_it_refuses():
     x, weight = numbers(1, 5, 6, seed=1), numbers(5, 4, seed=2)
-    nothing = scans.convolve(x, weight, torch.zeros(5), None, silu=True)
-    assert torch.equal(scans.convolve(x, weight, None, None, silu=True), nothing)
+    nothing = recurrent_kernels.convolve(x, weight, torch.zeros(5), None, silu=True)
+    assert torch.equal(recurrent_kernels.convolve(x, weight, None, None, silu=True), nothing)
     for state in (torch.zeros(1, 5, 4), torch.zeros(1, 5, 2)):
         with pytest.raises(ValueError, match="a state of all of them but one"):
-            scans.convolve(x[..., : 6 if state.shape[2] == 4 else 1], weight, None, state, silu=True)
+            recurrent_kernels.convolve(x[..., : 6 if state.shape[2] == 4 else 1], weight, None, state, silu=True)
     with pytest.raises(ValueError, match="up to 16 taps"):
-        scans.convolve(x, numbers(5, 17, seed=2), None, None, silu=True)
+        recurrent_kernels.convolve(x, numbers(5, 17, seed=2), None, None, silu=True)

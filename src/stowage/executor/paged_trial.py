@@ -1,9 +1,9 @@
-"""Before an engine decodes with the paged kernel: does it compile here, and is it right for this model's own geometry?
+"""Before an engine decodes with a paged kernel: does it compile here, and is it right for this model's own geometry?
 
-Owns the trial. Random keys in the engine's own pools, which are still empty, are read by the kernel and, in float64,
-by torch (``scores.attend``): with the model's heads, window, soft-capping and sinks, at lengths around every edge, and
-with a block of NaN where a table is padded. One answer that is off, or one thing that Triton raises, and torch decodes
-instead: exact or absent.
+Owns the trial. The engine's own pools, which are still empty, get random keys. The kernel reads them, and so does torch
+in float64 (``attention_scores.attend``): with the model's heads, window, soft-capping and sinks, at lengths around
+every edge, and with a block of NaN where a table is padded. If one answer is off, or the kernel raises an error, torch
+decodes instead: exact or absent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.decode_attention import Attend
-from stowage.experimental.paged_attention import launch
+from stowage.executor.decode_attention import Attend, PagedKernel
 from stowage.models.layout import visible
 from stowage.models.probing import Query, look
 
@@ -45,39 +44,30 @@ _RAISED = (
 
 
 @torch.inference_mode()
-def trusted(model: Any, pools: Sequence[BlockPool]) -> Attend | None:
-    """The kernel, where it is wanted and right for all of ``model``'s attention; else ``None``, and the log says why.
+def trusted(kernel: PagedKernel | None, model: Any, pools: Sequence[BlockPool]) -> Attend | None:
+    """The attention of ``kernel``, if it is right for all of ``model``'s; else ``None``, and the log says why.
     ``pools`` must be empty, and are again afterwards.
     """
-    if not launch.wanted(model.device, model.dtype):
+    if kernel is None:
         return None
+    raised: tuple[type[Exception], ...] = (*_RAISED, *kernel.errors)
     try:
-        _try_all(model, pools)
-    except _RAISED as error:
+        for pool, layer, query in _geometries(model, pools):
+            _try(kernel, pool, layer, query, model.dtype)
+    except raised as error:
         lines = str(error).strip().splitlines() or [""]
         logger.warning(
             "the paged attention kernel cannot be used here, so torch gathers the keys of every decode step, which is "
             "slower: %s: %s",
-            type(error.__cause__ or error).__name__,
-            lines[-1 if error.__cause__ else 0],  # Triton's compiler begins with where
+            type(error).__name__,
+            lines[-1 if isinstance(error, kernel.errors) else 0],  # Triton's compiler begins with where
             extra={"stowage_event": "paged_attention"},
         )
         return None
     finally:
         for pool in pools:
             pool.storage[1 : 1 + _ROWS_MOST].zero_()
-    return launch.attend
-
-
-def _try_all(model: Any, pools: Sequence[BlockPool]) -> None:
-    """Raise one of ``_RAISED`` where the kernel does not run, or is wrong."""
-    from triton.errors import TritonError
-
-    try:
-        for pool, layer, query in _geometries(model, pools):
-            _try(pool, layer, query, model.dtype)
-    except TritonError as error:  # known by name only where Triton is there, and whole
-        raise RuntimeError(str(error)) from error
+    return kernel.attend
 
 
 def _geometries(model: Any, pools: Sequence[BlockPool]) -> Iterator[tuple[BlockPool, int, Query]]:
@@ -94,7 +84,7 @@ def _geometries(model: Any, pools: Sequence[BlockPool]) -> Iterator[tuple[BlockP
                     yield pool, layer.index, query
 
 
-def _try(pool: BlockPool, layer: int, query: Query, dtype: torch.dtype) -> None:
+def _try(kernel: PagedKernel, pool: BlockPool, layer: int, query: Query, dtype: torch.dtype) -> None:
     """Raise ``ValueError`` where the kernel's answers are not torch's."""
     generator = torch.Generator().manual_seed(11)
     views = pool.views[layer]
@@ -115,10 +105,10 @@ def _try(pool: BlockPool, layer: int, query: Query, dtype: torch.dtype) -> None:
     width = keys.shape[3]
     strength = _SPREAD / (query.scale * math.sqrt(width))
     scores = Scores(query.scale, query.softcap, draw(query.heads) if query.sunk else None)
-    for positions in _positions(pool):
+    for positions in _positions(pool, kernel.piece_keys):
         asked = draw(len(positions), query.heads, width) * strength
         blocks, bases = _tables(pool, positions, whole, unread, generator)
-        found = launch.attend(
+        found = kernel.attend(
             *(asked, keys, values, blocks.to(device), bases.to(device), torch.tensor(positions, device=device)),
             *(pool.group.kind, pool.group.window, scores),
         )
@@ -131,14 +121,14 @@ def _try(pool: BlockPool, layer: int, query: Query, dtype: torch.dtype) -> None:
             raise ValueError(f"answers of a trial were off by {off:.1e}")
 
 
-def _positions(pool: BlockPool) -> list[list[int]]:
+def _positions(pool: BlockPool, piece_keys: int) -> list[list[int]]:
     """Of queries that are asked together: short ones, whose keys are one piece; with them long ones; and the longest
     alone, whose keys are several pieces where that is done at all.
     """
     size, window = pool.group.block_tokens, pool.group.window
     short = [0, size - 1, size, 3 * size + 1]
     edges = [window - 1, window, window + 1, 2 * window + 2] if 0 < window <= _WINDOW_MOST else []
-    return [[p for p in (*short, *edges) if p < launch.PIECE_KEYS_LEAST] or [0], [*short, *edges, _LONG], [_LONG]]
+    return [[p for p in (*short, *edges) if p < piece_keys] or [0], [*short, *edges, _LONG], [_LONG]]
 
 
 def _tables(
@@ -172,8 +162,8 @@ def _expected(
     at = np.arange(base, position + 1)
     at = at[visible(group.kind, group.window, np.array([position]), at)]
     rows = blocks[torch.from_numpy(at - base) // group.block_tokens].to(keys.device)
-    places = torch.from_numpy(at % group.block_tokens).to(keys.device)
-    there, mixed = (view[rows, places].double().transpose(0, 1)[None] for view in (keys, values))
+    offsets = torch.from_numpy(at % group.block_tokens).to(keys.device)
+    there, mixed = (view[rows, offsets].double().transpose(0, 1)[None] for view in (keys, values))
     sinks = None if scores.sinks is None else scores.sinks.double()
     out = attend(query.double()[None, :, None], there, mixed, None, Scores(scores.scale, scores.softcap, sinks))
     return out[0, :, 0]

@@ -12,8 +12,8 @@ from torch import nn
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from stowage.executor import kernels
-from stowage.executor.batch import Step, current
-from stowage.executor.fused import mixers
+from stowage.executor.batch import ForwardStep, current
+from stowage.executor.fused import recurrent_layers
 from stowage.testing import tiny_models
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 @pytest.fixture
 def home(monkeypatch):
     module = SimpleNamespace(__name__="tests.some_modeling")
-    monkeypatch.setitem(mixers.sys.modules, module.__name__, module)
+    monkeypatch.setitem(recurrent_layers.sys.modules, module.__name__, module)
     monkeypatch.setattr(Layer, "__module__", module.__name__)
     return module
 
@@ -49,7 +49,7 @@ def home(monkeypatch):
 def forward():
     """As in an engine's forward with kernels."""
     nothing = torch.zeros(0, dtype=torch.long)
-    step = Step(nothing, nothing, nothing, 0, kernels=True)
+    step = ForwardStep(nothing, nothing, nothing, 0, kernels=True)
     token = current.set(step)
     yield step
     current.reset(token)
@@ -59,14 +59,14 @@ def forward():
 def test_every_function_of_transformers_is_found(family):
     """If this fails, Transformers calls it otherwise now, or computes something else."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    names = [name for name in mixers._KNOWN if name in vars(module)]
+    names = [name for name in recurrent_layers._KNOWN if name in vars(module)]
     assert sorted(names) == sorted(OURS[family])
     for name in names:
-        assert mixers._agrees(name, vars(module)[name]), name
+        assert recurrent_layers._agrees(name, vars(module)[name]), name
     model = tiny_models.build(family)
-    assert mixers.whole_prompts(model) == (family not in SCANNED)
+    assert recurrent_layers.whole_prompts(model) == (family not in SCANNED)
     if family not in SCANNED:
-        assert not [name for name in mixers._NOT_OURS if name in vars(module)]
+        assert not [name for name in recurrent_layers._NOT_OURS if name in vars(module)]
 
 
 def convolve(x, weight, bias=None, activation=None, **kwargs):
@@ -83,9 +83,9 @@ def test_engines_share_a_function_and_outside_of_them_it_is_what_it_was(home, fo
     home.causal_conv1d_fn = own
     x, weight = torch.randn(1, 6, 5), torch.randn(6, 4)
     model = nn.Sequential(Layer(), Layer())
-    mixers.install(model)
-    mixers.install(model)
-    mixers.uninstall(model)
+    recurrent_layers.install(model)
+    recurrent_layers.install(model)
+    recurrent_layers.uninstall(model)
     assert home.causal_conv1d_fn is not own
     seen.clear()
     assert torch.allclose(home.causal_conv1d_fn(x, weight), convolve(x, weight), atol=1e-6) and not seen
@@ -100,10 +100,10 @@ def test_engines_share_a_function_and_outside_of_them_it_is_what_it_was(home, fo
     home.causal_conv1d_fn(x, weight)
     current.reset(token)
     assert seen == ["own"] * 6
-    mixers.uninstall(model)
+    recurrent_layers.uninstall(model)
     assert home.causal_conv1d_fn is own
-    mixers.install(model)
-    mixers.uninstall(model)
+    recurrent_layers.install(model)
+    recurrent_layers.uninstall(model)
     assert seen == ["own"] * 6, "it was tried once"
 
 
@@ -127,10 +127,10 @@ def test_what_computes_something_else_keeps_its_own(home, forward):
         ("torch_chunk_gated_delta_rule", delta),
     ):
         setattr(home, name, function)
-        mixers.install(Layer())
+        recurrent_layers.install(Layer())
         assert getattr(home, name) is function
-        assert not mixers.whole_prompts(Layer())
-        mixers.uninstall(Layer())
+        assert not recurrent_layers.whole_prompts(Layer())
+        recurrent_layers.uninstall(Layer())
         delattr(home, name)
 
 
@@ -139,7 +139,7 @@ def test_what_computes_something_else_keeps_its_own(home, forward):
 def test_a_prompt_is_what_its_tokens_are(dtype, forward):
     """A state is changed where it is, and what a prompt leaves is what its tokens would have."""
     model = tiny_models.build("qwen3_next")
-    mixers.install(model)
+    recurrent_layers.install(model)
     try:
         generator = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(1, 20, 2, 16, generator=generator).to(dtype) for _ in range(3))
@@ -158,4 +158,4 @@ def test_a_prompt_is_what_its_tokens_are(dtype, forward):
         )
         assert not far.any()
     finally:
-        mixers.uninstall(model)
+        recurrent_layers.uninstall(model)

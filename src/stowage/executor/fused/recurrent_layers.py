@@ -1,12 +1,12 @@
-"""The functions of a model's recurrent layers in one call of the kernels each, where they compute the same.
+"""Recurrent layers of a model: their functions in one call of the kernels each, where they compute the same.
 
-Transformers' models call functions of their own modules, which say what is computed in torch: a delta rule takes a
-generated token 25 of torch's functions, and a scan of Mamba-2's kind makes a number for every two tokens of a chunk,
-head and number of its state.
+Transformers' models call functions of their own modules, which are written in torch. A delta rule needs 25 of torch's
+functions for a generated token. A scan of Mamba-2's kind makes a number for every two tokens of a chunk, head and
+number of its state.
 
-Owns which functions these are, and what their modules call while an engine is open; outside of an engine's forward
-that is what it was. A function is taken by its name, if it has no parameters but those that are known, and gives what
-the kernel gives for random numbers: the same but for the order of sums.
+Owns which functions these are, and what their modules call while an engine is open. Outside of an engine's forward
+they call their own functions. A function is replaced if it has a known name, no unknown parameters, and gives what the
+kernel gives for random numbers: the same but for the order of sums.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels
 from stowage.executor.batch import current
-from stowage.executor.fused import scans
-from stowage.executor.replay.recorded_calls import whole
+from stowage.executor.fused import recurrent_kernels
+from stowage.executor.replay.recorded_calls import one_call
 
 Call = Callable[..., Any]
 
@@ -82,7 +82,7 @@ def _homes(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _instead_of(name: str, own: Call) -> Call:
-    takes, compute = _KNOWN[name].takes, whole(_KNOWN[name].compute, in_place=True)
+    takes, compute = _KNOWN[name].takes, one_call(_KNOWN[name].compute, in_place=True)
 
     @wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ class _Delta:
         if state is None:
             state = torch.zeros((query.shape[0], query.shape[2], query.shape[3], value.shape[3]))
         normed = more.get("use_qk_l2norm_in_kernel", False)
-        out = scans.delta(query, key, value, g, beta, state, normed=normed)
+        out = recurrent_kernels.delta(query, key, value, g, beta, state, normed=normed)
         return out, state if more.get("output_final_state", False) else None
 
     @staticmethod
@@ -184,7 +184,7 @@ class _Update:
         state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **more: Any
     ) -> Tensor:
         skip, bias = (*rest, more.get("D"))[0], more.get("dt_bias")
-        out = scans.scan(
+        out = recurrent_kernels.scan(
             *(hidden_states[:, None], dt[:, None, :, 0], A[:, 0, 0].float().contiguous(), B[:, None], C[:, None]),
             d=_of_heads(None if skip is None else skip[:, 0], A),
             bias=_of_heads(None if bias is None else bias[:, 0], A),
@@ -231,7 +231,7 @@ class _Scan:
             batch, _, heads, width = hidden_states.shape
             state = torch.zeros((batch, heads, width, B.shape[3]))
         least, most = more.get("dt_limit", (0.0, float("inf")))
-        out = scans.scan(
+        out = recurrent_kernels.scan(
             *(hidden_states, dt, A.float().contiguous(), B, C),
             d=_of_heads(more.get("D"), A),
             bias=_of_heads(more.get("dt_bias"), A),
@@ -263,12 +263,12 @@ class _Convolve:
     @staticmethod
     def takes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **more: Any) -> bool:
         known = not rest and more.get("activation") in (None, "silu", "swish") and weight.dim() == 2
-        taps = known and weight.is_contiguous() and weight.shape[1] <= scans.TAPS_MAX
+        taps = known and weight.is_contiguous() and weight.shape[1] <= recurrent_kernels.TAPS_MAX
         return taps and _alike(hidden_states, weight, bias)
 
     @staticmethod
     def compute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
-        return scans.convolve(hidden_states, weight, bias, None, silu=more.get("activation") is not None)
+        return recurrent_kernels.convolve(hidden_states, weight, bias, None, silu=more.get("activation") is not None)
 
     @staticmethod
     def agrees(own: Call) -> bool:
@@ -305,7 +305,7 @@ class _ConvolveOne:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        return scans.convolve(hidden_states, weight, bias, conv_state, silu=activation is not None)
+        return recurrent_kernels.convolve(hidden_states, weight, bias, conv_state, silu=activation is not None)
 
     @staticmethod
     def agrees(own: Call) -> bool:

@@ -1,11 +1,11 @@
-"""What layers with a state compute, by the kernels: one token after the other, whether of a prompt or generated.
+"""The kernels of recurrent layers: one token after the other, whether of a prompt or generated.
 
     delta      gated delta rules    s = decay s, then s += k (beta (v - k s)); q s
     scan       state spaces         s = e^(dt a) s + dt b x; c s + d x
     convolve   short convolutions   each channel over its last few tokens
 
-A state is changed in place: those of a batch one after the other, or wherever they lie in a pool (``Rows``). Sums and
-states are float32. ``kernel/recurrence.h`` has the sources.
+A state is changed in place: those of a batch one after the other, or wherever they lie in a pool
+(``StateRows``). Sums and states are float32. ``kernel/recurrence.h`` has the sources.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAPS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StateRows:
     """States of a batch where they lie: ``rows`` (int64 ``[batch]``) of ``view`` ``[blocks, ...]``, each in a piece."""
 
     view: Tensor
@@ -29,7 +29,7 @@ class Rows:
 
 
 def delta(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | Rows, *, normed: bool
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | StateRows, *, normed: bool
 ) -> Tensor:
     """``[batch, tokens, heads, values]`` of ``query`` and ``key`` ``[batch, tokens, heads, keys]``, ``value``,
     ``decay`` ``[batch, tokens, heads]`` or for each key (its logarithm), and ``beta`` ``[batch, tokens, heads]``.
@@ -57,7 +57,7 @@ def scan(
     c: Tensor,
     d: Tensor,
     bias: Tensor,
-    state: Tensor | Rows,
+    state: Tensor | StateRows,
     *,
     softplus: bool,
     least: float,
@@ -82,7 +82,7 @@ def scan(
     return out
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | Rows | None, *, silu: bool) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | StateRows | None, *, silu: bool) -> Tensor:
     """``[batch, channels, tokens]`` of ``x`` of that shape and ``weight`` ``[channels, taps]``; ``state`` ``[batch,
     channels, before]``, with at least all taps but one, is what came before a single token, which is put into it.
     ``silu``: is applied then. All are of one type.
@@ -105,6 +105,6 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _where(state: Tensor | Rows) -> tuple[Tensor, int]:
+def _where(state: Tensor | StateRows) -> tuple[Tensor, int]:
     """Where states are, and the address of which of them are meant; 0: all."""
-    return (state.view, state.rows.data_ptr()) if isinstance(state, Rows) else (state, 0)
+    return (state.view, state.rows.data_ptr()) if isinstance(state, StateRows) else (state, 0)

@@ -1,0 +1,318 @@
+"""Decode steps that are recorded once and replayed: the life of a shape, on every device.
+
+A step of single tokens makes the same calls, and starts the same kernels, whatever its tokens are. So a shape, which is
+so many sequences of so many tokens at most, is recorded, and later steps of that shape are replayed:
+
+    seen       the model computes; after ``warm_steps`` such steps the shape is recorded
+    recorded   the next step is computed both ways, and the model's answer is given
+    trusted    steps are replayed
+    refused    the model computes for good
+
+Owns that life, its limits, and the counters. A recording is given up when its trial fails ``trials_max`` times. Where
+recordings take memory (``limit_bytes``) and one is too large, it goes with every larger shape; the others are recorded
+again. A step that cannot be recorded at all ends replay for all shapes.
+
+Never records or replays by itself: a ``ReplayBackend`` does, with lists of calls on a CPU (``call_backend``) or graphs
+on a device (``graph_backend``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from stowage.config.memory import format_size
+from stowage.executor.fused.recurrent_kernels import StateRows
+from stowage.executor.replay.recorder import CaptureError
+
+__all__ = ["ReplayBackend", "ReplayCache", "ReplayCounters", "Rules", "StepShape"]
+
+logger = logging.getLogger("stowage.engine")
+StepT = TypeVar("StepT")
+StepT_contra = TypeVar("StepT_contra", contravariant=True)
+RecordingT = TypeVar("RecordingT")
+
+
+class StepShape(NamedTuple):
+    """How many sequences, and of how many tokens at most; 0: of any number."""
+
+    sequences: int
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.sequences} sequences" + (f" of {self.tokens} tokens" if self.tokens else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When a shape is recorded and trusted.
+
+    Args:
+        noun: what a recording is called in the log.
+        level: of the log, when something is refused.
+        warm_steps: steps of a shape that the model computes before it is recorded.
+        recordings_max: shapes that are recorded at a time.
+        trials_max: trials that may fail before a shape is refused.
+        bound: by how much logits may differ from the model's, as a share of the largest; 0: neither logits nor
+            recurrent states may differ in a single bit.
+        quicker: whether a replay must not take longer than the model does.
+        first_ends_all: whether the first shape that is refused ends replay for all.
+    """
+
+    noun: str
+    level: int
+    warm_steps: int
+    recordings_max: int
+    trials_max: int
+    bound: float
+    quicker: bool
+    first_ends_all: bool
+
+
+class ReplayBackend(Protocol[StepT_contra, RecordingT]):
+    """What records and replays steps of one model. One thread uses it."""
+
+    def shape(self, step: StepT_contra) -> StepShape:
+        """The least shape that has room for ``step``."""
+        ...
+
+    def states(self, step: StepT_contra) -> Sequence[StateRows]:
+        """The recurrent states that ``step`` changes, where they lie."""
+        ...
+
+    def record(self, shape: StepShape, step: StepT_contra) -> tuple[RecordingT, Tensor | None]:
+        """A recording for ``shape``, and the logits of ``step`` if they were computed on the way. Raises
+        ``CaptureError``, or ``torch.OutOfMemoryError``.
+        """
+        ...
+
+    def replay(self, recording: RecordingT, step: StepT_contra) -> Tensor:
+        """The logits of ``step``, which are the caller's own; states are changed where they lie."""
+        ...
+
+    def nbytes(self, recordings: Iterable[RecordingT]) -> int:
+        """Memory that ``recordings``, which are all there are, take besides the model's."""
+        ...
+
+    def forget(self) -> None:
+        """Give the memory of every recording back; none is replayed any more."""
+        ...
+
+
+@dataclass(slots=True)
+class ReplayCounters:
+    """Decode steps that were replayed, and that the model computed; shapes that were refused."""
+
+    replayed_steps: int = 0
+    plain_steps: int = 0
+    refused: int = 0
+
+
+class _State(Enum):
+    SEEN, RECORDED, TRUSTED, REFUSED = auto(), auto(), auto(), auto()
+
+
+@dataclass(slots=True)
+class _Entry(Generic[RecordingT]):
+    """A shape. There is a recording while it is ``RECORDED`` or ``TRUSTED``."""
+
+    state: _State = _State.SEEN
+    seen: int = 0
+    trials: int = 0
+    recording: RecordingT | None = None
+
+
+@dataclass(slots=True)
+class ReplayCache(Generic[StepT, RecordingT]):
+    """The recorded decode steps of one model. One thread uses it. ``limit_bytes``: what recordings may take."""
+
+    backend: ReplayBackend[StepT, RecordingT]
+    rules: Rules
+    limit_bytes: int = 0
+    clock: Callable[[], float] = time.perf_counter
+    counters: ReplayCounters = field(default_factory=ReplayCounters)
+    why: str = ""
+    """Why nothing is replayed any more; empty: shapes are."""
+    _entries: dict[StepShape, _Entry[RecordingT]] = field(default_factory=dict)
+    _too_large: list[StepShape] = field(default_factory=list)
+
+    def run(self, step: StepT, plain: Callable[[], Tensor]) -> Tensor:
+        """Logits of ``step``: replayed, or by the model (``plain``)."""
+        shape = self.backend.shape(step)
+        entry = self._entries.get(shape)
+        if entry is not None and entry.state is _State.TRUSTED and entry.recording is not None:
+            self.counters.replayed_steps += 1
+            return self.backend.replay(entry.recording, step)
+        self.counters.plain_steps += 1
+        if entry is None:
+            entry = self._entries[shape] = _Entry()
+        if self._is_due(shape, entry):
+            logits = self._record(shape, entry, step)
+            if logits is not None:
+                return logits
+        if entry.recording is None:
+            return plain()
+        return self._try(shape, entry, entry.recording, step, plain)
+
+    @property
+    def recorded(self) -> list[StepShape]:
+        """Shapes of which there are recordings."""
+        return [shape for shape, entry in self._entries.items() if entry.recording is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all recordings."""
+        return self.backend.nbytes(entry.recording for entry in self._entries.values() if entry.recording is not None)
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and what is recorded."""
+        return {
+            "captured_steps": self.counters.replayed_steps,
+            "plain_steps": self.counters.plain_steps,
+            "recorded": len(self.recorded),
+            "refused": self.counters.refused,
+            "bytes": self.nbytes,
+            "limit_bytes": self.limit_bytes,
+        }
+
+    def check(self) -> None:
+        """Assert what must hold between steps."""
+        assert self.nbytes <= self.limit_bytes, "recordings keep more than their share of the memory"
+        assert len(self.recorded) <= self.rules.recordings_max
+        for entry in self._entries.values():
+            assert (entry.recording is not None) == (entry.state in (_State.RECORDED, _State.TRUSTED))
+
+    def close(self) -> None:
+        """Give all memory back; the model computes from now on."""
+        self.why = "closed"
+        self._forget()
+
+    # recording
+
+    def _is_due(self, shape: StepShape, entry: _Entry[RecordingT]) -> bool:
+        """Whether ``shape``, which is asked for once more, is to be recorded now."""
+        if self.why or entry.state is not _State.SEEN or len(self.recorded) >= self.rules.recordings_max:
+            return False
+        if any(shape.sequences >= large.sequences and shape.tokens >= large.tokens for large in self._too_large):
+            return False
+        entry.seen += 1
+        return entry.seen > self.rules.warm_steps
+
+    def _record(self, shape: StepShape, entry: _Entry[RecordingT], step: StepT) -> Tensor | None:
+        """The logits of ``step``, if recording has computed them."""
+        before = self._copied_states(step)
+        try:
+            entry.recording, logits = self.backend.record(shape, step)
+        except torch.OutOfMemoryError:
+            self._put_back(step, before)
+            self._give_up(shape)
+            return None
+        except CaptureError as error:
+            self._put_back(step, before)
+            self._end(str(error))
+            return None
+        entry.state, entry.trials = _State.RECORDED, 0
+        if self.nbytes > self.limit_bytes:
+            self._give_up(shape)
+        return logits
+
+    def _give_up(self, shape: StepShape) -> None:
+        """``shape`` is too large, and so is what is larger."""
+        self._refuse(
+            f"{self.rules.noun}s may take {format_size(self.limit_bytes)} of the device, and one of {shape} is too "
+            "much beside the others: such steps are computed plainly"
+        )
+        self._too_large.append(shape)
+        self._forget()  # one pool serves all: nothing of it is given back while any is left
+
+    def _end(self, why: str) -> None:
+        self._refuse(
+            f"a decode step cannot be recorded as a {self.rules.noun}, so all are computed plainly: {why}",
+        )
+        self.why = why
+        self._forget()
+
+    def _forget(self) -> None:
+        for entry in self._entries.values():
+            if entry.recording is not None:
+                entry.recording, entry.state = None, _State.SEEN
+        self.backend.forget()
+
+    def _refuse(self, text: str) -> None:
+        self.counters.refused += 1
+        logger.log(self.rules.level, "%s", text, extra={"stowage_event": "graphs"})
+
+    # trusting
+
+    def _try(
+        self,
+        shape: StepShape,
+        entry: _Entry[RecordingT],
+        recording: RecordingT,
+        step: StepT,
+        plain: Callable[[], Tensor],
+    ) -> Tensor:
+        """Compute ``step`` both ways, and answer with the plain one. Keys are written again, the plain ones last;
+        recurrent states are put back in between. Where time counts, the first replay brings the recording to the
+        device, and the second one is timed.
+        """
+        before = self._copied_states(step)
+        for _ in range(2 if self.rules.quicker else 1):
+            began_s = self.clock()
+            found = self.backend.replay(recording, step)
+            replayed_s = self.clock() - began_s
+            after = self._copied_states(step)
+            self._put_back(step, before)
+        began_s = self.clock()
+        expected = plain()
+        plain_s = self.clock() - began_s
+        entry.trials += 1
+        pairs = [(found, expected), *zip(after, self._copied_states(step), strict=True)]
+        why = self._against(pairs, replayed_s, plain_s)
+        if not why:
+            entry.state = _State.TRUSTED
+        elif self.rules.first_ends_all:
+            self._end(why)
+        elif entry.trials >= self.rules.trials_max:
+            self._refuse(f"decode steps of up to {shape} are computed plainly, not as a {self.rules.noun}: {why}")
+            entry.state, entry.recording = _State.REFUSED, None  # its memory stays in the pool, for the others
+        return expected
+
+    def _against(self, pairs: Sequence[tuple[Tensor, Tensor]], replayed_s: float, plain_s: float) -> str:
+        """What speaks against a recording that gave the first of ``pairs`` (logits, states) where the model gave the
+        second; nothing if it is to be trusted.
+        """
+        if not self.rules.bound:
+            return "" if all(_same(*pair) for pair in pairs) else "the same calls gave something else"
+        found, expected = pairs[0]
+        if not _agree(found, expected, self.rules.bound):
+            return f"its logits differ by {float((found - expected).abs().max()):.3g}; please report it"
+        return "it is no quicker" if self.rules.quicker and replayed_s > plain_s else ""
+
+    def _copied_states(self, step: StepT) -> list[Tensor]:
+        return [state.view[state.rows] for state in self.backend.states(step)]
+
+    def _put_back(self, step: StepT, saved: Sequence[Tensor]) -> None:
+        for state, values in zip(self.backend.states(step), saved, strict=True):
+            state.view[state.rows] = values
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """To the bit."""
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _agree(found: Tensor, expected: Tensor, bound: float) -> bool:
+    """Whether logits are the same but for rounding. Infinite ones (a model may rule tokens out) must be the same."""
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()) or not torch.equal(found[~finite], expected[~finite]):
+        return False
+    largest = float(expected[finite].abs().max()) if bool(finite.any()) else 0.0
+    return bool((found - expected)[finite].abs().le(bound * largest).all())

@@ -1,0 +1,105 @@
+"""Decode steps on a CPU as lists of calls: a ``ReplayBackend`` of the replay cache.
+
+A token of a small model takes a third of its time in what lies around the computation: modules that call modules,
+checks of their arguments, questions for shapes. For steps of single tokens all of that comes out the same every time.
+So one step is written down while the model computes it (``recorded_calls``), and later steps of as many tokens make the
+same calls with their own tensors.
+
+Owns how a step is handed to a list of calls, and the rules for trusting one: it must give the model's own bits, logits
+and recurrent states. A model that cannot be recorded runs through its own Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor, nn
+
+from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.executor.fused.recurrent_kernels import StateRows
+from stowage.executor.replay.cache import ReplayCache, Rules, StepShape
+from stowage.executor.replay.recorded_calls import RecordedCalls, recorded
+from stowage.executor.replay.recorder import CaptureError
+
+__all__ = ["CallBackend", "ModelStep", "RecordedSteps", "recorded_steps"]
+
+RULES: Final = Rules(
+    noun="list of calls",
+    level=logging.DEBUG,
+    warm_steps=1,
+    recordings_max=64,
+    trials_max=1,
+    bound=0.0,
+    quicker=False,
+    first_ends_all=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStep:
+    """A step of single tokens, as the model computes it.
+
+    Args:
+        given: the tensors that every step has of its own, one number for each token in the first.
+        forward: the model's own code, while ``bound`` is open.
+        bound: gives the recurrent states as ``forward`` sees and changes them.
+        states: the same where they lie.
+        gathered: whether ``bound`` copies them, and copies them back.
+    """
+
+    given: tuple[Tensor, ...]
+    forward: Callable[[], Tensor]
+    bound: Callable[[], AbstractContextManager[Sequence[Tensor]]]
+    states: Callable[[], Sequence[StateRows]]
+    gathered: bool
+
+
+class CallBackend:
+    """Lists of calls of ``model``, whose forwards are computed in ``mode``."""
+
+    def __init__(self, model: nn.Module, mode: RowInvariance | None) -> None:
+        self._model = model
+        self._mode = mode
+
+    def shape(self, step: ModelStep) -> StepShape:
+        """See ``ReplayBackend``."""
+        return StepShape(len(step.given[0]))
+
+    def states(self, step: ModelStep) -> Sequence[StateRows]:
+        """See ``ReplayBackend``."""
+        return step.states()
+
+    def record(self, shape: StepShape, step: ModelStep) -> tuple[RecordedCalls, Tensor | None]:
+        """See ``ReplayBackend``; the step is computed on the way."""
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self._model.modules()):
+            raise CaptureError("its modules have hooks")
+        kept = [*self._model.parameters(), *self._model.buffers()]
+        with step.bound() as states:
+            logits, calls = recorded(step.forward, step.given, states, kept, self._mode)
+        return calls, logits
+
+    def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
+        """See ``ReplayBackend``. States that would be gathered are changed where they lie, if all calls can do that."""
+        if step.gathered and recording.in_place is not None:
+            return recording.replay((*step.given, *step.states()), in_place=True)
+        with step.bound() as states:
+            return recording.replay((*step.given, *states))
+
+    def nbytes(self, recordings: Iterable[RecordedCalls]) -> int:
+        """A list keeps the model's own tensors, and numbers of Python."""
+        return 0
+
+    def forget(self) -> None:
+        """Nothing is kept beside the lists."""
+
+
+RecordedSteps = ReplayCache[ModelStep, RecordedCalls]
+
+
+def recorded_steps(model: nn.Module, mode: RowInvariance | None) -> RecordedSteps:
+    """The recorded steps of ``model``, whose forwards are computed in ``mode``."""
+    return ReplayCache(CallBackend(model, mode), RULES)
