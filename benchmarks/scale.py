@@ -10,7 +10,7 @@ CPU time of the thread that works, so that neighbours count little; but opening 
 CPU seconds of all threads. A call is what others wait for: eviction releases a segment in many. Python's garbage
 collector is off meanwhile: its pauses are as long as the process has objects, whosever they are. Each size, disk and
 host, in a fresh interpreter. Memory is the growth of the resident set from an empty store; that of the host is what
-the ledger, the trails and the policy take, with the chunks' keys, beside the memory that the chunks themselves are in.
+the ledger and the policy take, with the chunks' keys, beside the memory that the chunks themselves are in.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from stowage.core.geometry import (
-    ALIGNMENT_BYTES,
+    PAGE_BYTES,
     Geometry,
     Group,
     Kind,
@@ -53,8 +53,8 @@ def test_case_c_chunks_fit_the_host(layers: Layers, ranks: int, blocks_per_chunk
     if layers.num_blocks == 0:
         assert chunk_capacity(host_bytes, per_chunk) == per_chunk == 0
         return
-    assert per_chunk >= per_block * ranks * blocks_per_chunk > per_chunk - ALIGNMENT_BYTES
-    assert per_chunk % ALIGNMENT_BYTES == 0
+    assert per_chunk >= per_block * ranks * blocks_per_chunk > per_chunk - PAGE_BYTES
+    assert per_chunk % PAGE_BYTES == 0
     try:
         chunks = chunk_capacity(host_bytes, per_chunk)
     except BudgetError:
@@ -93,7 +93,7 @@ def test_no_slot_reaches_past_the_arena(geometry: Geometry, host_bytes: int, sna
     try:
         classes = split_arena(geometry, host_bytes, snapshot_tokens)
     except BudgetError:
-        assert host_bytes < sum(-(-group.bytes_per_chunk // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        assert host_bytes < sum(-(-group.bytes_per_chunk // PAGE_BYTES) * PAGE_BYTES
                                 for group in geometry.groups)  # fmt: skip
         return
     assert sorted(index for slab in classes for index in slab.groups) == list(range(len(geometry.groups)))
@@ -101,12 +101,12 @@ def test_no_slot_reaches_past_the_arena(geometry: Geometry, host_bytes: int, sna
     assert sum(slab.slots * slab.slot_bytes for slab in classes) <= host_bytes
     end_bytes = next_slot = 0
     for slab in classes:
-        assert slab.slot_bytes % ALIGNMENT_BYTES == 0
+        assert slab.slot_bytes % PAGE_BYTES == 0
         assert slab.first_slot == next_slot
         assert slab.offset_bytes == end_bytes
         for index in slab.groups:
             payload = geometry.groups[index].bytes_per_chunk
-            assert payload <= slab.slot_bytes < payload + ALIGNMENT_BYTES
+            assert payload <= slab.slot_bytes < payload + PAGE_BYTES
             assert bool(payload) == bool(slab.slots)
         if slab.slots:
             last = slab.first_slot + slab.slots - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -159,17 +158,5 @@ class LedgerModel(RuleBasedStateMachine):
         self.ledger.check_pins([np.array(slots, np.int64) for _, slots in self.pins])
 
 
-class ShortTrails(LedgerModel):
-    """The same, with look-ups that follow trails of two keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("stowage.cache.trails.KEYS_MIN", 2)
-            self.ledger = Ledger([SLOTS])
-
-
 TestLedger = LedgerModel.TestCase
 TestLedger.settings = settings(stateful_step_count=30, deadline=None)
-TestShortTrails = ShortTrails.TestCase
-TestShortTrails.settings = settings(stateful_step_count=30, deadline=None)

@@ -320,8 +320,7 @@ class World:
 
 
 @pytest.mark.parametrize("tiers", [0, 1, 2])
-def test_simulated_histories(tiers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stowage.cache.trails.KEYS_MIN", 3)
+def test_simulated_histories(tiers: int) -> None:
     happened: Counter[str] = Counter()
     for seed in range(SEEDS // 3):
         world = World(seed * 3 + tiers, tiers)

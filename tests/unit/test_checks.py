@@ -12,7 +12,6 @@ import pytest
 
 from stowage.cache.ledger import Ledger, State
 from stowage.cache.policy import LRU
-from stowage.cache.trails import KEYS_MIN, Trails
 from stowage.core.table.slots import Slots
 from tests.flow_setup import FULL, Setup, keys, masks
 
@@ -159,34 +158,6 @@ def test_the_policy_finds_a_slot_that_is_live_twice() -> None:
     lru._ring[1] = 5
     with pytest.raises(AssertionError, match=r"^a slot is live twice$"):
         lru.check()
-
-
-@pytest.mark.parametrize(
-    ("says", "damage"),
-    [
-        ("a slot is on two trails", lambda trails: trails._number_of.__setitem__(3, 9)),
-        ("", lambda trails: trails._place_of.__setitem__(3, 9)),
-        ("", lambda trails: setattr(trails._trails[1], "length", KEYS_MIN - 1)),
-        ("", lambda trails: setattr(trails._trails[1], "length", KEYS_MIN + 3)),
-    ],
-)
-def test_the_trails_find(says: str, damage: Callable[[Trails], object]) -> None:
-    names = keys(*range(KEYS_MIN + 2))
-    trails = Trails(2 * KEYS_MIN)
-    trails.add(names, np.arange(KEYS_MIN + 2))
-    mapped = {name: slot for slot, name in enumerate(names)}
-    trails.check(lambda asked: np.array([mapped[key] for key in asked]))
-    damage(trails)
-    with pytest.raises(AssertionError, match=f"^{says}$"):
-        trails.check(lambda asked: np.array([mapped[key] for key in asked]))
-
-
-def test_the_trails_find_that_the_map_says_otherwise() -> None:
-    trails = Trails(KEYS_MIN)
-    trails.add(keys(*range(KEYS_MIN)), np.arange(KEYS_MIN))
-    for asked_too_few in (0, 1):
-        with pytest.raises(AssertionError, match=r"^a trail leads astray$"):
-            trails.check(lambda asked, less=asked_too_few: np.arange(len(asked) - less) + 1 - less)
 
 
 class Busy(Setup):

@@ -33,7 +33,7 @@ def test_a_replacement_is_in_no_look_up_until_it_takes_the_place() -> None:
 
 def test_a_replacement_takes_the_place_of_what_is_gone() -> None:
     table = two_replaced()
-    table.forget(keys(1), np.array([0]))
+    table.forget(keys(1))
     assert table.replace(keys(1, 2), np.array([2, 3])).tolist() == [1]
     assert table.find(keys(1, 2)).tolist() == [2, 3]
     table.check()

@@ -302,3 +302,40 @@ def test_slots_are_still_those_of_their_keys_until_they_are_not_ready_with_them(
     ledger.unpin(old)
     assert ledger.are_still(ledger.find(keys(1)), keys(1))
     ledger.check()
+
+
+def test_prompts_that_share_a_beginning_are_found_in_full() -> None:
+    ledger = Ledger([1000])
+    shared, tails = range(130), [range(first, first + 130) for first in (200, 400, 600)]
+    for tail in tails:
+        store(ledger, *shared, *tail)
+    for tail in tails:
+        assert present(ledger, *shared, *tail, *range(900, 905)) == [True] * 260 + [False] * 5
+        assert ledger.find(keys(*tail)).tolist() == [ledger.find(keys(name))[0] for name in tail]
+
+
+def test_a_prompt_is_found_whose_end_was_evicted_and_whose_middle_was_replaced() -> None:
+    ledger = Ledger([128])
+    store(ledger, *range(128), mask=1)
+    store(ledger, *range(200, 210), mask=1)
+    assert present(ledger, *range(128)) == [True] * 118 + [False] * 10
+    slots = store(ledger, 3, mask=3)
+    assert ledger.lookup(keys(*range(5))).tolist() == [1, 1, 1, 3, 1] and ledger.find(keys(3)) == slots
+    assert ledger.drop() == 127 and not any(present(ledger, *range(128), *range(200, 210)))
+    ledger.check()
+
+
+def test_a_long_prompt_that_was_stored_a_step_at_a_time_is_found() -> None:
+    ledger = Ledger([48_000])
+    for begin in range(0, 48_000, 32):
+        store(ledger, *range(begin, begin + 32))
+    slots = ledger.find(keys(*range(48_003)))
+    assert slots[-3:].tolist() == [-1, -1, -1] and ledger.keys(slots[:-3]) == keys(*range(48_000))
+
+
+def test_what_is_found_may_be_changed_by_the_caller() -> None:
+    ledger = Ledger([128])
+    expected = store(ledger, *range(128)).tolist()
+    ledger.find(keys(*range(128)))[:] = -1
+    ledger.find_on_the_way(keys(*range(128)))[:] = 7
+    assert ledger.find(keys(*range(128))).tolist() == expected

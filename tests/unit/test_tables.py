@@ -213,6 +213,38 @@ def test_what_slots_refuse(kind: str) -> None:
     table.check()
 
 
+def some_orders() -> dict[str, tuple[list[int], list[int]]]:
+    """In which slots 300 keys lie, and in what order they are asked for; a key of 300 or more is absent."""
+    up = list(range(300))
+    mixed = np.random.default_rng(0).permutation(300).tolist()
+    return {
+        "one behind the other": (up, up),
+        "one before the other": (up[::-1], up),
+        "asked backwards": (up, up[::-1]),
+        "in pieces of both directions": ([*up[100:200], *up[99::-1], *up[200:]], up),
+        "anywhere": (mixed, up),
+        "asked in any order": (up, mixed),
+        "absent ones between": (up, [*up[:70], 300, 301, *up[70:150], *range(302, 500), *up[150:]]),
+        "asked twice": (up, [*up[:80], *up[:80], 5, 5, 5, *up]),
+    }
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("lie", "asked"), some_orders().values(), ids=some_orders())
+def test_slots_are_found_however_they_lie(kind: str, lie: list[int], asked: list[int]) -> None:
+    """One key of ten has left its slot; of these slots every other one is another key's."""
+    table = MODULES[kind][1](300)
+    table.set(keys(*range(300)), np.array(lie))
+    slot_of = dict(zip(range(300), lie, strict=True))
+    left = list(range(0, 300, 10))
+    table.drop(keys(*left))
+    table.set(keys(*range(1000, 1015)), np.array([slot_of[name] for name in left[::2]]))
+    found_slots = np.empty(len(asked) + 2, np.int64)
+    table.find([*keys(*asked), b"short", *keys(1001)], found_slots)
+    expected = [-1 if name % 10 == 0 else slot_of.get(name, -1) for name in asked]
+    assert found_slots.tolist() == [*expected, -1, slot_of[20]]
+
+
 @built
 def test_slots_that_are_not_there_or_not_free_are_refused() -> None:
     table = native._native.Slots(4)

@@ -1,11 +1,7 @@
-"""Which slot a key leads to: one map, the replacements beside it, and the trails that shorten the way through it.
-
-    keys ── trail of the first key ── slots          a beginning that was stored, or found, together
-       └─── map, one probe per key ── slots          everything else
+"""Which slot a key leads to: one table, and the replacements beside it.
 
 A key leads to one slot, that of its ready chunk or of its first one on its way. A second slot is a replacement: it is
-kept apart and in no look-up until it takes the place of the first. Trails hold only what the map says: a slot that
-loses its key is cut out of them.
+kept apart and in no look-up until it takes the place of the first.
 
 Which slots are ready, free or pinned is the ledger's to know; nothing here depends on it. Every method takes a batch;
 but for replacements, which are rare, none loops over keys in Python.
@@ -18,7 +14,6 @@ from typing import Final
 
 import numpy as np
 
-from stowage.cache.trails import Trails
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 from stowage.core.table import make_slots
 
@@ -28,7 +23,6 @@ ABSENT: Final = -1
 """In an array of slots: no slot."""
 
 _NOT_THERE = repeat(ABSENT)
-_NONE: IntArray = np.empty(0, np.int64)
 
 
 def taken(slots: IntArray) -> IntArray:
@@ -50,44 +44,23 @@ def is_empty(masks: MaskArray) -> bool:
 class KeyMap:
     """See the module. `replacements`, key to slot, is to be read only: most of the time it is empty."""
 
-    __slots__ = ("_slots", "_trails", "replacements")
+    __slots__ = ("_slots", "replacements")
 
     def __init__(self, slots: int) -> None:
         self._slots = make_slots(slots)
-        self._trails = Trails(slots)
         self.replacements: dict[bytes, int] = {}
 
     # What is there
 
     def find(self, keys: list[bytes]) -> IntArray:
         """The slot of each key, or ABSENT. The caller may change the array."""
-        slots = self.look_up(keys)
-        return slots if slots.flags.owndata else slots.copy()
+        slots = np.empty(len(keys), np.int64)
+        self._slots.find(keys, slots)
+        return slots
 
     def slot_of(self, key: bytes | None) -> int:
         """The slot of one key, or ABSENT."""
         return ABSENT if key is None else self._slots.slot_of(key)
-
-    def look_up(self, keys: list[bytes]) -> IntArray:
-        """As `find`, but maybe a view of a trail, which nobody may change."""
-        if len(keys) < self._trails.keys_min:
-            return self._probe(keys)
-        # A long prompt may lie on thousands of trails, one per batch that was stored: a loop, not a recursion.
-        parts: list[IntArray] = []
-        begin = 0
-        while len(keys) - begin >= self._trails.keys_min:
-            first = self._slots.slot_of(keys[begin])
-            followed = self._trails.follow(first, keys, begin) if first >= 0 else _NONE
-            if not len(followed):
-                break
-            parts.append(followed)
-            begin += len(followed)
-        if begin < len(keys):
-            rest = keys[begin:]
-            slots = self._probe(rest)
-            self._learn(rest, slots)
-            parts.append(slots)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def find_replacements(self, keys: list[bytes]) -> IntArray:
         """The slot of each key's replacement, or ABSENT."""
@@ -96,19 +69,6 @@ class KeyMap:
     def has_none(self, keys: list[bytes]) -> bool:
         """Whether all keys are absent. While there are replacements it is not looked into: False."""
         return not self.replacements and self._slots.has_none(keys)
-
-    def _probe(self, keys: list[bytes]) -> IntArray:
-        slots = np.empty(len(keys), np.int64)
-        self._slots.find(keys, slots)
-        return slots
-
-    def _learn(self, keys: list[bytes], slots: IntArray) -> None:
-        """Keep the beginning that was found as a trail, if it is long enough to be one and repeats no key."""
-        absent = (slots < 0).nonzero()[0]
-        count = int(absent[0]) if len(absent) else len(keys)
-        if count >= self._trails.keys_min and len(set(keys[:count])) == count:
-            self._trails.cut(slots[:count])
-            self._trails.add(keys[:count], slots[:count])
 
     # What changes
 
@@ -129,11 +89,7 @@ class KeyMap:
         else:
             self._slots.set(list(compress(keys, (~ready).tolist())), slots[~ready])
             self.replacements.update(zip(compress(keys, ready.tolist()), slots[ready].tolist(), strict=True))
-        if len(self._slots) + len(self.replacements) - before < len(slots):
-            return False
-        if all_new:
-            self._trails.add(keys, slots)
-        return True
+        return len(self._slots) + len(self.replacements) - before >= len(slots)
 
     def replace(self, keys: list[bytes], slots: IntArray) -> IntArray:
         """Those of the slots that are replacements become the slots of their keys. The slots that they replaced.
@@ -146,9 +102,8 @@ class KeyMap:
                 del self.replacements[key]
                 newer[key] = slot
         changed = list(newer)
-        replaced = taken(self._probe(changed))
+        replaced = taken(self.find(changed))
         self._slots.set(changed, np.fromiter(newer.values(), np.int64, len(newer)))
-        self._trails.cut(replaced)
         return replaced
 
     def withdraw(self, keys: list[bytes], slots: IntArray) -> IntArray:
@@ -161,9 +116,8 @@ class KeyMap:
                 others.append(slot)
         return np.array(others, np.int64)
 
-    def forget(self, keys: list[bytes], slots: IntArray) -> None:
-        """The keys, whose slots these are, become absent."""
-        self._trails.cut(slots)
+    def forget(self, keys: list[bytes]) -> None:
+        """The keys become absent."""
         self._slots.drop(keys)
 
     def items(self) -> list[tuple[bytes, int]]:
@@ -175,4 +129,3 @@ class KeyMap:
         self._slots.check()
         slots = [slot for _, slot in self.items()]
         assert len(set(slots)) == len(slots), "two keys lead to one slot"
-        self._trails.check(self._probe)

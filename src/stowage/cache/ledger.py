@@ -113,7 +113,7 @@ class Ledger:
 
     def lookup(self, keys: list[bytes]) -> MaskArray:
         """The valid blocks of each key's ready chunk, 0 where there is none."""
-        return self._masks.take(self._map.look_up(keys))
+        return self._masks.take(self._map.find(keys))
 
     def find(self, keys: list[bytes]) -> IntArray:
         """The ready slot of each key, or ABSENT."""
@@ -212,7 +212,7 @@ class Ledger:
         """RESERVED or FILLING -> FREE."""
         assert self._all_are_on_the_way(slots), "abort of a slot that is not on its way"
         mapped = self._map.withdraw(self.keys(slots), slots) if self._map.replacements else slots
-        self._map.forget(self.keys(mapped), mapped)
+        self._map.forget(self.keys(mapped))
         self._release(slots)
 
     # Promote
@@ -366,7 +366,7 @@ class Ledger:
     def _evict(self, slab: int, count: int) -> IntArray:
         """Up to `count` slots whose chunks are forgotten; the caller gives them a state."""
         slots = self._policies[slab].victims(count)
-        self._map.forget(self.keys(slots), slots)
+        self._map.forget(self.keys(slots))
         self._masks[slots] = 0
         self.evictions += len(slots)
         return slots

@@ -45,6 +45,7 @@ AUTO = "auto"
 _KV_AUTO_BYTES = 1 << 30
 _HOST_AUTO_BYTES_MAX = 4 << 30
 POLICIES = ("cost", "lru", "s3fifo", "arc")
+"""Of eviction, the default first; ``cache.policy`` makes them."""
 DISK_PROTECTIONS = ("checksum", "blake3", "aes-256-gcm")
 
 
@@ -202,7 +203,7 @@ class Memory:
     object: str = ""
     object_limit: int | str = 0
     lookup_timeout_s: float = 0.5
-    eviction_policy: str = "cost"
+    eviction_policy: str = POLICIES[0]
     device_memory: int | str = 0
     weights: str = "auto"
     max_model_len: int = 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
-from stowage.config.memory import AUTO, SIZE_FIX, Memory, parse_tokens, shown_value, unknown_name
+from stowage.config.memory import AUTO, POLICIES, SIZE_FIX, Memory, parse_tokens, shown_value, unknown_name
 from stowage.config.names import RENAMED, all_today, elsewhere, renamed_hint
 from stowage.errors import ConfigError
 
@@ -124,6 +124,8 @@ _COMPUTE = "Expert settings: computing"
 SERVER_GROUP = "Expert settings: server"
 LOG_GROUP = "Expert settings: log"
 
+_POLICIES = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
+
 MEMORY_SETTINGS = (
     Setting("device_memory", 0, _as_size, "SIZE", "weights, KV cache and activations; 0: no limit"),
     Setting("kv_cache_memory", AUTO, _as_size, "SIZE", "KV cache of the model"),
@@ -131,7 +133,7 @@ MEMORY_SETTINGS = (
     Setting("disk", "", _as_text, "DIR:SIZE", "prefixes on disk, as ~/.cache/stowage:20GiB"),
     Setting("max_model_len", 0, _as_tokens, "N", "longest prompt and answer; 0: what fits"),
     Setting("max_num_seqs", 16, _as_int, "N", "most sequences computed at a time"),
-    Setting("eviction_policy", "cost", _as_text, "NAME", "what leaves host memory: cost, lru, s3fifo or arc", _CACHE),
+    Setting("eviction_policy", POLICIES[0], _as_text, "NAME", f"what leaves host memory: {_POLICIES}", _CACHE),
     Setting("block_size", 16, _as_int, "N", "tokens of one block", _CACHE),
     Setting(
         "group_block_size",

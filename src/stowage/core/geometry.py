@@ -27,7 +27,8 @@ from stowage.errors import BudgetError, ConfigError
 NULL_BLOCK: Final = -1
 """The block-table entry of a block that the device does not hold: never allocated, or freed already."""
 
-ALIGNMENT_BYTES: Final = 4096
+PAGE_BYTES: Final = 4096
+"""What slots, files and direct reads begin and end on."""
 BLOCKS_PER_CHUNK_MAX: Final = 64
 GROUPS_MAX: Final = 1 << 16
 _COMMON_PERCENT: Final = 80
@@ -158,7 +159,7 @@ def bytes_per_block(tensor_bytes: Sequence[int], num_blocks: int) -> int:
     return sum(tensor_bytes) // num_blocks if num_blocks else 0
 
 
-def bytes_per_chunk(bytes_per_block: int, ranks: int, blocks_per_chunk: int, alignment: int = ALIGNMENT_BYTES) -> int:
+def bytes_per_chunk(bytes_per_block: int, ranks: int, blocks_per_chunk: int, alignment: int = PAGE_BYTES) -> int:
     """Host bytes that one chunk of all ranks takes, rounded up to `alignment`."""
     assert bytes_per_block >= 0 and ranks >= 1 and blocks_per_chunk >= 1 and alignment >= 1
     return round_up(bytes_per_block * ranks * blocks_per_chunk, alignment)
@@ -191,7 +192,7 @@ def split_arena(
     host = _checked_host_bytes(host_bytes)
     if snapshot_tokens < 1:
         raise ConfigError(f"snapshot_tokens is {snapshot_tokens}; it must be at least 1")
-    sizes = {group.index: round_up(group.bytes_per_chunk, ALIGNMENT_BYTES) for group in geometry.groups}
+    sizes = {group.index: round_up(group.bytes_per_chunk, PAGE_BYTES) for group in geometry.groups}
     rounded = _common_sizes(set(sizes.values())) if common else {}
     classes: dict[int, list[Group]] = {}
     for group in geometry.groups:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stowage.core.geometry import ALIGNMENT_BYTES, Geometry, Group, Kind, SlabClass, split_arena
+from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, SlabClass, split_arena
 from stowage.errors import BudgetError
 from stowage.executor.block_pool import blocks_needed, split_pool
 from stowage.models.layout import BlockLayout
@@ -134,7 +134,7 @@ class Capacity:
             if most > HOST_BYTES_MAX:
                 return None
         least = most // 2
-        while most - least > ALIGNMENT_BYTES:
+        while most - least > PAGE_BYTES:
             middle = (least + most) // 2
             least, most = (least, middle) if suffices(middle) else (middle, most)
         return most

@@ -9,9 +9,9 @@ what ``--deterministic`` stands on. They are also quicker than what they replace
 (``docs/benchmarks.md``), so a CPU uses them by default. They are built with the package where there is a C compiler;
 where they were not built, or ``STOWAGE_PURE_PYTHON`` is set, torch does the work.
 
-Threads are the kernels' own (``kernel/team.h``), as many as torch has: they wait awake for the next call of a step, a
-moment only and giving way, since torch's threads (``stowage.openmp``) need the cores too. Where there are none they are
-those of torch's OpenMP runtime.
+Threads are the kernels' own (``native/kernels/team.h``), as many as torch has: they wait awake for the next call of a
+step, a moment only and giving way, since torch's threads (``stowage.openmp``) need the cores too. Where there are none
+they are those of torch's OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from stowage.core.geometry import Kind
 from stowage.native import extension as _kernel
-from stowage.native.switches import PURE_PYTHON, is_on
+from stowage.native import is_built as is_built
+from stowage.native import is_wanted
 
 _KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -50,18 +51,13 @@ def _threads_of_torch() -> int:
         return 0
 
 
-if _kernel is not None:
+if is_built():
     _kernel.use_threads(_threads_of_torch())
-
-
-def is_built() -> bool:
-    """Whether there are kernels at all."""
-    return _kernel is not None
 
 
 def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether they are to compute a model of this kind."""
-    return is_built() and not is_on(PURE_PYTHON) and device.type == "cpu" and dtype in DTYPES
+    return is_wanted() and device.type == "cpu" and dtype in DTYPES
 
 
 def quicker(dtype: torch.dtype) -> bool:

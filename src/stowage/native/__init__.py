@@ -6,8 +6,11 @@
     copies.c      many runs of bytes between two memories            transfer.cpu
     kernels/      linear layers, attention, norms, recurrences       executor.kernels
 
-Each part has one Python module that wraps it and does the same, more slowly, where ``extension`` is ``None``: a package
-that was installed without a C compiler works. ``STOWAGE_PURE_PYTHON=1`` has every wrapper leave it alone.
+Each part has one Python module that wraps it and does the same, more slowly, where ``extension`` is ``None``. That is
+more than a model for tests: as long as there are no wheels, it is what runs where there is no C compiler (a slim
+container). ``STOWAGE_PURE_PYTHON=1`` has every wrapper leave compiled code alone. Property tests hold both to the same
+answers, but for ``kernels/``, whose sums have an order of their own. What both sides must agree on, such as the length
+of an array, C compares with what it is given.
 """
 
 from __future__ import annotations

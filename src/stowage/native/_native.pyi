@@ -60,7 +60,7 @@ def copy_runs(
     /,
 ) -> None: ...
 
-Place = tuple[int, int, int, int, int, int]
+Blocks = tuple[int, int, int, int, int, int]
 
 def linear(
     x: int,
@@ -79,8 +79,8 @@ def linear(
 def attention(
     q: int,
     out: int,
-    k: Place,
-    v: Place,
+    k: Blocks,
+    v: Blocks,
     table: int,
     runs: int,
     sinks: int,

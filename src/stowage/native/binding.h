@@ -12,6 +12,16 @@
 
 #define BYTES_ALONE (32 << 10) /* fewer bytes are worked on before another thread could have the interpreter's lock */
 
+#if defined(__GNUC__)
+#define ALWAYS __attribute__((always_inline))
+#define FETCH(address) __builtin_prefetch(address)
+#else
+#define ALWAYS
+#define FETCH(address) ((void)(address))
+#endif
+
+enum { KEY_BYTES = 32 };
+
 #define FAST(function) ((PyCFunction)(void (*)(void))(function)) /* a method that takes its arguments as an array */
 
 int add_policy(PyObject *module);
@@ -42,7 +52,27 @@ static inline Py_ssize_t count_keys(PyObject *keys) {
     return PyList_GET_SIZE(keys);
 }
 
-/* An address, which Python has as a number. */
-static inline void *address(long long number) { return (void *)(intptr_t)number; }
+/* None, or NULL where an exception has been set. */
+static inline PyObject *none_unless(int failed) { return failed ? NULL : Py_NewRef(Py_None); }
+
+/* An address, which Python has as a number. `read_address` is for the format O&. */
+static inline void *address(int64_t number) { return (void *)(intptr_t)number; }
+
+static inline int read_address(PyObject *number, void *to) {
+    *(void **)to = PyLong_AsVoidPtr(number);
+    return *(void **)to != NULL || !PyErr_Occurred();
+}
+
+/* So many of Python's numbers. */
+static inline int read_numbers(PyObject *const *from, Py_ssize_t count, int64_t *to) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        to[i] = PyLong_AsLongLong(from[i]);
+        if (to[i] == -1 && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+_Static_assert(sizeof(Py_ssize_t) == sizeof(int64_t), "the format n reads an int64_t");
 
 #endif

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
-from stowage.core.geometry import ALIGNMENT_BYTES, Geometry, Group, Kind, SlabClass, round_up, split_arena
+from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, SlabClass, round_up, split_arena
 from stowage.errors import BudgetError, ConfigError
 from stowage.storage.disk.tier import least_limit_bytes
 
@@ -108,7 +108,7 @@ class Scenario:
     @property
     def slot_bytes(self) -> int:
         """Of host memory that one block takes."""
-        return round_up(self.chunk_bytes, ALIGNMENT_BYTES)
+        return round_up(self.chunk_bytes, PAGE_BYTES)
 
     @property
     def slabs(self) -> tuple[SlabClass, ...]:

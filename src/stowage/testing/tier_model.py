@@ -19,9 +19,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.geometry import PAGE_BYTES
+
 __all__ = ["GUARD", "NEVER", "POISON", "UNWRITTEN", "Lent", "TierModel", "Version", "content_of", "key_of"]
 
-PAGE_BYTES: Final = 4096
 GUARD: Final = 0xC7
 UNWRITTEN: Final = 0xB1
 POISON: Final = 0xEE

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
 
 __all__ = ["PAGE_BYTES", "Checkpoint", "File", "Segment", "mark_of"]
 
-PAGE_BYTES: Final = 4096
 _HEADER_BYTES_MAX: Final = 100 << 20
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-__all__ = ["PAGE_BYTES", "Delivery", "WeightUnit", "cache_least_bytes", "cache_most_bytes"]
+from stowage.core.geometry import PAGE_BYTES
 
-PAGE_BYTES = 4096
+__all__ = ["PAGE_BYTES", "Delivery", "WeightUnit", "cache_least_bytes", "cache_most_bytes"]
 
 
 class Delivery(StrEnum):

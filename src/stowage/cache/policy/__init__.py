@@ -10,6 +10,7 @@ from stowage.cache.policy.cost import CostAware
 from stowage.cache.policy.lru import LRU
 from stowage.cache.policy.native import cost_aware
 from stowage.cache.policy.s3fifo import S3FIFO
+from stowage.config.memory import POLICIES as NAMES
 
 __all__ = ["ARC", "LRU", "POLICIES", "POLICY_DEFAULT", "S3FIFO", "CostAware", "MakePolicy", "Policy"]
 
@@ -19,4 +20,5 @@ MakePolicy = Callable[[int, int], Policy]
 POLICIES: Final[Mapping[str, MakePolicy]] = MappingProxyType(
     {"cost": cost_aware, "lru": LRU, "s3fifo": S3FIFO, "arc": ARC}
 )
-POLICY_DEFAULT: Final = "cost"
+assert tuple(POLICIES) == NAMES
+POLICY_DEFAULT: Final = NAMES[0]

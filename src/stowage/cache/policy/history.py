@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import BoolArray, IntArray
+from stowage.core.key import KEY_BYTES
 
 __all__ = ["History", "Prints", "fingerprints"]
 
 Prints = NDArray[np.uint64]
 
 WAYS: Final = 8
-_KEY_BYTES: Final = 32
 # Odd constants without structure: keys are digests, but a caller's may be counters.
 _MIX: Final = tuple(
     np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
@@ -33,8 +33,8 @@ _FOLD: Final = np.uint64(32)
 def fingerprints(keys: list[bytes]) -> Prints:
     """A number for each key; 0 is none's."""
     joined = b"".join(keys)
-    if len(joined) != len(keys) * _KEY_BYTES:
-        joined = b"".join(key[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0") for key in keys)
+    if len(joined) != len(keys) * KEY_BYTES:
+        joined = b"".join(key[:KEY_BYTES].ljust(KEY_BYTES, b"\0") for key in keys)
     words = np.frombuffer(joined, np.uint64).reshape(-1, 4)
     mixed: Prints = words[:, 0] * _MIX[0]
     for column in range(1, 4):

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray
+from stowage.core.key import KEY_BYTES
 
-__all__ = ["EXTENT", "KEY_BYTES", "Rows"]
+__all__ = ["EXTENT", "Rows"]
 
-KEY_BYTES: Final = 32
 EXTENT: Final = 64
 """Rows of an extent."""
 _SHARDS: Final = 1024

@@ -5,7 +5,7 @@
     convolve   short convolutions   each channel over its last few tokens
 
 A state is changed in place: those of a batch one after the other, or wherever they lie in a pool
-(``StateRows``). Sums and states are float32. ``kernel/recurrence.h`` has the sources.
+(``StateRows``). Sums and states are float32. ``native/kernels/recurrence.h`` has the sources.
 """
 
 from __future__ import annotations

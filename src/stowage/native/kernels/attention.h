@@ -5,21 +5,21 @@
  * and the keys that it sees: not on how many rows are computed with it, nor on which of them decode.
  */
 
-static const void *NAME(place)(const Attention *job, const Place *place, const Run *run, int64_t head, int64_t at)
+static const void *NAME(address)(const Attention *job, const Blocks *of, const Run *run, int64_t head, int64_t at)
 {
     int64_t block = job->table[run->table + (at - run->base) / job->block_tokens];
-    int64_t inside = (at % job->block_tokens) * place->token + head * place->head;
-    int64_t offset = block > AWAY ? block * place->block : (AWAY - block) * place->unit;
-    return (const char *)(block > AWAY ? place->at : place->away) + (offset + inside) * (job->half ? 2 : 4);
+    int64_t inside = (at % job->block_tokens) * of->token + head * of->head;
+    int64_t offset = block > AWAY ? block * of->block : (AWAY - block) * of->unit;
+    return (const char *)(block > AWAY ? of->at : of->away) + (offset + inside) * (job->half ? 2 : 4);
 }
 
-/* Keys and values at positions [at + low, at + high), to the same places of the tile. */
+/* Keys and values at positions [at + low, at + high), to the same rows of the tile. */
 static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high,
                         Scratch *s)
 {
     for (int i = low; i < high; i++) {
-        const void *key = NAME(place)(job, &job->k, run, head, at + i);
-        const void *value = NAME(place)(job, &job->v, run, head, at + i);
+        const void *key = NAME(address)(job, &job->k, run, head, at + i);
+        const void *value = NAME(address)(job, &job->v, run, head, at + i);
         s->key[i] = key;
         s->value[i] = value;
         if (job->half) {

@@ -64,7 +64,7 @@ static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
         UNROLLED for (int c = 0; c < C; c++) {                                                                         \
             const T *from = w + c * w_row + k;                                                                         \
             weights[c] = WEIGHTS;                                                                                      \
-            FETCH(from + 2 * C * w_row);                                                                               \
+            FETCH_FAR(from + 2 * C * w_row);                                                                           \
         }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++) {                                                                         \
             const uint16_t *from = x + r * x_row + k;                                                                  \

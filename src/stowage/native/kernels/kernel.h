@@ -7,19 +7,17 @@
 #ifndef STOWAGE_ENGINE_KERNEL_H
 #define STOWAGE_ENGINE_KERNEL_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "../binding.h"
+
 #include <math.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define ALWAYS __attribute__((always_inline))
 #if defined(__GNUC__)
-#define FETCH(address) __builtin_prefetch(address, 0, 2) /* to the second cache, which awaits more at once */
+#define FETCH_FAR(address) __builtin_prefetch(address, 0, 2) /* to the second cache, which awaits more at once */
 #else
-#define FETCH(address) ((void)(address))
+#define FETCH_FAR(address) ((void)(address))
 #endif
 /* The value is what it is here. Else a compiler may fuse a product with a sum, or compute several at once, in one tile
  * and not in another, and their bits would differ. */
@@ -95,7 +93,7 @@ typedef struct {
     int64_t block, token, head;
     const void *away;
     int64_t unit;
-} Place;
+} Blocks;
 
 /* `count` tokens of one sequence from position `start`; its blocks are the table's from `table` on, the first of which
  * holds position `base`: a block of the pool, or AWAY - u. */
@@ -106,7 +104,7 @@ typedef struct {
 typedef struct {
     const void *q;
     float *out;
-    Place k, v;
+    Blocks k, v;
     const int64_t *table;
     const Run *runs;
     const float *sinks;

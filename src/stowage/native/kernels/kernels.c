@@ -1,6 +1,5 @@
 /* Kernels: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
 
-#include "../binding.h"
 #include "kernel.h"
 #include "team.h"
 
@@ -142,17 +141,14 @@ static void share_linear(void *argument)
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     (void)self;
-    long long value[COMMON + EACH * TOGETHER];
+    int64_t value[COMMON + EACH * TOGETHER];
     if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
         PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
                                          "to 8 layers w, scales, y, outputs, w_row");
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        value[i] = PyLong_AsLongLong(args[i]);
-        if (value[i] == -1 && PyErr_Occurred())
-            return NULL;
-    }
+    if (read_numbers(args, count, value) < 0)
+        return NULL;
     Linear common = {.x = address(value[0]),
                      .rows = value[1],
                      .inputs = value[2],
@@ -168,7 +164,7 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
     int layers = (int)((count - COMMON) / EACH);
     int64_t outputs = 0;
     for (int i = 0; i < layers; i++) {
-        const long long *own = value + COMMON + EACH * i;
+        const int64_t *own = value + COMMON + EACH * i;
         shares.job[i] = common;
         shares.job[i].w = address(own[0]);
         shares.job[i].scales = address(own[1]);
@@ -235,43 +231,30 @@ static void share_attention(void *argument)
     free(room);
 }
 
-static int read_place(PyObject *tuple, Place *place)
+static int read_blocks(PyObject *tuple, void *to)
 {
-    long long at, block, token, head, away = 0, unit = 0;
-    if (!PyArg_ParseTuple(tuple, "LLLL|LL", &at, &block, &token, &head, &away, &unit))
-        return -1;
-    *place = (Place){address(at), block, token, head, address(away), unit};
-    return 0;
+    Blocks *b = to;
+    return PyArg_ParseTuple(tuple, "O&nnnO&n", read_address, &b->at, &b->block, &b->token, &b->head, read_address,
+                            &b->away, &b->unit);
 }
 
 static PyObject *attention(PyObject *self, PyObject *args)
 {
     (void)self;
-    long long q, out, table, runs, sinks, count, heads, fold, width, value_width, block_tokens, window;
-    int kind, half, threads;
-    float scale, softcap;
-    PyObject *k, *v;
+    int threads;
     Attention job;
-    if (!PyArg_ParseTuple(args, "LLO!O!LLLLLLLLLLiffii", &q, &out, &PyTuple_Type, &k, &PyTuple_Type, &v, &table, &runs,
-                          &sinks, &count, &heads, &fold, &width, &value_width, &block_tokens, &window, &kind, &scale,
-                          &softcap, &half, &threads)
-        || read_place(k, &job.k) < 0 || read_place(v, &job.v) < 0)
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&nnnnnnnnffii", read_address, &job.q, read_address, &job.out, read_blocks,
+                          &job.k, read_blocks, &job.v, read_address, &job.table, read_address, &job.runs, read_address,
+                          &job.sinks, &job.count, &job.heads, &job.fold, &job.width, &job.value_width,
+                          &job.block_tokens, &job.window, &job.kind, &job.scale, &job.softcap, &job.half, &threads))
         return NULL;
-    job.q = address(q);
-    job.out = address(out);
-    job.table = address(table);
-    job.runs = address(runs);
-    job.sinks = address(sinks);
-    job.count = count, job.heads = heads, job.fold = fold, job.width = width, job.value_width = value_width;
-    job.block_tokens = block_tokens, job.window = window, job.kind = kind;
-    job.scale = scale, job.softcap = softcap, job.half = half;
-    int64_t *firsts = PyMem_Malloc((size_t)(count + 1) * sizeof *firsts);
+    int64_t *firsts = PyMem_Malloc((size_t)(job.count + 1) * sizeof *firsts);
     if (firsts == NULL)
         return PyErr_NoMemory();
     firsts[0] = 0;
-    for (int64_t i = 0; i < count; i++)
-        firsts[i + 1] = firsts[i] + heads * ((job.runs[i].count * fold + ROWS - 1) / ROWS);
-    AttentionShares shares = {.job = &job, .firsts = firsts, .shares = firsts[count], .wide = half};
+    for (int64_t i = 0; i < job.count; i++)
+        firsts[i + 1] = firsts[i] + job.heads * ((job.runs[i].count * job.fold + ROWS - 1) / ROWS);
+    AttentionShares shares = {.job = &job, .firsts = firsts, .shares = firsts[job.count], .wide = job.half};
     atomic_init(&shares.next, 0);
     atomic_init(&shares.failed, 0);
     Py_BEGIN_ALLOW_THREADS
@@ -307,18 +290,15 @@ static void share_norm(void *argument)
 static PyObject *norm(PyObject *self, PyObject *args)
 {
     (void)self;
-    long long x, w, y, rows, width;
     int threads;
     NormShares shares;
     Norm *job = &shares.job;
-    if (!PyArg_ParseTuple(args, "LLLLLffiii", &x, &w, &y, &rows, &width, &job->eps, &job->more, &job->half, &job->way,
-                          &threads))
+    if (!PyArg_ParseTuple(args, "O&O&O&nnffiii", read_address, &job->x, read_address, &job->w, read_address, &job->y,
+                          &job->rows, &job->width, &job->eps, &job->more, &job->half, &job->way, &threads))
         return NULL;
-    job->x = address(x), job->w = address(w), job->y = address(y);
-    job->rows = rows, job->width = width;
     atomic_init(&shares.next, 0);
     Py_BEGIN_ALLOW_THREADS
-    spread(share_norm, &shares, rows * width < 65536 ? 1 : threads);
+    spread(share_norm, &shares, job->rows * job->width < 65536 ? 1 : threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

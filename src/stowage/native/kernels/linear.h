@@ -17,7 +17,7 @@
             NAME(vec) weights[C];                                                                                      \
             for (int c = 0; c < C; c++) {                                                                              \
                 weights[c] = NAME(load_##F)(w + c * w_row + k);                                                        \
-                FETCH(ahead.at + c * ahead.row + (k << ahead.shift));                                                  \
+                FETCH_FAR(ahead.at + c * ahead.row + (k << ahead.shift));                                              \
             }                                                                                                          \
             for (int r = 0; r < R; r++) {                                                                              \
                 NAME(vec) inputs = NAME(load)(x + r * x_row + k);                                                      \

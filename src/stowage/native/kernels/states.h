@@ -1,4 +1,4 @@
-/* Layers that carry a state, as Python calls them: arguments, and who does which part. Included by module.c. */
+/* Layers that carry a state, as Python calls them: arguments, and who does which part. Included by kernels.c. */
 
 enum { LITTLE = 65536 }; /* multiplications that are not worth a second thread */
 
@@ -39,22 +39,13 @@ static PyObject *spread_states(StateShares *shares, int64_t operations, int thre
     Py_RETURN_NONE;
 }
 
-/* Python's numbers as `count` of C's; -1 and an exception if they are not so many. */
-static int read_numbers(PyObject *tuple, int64_t *to, Py_ssize_t count)
+static int read_tuple(PyObject *tuple, int64_t *to, Py_ssize_t count)
 {
-    if (PyTuple_GET_SIZE(tuple) != count) {
-        PyErr_Format(PyExc_TypeError, "expected %zd numbers", count);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        to[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-        if (to[i] == -1 && PyErr_Occurred())
-            return -1;
-    }
-    return 0;
+    if (PyTuple_GET_SIZE(tuple) == count)
+        return read_numbers(((PyTupleObject *)tuple)->ob_item, count, to);
+    PyErr_Format(PyExc_TypeError, "expected %zd numbers", count);
+    return -1;
 }
-
-#define ADDRESS(number) ((void *)(intptr_t)(number))
 
 static void delta_part(const void *argument, int64_t part, int64_t piece, float *room)
 {
@@ -72,11 +63,11 @@ static PyObject *delta(PyObject *self, PyObject *args)
     Delta job;
     if (!PyArg_ParseTuple(args, "O!O!O!fiiii", &PyTuple_Type, &at, &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
                           &job.scale, &job.per_key, &job.normed, &job.half, &threads)
-        || read_numbers(at, a, 8) < 0 || read_numbers(sizes, n, 5) < 0 || read_numbers(strides, s, 10) < 0)
+        || read_tuple(at, a, 8) < 0 || read_tuple(sizes, n, 5) < 0 || read_tuple(strides, s, 10) < 0)
         return NULL;
-    job.q = ADDRESS(a[0]), job.k = ADDRESS(a[1]), job.v = ADDRESS(a[2]);
-    job.decay = ADDRESS(a[3]), job.beta = ADDRESS(a[4]), job.state = ADDRESS(a[5]), job.out = ADDRESS(a[6]);
-    job.rows = ADDRESS(a[7]);
+    job.q = address(a[0]), job.k = address(a[1]), job.v = address(a[2]);
+    job.decay = address(a[3]), job.beta = address(a[4]), job.state = address(a[5]), job.out = address(a[6]);
+    job.rows = address(a[7]);
     job.batch = n[0], job.tokens = n[1], job.heads = n[2], job.keys = n[3], job.values = n[4];
     job.q_batch = s[0], job.q_token = s[1], job.q_head = s[2], job.k_batch = s[3], job.k_token = s[4];
     job.k_head = s[5], job.v_batch = s[6], job.v_token = s[7], job.v_head = s[8], job.state_batch = s[9];
@@ -104,11 +95,11 @@ static PyObject *scan(PyObject *self, PyObject *args)
     Scan job;
     if (!PyArg_ParseTuple(args, "O!O!O!ffiii", &PyTuple_Type, &at, &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
                           &job.least, &job.most, &job.softplus, &job.half, &threads)
-        || read_numbers(at, a, 10) < 0 || read_numbers(sizes, n, 6) < 0 || read_numbers(strides, s, 13) < 0)
+        || read_tuple(at, a, 10) < 0 || read_tuple(sizes, n, 6) < 0 || read_tuple(strides, s, 13) < 0)
         return NULL;
-    job.x = ADDRESS(a[0]), job.b = ADDRESS(a[1]), job.c = ADDRESS(a[2]), job.dt = ADDRESS(a[3]);
-    job.bias = ADDRESS(a[4]), job.a = ADDRESS(a[5]), job.d = ADDRESS(a[6]);
-    job.state = ADDRESS(a[7]), job.out = ADDRESS(a[8]), job.rows = ADDRESS(a[9]);
+    job.x = address(a[0]), job.b = address(a[1]), job.c = address(a[2]), job.dt = address(a[3]);
+    job.bias = address(a[4]), job.a = address(a[5]), job.d = address(a[6]);
+    job.state = address(a[7]), job.out = address(a[8]), job.rows = address(a[9]);
     job.batch = n[0], job.tokens = n[1], job.heads = n[2], job.groups = n[3], job.width = n[4], job.states = n[5];
     job.x_batch = s[0], job.x_token = s[1], job.x_head = s[2], job.b_batch = s[3], job.b_token = s[4];
     job.b_group = s[5], job.c_batch = s[6], job.c_token = s[7], job.c_group = s[8], job.dt_batch = s[9];
@@ -138,10 +129,10 @@ static PyObject *convolve(PyObject *self, PyObject *args)
     Convolution job;
     if (!PyArg_ParseTuple(args, "O!O!O!iii", &PyTuple_Type, &at, &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
                           &job.silu, &job.half, &threads)
-        || read_numbers(at, a, 6) < 0 || read_numbers(sizes, n, 5) < 0 || read_numbers(strides, s, 3) < 0)
+        || read_tuple(at, a, 6) < 0 || read_tuple(sizes, n, 5) < 0 || read_tuple(strides, s, 3) < 0)
         return NULL;
-    job.x = ADDRESS(a[0]), job.w = ADDRESS(a[1]), job.bias = ADDRESS(a[2]), job.state = ADDRESS(a[3]);
-    job.out = ADDRESS(a[4]), job.rows = ADDRESS(a[5]);
+    job.x = address(a[0]), job.w = address(a[1]), job.bias = address(a[2]), job.state = address(a[3]);
+    job.out = address(a[4]), job.rows = address(a[5]);
     job.batch = n[0], job.tokens = n[1], job.channels = n[2], job.taps = n[3], job.before = n[4];
     job.x_batch = s[0], job.x_token = s[1], job.state_batch = s[2];
     if (job.taps > TAPS || job.before < job.taps - 1 || (job.state != NULL && (job.tokens != 1 || !job.before))) {

@@ -11,7 +11,7 @@
    Every link is a slot's or a run's number, so nothing is allocated but scratch space for the longest batch.
 
        kernel.h    what a kernel is            past.h      fingerprints, what is remembered, what is learned
-       order.h     who leaves next             module.c    arguments, methods, the module
+       order.h     who leaves next             policy.c    arguments, methods, the type
 
    Arguments are checked before anything is changed. Python can write into the arrays meanwhile: what is read from them
    and used as an index is confined to its range first, so the worst that follows is a wrong victim. */
@@ -19,22 +19,14 @@
 #ifndef STOWAGE_KERNEL_H
 #define STOWAGE_KERNEL_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "../binding.h"
 
 #include <math.h>
 #include <stddef.h>
-#include <stdint.h>
 #include <string.h>
 #include <structmember.h>
 
-#if defined(__GNUC__)
-#define FETCH(address) __builtin_prefetch(address)
-#else
-#define FETCH(address) ((void)(address))
-#endif
-
-enum { AGES = 64, LEVELS = 9, SPANS = 14, CLASSES = LEVELS * SPANS, EPOCHS = 256, WAYS = 8, KEY_BYTES = 32 };
+enum { AGES = 64, LEVELS = 9, SPANS = 14, CLASSES = LEVELS * SPANS, EPOCHS = 256, WAYS = 8 };
 enum { NONE = -1, OUT = -1, HELD = -2 };
 
 static const int64_t NEVER = (int64_t)1 << 62;
@@ -64,7 +56,7 @@ enum {
     USED, ENDED, WAITING, INDEX,
     ARRAYS
 };
-enum { PER_SLOT, PER_SLOT_AND_ONE, PER_PLACE, PER_AGE, PER_EPOCH };
+enum { PER_SLOT, PER_SLOT_AND_ONE, PER_ENTRY, PER_AGE, PER_EPOCH };
 static const struct {
     const char *name;
     Py_ssize_t bytes;
@@ -73,7 +65,7 @@ static const struct {
     {"here", 1, PER_SLOT}, {"print", 8, PER_SLOT}, {"uses", 8, PER_SLOT}, {"gap", 8, PER_SLOT}, {"last", 8, PER_SLOT},
     {"class", 8, PER_SLOT}, {"serial", 8, PER_SLOT_AND_ONE}, {"parent", 8, PER_SLOT}, {"parent_serial", 8, PER_SLOT},
     {"kids", 8, PER_SLOT},
-    {"prints", 8, PER_PLACE}, {"order", 8, PER_PLACE}, {"past", sizeof(Past), PER_PLACE},
+    {"prints", 8, PER_ENTRY}, {"order", 8, PER_ENTRY}, {"past", sizeof(Past), PER_ENTRY},
     {"used", 8, PER_AGE}, {"ended", 8, PER_AGE}, {"waiting", 8, PER_EPOCH}, {"index", 8, PER_AGE},
 };
 

@@ -227,14 +227,14 @@ static void admit_all(Kernel *k, Py_ssize_t count) {
     k->clock += count;
     begin_epoch(k);
     for (Py_ssize_t i = 0; i < count; i++) {
-        int64_t slot = slots[i], place = k->remembered > 0 ? place_of(k, k->prints[i]) : NONE;
+        int64_t slot = slots[i], at = k->remembered > 0 ? index_of(k, k->prints[i]) : NONE;
         k->print[slot] = k->prints[i];
         k->uses[slot] = 0;
         k->gap[slot] = NEVER;
-        if (place != NONE) {
-            const Past *past = &k->past[place];
+        if (at != NONE) {
+            const Past *past = &k->past[at];
             int64_t age = k->clock - past->last;
-            k->known[place] = 0;
+            k->known[at] = 0;
             k->remembered--;
             count_used(k, past->of_class, past->last);
             k->uses[slot] = (int64_t)past->uses + 1;

@@ -86,23 +86,23 @@ static uint64_t fingerprint(const char *key, Py_ssize_t bytes) {
     return mixed > 0 ? mixed : 1;
 }
 
-/* The place of a fingerprint in its row, NONE if it is not there. */
-static inline int64_t place_of(Kernel *k, uint64_t print) {
+/* The index of a fingerprint, which is in its row, NONE if it is not there. */
+static inline int64_t index_of(Kernel *k, uint64_t print) {
     int64_t first = (int64_t)(print & (uint64_t)(k->rows - 1)) * WAYS;
-    for (int64_t place = first; place < first + WAYS; place++)
-        if (k->known[place] == print)
-            return place;
+    for (int64_t at = first; at < first + WAYS; at++)
+        if (k->known[at] == print)
+            return at;
     return NONE;
 }
 
-/* The place of a row that is to be used next: an empty one, else the one that was put first. */
-static inline int64_t oldest_place(Kernel *k, uint64_t print) {
+/* The index in a row that is to be used next: an empty one, else the one that was put first. */
+static inline int64_t oldest_index(Kernel *k, uint64_t print) {
     int64_t first = (int64_t)(print & (uint64_t)(k->rows - 1)) * WAYS, oldest = first;
-    for (int64_t place = first; place < first + WAYS; place++) {
-        if (k->known[place] == 0)
-            return place;
-        if (k->order[place] < k->order[oldest])
-            oldest = place;
+    for (int64_t at = first; at < first + WAYS; at++) {
+        if (k->known[at] == 0)
+            return at;
+        if (k->order[at] < k->order[oldest])
+            oldest = at;
     }
     return oldest;
 }
@@ -116,34 +116,34 @@ static void remember(Kernel *k, const int64_t *slots, int64_t count) {
     }
     int64_t before = k->puts;
     for (int64_t i = 0; i < count; i++) { /* a key that is remembered already stays where it is */
-        int64_t place = place_of(k, k->print[slots[i]]);
+        int64_t at = index_of(k, k->print[slots[i]]);
         k->other[i] = NONE;
-        if (place != NONE && k->order[place] <= before) {
-            k->order[place] = ++k->puts;
-            k->other[i] = place;
-        } else if (place == NONE) {
-            FETCH(&k->past[oldest_place(k, k->print[slots[i]])]);
+        if (at != NONE && k->order[at] <= before) {
+            k->order[at] = ++k->puts;
+            k->other[i] = at;
+        } else if (at == NONE) {
+            FETCH(&k->past[oldest_index(k, k->print[slots[i]])]);
         }
     }
     for (int64_t i = 0; i < count; i++) {
-        int64_t slot = slots[i], place = k->other[i];
+        int64_t slot = slots[i], at = k->other[i];
         uint64_t print = k->print[slot];
-        int was_there = place != NONE;
-        if (place == NONE && place_of(k, print) == NONE) {
-            int64_t oldest = oldest_place(k, print);
+        int was_there = at != NONE;
+        if (at == NONE && index_of(k, print) == NONE) {
+            int64_t oldest = oldest_index(k, print);
             was_there = k->known[oldest] != 0;
             if (!was_there || k->order[oldest] <= before) {
-                place = oldest;
+                at = oldest;
                 k->remembered += !was_there;
-                k->known[place] = print;
-                k->order[place] = ++k->puts;
+                k->known[at] = print;
+                k->order[at] = ++k->puts;
             }
         }
-        if (place == NONE) { /* repeated, or one of too many for its row */
+        if (at == NONE) { /* repeated, or one of too many for its row */
             count_ended(k, k->of_class[slot], k->last[slot]);
             continue;
         }
-        Past *past = &k->past[place];
+        Past *past = &k->past[at];
         if (was_there)
             count_ended(k, past->of_class, past->last);
         past->last = k->last[slot];

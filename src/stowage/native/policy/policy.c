@@ -1,6 +1,5 @@
 /* The eviction policy: arguments in, the kernel's work done, arrays out. kernel.h says what a kernel is. */
 
-#include "../binding.h"
 #include "order.h"
 
 /* Arguments. */
@@ -87,7 +86,6 @@ static int copy_prints(Kernel *k, PyObject *keys, Py_ssize_t count) {
 
 /* Methods. */
 
-PyDoc_STRVAR(admit_doc, "admit(slots, keys, parents, /)\n--\n\nNew chunks; see `Policy.admit`.");
 static PyObject *kernel_admit(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer slots, parents;
     if (!takes("admit", given, 3))
@@ -109,12 +107,9 @@ static PyObject *kernel_admit(Kernel *k, PyObject *const *arguments, Py_ssize_t 
         admit_all(k, count);
     PyBuffer_Release(&parents);
     PyBuffer_Release(&slots);
-    if (!good)
-        return NULL;
-    Py_RETURN_NONE;
+    return none_unless(!good);
 }
 
-PyDoc_STRVAR(insert_doc, "insert(slots, used, /)\n--\n\nEvictable again; see `Policy.insert`.");
 static PyObject *kernel_insert(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
     if (!takes("insert", given, 2))
         return NULL;
@@ -128,7 +123,6 @@ static PyObject *kernel_insert(Kernel *k, PyObject *const *arguments, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(remove_doc, "remove(slots, /)\n--\n\nNot evictable any more; see `Policy.remove`.");
 static PyObject *kernel_remove(Kernel *k, PyObject *slots) {
     Py_ssize_t count = read_slots(k, slots);
     if (count < 0)
@@ -138,7 +132,6 @@ static PyObject *kernel_remove(Kernel *k, PyObject *slots) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(victims_doc, "victims(taken, /)\n--\n\nFill the array with slots that leave. How many there were.");
 static PyObject *kernel_victims(Kernel *k, PyObject *array) {
     Py_buffer view;
     if (PyObject_GetBuffer(array, &view, PyBUF_WRITABLE | PyBUF_ND | PyBUF_FORMAT) < 0)
@@ -170,7 +163,6 @@ static PyObject *slots_after(Kernel *k, const int32_t *next, int32_t first) {
     return slots;
 }
 
-PyDoc_STRVAR(runs_doc, "runs()\n--\n\nEvery run of every class: (class, time, slots).");
 static PyObject *kernel_runs(Kernel *k, PyObject *nothing) {
     PyObject *runs = PyList_New(0);
     for (int of_class = 0; of_class < CLASSES; of_class++)
@@ -184,15 +176,12 @@ static PyObject *kernel_runs(Kernel *k, PyObject *nothing) {
     return runs;
 }
 
-PyDoc_STRVAR(held_doc, "held()\n--\n\nThe slots that are held back, the last one held first.");
 static PyObject *kernel_held(Kernel *k, PyObject *nothing) { return slots_after(k, k->before, k->held_last); }
 
-PyDoc_STRVAR(due_doc, "due()\n--\n\nThose that are held back and not needed any more, the last one first.");
 static PyObject *kernel_due(Kernel *k, PyObject *nothing) { return slots_after(k, k->due_before, k->due_last); }
 
 static Py_ssize_t kernel_length(Kernel *k) { return (Py_ssize_t)k->length; }
 
-PyDoc_STRVAR(best_rates_doc, "best_rates(hazard, rates, /)\n--\n\nFor arrays of float64, a row of ages per class.");
 static PyObject *module_best_rates(PyObject *module, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer hazard, rates;
     if (!takes("best_rates", given, 2))
@@ -212,13 +201,11 @@ static PyObject *module_best_rates(PyObject *module, PyObject *const *arguments,
         PyErr_SetString(PyExc_ValueError, "hazards and rates must be float64, and alike");
     PyBuffer_Release(&rates);
     PyBuffer_Release(&hazard);
-    if (!good)
-        return NULL;
-    Py_RETURN_NONE;
+    return none_unless(!good);
 }
 
 static PyMethodDef functions[] = {
-    {"best_rates", FAST(module_best_rates), METH_FASTCALL, best_rates_doc},
+    {"best_rates", FAST(module_best_rates), METH_FASTCALL, "For arrays of float64, a row of ages per class."},
     {NULL},
 };
 
@@ -301,7 +288,6 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *positional, PyObject *
 }
 
 static void kernel_dealloc(Kernel *k) {
-    PyTypeObject *type = Py_TYPE(k);
     for (int number = 0; number < ARRAYS; number++)
         if (k->lent[number].obj != NULL)
             PyBuffer_Release(&k->lent[number]);
@@ -309,18 +295,17 @@ static void kernel_dealloc(Kernel *k) {
                      k->mark, k->runs, k->some, k->other, k->prints};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)
         PyMem_Free(owned[i]);
-    type->tp_free(k);
-    Py_DECREF(type);
+    Py_TYPE(k)->tp_free(k);
 }
 
 static PyMethodDef methods[] = {
-    {"admit", FAST(kernel_admit), METH_FASTCALL, admit_doc},
-    {"insert", FAST(kernel_insert), METH_FASTCALL, insert_doc},
-    {"remove", (PyCFunction)kernel_remove, METH_O, remove_doc},
-    {"victims", (PyCFunction)kernel_victims, METH_O, victims_doc},
-    {"runs", (PyCFunction)kernel_runs, METH_NOARGS, runs_doc},
-    {"held", (PyCFunction)kernel_held, METH_NOARGS, held_doc},
-    {"due", (PyCFunction)kernel_due, METH_NOARGS, due_doc},
+    {"admit", FAST(kernel_admit), METH_FASTCALL, "New chunks; see `Policy.admit`."},
+    {"insert", FAST(kernel_insert), METH_FASTCALL, "Evictable again; see `Policy.insert`."},
+    {"remove", (PyCFunction)kernel_remove, METH_O, "Not evictable any more; see `Policy.remove`."},
+    {"victims", (PyCFunction)kernel_victims, METH_O, "Fill the array with slots that leave. How many there were."},
+    {"runs", (PyCFunction)kernel_runs, METH_NOARGS, "Every run of every class: (class, time, slots)."},
+    {"held", (PyCFunction)kernel_held, METH_NOARGS, "The slots that are held back, the last one held first."},
+    {"due", (PyCFunction)kernel_due, METH_NOARGS, "Those that are held back and not needed any more, the last one first."},
     {NULL},
 };
 
@@ -330,29 +315,22 @@ static PyMemberDef members[] = {
     {NULL},
 };
 
-static PyType_Slot slots_of_type[] = {
-    {Py_tp_doc, "Kernel(arrays, slots, rows, width)\n--\n\nSee native.py, which makes the arrays."},
-    {Py_tp_new, kernel_new},
-    {Py_tp_dealloc, kernel_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_members, members},
-    {Py_sq_length, kernel_length},
-    {0, NULL},
-};
+static PySequenceMethods sequence = {.sq_length = (lenfunc)kernel_length};
 
-static PyType_Spec type = {
-    .name = "stowage.native._native.Kernel",
-    .basicsize = sizeof(Kernel),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots_of_type,
+static PyTypeObject kernel_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.native._native.Kernel",
+    .tp_doc = "See native.py, which makes the arrays.",
+    .tp_basicsize = sizeof(Kernel),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = kernel_new,
+    .tp_dealloc = (destructor)kernel_dealloc,
+    .tp_methods = methods,
+    .tp_members = members,
+    .tp_as_sequence = &sequence,
 };
 
 int add_policy(PyObject *module) {
     for (int age = 0; age < AGES; age++)
         widths[age] = exp2((age + 1) / 2.0) - exp2(age / 2.0);
-    PyObject *kernel = PyType_FromSpec(&type);
-    int failed = kernel == NULL || PyModule_AddFunctions(module, functions) < 0 ||
-                 PyModule_AddObjectRef(module, "Kernel", kernel) < 0;
-    Py_XDECREF(kernel);
-    return failed ? -1 : 0;
+    return -(PyModule_AddFunctions(module, functions) < 0 || PyModule_AddType(module, &kernel_type) < 0);
 }

@@ -3,7 +3,6 @@
 #ifndef STOWAGE_TABLE_ARGUMENTS_H
 #define STOWAGE_TABLE_ARGUMENTS_H
 
-#include "../binding.h"
 #include "table.h"
 
 /* An array of as many items of so many bytes, to be released if 0 comes back. `count` of -1: any number; it is set. */

@@ -3,11 +3,7 @@
        extent   owner, rows in use, two bits per row: live (the table leads to it), marked
        free     extents without an owner, linked
 
-   A row whose key has a newer one, or was dropped, stays with its owner and is not live.
-
-   What was inserted together is asked for together, as a rule, and lies together: behind a row that was found the next
-   key's is tried first, which is one comparison and reads memory in order. Only where it is another key's is the table
-   asked, which costs two or three cache misses. */
+   A row whose key has a newer one, or was dropped, stays with its owner and is not live. */
 
 #ifndef STOWAGE_ROWS_H
 #define STOWAGE_ROWS_H
@@ -16,7 +12,6 @@
 
 enum { EXTENT_BITS = 6, EXTENT = 1 << EXTENT_BITS, BLOCK_BITS = 12, BLOCK_EXTENTS = 1 << (BLOCK_BITS - EXTENT_BITS) };
 enum { FREE = -1, NO_EXTENT = -1 };
-enum { FEW_KEYS = 4 }; /* that the table is asked for before those behind them are tried */
 static const int64_t EXTENTS_MAX = (int64_t)1 << (31 - EXTENT_BITS);
 
 typedef struct {
@@ -90,52 +85,16 @@ static void free_extent(Rows *r, int64_t number) {
     r->free_count++;
 }
 
-/* As `begin_group_found`, and what is known of the extents of these rows. */
-static inline void begin_group_owned(const Rows *r, const char *const *keys, uint32_t *prints, int64_t *likely,
-                                     int count) {
-    begin_group_found(&r->table, keys, prints, likely, count);
-    for (int i = 0; i < count; i++)
-        if (likely[i] != NO_ROW)
-            FETCH(extent_of(r, likely[i] / EXTENT));
+/* Whether a key leads to this row, if there is one. */
+static inline int is_live(const void *owner, int64_t row) {
+    const Rows *r = owner;
+    return 0 <= row && row < r->extent_count * EXTENT && (extent_of(r, row / EXTENT)->live & bit_of(row));
 }
 
-/* Of keys that follow the one of `row`: how many have the rows behind it, which are written to `rows`. */
-static inline int follow_rows(const Rows *r, int64_t row, const char *const *keys, int64_t *rows, int count) {
-    int64_t end = r->extent_count * EXTENT;
-    int followed = 0;
-    for (; followed < count && ++row < end; followed++) {
-        if (!(extent_of(r, row / EXTENT)->live & bit_of(row)) || keys[followed] == NULL ||
-            !equal_keys(keys[followed], record_of(&r->table, row)))
-            break;
-        rows[followed] = row;
-    }
-    return followed;
-}
+static inline void fetch_extent(const void *owner, int64_t row) { FETCH(extent_of(owner, row / EXTENT)); }
 
-/* How far a list of keys has been looked up: the row of the last one, and how many the table is asked for next. */
-typedef struct {
-    int64_t last;
-    int next;
-} Way;
-static const Way BEGINNING = {NO_ROW, FEW_KEYS};
-
-/* The rows of the next keys, at most GROUP of them; NO_ROW where one is absent. */
 static void find_rows(const Rows *r, Way *way, const char *const *keys, int64_t *rows, int count) {
-    uint32_t prints[GROUP];
-    int64_t likely[GROUP];
-    for (int at = 0; at < count; way->last = rows[at - 1]) {
-        int followed = way->last == NO_ROW ? 0 : follow_rows(r, way->last, keys + at, rows + at, count - at);
-        at += followed;
-        if (followed)
-            way->next = FEW_KEYS;
-        if (at == count)
-            continue;
-        int some = way->next < count - at ? way->next : count - at;
-        begin_group_owned(r, keys + at, prints, likely, some);
-        for (int i = 0; i < some; i++, at++)
-            rows[at] = keys[at] == NULL ? NO_ROW : row_of(&r->table, prints[i], keys[at], likely[i]);
-        way->next = GROUP;
-    }
+    find_group(&r->table, r, is_live, fetch_extent, way, keys, rows, count);
 }
 
 /* The next row of an extent with room for one. 0; -1: no memory, and the row is nobody's. */

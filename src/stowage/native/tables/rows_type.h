@@ -125,7 +125,6 @@ static int insert_all(Rows *r, int64_t owner, PyObject *list, const char *keys, 
     return failed;
 }
 
-PyDoc_STRVAR(insert_doc, "insert(owner, extents, keys, fields, /)\n--\n\nSee `rows.Rows.insert`.");
 static PyObject *rows_insert(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer keys, fields;
     int64_t owner;
@@ -145,12 +144,9 @@ static PyObject *rows_insert(Rows *r, PyObject *const *arguments, Py_ssize_t giv
     int failed = insert_all(r, owner, arguments[1], keys.buf, fields.buf, count);
     PyBuffer_Release(&fields);
     PyBuffer_Release(&keys);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return none_unless(failed);
 }
 
-PyDoc_STRVAR(find_doc, "find(keys, owners, fields, /)\n--\n\nSee `rows.Rows.find`.");
 static PyObject *rows_find(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer owners, fields;
     if (is_busy(r) || !takes("find", given, 3))
@@ -185,7 +181,6 @@ static PyObject *rows_find(Rows *r, PyObject *const *arguments, Py_ssize_t given
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(drop_doc, "drop(keys, /)\n--\n\nSee `rows.Rows.drop`.");
 static PyObject *rows_drop(Rows *r, PyObject *list) {
     const char *keys[GROUP];
     uint32_t prints[GROUP];
@@ -195,7 +190,7 @@ static PyObject *rows_drop(Rows *r, PyObject *list) {
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_owned(r, keys, prints, likely, some);
+        begin_group_found(&r->table, r, fetch_extent, keys, prints, likely, some);
         for (int i = 0; i < some; i++)
             if (keys[i] != NULL)
                 dropped += drop_key(r, prints[i], keys[i]);
@@ -203,7 +198,6 @@ static PyObject *rows_drop(Rows *r, PyObject *list) {
     return PyLong_FromSsize_t(dropped);
 }
 
-PyDoc_STRVAR(mark_doc, "mark(keys, /)\n--\n\nSee `rows.Rows.mark`.");
 static PyObject *rows_mark(Rows *r, PyObject *list) {
     const char *keys[GROUP];
     int64_t rows[GROUP];
@@ -235,7 +229,6 @@ static int check_extents(const Rows *r, PyObject *const *arguments, int64_t *own
     return 0;
 }
 
-PyDoc_STRVAR(marked_doc, "marked(owner, extents, /)\n--\n\nSee `rows.Rows.marked`.");
 static PyObject *rows_marked(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
     int64_t owner;
     if (is_busy(r) || !takes("marked", given, 2) || check_extents(r, arguments, &owner) < 0)
@@ -266,7 +259,6 @@ static PyObject *rows_marked(Rows *r, PyObject *const *arguments, Py_ssize_t giv
     return NULL;
 }
 
-PyDoc_STRVAR(release_doc, "release(owner, extents, /)\n--\n\nSee `rows.Rows.release`.");
 static PyObject *rows_release(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
     int64_t owner;
     Py_ssize_t dropped = 0;
@@ -281,12 +273,10 @@ static PyObject *rows_release(Rows *r, PyObject *const *arguments, Py_ssize_t gi
     return PyLong_FromSsize_t(dropped);
 }
 
-PyDoc_STRVAR(rows_check_doc, "check()\n--\n\nAssert the invariants. Linear in the rows.");
 static PyObject *rows_check(Rows *r, PyObject *nothing) {
     return is_busy(r) ? NULL : none_or_wrong(wrong_with_rows(r));
 }
 
-PyDoc_STRVAR(used_doc, "extents_used(/)\n--\n\nHow many extents have an owner.");
 static PyObject *rows_used(Rows *r, PyObject *nothing) {
     return PyLong_FromLongLong(r->extent_count - r->free_count);
 }
@@ -294,22 +284,22 @@ static PyObject *rows_used(Rows *r, PyObject *nothing) {
 static Py_ssize_t rows_length(Rows *r) { return (Py_ssize_t)r->table.count; }
 
 static PyMethodDef rows_methods[] = {
-    {"insert", FAST(rows_insert), METH_FASTCALL, insert_doc},
-    {"find", FAST(rows_find), METH_FASTCALL, find_doc},
-    {"drop", (PyCFunction)rows_drop, METH_O, drop_doc},
-    {"mark", (PyCFunction)rows_mark, METH_O, mark_doc},
-    {"marked", FAST(rows_marked), METH_FASTCALL, marked_doc},
-    {"release", FAST(rows_release), METH_FASTCALL, release_doc},
-    {"extents_used", (PyCFunction)rows_used, METH_NOARGS, used_doc},
-    {"check", (PyCFunction)rows_check, METH_NOARGS, rows_check_doc},
+    {"insert", FAST(rows_insert), METH_FASTCALL, "See `rows.Rows.insert`."},
+    {"find", FAST(rows_find), METH_FASTCALL, "See `rows.Rows.find`."},
+    {"drop", (PyCFunction)rows_drop, METH_O, "See `rows.Rows.drop`."},
+    {"mark", (PyCFunction)rows_mark, METH_O, "See `rows.Rows.mark`."},
+    {"marked", FAST(rows_marked), METH_FASTCALL, "See `rows.Rows.marked`."},
+    {"release", FAST(rows_release), METH_FASTCALL, "See `rows.Rows.release`."},
+    {"extents_used", (PyCFunction)rows_used, METH_NOARGS, "How many extents have an owner."},
+    {"check", (PyCFunction)rows_check, METH_NOARGS, "Assert the invariants. Linear in the rows."},
     {NULL},
 };
 
 static PySequenceMethods rows_sequence = {.sq_length = (lenfunc)rows_length};
 
 static PyTypeObject rows_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.core.table.stowage.native._native.Rows",
-    .tp_doc = "Rows(width, bucket_bits=12, depth_max=20)\n--\n\nSee `rows.Rows`.",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.native._native.Rows",
+    .tp_doc = "See `rows.Rows`.",
     .tp_basicsize = sizeof(Rows),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = rows_new,

@@ -13,6 +13,15 @@ typedef struct {
     int64_t slots;
 } Slots;
 
+static inline int is_taken(const void *owner, int64_t slot) {
+    const Slots *s = owner;
+    return 0 <= slot && slot < s->slots && s->taken[slot];
+}
+
+static void find_slots(const Slots *s, Way *way, const char *const *keys, int64_t *slots, int count) {
+    find_group(&s->table, s, is_taken, NULL, way, keys, slots, count);
+}
+
 /* The key gets the slot instead of the one that it had. 0; -1: the slot is another key's; FAILED: no memory. */
 static int set_slot(Slots *s, uint32_t print, const char *key, int64_t slot) {
     char *record = record_of(&s->table, slot);

@@ -72,7 +72,6 @@ static int set_all(Slots *s, PyObject *list, const char *slots, Py_ssize_t count
     return 0;
 }
 
-PyDoc_STRVAR(set_doc, "set(keys, slots, /)\n--\n\nSee `native.NativeKeyMap`.");
 static PyObject *slots_set(Slots *s, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer slots;
     if (!takes("set", given, 2))
@@ -89,12 +88,9 @@ static PyObject *slots_set(Slots *s, PyObject *const *arguments, Py_ssize_t give
         return NULL;
     int failed = check_slots(s, &slots, count) < 0 || set_all(s, arguments[0], slots.buf, count) < 0;
     PyBuffer_Release(&slots);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return none_unless(failed);
 }
 
-PyDoc_STRVAR(slots_find_doc, "find(keys, slots, /)\n--\n\nFill the array: -1 where a key is absent.");
 static PyObject *slots_find(Slots *s, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer slots;
     if (!takes("find", given, 2))
@@ -103,21 +99,17 @@ static PyObject *slots_find(Slots *s, PyObject *const *arguments, Py_ssize_t giv
     if (count < 0 || view_items(arguments[1], &slots, &count, sizeof(int64_t), PyBUF_WRITABLE) < 0)
         return NULL;
     const char *keys[GROUP];
-    uint32_t prints[GROUP];
-    int64_t likely[GROUP];
+    int64_t found[GROUP];
+    Way way = BEGINNING;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(arguments[0], first, keys);
-        begin_group_found(&s->table, keys, prints, likely, some);
-        for (int i = 0; i < some; i++) {
-            int64_t slot = row_of(&s->table, prints[i], keys[i], likely[i]);
-            memcpy((char *)slots.buf + (first + i) * sizeof slot, &slot, sizeof slot);
-        }
+        find_slots(s, &way, keys, found, some);
+        memcpy((char *)slots.buf + first * sizeof *found, found, (size_t)some * sizeof *found);
     }
     PyBuffer_Release(&slots);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(slot_of_doc, "slot_of(key, /)\n--\n\nThe slot of a key; -1 where it is absent.");
 static PyObject *slots_slot_of(Slots *s, PyObject *key) {
     if (!PyBytes_Check(key)) {
         PyErr_SetString(PyExc_TypeError, "a key must be bytes");
@@ -127,7 +119,6 @@ static PyObject *slots_slot_of(Slots *s, PyObject *key) {
     return PyLong_FromLongLong(chars == NULL ? NO_ROW : find_row(&s->table, print_of(chars), chars));
 }
 
-PyDoc_STRVAR(has_none_doc, "has_none(keys, /)\n--\n\nWhether all keys are absent.");
 static PyObject *slots_has_none(Slots *s, PyObject *list) {
     const char *keys[GROUP];
     uint32_t prints[GROUP];
@@ -144,7 +135,6 @@ static PyObject *slots_has_none(Slots *s, PyObject *list) {
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(slots_drop_doc, "drop(keys, /)\n--\n\nThe keys become absent. KeyError at the first that was.");
 static PyObject *slots_drop(Slots *s, PyObject *list) {
     const char *keys[GROUP];
     uint32_t prints[GROUP];
@@ -154,7 +144,7 @@ static PyObject *slots_drop(Slots *s, PyObject *list) {
         return NULL;
     for (Py_ssize_t first = 0; first < count; first += GROUP) {
         int some = next_group(list, first, keys);
-        begin_group_found(&s->table, keys, prints, likely, some);
+        begin_group_found(&s->table, s, NULL, keys, prints, likely, some);
         for (int i = 0; i < some; i++)
             if (keys[i] == NULL || !drop_slot(s, prints[i], keys[i])) {
                 PyErr_SetObject(PyExc_KeyError, PyList_GET_ITEM(list, first + i));
@@ -164,7 +154,6 @@ static PyObject *slots_drop(Slots *s, PyObject *list) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(items_doc, "items()\n--\n\nEvery key with its slot.");
 static PyObject *slots_items(Slots *s, PyObject *nothing) {
     PyObject *items = PyList_New(0);
     for (int64_t slot = 0; items != NULL && slot < s->slots; slot++) {
@@ -178,27 +167,26 @@ static PyObject *slots_items(Slots *s, PyObject *nothing) {
     return items;
 }
 
-PyDoc_STRVAR(slots_check_doc, "check()\n--\n\nAssert the invariants. Linear in the slots.");
 static PyObject *slots_check(Slots *s, PyObject *nothing) { return none_or_wrong(wrong_with_slots(s)); }
 
 static Py_ssize_t slots_length(Slots *s) { return (Py_ssize_t)s->table.count; }
 
 static PyMethodDef slots_methods[] = {
-    {"set", FAST(slots_set), METH_FASTCALL, set_doc},
-    {"find", FAST(slots_find), METH_FASTCALL, slots_find_doc},
-    {"slot_of", (PyCFunction)slots_slot_of, METH_O, slot_of_doc},
-    {"has_none", (PyCFunction)slots_has_none, METH_O, has_none_doc},
-    {"drop", (PyCFunction)slots_drop, METH_O, slots_drop_doc},
-    {"items", (PyCFunction)slots_items, METH_NOARGS, items_doc},
-    {"check", (PyCFunction)slots_check, METH_NOARGS, slots_check_doc},
+    {"set", FAST(slots_set), METH_FASTCALL, "See `native.NativeKeyMap`."},
+    {"find", FAST(slots_find), METH_FASTCALL, "Fill the array: -1 where a key is absent."},
+    {"slot_of", (PyCFunction)slots_slot_of, METH_O, "The slot of a key; -1 where it is absent."},
+    {"has_none", (PyCFunction)slots_has_none, METH_O, "Whether all keys are absent."},
+    {"drop", (PyCFunction)slots_drop, METH_O, "The keys become absent. KeyError at the first that was."},
+    {"items", (PyCFunction)slots_items, METH_NOARGS, "Every key with its slot."},
+    {"check", (PyCFunction)slots_check, METH_NOARGS, "Assert the invariants. Linear in the slots."},
     {NULL},
 };
 
 static PySequenceMethods slots_sequence = {.sq_length = (lenfunc)slots_length};
 
 static PyTypeObject slots_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.core.table.stowage.native._native.Slots",
-    .tp_doc = "Slots(slots, bucket_bits=12, depth_max=20)\n--\n\nSee `slots.h`.",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.native._native.Slots",
+    .tp_doc = "See `slots.h`.",
     .tp_basicsize = sizeof(Slots),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = slots_new,

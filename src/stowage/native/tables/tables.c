@@ -4,9 +4,7 @@
 #include "slots_type.h"
 
 int add_tables(PyObject *module) {
-    if (draw_multipliers() < 0 || PyType_Ready(&rows_type) < 0 || PyType_Ready(&slots_type) < 0)
-        return -1;
-    if (PyModule_AddObjectRef(module, "Rows", (PyObject *)&rows_type) < 0)
-        return -1;
-    return PyModule_AddObjectRef(module, "Slots", (PyObject *)&slots_type);
+    int failed = draw_multipliers() < 0 || PyModule_AddType(module, &rows_type) < 0 ||
+                 PyModule_AddType(module, &slots_type) < 0;
+    return -failed;
 }

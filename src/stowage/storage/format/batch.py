@@ -19,6 +19,7 @@ from stowage.native import extension as _native
 from stowage.native.switches import PURE_PYTHON, is_on
 
 __all__ = [
+    "DIGEST_BYTES",
     "FIELD_BYTES",
     "Digests",
     "Fields",

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from stowage.errors import FormatError
-from stowage.storage.format.batch import Fields
+from stowage.storage.format.batch import DIGEST_BYTES, FIELD_BYTES, Fields
 
 __all__ = [
     "DIGEST_BYTES",
@@ -32,12 +32,11 @@ __all__ = [
 ]
 
 HEADER_BYTES: Final = 128
-DIGEST_BYTES: Final = 16
 VERSION: Final = 1
 MAGIC: Final = b"STWC"
 
 _FIELDS: Final = struct.Struct("<4sHH32s32sQQ24x")  # everything that the checksum covers besides the payload
-assert _FIELDS.size == HEADER_BYTES - DIGEST_BYTES
+assert _FIELDS.size == FIELD_BYTES == HEADER_BYTES - DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from stowage.errors import ConfigError
-from stowage.storage.format.batch import Digests, Fields, digests_of
+from stowage.storage.format.batch import DIGEST_BYTES, Digests, Fields, digests_of
 
 __all__ = [
     "KEY_ID_BYTES",
@@ -43,7 +43,6 @@ __all__ = [
 SECRET_BYTES: Final = 32
 KEY_ID_BYTES: Final = 8
 SALT_BYTES: Final = 16
-DIGEST_BYTES: Final = 16
 
 _ID_CONTEXT: Final = "stowage 2026 id of a key for data at rest, encoding 1"
 _SEGMENT_CONTEXT: Final = "stowage 2026 root of the keys of segments, encoding 1"

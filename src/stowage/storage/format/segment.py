@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
 from stowage.storage.format import envelope
 from stowage.storage.format.protection import NO_MARK, Mark
@@ -44,7 +45,6 @@ __all__ = [
     "select",
 ]
 
-PAGE_BYTES: Final = 4096
 BATCH_CHUNKS_MAX: Final = 31
 ENTRY_BYTES: Final = envelope.HEADER_BYTES + 8
 ENTRIES_MAX: Final = 1 << 20
