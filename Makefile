@@ -15,7 +15,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
-ORDINARY := "not vllm and not cuda and not device and not lmeval and not browser and not commands"
+ORDINARY := "not vllm and not cuda and not device and not lmeval and not browser and not commands and not real"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
 TRITON_STAMP := .triton/.installed
@@ -31,7 +31,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real-model clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real real-model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@rm -rf $(dir $@)
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
+
+real: $(REAL_MODEL)/config.json ## answers of a real model in bfloat16, from every tier: the same to the bit
+	$(PY) -m pytest -m real tests/real_model
 
 real-model: $(REAL_MODEL)/config.json ## make the checkpoint of a real model, SmolLM2-135M-Instruct, in .real-model
 

@@ -53,11 +53,11 @@ def test_a_plan_for_programs(call: Stowage, model: Path) -> None:
     found = planned(call, model, *sizes, "--max-num-batched-tokens", "64")
     assert found["workload"] | {"context_tokens": 1024, "batch": 2} == found["workload"]
     assert found["budgets"] == {"device_bytes": 24 << 20, "host_bytes": 8 << 20, "disk_bytes": 60 << 20}
-    for hold, budget in zip(("device", "host", "disk"), found["budgets"].values(), strict=True):
-        assert found["holds"][hold]["used_bytes"] + found["holds"][hold]["left_bytes"] == budget
+    for tier, budget in zip(("device", "host", "disk"), found["budgets"].values(), strict=True):
+        assert found["tiers"][tier]["used_bytes"] + found["tiers"][tier]["left_bytes"] == budget
     placed = sum(part["nbytes"] for part in found["weights"]) + found["device"]["small_bytes"]
     assert placed == found["model"]["bytes"] == 4 * found["model"]["parameters"]
-    assert {part["hold"] for part in found["weights"]} == {"device", "host", "disk"}
+    assert {part["tier"] for part in found["weights"]} == {"device", "host", "disk"}
     assert found["prediction"]["decode_tokens_per_s"] > 0
     assert found["machine"]["measured"] is False
     assert any("not measured" in hint for hint in found["hints"])
@@ -79,14 +79,14 @@ def test_the_table_holds_what_the_budget_is_used_for(call: Stowage, model: Path)
     from stowage.planner.model import read_model
     from stowage.planner.predict import Workload
     from stowage.planner.report import rows, segments
-    from stowage.planner.solve import HOLDS, Budgets, solve
+    from stowage.planner.solve import TIERS, Budgets, solve
 
     budgets = Budgets(24 << 20, 8 << 20, 60 << 20)
     solution = solve(read_model(model), TYPICAL_CPU, budgets, Workload(1024, step_tokens=64))
-    for hold, budget in zip(HOLDS, (budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes), strict=True):
-        assert sum(nbytes for _, nbytes in segments(solution, hold)) == budget
-        used = sum(row.nbytes for row in rows(solution) if row.hold == hold and not row.what.startswith("left"))
-        assert used == solution.used_bytes(hold)
+    for tier, budget in zip(TIERS, (budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes), strict=True):
+        assert sum(nbytes for _, nbytes in segments(solution, tier)) == budget
+        used = sum(row.nbytes for row in rows(solution) if row.tier == tier and not row.what.startswith("left"))
+        assert used == solution.used_bytes(tier)
     fetched = sum(row.step_bytes for row in rows(solution))
     step = solution.prediction.decode
     assert fetched == step.disk_bytes + step.missed_bytes > 0

@@ -16,7 +16,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.experimental.cuda_mapped import mapped
 from stowage.transfer.pinning import pin, should_pin_memory
-from stowage.weights.host_buffers import Berths
+from stowage.weights.host_buffers import HostBuffers
 from tests.engine.conftest import greedy, random_prompt
 
 pytestmark = [
@@ -76,7 +76,7 @@ def test_experts_come_as_they_are_chosen(
 def test_host_memory_is_pinned_where_it_is_and_given_back(checkpoints: Callable[..., Path]) -> None:
     needs_pinning()
     model = stowage.offload(checkpoints("llama", 4096), weights="*=prefetch", host_memory="64MiB", device="cuda")
-    hosts = [home.host for load in model.stowage._loads for home in load.homes.values()]
+    hosts = [location.host for load in model.stowage._loads for location in load.locations.values()]
     assert hosts and all(host.is_pinned() for host in hosts) and model.stowage.capturable
     model.stowage.close()
     assert not any(host.is_pinned() for host in hosts)
@@ -85,18 +85,18 @@ def test_host_memory_is_pinned_where_it_is_and_given_back(checkpoints: Callable[
 def test_a_device_reads_host_memory_where_it_is() -> None:
     """Large enough for many pages; what the host writes there, the device reads."""
     needs_pinning()
-    device, berths = torch.device("cuda", 0), Berths()
-    here = berths.keep(torch.randint(0, 256, (5 << 20,), dtype=torch.uint8))
+    device, host_buffers = torch.device("cuda", 0), HostBuffers()
+    here = host_buffers.keep(torch.randint(0, 256, (5 << 20,), dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="the memory is not pinned"):
         mapped(here, device)
-    berths.pin(lambda memory: pin(memory, device))
+    host_buffers.pin(lambda memory: pin(memory, device))
     there = mapped(here, device)
     assert there.device == device and torch.equal(there.clone().cpu(), here)
     here.random_(0, 256)
     assert torch.equal((there + 0).cpu(), here)
     del there
     torch.cuda.synchronize()
-    berths.close()
+    host_buffers.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -131,7 +131,7 @@ def test_a_graph_captures_a_forward_with_prefetch(family: str, rules: str, check
         expected = model(input_ids=ids(seed), attention_mask=mask, use_cache=False).logits.clone()
         static.copy_(ids(seed))
         source.join()
-        for buffer in source._crossing._buffers:
+        for buffer in source._device_prefetcher._buffers:
             buffer.fill_(0xFF)
         graph.replay()
         assert torch.equal(out, expected)

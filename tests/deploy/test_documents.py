@@ -121,7 +121,7 @@ def test_the_bytes_of_each_family(row: tuple[str, ...], tmp_path: Path) -> None:
         assert per_token == sum(group.bytes_per_chunk // group.chunk_tokens for group in paged)
         assert per_snapshot == sum(group.bytes_per_chunk for group in groups if group.kind is Kind.RECURRENT)
         told = [place for place in placement(engine) if "full" in place.what]
-        assert [(place.hold, place.tokens) for place in told] == [("device", device), ("host", host)]
+        assert [(place.tier, place.tokens) for place in told] == [("device", device), ("host", host)]
 
 
 def test_the_arithmetic_of_models() -> None:

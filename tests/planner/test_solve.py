@@ -13,7 +13,7 @@ from stowage.errors import BudgetError
 from stowage.planner.machine import TYPICAL_CPU, TYPICAL_GPU, Machine
 from stowage.planner.predict import Away, Workload, decode_step, predict, prompt_s
 from stowage.planner.shapes import Attention, Kept, Layer, Model
-from stowage.planner.solve import DEVICE, DISK, HOLDS, HOST, Budgets, Room, Solution, solve, spread_order
+from stowage.planner.solve import DEVICE, DISK, HOST, TIERS, Budgets, Room, Solution, solve, spread_order
 
 MIB = 1 << 20
 WORK = Workload(context_tokens=64, batch=2, prompt_tokens=32, answer_tokens=8, step_tokens=32)
@@ -87,7 +87,7 @@ def test_never_over_a_budget_and_nothing_is_lost(made: Model, on: Machine, given
     kept = made.rest_bytes + solution.kv_bytes + solution.working_bytes + solution.ring_slots * solution.slot_bytes
     kept += solution.cache_bytes
     assert solution.used_bytes(DEVICE) == kept + solution.weights_bytes(DEVICE)
-    assert sum(solution.weights_bytes(hold) for hold in HOLDS) + made.rest_bytes == made.total_bytes
+    assert sum(solution.weights_bytes(tier) for tier in TIERS) + made.rest_bytes == made.total_bytes
     ringed = [part for part in solution.placed if part.delivery in ("stream", "prefetch")]
     assert all(part.nbytes < solution.slot_bytes for part in ringed)
     assert bool(ringed) == bool(solution.ring_slots)
@@ -98,7 +98,7 @@ def test_never_over_a_budget_and_nothing_is_lost(made: Model, on: Machine, given
     assert layers == {layer.index: layer.total_bytes for layer in made.layers}
     on_disk = sum(part.nbytes for part in solution.placed if part.delivery == "stream")
     assert solution.away.disk_bytes == solution.prediction.decode.disk_bytes == on_disk
-    on_host = sum(part.nbytes for part in solution.placed if part.hold == HOST)
+    on_host = sum(part.nbytes for part in solution.placed if part.tier == HOST)
     over_link = on_disk + on_host if on.has_device else 0
     assert solution.away.link_bytes == solution.prediction.decode.link_bytes == over_link
 
@@ -168,10 +168,10 @@ def everything(made: Model, on: Machine, given_bytes: Budgets) -> float:
     room = Room(made, on, WORK)
     parts = [*(layer.total_bytes for layer in made.layers), made.head_bytes]
     best_s = float("inf")
-    for embedding, *where in itertools.product((DEVICE, DISK), *(HOLDS for _ in parts)):
-        rings = [n for n, hold in zip(parts, where, strict=True) if hold == DISK or (on.has_device and hold == HOST)]
+    for embedding, *where in itertools.product((DEVICE, DISK), *(TIERS for _ in parts)):
+        rings = [n for n, tier in zip(parts, where, strict=True) if tier == DISK or (on.has_device and tier == HOST)]
         ring = 2 * (max(made.layers[0].total_bytes, *rings) + (128 << 10)) if rings else 0
-        held = {hold: sum(n for n, at in zip(parts, where, strict=True) if at == hold) for hold in HOLDS}
+        held = {tier: sum(n for n, at in zip(parts, where, strict=True) if at == tier) for tier in TIERS}
         held[embedding] += made.embedding_bytes
         fixed = ring + room.kv_bytes + room.working_bytes + made.rest_bytes
         read = sum(n for n, at in zip(parts, where, strict=True) if at == DISK)
@@ -208,7 +208,7 @@ def test_what_is_read_lies_evenly_between_what_stays() -> None:
     room = Room(made, machine("cpu"), WORK)
     least = room.least_device_bytes(0, 1000 * MIB)
     solution = solve(made, machine("cpu"), Budgets(least + 64 * MIB, 0, 1000 * MIB), WORK)
-    read = [part.layer for part in solution.placed if part.hold == DISK]
+    read = [part.layer for part in solution.placed if part.tier == DISK]
     assert len(read) == 8
     assert {b - a for a, b in itertools.pairwise(read)} == {2}
 
@@ -227,9 +227,9 @@ def solved(made: Model, on: Machine, device_extra: int, host: int = 0, disk: int
 def test_the_embedding_is_the_last_to_get_memory() -> None:
     made = model([4] * 4, head=4, embedding=30)
     none = solved(made, machine("cpu"), 0)
-    assert {part.hold for part in none.placed} == {DISK}
+    assert {part.tier for part in none.placed} == {DISK}
     held = solved(made, machine("cpu"), 20 * MIB)
-    assert {part.name: part.delivery for part in held.placed if part.hold == DISK} == {"embedding": "rows"}
+    assert {part.name: part.delivery for part in held.placed if part.tier == DISK} == {"embedding": "rows"}
 
 
 def test_a_layer_that_is_away_is_fetched_with_all_its_experts() -> None:
@@ -255,7 +255,7 @@ def test_experts_get_what_is_left_as_a_cache_and_are_read_as_they_are_missed() -
     fixed = made.rest_bytes + room.kv_bytes + room.working_bytes + 3 * MIB + 16 * MIB + edges
     solution = solve(made, on, Budgets(fixed + (16 + 1) * 2 * MIB, 0, 64 * MIB), one)
     experts = [part for part in solution.placed if part.delivery == "experts"]
-    assert [(part.layer, part.hold, part.nbytes) for part in experts] == [(at, DISK, 16 * MIB) for at in range(4)]
+    assert [(part.layer, part.tier, part.nbytes) for part in experts] == [(at, DISK, 16 * MIB) for at in range(4)]
     assert solution.cache_bytes == 17 * 2 * MIB + edges
     step = solution.prediction.decode
     assert step.missed_bytes == pytest.approx(4 * 2 * 0.5 * 2 * MIB)

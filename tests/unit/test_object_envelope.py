@@ -155,7 +155,7 @@ def test_another_version_is_told_from_damage() -> None:
     sealed[8] = 2
     with pytest.raises(object_envelope.Unreadable, match="version 2: this reads version 1"):
         unseal(sealed, PROTECTIONS[Method.CHECKSUM])
-    with pytest.raises(FormatError, match="not a parcel"):
+    with pytest.raises(FormatError, match="not an object envelope"):
         unseal(b"x" * 300, PROTECTIONS[Method.CHECKSUM])
     with pytest.raises(FormatError, match="192 bytes, not 3"):
         unseal(b"abc", PROTECTIONS[Method.CHECKSUM])

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stowage
 from stowage.weights.device_prefetcher import PlainCarrier
-from stowage.weights.host_buffers import Berths
+from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.source import WeightSource
 from tests.weights.conftest import logits, prompt
 
@@ -151,14 +151,14 @@ def test_a_pass_is_recorded_once_and_done_again(
     waited = {step for step in tape.steps if isinstance(step, int)}
     units = len(source._streams)
     assert len(tape.copies) == units and waited == set(range(units)), "each once, and none is left under way"
-    assert source._crossing is not None
+    assert source._device_prefetcher is not None
     for turn in range(4):
         ids.copy_(prompt(12, turn))
         expected = logits(model, ids) if turn % 2 else None
         if turn == 3:
-            source._crossing.follow(source._crossing._order)  # gives up what was begun
+            source._device_prefetcher.follow(source._device_prefetcher._order)  # gives up what was begun
         source.join()
-        for buffer in source._crossing._buffers:
+        for buffer in source._device_prefetcher._buffers:
             buffer.fill_(0xFF)
         out.fill_(float("nan"))
         tape.again(eager=turn < 2)
@@ -178,7 +178,7 @@ def test_a_pass_that_fails_leaves_no_copy_behind(opened: Callable[..., Any]) -> 
             logits(model, prompt())
         handle.remove()
         model.stowage.check()
-        assert not model.stowage._crossing._begun
+        assert not model.stowage._device_prefetcher._begun
     assert torch.equal(logits(model, prompt()), expected)
     model.stowage.check()
 
@@ -203,7 +203,7 @@ def test_experts_cannot_be_captured(opened: Callable[..., Any]) -> None:
 
 
 def test_berths_are_pinned_piece_by_piece_and_no_more_than_is_used() -> None:
-    berths, pinned, closed = Berths(1 << 16), [], []
+    host_buffers, pinned, closed = HostBuffers(1 << 16), [], []
 
     def pin(memory: np.ndarray) -> Any:
         pinned.append((memory.ctypes.data, memory.nbytes))
@@ -212,15 +212,15 @@ def test_berths_are_pinned_piece_by_piece_and_no_more_than_is_used() -> None:
     values = [
         torch.randn(count).to(dtype) for count in (10, 9000, 8000, 70_000) for dtype in (torch.float32, torch.bfloat16)
     ]
-    kept = [berths.keep(value) for value in values]
+    kept = [host_buffers.keep(value) for value in values]
     assert all(
         torch.equal(a, b) and a.dtype == b.dtype and a.data_ptr() % 4096 == 0 for a, b in zip(kept, values, strict=True)
     )
-    berths.pin(pin)
+    host_buffers.pin(pin)
     pages = sum(-(-value.numel() * value.element_size() // 4096) * 4096 for value in values)
-    assert sum(nbytes for _, nbytes in pinned) == berths.nbytes == pages and not berths.whole
+    assert sum(nbytes for _, nbytes in pinned) == host_buffers.nbytes == pages and not host_buffers.whole
     spans = sorted(pinned)
     assert all(begin + nbytes <= following for (begin, nbytes), (following, _) in pairwise(spans))
-    berths.close()
-    berths.close()
+    host_buffers.close()
+    host_buffers.close()
     assert len(closed) == len(pinned) and all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))

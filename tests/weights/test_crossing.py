@@ -19,22 +19,22 @@ from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, ConfigError, ModelError, StorageError
 from stowage.plugins.transformers.offload import offload
 from stowage.testing import tiny_models
-from stowage.weights.device_prefetcher import Crossing
-from stowage.weights.parameter_location import Home
+from stowage.weights.device_prefetcher import DevicePrefetcher
+from stowage.weights.parameter_location import ParameterLocation
 from tests.late_carrier import LateCarrier
 
 PROMPT = [5 + 7 * at % 400 for at in range(70)]
 
 
-def home(count: int, value: float = 0.0) -> Home:
-    return Home((count,), torch.float32, host=torch.full((count,), value))
+def location(count: int, value: float = 0.0) -> ParameterLocation:
+    return ParameterLocation((count,), torch.float32, host=torch.full((count,), value))
 
 
 def test_slots_are_given_back_when_their_bytes_are_over() -> None:
     """One may be under way while the next is asked for, so that a ring of two never stands still."""
     carrier, back = LateCarrier(patience=1 << 30), []
-    units = [[home(3), home(100)] for _ in range(4)]
-    crossing = Crossing(carrier, 2, 4096, units, range(4), back.append)
+    units = [[location(3), location(100)] for _ in range(4)]
+    device_prefetcher = DevicePrefetcher(carrier, 2, 4096, units, range(4), back.append)
     slots = [torch.arange(3.0), torch.arange(100.0)]
 
     def slot(unit: int) -> list[Tensor]:
@@ -42,66 +42,68 @@ def test_slots_are_given_back_when_their_bytes_are_over() -> None:
         return slots
 
     for unit in range(4):
-        there = crossing.take(unit, partial(slot, unit))
+        there = device_prefetcher.take(unit, partial(slot, unit))
         assert all(torch.equal(a, b) for a, b in zip(there, slots, strict=True))
         assert all(view.data_ptr() % 64 == there[0].data_ptr() % 64 for view in there)
-        crossing.computed(unit)
-        crossing.computed(unit)
+        device_prefetcher.computed(unit)
+        device_prefetcher.computed(unit)
 
     def again() -> list[Tensor]:
         assert back == [0, 1, 2, 3], "a unit that comes twice in a row waits for its own slot"
         return slots
 
-    crossing.take(3, again)
-    crossing.computed(3)
-    crossing.settle()
-    crossing.check()
+    device_prefetcher.take(3, again)
+    device_prefetcher.computed(3)
+    device_prefetcher.settle()
+    device_prefetcher.check()
     assert carrier.order == [0, 1, 0, 1, 0], "one is computed from while the next is brought"
-    assert back == [0, 1, 2, 3, 3] and not carrier.violations and crossing.nbytes == 8192
+    assert back == [0, 1, 2, 3, 3] and not carrier.violations and device_prefetcher.nbytes == 8192
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
 def test_what_lies_in_host_memory_crosses_ahead_and_in_order(buffers: int) -> None:
     """As many as there are buffers, in the order of the last pass, around its end; one from disk is not overtaken."""
-    units = [[home(8, float(unit))] for unit in range(5)]
+    units = [[location(8, float(unit))] for unit in range(5)]
     carrier, back = LateCarrier(patience=1 << 30), []
-    crossing = Crossing(carrier, buffers, 4096, units, [3], back.append)
+    device_prefetcher = DevicePrefetcher(carrier, buffers, 4096, units, [3], back.append)
     order = [0, 2, 1, 3, 4]
-    crossing.follow(order)
+    device_prefetcher.follow(order)
     for turn in range(15):
         unit = order[turn % 5]
-        (there,) = crossing.take(unit, lambda: [torch.full((8,), 3.0)])
+        (there,) = device_prefetcher.take(unit, lambda: [torch.full((8,), 3.0)])
         assert there.eq(unit).all(), "with what was copied for it"
         following = [order[(turn + ahead) % 5] for ahead in range(1, buffers)]
         ahead = following.index(3) if 3 in following else len(following)
-        assert [unit for unit, _ in crossing._begun] == following[:ahead]
-        crossing.computed(unit)
+        assert [unit for unit, _ in device_prefetcher._begun] == following[:ahead]
+        device_prefetcher.computed(unit)
         if unit == order[-1]:
-            crossing.end_pass()
-            crossing.check()
+            device_prefetcher.end_pass()
+            device_prefetcher.check()
     assert carrier.copies == 15 + buffers and carrier.most_ahead <= buffers and not carrier.violations
-    assert back == [3, 3, 3] and crossing.direct_bytes == 32 * (12 + buffers)
+    assert back == [3, 3, 3] and device_prefetcher.direct_bytes == 32 * (12 + buffers)
 
 
 def test_another_order_costs_copies_and_nothing_else() -> None:
     carrier = LateCarrier(patience=1 << 30)
-    crossing = Crossing(carrier, 3, 4096, [[home(8, float(unit))] for unit in range(6)], [], [].append)
+    device_prefetcher = DevicePrefetcher(
+        carrier, 3, 4096, [[location(8, float(unit))] for unit in range(6)], [], [].append
+    )
     for unit in [0, 1, 4, 4, 5, 2, 0, 3, 1]:
-        (there,) = crossing.take(unit, list)
+        (there,) = device_prefetcher.take(unit, list)
         assert there.eq(unit).all()
-        crossing.computed(unit)
-        crossing.check()
+        device_prefetcher.computed(unit)
+        device_prefetcher.check()
     assert not carrier.violations and carrier.copies > 9
 
 
 def test_one_thread_at_a_time() -> None:
-    crossing = Crossing(LateCarrier(), 3, 4096, [[home(8)], [home(8)]], [], [].append)
-    crossing.take(0, list)
+    device_prefetcher = DevicePrefetcher(LateCarrier(), 3, 4096, [[location(8)], [location(8)]], [], [].append)
+    device_prefetcher.take(0, list)
     told: list[str] = []
 
     def other() -> None:
         try:
-            crossing.take(1, list)
+            device_prefetcher.take(1, list)
         except ModelError as error:
             told.append(str(error))
 
@@ -155,12 +157,14 @@ def test_host_memory_for_the_staging_is_asked_for(tmp_path: Path, monkeypatch: p
 
 def test_what_fails_ahead_is_tried_again() -> None:
     carrier = LateCarrier(fails=lambda number: number in (1, 4, 5))
-    crossing = Crossing(carrier, 3, 4096, [[home(8, float(unit))] for unit in range(4)], [], [].append)
+    device_prefetcher = DevicePrefetcher(
+        carrier, 3, 4096, [[location(8, float(unit))] for unit in range(4)], [], [].append
+    )
     for turn in range(12):
-        (there,) = crossing.take(turn % 4, list)
+        (there,) = device_prefetcher.take(turn % 4, list)
         assert there.eq(turn % 4).all()
-        crossing.computed(turn % 4)
-        crossing.check()
+        device_prefetcher.computed(turn % 4)
+        device_prefetcher.check()
     assert carrier.copies > 12 and not carrier.violations
 
 

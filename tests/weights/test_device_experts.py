@@ -22,7 +22,7 @@ from stowage.errors import ModelError, StorageError
 from stowage.weights import reader
 from stowage.weights.checkpoint import File, Segment
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
-from stowage.weights.parameter_location import Home
+from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.placement import Delivery
 from stowage.weights.reader import Readers
 from tests.late_carrier import LateCarrier
@@ -131,12 +131,16 @@ def cache_of(
         path.write_bytes(raw.tobytes())
     file = File.open(path) if path is not None else None
     for layer in range(LAYERS):
-        values, homes = [], []
+        values, locations = [], []
         for shape in SHAPES:
             count = EXPERTS * shape[0] * shape[1]
             values.append(torch.from_numpy(raw[begin : begin + count]).view(EXPERTS, *shape))
             segments = (Segment(file, begin * 4, count * 4),) if file is not None else ()
-            homes.append(Home((EXPERTS, *shape), torch.float32, segments, values[-1].clone() if not segments else None))
+            locations.append(
+                ParameterLocation(
+                    (EXPERTS, *shape), torch.float32, segments, values[-1].clone() if not segments else None
+                )
+            )
             begin += count
         module = nn.Module()
         module.num_experts = EXPERTS
@@ -144,7 +148,7 @@ def cache_of(
         own = [nn.Parameter(value.clone(), requires_grad=False) for value in values]
         module.up, module.down = own
         truth.append(values)
-        layers.append(Seated(module, own, homes, carrier.device))
+        layers.append(Seated(module, own, locations, carrier.device))
     readers = Readers(threads)
     cache = DeviceExperts(layers, frames * 4 * 72, readers, timeout_s, carrier, 7)
     assert cache.frames == frames
@@ -239,7 +243,7 @@ def test_no_expert_makes_way_for_one_that_is_expected_later() -> None:
 
 def test_a_disk_that_fails_leaves_nothing_half_read(tmp_path: Path) -> None:
     cache, truth, readers = cache_of(LateCarrier(), 7, tmp_path / "table")
-    (file,) = {segment.file for home in cache.layers[0].homes for segment in home.segments}
+    (file,) = {segment.file for location in cache.layers[0].locations for segment in location.segments}
     compute(cache, truth, 0, [0, 1])
     kept, null = (os.dup(file.fd), os.dup(file.direct)), os.open(tmp_path, os.O_RDONLY)
     for fd in (file.fd, file.direct):

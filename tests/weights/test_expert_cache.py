@@ -19,7 +19,7 @@ from stowage.weights import reader
 from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
 from stowage.weights.experts.cache import ExpertCache, Stacks
 from stowage.weights.experts.eviction import Uses
-from stowage.weights.parameter_location import Home
+from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.reader import Read, Readers
 
 LAYERS, EXPERTS = 3, 5
@@ -44,7 +44,7 @@ def cache_of(
     truth, layers, at = [], [], phase
     raw = torch.from_numpy(np.fromfile(table.path, np.uint8))
     for layer in range(LAYERS):
-        homes, values, kind = [], [], kinds[layer % len(kinds)]
+        locations, values, kind = [], [], kinds[layer % len(kinds)]
         for shape in (UP, DOWN):
             nbytes = 4 * int(np.prod(shape))
             value = raw[at : at + nbytes].clone().view(torch.float32).view(shape)
@@ -53,13 +53,17 @@ def cache_of(
             whole = (Segment(table, at, nbytes),)
             host = value.clone() if kind == "h" else None
             segments = {"f": whole, "p": pieces, "h": ()}[kind]
-            homes.append(Home(shape, torch.float32, segments, host, at % 64 if kind == "f" else phase % 64))
+            locations.append(
+                ParameterLocation(shape, torch.float32, segments, host, at % 64 if kind == "f" else phase % 64)
+            )
             values.append(value)
             at += nbytes
         truth.append(values)
-        layers.append(Stacks(EXPERTS, [nn.Parameter(torch.empty(1), requires_grad=False) for _ in homes], homes))
+        layers.append(
+            Stacks(EXPERTS, [nn.Parameter(torch.empty(1), requires_grad=False) for _ in locations], locations)
+        )
     readers = Readers()
-    edges = sum(PAGE_BYTES * (EXPERTS + 1) for home in homes for _ in range(LAYERS)) if phase else 0
+    edges = sum(PAGE_BYTES * (EXPERTS + 1) for location in locations for _ in range(LAYERS)) if phase else 0
     frame_bytes = (5 - 2 * bool(phase)) * PAGE_BYTES
     cache_bytes = (frames + 1) * frame_bytes + edges
     cache = ExpertCache(layers, cache_bytes, readers, timeout_s)

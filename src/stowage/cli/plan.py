@@ -147,9 +147,9 @@ def _show(solution: "Solution", hints: list[str]) -> None:
     title = f"{model.family}: {_billions(model.total_parameters)} parameters{active}, "
     title += f"{format_size(model.total_bytes)} in {model.dtype}"
     table = [
-        (row.hold, row.what, row.delivery, format_size(row.nbytes), _per_step(row.step_bytes)) for row in rows(solution)
+        (row.tier, row.what, row.delivery, format_size(row.nbytes), _per_step(row.step_bytes)) for row in rows(solution)
     ]
-    print_table(title, ("hold", "what", "delivery", "bytes", "per step"), table)
+    print_table(title, ("tier", "what", "delivery", "bytes", "per step"), table)
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for line in bars(solution, plain=not _can_draw()):
         console.print(line)
@@ -186,12 +186,12 @@ def bars(solution: "Solution", *, plain: bool) -> list[str]:
     """One line for each memory that was given, and what its characters mean; rich markup."""
     from stowage.config.memory import format_size
     from stowage.planner.report import segments
-    from stowage.planner.solve import HOLDS
+    from stowage.planner.solve import TIERS
 
     fill = _PLAIN_FILL if plain else _FILL
     lines, used = [], []
-    for hold in HOLDS:
-        parts = segments(solution, hold)
+    for tier in TIERS:
+        parts = segments(solution, tier)
         whole = sum(nbytes for _, nbytes in parts)
         if not whole:
             continue
@@ -202,6 +202,6 @@ def bars(solution: "Solution", *, plain: bool) -> list[str]:
             drawn += f"[{_COLORS[kind]}]{fill[kind] * (end - begun)}[/]" if end > begun else ""
             begun = end
             used += [kind] if kind not in used else []
-        lines.append(f"{hold:<6} {drawn} {format_size(solution.used_bytes(hold))} of {format_size(whole)}")
+        lines.append(f"{tier:<6} {drawn} {format_size(solution.used_bytes(tier))} of {format_size(whole)}")
     meaning = "  ".join(f"[{_COLORS[kind]}]{fill[kind]}[/] {kind}" for kind in used)
     return [*lines, f"{'':<6} {meaning}"]

@@ -74,7 +74,7 @@ def _tell(engine: "Engine", name: str, place: "Place", keys: "ApiKeys", *, json:
     places = placement(engine)
     if json:
         held = [
-            {"hold": p.hold, "what": p.what, "capacity_bytes": p.capacity_bytes, "tokens": p.tokens} for p in places
+            {"tier": p.tier, "what": p.what, "capacity_bytes": p.capacity_bytes, "tokens": p.tokens} for p in places
         ]
         print_json({"model": name, "url": place.url, "max_model_len": engine.sequence_tokens_max, "placement": held})
         return

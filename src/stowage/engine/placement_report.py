@@ -17,14 +17,14 @@ class Place:
     KV).
     """
 
-    hold: str
+    tier: str
     what: str
     capacity_bytes: int
     tokens: int = 0
 
     def __str__(self) -> str:
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
-        return f"{self.hold:<6} {self.what}: {format_size(self.capacity_bytes)}{tokens}"
+        return f"{self.tier:<6} {self.what}: {format_size(self.capacity_bytes)}{tokens}"
 
 
 def weights_bytes(engine: Engine) -> int:
@@ -42,7 +42,7 @@ def shared_tiers(engine: Engine) -> frozenset[str]:
 
 def _weights(source: WeightSource) -> list[Place]:
     placement = source.placement
-    mapped = "weights, read there by the device" if placement.crosses else "weights, mapped from the checkpoint"
+    mapped = "weights, read there by the device" if placement.to_device else "weights, mapped from the checkpoint"
     held = {
         ("device", "weights, resident"): placement.small_bytes + placement.nbytes(Delivery.RESIDENT),
         ("device", f"weights, ring of {placement.ring_slots} buffers"): source.ring_bytes,
@@ -56,7 +56,7 @@ def _weights(source: WeightSource) -> list[Place]:
         ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),
         ("disk", "weights, in another form than the checkpoint's"): source.image_bytes,
     }
-    return [Place(hold, what, nbytes) for (hold, what), nbytes in held.items() if nbytes]
+    return [Place(tier, what, nbytes) for (tier, what), nbytes in held.items() if nbytes]
 
 
 def placement(engine: Engine) -> list[Place]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 
 from stowage.config.memory import format_size
-from stowage.planner.report import layer_holds, segments
-from stowage.planner.solve import DEVICE, DISK, HOLDS, HOST, Solution
+from stowage.planner.report import layer_tiers, segments
+from stowage.planner.solve import DEVICE, DISK, HOST, TIERS, Solution
 
 COLORS: Mapping[str, str] = {
     "weights": "#2f6f4f",
@@ -36,8 +36,8 @@ def draw(solution: Solution) -> str:
     speeds = f"predicted: {prediction.tokens_per_s:.3g} tokens/s for a batch of {solution.workload.batch}, "
     speeds += f"first token of a prompt of {solution.workload.prompt:,} tokens after {prediction.ttft_s:.3g} s"
     parts, y = [], _TOP
-    for hold in HOLDS:
-        parts.append(_bar(solution, hold, y))
+    for tier in TIERS:
+        parts.append(_bar(solution, tier, y))
         y += _ROW
     y += 12
     parts.append(f'<text class="small" x="24" y="{y}">where each layer lies, first to last</text>')
@@ -54,8 +54,8 @@ def draw(solution: Solution) -> str:
     )
 
 
-def _bar(solution: Solution, hold: str, y: int) -> str:
-    found = segments(solution, hold)
+def _bar(solution: Solution, tier: str, y: int) -> str:
+    found = segments(solution, tier)
     whole = sum(nbytes for _, nbytes in found)
     drawn, x = [], float(_LEFT)
     for kind, nbytes in found:
@@ -65,18 +65,18 @@ def _bar(solution: Solution, hold: str, y: int) -> str:
             f"<title>{kind}: {format_size(nbytes)}</title></rect>"
         )
         x += width
-    text = f"{format_size(solution.used_bytes(hold))} of {format_size(whole)}" if whole else "none given"
-    label = f'<text x="24" y="{y + 17}">{hold}</text>'
+    text = f"{format_size(solution.used_bytes(tier))} of {format_size(whole)}" if whole else "none given"
+    label = f'<text x="24" y="{y + 17}">{tier}</text>'
     return f'{label}{"".join(drawn)}<text x="{_LEFT + _BAR + 12}" y="{y + 17}">{text}</text>'
 
 
 def _strip(solution: Solution, y: int) -> str:
-    holds = layer_holds(solution)
-    width = (WIDTH - 48) / max(1, len(holds))
+    tiers = layer_tiers(solution)
+    width = (WIDTH - 48) / max(1, len(tiers))
     return "".join(
         f'<rect x="{24 + at * width:.2f}" y="{y}" width="{max(0.5, width - 1):.2f}" height="{_STRIP}" '
-        f'fill="{HOLD_COLORS[hold]}"/>'
-        for at, hold in enumerate(holds)
+        f'fill="{HOLD_COLORS[tier]}"/>'
+        for at, tier in enumerate(tiers)
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from stowage.config.memory import format_size
 from stowage.planner.predict import Step
 from stowage.planner.shapes import Model
-from stowage.planner.solve import DEVICE, HOLDS, Alternative, Placed, Solution
+from stowage.planner.solve import DEVICE, TIERS, Alternative, Placed, Solution
 from stowage.weights.placement import Delivery
 
 
@@ -21,7 +21,7 @@ from stowage.weights.placement import Delivery
 class Row:
     """One line of the table. ``step_bytes``: fetched of it for one decoding step."""
 
-    hold: str
+    tier: str
     what: str
     delivery: str
     nbytes: int
@@ -30,7 +30,7 @@ class Row:
 
 def rows(solution: Solution) -> list[Row]:
     """What lies where, device first; parts that are alike in one line."""
-    found = [row for hold in HOLDS for row in _weights(solution, hold)]
+    found = [row for tier in TIERS for row in _weights(solution, tier)]
     model, work = solution.model, solution.workload
     if solution.small_bytes:
         found.append(Row(DEVICE, "norm and other small weights", "resident", solution.small_bytes))
@@ -43,14 +43,14 @@ def rows(solution: Solution) -> list[Row]:
         slots = f"ring of {solution.ring_slots} x {format_size(solution.slot_bytes)}"
         found.append(Row(DEVICE, slots, "", solution.ring_bytes))
     found.append(Row(DEVICE, f"a forward of {work.piece:,} tokens works with", "", solution.working_bytes))
-    for hold in HOLDS:
-        if solution.left_bytes(hold) and (tokens := solution.prefix_tokens(hold)):
-            found.append(Row(hold, f"left: prefixes of {tokens:,} tokens", "", solution.left_bytes(hold)))
-    return sorted(found, key=lambda row: HOLDS.index(row.hold))
+    for tier in TIERS:
+        if solution.left_bytes(tier) and (tokens := solution.prefix_tokens(tier)):
+            found.append(Row(tier, f"left: prefixes of {tokens:,} tokens", "", solution.left_bytes(tier)))
+    return sorted(found, key=lambda row: TIERS.index(row.tier))
 
 
-def _weights(solution: Solution, hold: str) -> Iterable[Row]:
-    parts = [part for part in solution.placed if part.hold == hold]
+def _weights(solution: Solution, tier: str) -> Iterable[Row]:
+    parts = [part for part in solution.placed if part.tier == tier]
     for delivery in dict.fromkeys(part.delivery for part in parts):
         alike = [part for part in parts if part.delivery == delivery and part.layer >= 0]
         if alike:
@@ -61,10 +61,10 @@ def _weights(solution: Solution, hold: str) -> Iterable[Row]:
                 what, step_bytes = f"experts of {what}", solution.prediction.decode.missed_bytes
             elif solution.cache_bytes:
                 what = f"{what} without experts"
-            yield Row(hold, what, delivery, sum(part.nbytes for part in alike), step_bytes)
+            yield Row(tier, what, delivery, sum(part.nbytes for part in alike), step_bytes)
     for part in parts:
         if part.layer < 0:
-            yield Row(hold, part.name, part.delivery, part.nbytes, _fetched([part]))
+            yield Row(tier, part.name, part.delivery, part.nbytes, _fetched([part]))
 
 
 def numbers(found: Iterable[int]) -> str:
@@ -150,14 +150,14 @@ def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, An
         "machine": {"name": machine.name, "kind": machine.kind, "measured": machine.measured},
         "budgets": asdict(solution.budgets),
         "workload": asdict(solution.workload),
-        "holds": {
-            hold: {
-                "used_bytes": solution.used_bytes(hold),
-                "weights_bytes": solution.weights_bytes(hold),
-                "left_bytes": solution.left_bytes(hold),
-                "prefix_tokens": solution.prefix_tokens(hold),
+        "tiers": {
+            tier: {
+                "used_bytes": solution.used_bytes(tier),
+                "weights_bytes": solution.weights_bytes(tier),
+                "left_bytes": solution.left_bytes(tier),
+                "prefix_tokens": solution.prefix_tokens(tier),
             }
-            for hold in HOLDS
+            for tier in TIERS
         },
         "device": {
             "kv_bytes": solution.kv_bytes,
@@ -189,20 +189,20 @@ def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, An
     }
 
 
-def segments(solution: Solution, hold: str) -> list[tuple[str, int]]:
+def segments(solution: Solution, tier: str) -> list[tuple[str, int]]:
     """What a hold is filled with, as (kind, bytes), free room last. The bars of both pictures are made of it."""
-    found = [("weights", solution.weights_bytes(hold) + (solution.small_bytes if hold == DEVICE else 0))]
-    if hold == DEVICE:
+    found = [("weights", solution.weights_bytes(tier) + (solution.small_bytes if tier == DEVICE else 0))]
+    if tier == DEVICE:
         found += [
             ("KV", solution.kv_bytes),
             ("ring", solution.ring_bytes),
             ("cache", solution.cache_bytes),
             ("working", solution.working_bytes),
         ]
-    found.append(("free", solution.left_bytes(hold)))
+    found.append(("free", solution.left_bytes(tier)))
     return [(kind, nbytes) for kind, nbytes in found if nbytes]
 
 
-def layer_holds(solution: Solution) -> list[str]:
+def layer_tiers(solution: Solution) -> list[str]:
     """Where each layer lies, in the model's order; one whose experts have a cache, in the disk."""
-    return list({part.layer: part.hold for part in solution.placed if part.layer >= 0}.values())
+    return list({part.layer: part.tier for part in solution.placed if part.layer >= 0}.values())

@@ -31,7 +31,7 @@ from stowage.planner.shapes import Model
 from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST, Delivery
 
 DEVICE, HOST, DISK = "device", "host", "disk"
-HOLDS = (DEVICE, HOST, DISK)
+TIERS = (DEVICE, HOST, DISK)
 _SLOT_MARGIN_BYTES = 128 << 10
 """Of a slot of the ring, beyond its weights: they keep their place within a page of the file."""
 _STEP_TOKENS_LEAST, _SNAPSHOT_TOKENS = 16, 512
@@ -55,7 +55,7 @@ class Placed:
 
     name: str
     layer: int
-    hold: str
+    tier: str
     delivery: str
     nbytes: int
 
@@ -85,31 +85,31 @@ class Solution:
     def ring_bytes(self) -> int:
         return self.ring_slots * self.slot_bytes
 
-    def weights_bytes(self, hold: str) -> int:
-        return sum(part.nbytes for part in self.placed if part.hold == hold)
+    def weights_bytes(self, tier: str) -> int:
+        return sum(part.nbytes for part in self.placed if part.tier == tier)
 
     @property
     def device_bytes(self) -> int:
         fixed = self.small_bytes + self.kv_bytes + self.working_bytes + self.ring_bytes + self.cache_bytes
         return fixed + self.weights_bytes(DEVICE)
 
-    def used_bytes(self, hold: str) -> int:
-        return self.device_bytes if hold == DEVICE else self.weights_bytes(hold)
+    def used_bytes(self, tier: str) -> int:
+        return self.device_bytes if tier == DEVICE else self.weights_bytes(tier)
 
-    def left_bytes(self, hold: str) -> int:
+    def left_bytes(self, tier: str) -> int:
         limits = {DEVICE: self.budgets.device_bytes, HOST: self.budgets.host_bytes, DISK: self.budgets.disk_bytes}
-        return limits[hold] - self.used_bytes(hold)
+        return limits[tier] - self.used_bytes(tier)
 
-    def prefix_tokens(self, hold: str) -> int:
+    def prefix_tokens(self, tier: str) -> int:
         """Tokens of stored prefixes that fit into what is left."""
         context = self.workload.context_tokens
         each = self.model.stored_bytes_per_token(_SNAPSHOT_TOKENS)
-        if hold == DEVICE:
+        if tier == DEVICE:
             each = self.model.sequence_bytes(context, BLOCK_TOKENS) / context
-        return int(self.left_bytes(hold) / each) if each else 0
+        return int(self.left_bytes(tier) / each) if each else 0
 
     def check(self) -> None:
-        assert all(self.left_bytes(hold) >= 0 for hold in HOLDS)
+        assert all(self.left_bytes(tier) >= 0 for tier in TIERS)
         placed = sum(part.nbytes for part in self.placed)
         assert placed + self.small_bytes == self.model.total_bytes
         assert (self.ring_slots > 0) == (self.slot_bytes > 0)
@@ -171,7 +171,7 @@ class Room:
         largest = max((layer.total_bytes for layer in self.model.layers), default=0)
         found = []
         for embedding in (DEVICE, DISK) if self.embedding_bytes else (DEVICE,):
-            for head in HOLDS:
+            for head in TIERS:
                 ringed = head == DISK or (head == HOST and self.machine.has_device)
                 if not ringed:
                     found.append(_Choice(embedding, head, 0, 0))
@@ -181,16 +181,16 @@ class Room:
                 found += [_Choice(embedding, head, slots, slot) for slots in (RING_SLOTS, RING_SLOTS_LEAST)]
         return tuple(found)
 
-    def fixed_bytes(self, choice: _Choice, hold: str) -> int:
-        """What lies in ``hold`` whatever becomes of the layers."""
-        ends = self.embedding_bytes * (choice.embedding == hold) + self.head_bytes * (choice.head == hold)
+    def fixed_bytes(self, choice: _Choice, tier: str) -> int:
+        """What lies in ``tier`` whatever becomes of the layers."""
+        ends = self.embedding_bytes * (choice.embedding == tier) + self.head_bytes * (choice.head == tier)
         if choice.cached:
             ends += {
                 DEVICE: self.filled[-1] - self.experts.nbytes + self.experts.least_bytes,
                 HOST: 0,
                 DISK: self.experts.nbytes,
-            }[hold]
-        if hold != DEVICE:
+            }[tier]
+        if tier != DEVICE:
             return ends
         return ends + self.model.rest_bytes + self.kv_bytes + self.working_bytes + choice.slots * choice.slot_bytes
 
@@ -271,15 +271,15 @@ class Room:
             name = "lm_head and embedding" if self.model.tied else "lm_head"
             yield Placed(name, -1, choice.head, self._delivery(choice.head), self.head_bytes)
 
-    def _delivery(self, hold: str) -> str:
+    def _delivery(self, tier: str) -> str:
         on_host = Delivery.PREFETCH if self.machine.has_device else Delivery.MAPPED
-        return {DEVICE: Delivery.RESIDENT, HOST: on_host, DISK: Delivery.STREAM}[hold].value
+        return {DEVICE: Delivery.RESIDENT, HOST: on_host, DISK: Delivery.STREAM}[tier].value
 
     def _layers(self, device: int, host: int) -> Iterator[Placed]:
         """Each layer where it lies, in the model's order."""
         for rank, at in sorted(enumerate(self.order), key=lambda one: one[1]):
-            hold = DEVICE if rank < device else HOST if rank < host else DISK
-            yield Placed(f"layers.{at}", at, hold, self._delivery(hold), self.model.layers[at].total_bytes)
+            tier = DEVICE if rank < device else HOST if rank < host else DISK
+            yield Placed(f"layers.{at}", at, tier, self._delivery(tier), self.model.layers[at].total_bytes)
 
     def _split(self) -> Iterator[Placed]:
         """Each layer without its experts, which have a cache."""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Streamed, files_of, hide, show
-from stowage.weights.device_prefetcher import Carrier, Crossing, nbytes_of
+from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, nbytes_of
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
-from stowage.weights.host_buffers import Berths
+from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.passes import Passes
 from stowage.weights.placement import Delivery, Placement
 from stowage.weights.prefetcher import Ring
@@ -31,7 +31,7 @@ _Hooks = tuple[Callable[[Any, Any], Any], Callable[[], None]]
 
 
 class Deliveries:
-    """Delivers ``loads`` to ``model``. Takes over ``checkpoint``, ``image`` and ``berths``. See `WeightSource`."""
+    """Delivers ``loads`` to ``model``. Takes over the files and ``host_buffers``. See `WeightSource`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Deliveries:
         checkpoint: Checkpoint,
         image: Image | None,
         carrier: Carrier | None,
-        berths: Berths | None,
+        host_buffers: HostBuffers | None,
     ) -> None:
         self.placement = placement
         self.device = carrier.device if carrier is not None else HOST
@@ -53,15 +53,17 @@ class Deliveries:
         self._row_bytes = 0
         self._order: list[int] | None = None
         self._gone = False
-        self._homes = {id(load.unit.parameters[name]): home for load in loads for name, home in load.homes.items()}
-        self._loads, self._carrier, self._berths = loads, carrier, berths or Berths()
+        self._locations = {
+            id(load.unit.parameters[name]): location for load in loads for name, location in load.locations.items()
+        }
+        self._loads, self._carrier, self._host_buffers = loads, carrier, host_buffers or HostBuffers()
         ringed = [load for load in loads if load.delivery.rings]
         self._streams = [Streamed(load, self.device) for load in ringed]
         self._comers: list[Streamed | Rows | Stacked] = list(self._streams)
         self._in_ring = [n for n, load in enumerate(ringed) if carrier is None or load.delivery is Delivery.STREAM]
         self._ring: Ring | None = self._make_ring() if self._in_ring else None
         self._pinned: Any = None
-        self._crossing: Crossing | None = None
+        self._device_prefetcher: DevicePrefetcher | None = None
         self._experts: ExpertCache | None = None
         cached = [load for load in loads if load.delivery is Delivery.EXPERTS]
         try:
@@ -84,29 +86,33 @@ class Deliveries:
 
     def _cross(self, carrier: Carrier) -> None:
         """Pin what crosses over, and make the buffers."""
-        self._berths.pin(carrier.pin)
+        self._host_buffers.pin(carrier.pin)
         if self._ring is not None:
             self._pinned = carrier.pin(self._ring.numpy())
         if self._streams:
-            homes = [stream.homes for stream in self._streams]
-            largest = max(map(nbytes_of, homes))
+            locations = [stream.locations for stream in self._streams]
+            largest = max(map(nbytes_of, locations))
             slots = self.placement.ring_slots
-            self._crossing = Crossing(carrier, slots, largest, homes, self._in_ring, self._give_back)
+            self._device_prefetcher = DevicePrefetcher(
+                carrier, slots, largest, locations, self._in_ring, self._give_back
+            )
 
     def _cache(self, cached: Sequence[Load]) -> ExpertCache:
         most_bytes, carrier = self.placement.cache_bytes, self._carrier
-        parts = [(c, [c.unit.parameters[n] for n in c.homes], list(c.homes.values())) for c in cached]
+        parts = [(c, [c.unit.parameters[n] for n in c.locations], list(c.locations.values())) for c in cached]
         if carrier is None:
-            stacks = [Stacks(load.unit.experts, parameters, homes) for load, parameters, homes in parts]
+            stacks = [Stacks(load.unit.experts, parameters, locations) for load, parameters, locations in parts]
             return ExpertCache(stacks, most_bytes, self._readers, TIMEOUT_S)
-        seated = [Seated(load.unit.module, parameters, homes, carrier.device) for load, parameters, homes in parts]
+        seated = [
+            Seated(load.unit.module, parameters, locations, carrier.device) for load, parameters, locations in parts
+        ]
         first = self.placement.ring_slots
         return DeviceExperts(seated, most_bytes, self._readers, TIMEOUT_S, carrier, first)
 
     def _let_go(self) -> None:
         """Give back memory, threads and files."""
-        if self._crossing is not None:
-            self._crossing.close()
+        if self._device_prefetcher is not None:
+            self._device_prefetcher.close()
         if isinstance(self._experts, DeviceExperts):
             self._experts.settle()
         ended = self._readers.close()
@@ -118,7 +124,7 @@ class Deliveries:
             self._ring.close()
         if self._experts is not None:
             self._experts.close(ended)
-        self._berths.close()
+        self._host_buffers.close()
         self._checkpoint.close()
         if self._image is not None:
             self._image.close()
@@ -139,12 +145,12 @@ class Deliveries:
                 seated.take_back()
         self.hide()
         self._readers.drain(TIMEOUT_S)
-        if self._crossing is not None or self._carrier is not None:
+        if self._device_prefetcher is not None or self._carrier is not None:
             torch.zeros(1, device=self.device).cpu()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        if self._crossing is not None:
-            self._crossing.reset()
+        if self._device_prefetcher is not None:
+            self._device_prefetcher.reset()
         if self._ring is not None:
             self._ring.reset()
         if self._experts is not None and forked:
@@ -159,17 +165,17 @@ class Deliveries:
 
     def begin_pass(self) -> None:
         """See ``passes.Delivery``."""
-        if self._crossing is not None:
-            self._crossing.begin_pass()
+        if self._device_prefetcher is not None:
+            self._device_prefetcher.begin_pass()
 
     def end_pass(self, whole: bool) -> None:
         """See ``passes.Delivery``."""
         order, self._order = self._order, None
-        if self._crossing is not None:
-            self._crossing.end_pass()
+        if self._device_prefetcher is not None:
+            self._device_prefetcher.end_pass()
         if order and whole and set(order) == set(range(len(self._streams))):
-            if self._crossing is not None:
-                self._crossing.follow(order)
+            if self._device_prefetcher is not None:
+                self._device_prefetcher.follow(order)
             if self._ring is not None:
                 self._ring.follow([self._in_ring.index(number) for number in order if number in self._in_ring])
 
@@ -179,7 +185,7 @@ class Deliveries:
         module = load.unit.module
         if load.delivery is Delivery.MAPPED:
             show(load, self._carrier)
-            files = files_of(load.homes.values())
+            files = files_of(load.locations.values())
 
             def unchanged(_module: nn.Module, _args: Any) -> None:
                 for file in files:
@@ -201,7 +207,7 @@ class Deliveries:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _unit_hooks(self, number: int) -> _Hooks:
-        stream, ring, crossing = self._streams[number], self._ring, self._crossing
+        stream, ring, device_prefetcher = self._streams[number], self._ring, self._device_prefetcher
         in_ring = self._in_ring.index(number) if number in self._in_ring else -1
 
         def slot() -> list[Tensor]:
@@ -217,19 +223,19 @@ class Deliveries:
         def bring(_args: Any, _kwargs: Any) -> None:
             if self._order is not None:
                 self._order.append(number)
-            stream.deliver(slot() if crossing is None else crossing.take(number, slot))
+            stream.deliver(slot() if device_prefetcher is None else device_prefetcher.take(number, slot))
 
         def take_back() -> None:
             stream.take_back()
-            if crossing is not None:
-                crossing.computed(number)
+            if device_prefetcher is not None:
+                device_prefetcher.computed(number)
             elif ring is not None:
                 ring.give_back(in_ring)
 
         return bring, take_back
 
     def _expert_hooks(self, load: Load, number: int) -> _Hooks:
-        files, cache = files_of(load.homes.values()), self._experts
+        files, cache = files_of(load.locations.values()), self._experts
         assert cache is not None
         stacked = None if isinstance(cache, DeviceExperts) else Stacked(load)
         if stacked is not None:

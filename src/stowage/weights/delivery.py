@@ -15,7 +15,7 @@ from stowage.weights.away import absent, come, go
 from stowage.weights.checkpoint import File
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit
-from stowage.weights.parameter_location import Home, SlotLayout, layout, memory_of
+from stowage.weights.parameter_location import ParameterLocation, SlotLayout, layout, memory_of
 from stowage.weights.placement import Delivery
 from stowage.weights.reader import Read, Readers
 
@@ -30,16 +30,16 @@ _TRIED_BYTES: Final = 4096
 
 @dataclass(slots=True)
 class Load:
-    """A unit, how it is delivered, and where its parameters are while they are away: ``homes`` by their names."""
+    """A unit, how it is delivered, and where its parameters are while they are away: ``locations`` by their names."""
 
     unit: Unit
     delivery: Delivery
-    homes: Mapping[str, Home]
+    locations: Mapping[str, ParameterLocation]
 
 
-def files_of(homes: Iterable[Home]) -> list[File]:
-    """The files in which ``homes`` lie, each once."""
-    return list({id(s.file): s.file for home in homes for s in home.segments}.values())
+def files_of(locations: Iterable[ParameterLocation]) -> list[File]:
+    """The files in which ``locations`` lie, each once."""
+    return list({id(s.file): s.file for location in locations for s in location.segments}.values())
 
 
 def show(load: Load, carrier: Carrier | None) -> None:
@@ -47,12 +47,12 @@ def show(load: Load, carrier: Carrier | None) -> None:
 
     Raises ConfigError when the device cannot read it there; it is tried.
     """
-    for name, home in load.homes.items():
+    for name, location in load.locations.items():
         if carrier is None:
-            come(load.unit.parameters[name], home.mapped() if home.host is None else home.host)
+            come(load.unit.parameters[name], location.mapped() if location.host is None else location.host)
             continue
-        assert home.host is not None, "what a device reads lies in host memory"
-        here = home.host.reshape(-1).view(torch.uint8)
+        assert location.host is not None, "what a device reads lies in host memory"
+        here = location.host.reshape(-1).view(torch.uint8)
         try:
             with torch.inference_mode(False):
                 there = carrier.view(here)
@@ -64,15 +64,15 @@ def show(load: Load, carrier: Carrier | None) -> None:
                 f"{name} is to be delivered as mapped, and {carrier.device} cannot read it in host memory: {why}. Say "
                 "prefetch, stream or resident instead."
             )
-        come(load.unit.parameters[name], there.view(home.dtype).view(home.shape))
+        come(load.unit.parameters[name], there.view(location.dtype).view(location.shape))
 
 
 def hide(loads: Iterable[Load], carrier: Carrier) -> None:
     """Before host memory is unpinned: what ``loads`` show there is away, and nothing computes from it any more."""
     shown = [load for load in loads if load.delivery is Delivery.MAPPED]
     for load in shown:
-        for name, home in load.homes.items():
-            go(load.unit.parameters[name], absent(home.shape, home.dtype, carrier.device), name)
+        for name, location in load.locations.items():
+            go(load.unit.parameters[name], absent(location.shape, location.dtype, carrier.device), name)
     if shown:
         torch.zeros(1, device=carrier.device).cpu()  # after all that was asked for
 
@@ -85,30 +85,30 @@ def _same(there: Tensor, here: Tensor) -> bool:
     return True
 
 
-def copied(home: Home, readers: Readers) -> Tensor:
-    """What lies at ``home``, in host memory of its own. Raises CheckpointError and StorageError."""
-    files = files_of([home])
-    raw = np.empty(home.nbytes, np.uint8)
+def copied(location: ParameterLocation, readers: Readers) -> Tensor:
+    """What lies at ``location``, in host memory of its own. Raises CheckpointError and StorageError."""
+    files = files_of([location])
+    raw = np.empty(location.nbytes, np.uint8)
     for file in files:
         file.check()
-    ticket = readers.start(home.reads(0, raw.data))
+    ticket = readers.start(location.reads(0, raw.data))
     ticket.wait(TIMEOUT_S)
     ticket.raise_error()
     for file in files:
         file.check()
-    return torch.from_numpy(raw).view(home.dtype).view(home.shape)
+    return torch.from_numpy(raw).view(location.dtype).view(location.shape)
 
 
 class Streamed:
     """A unit that computes from a slot of the ring, or from a buffer of the device."""
 
     def __init__(self, load: Load, device: torch.device) -> None:
-        self.homes = list(load.homes.values())
-        self.parameters = [load.unit.parameters[name] for name in load.homes]
-        self._names = list(load.homes)
-        self.away = [absent(home.shape, home.dtype, device) for home in self.homes]
-        self.layout: SlotLayout = layout(self.homes)
-        self._files = files_of(self.homes)
+        self.locations = list(load.locations.values())
+        self.parameters = [load.unit.parameters[name] for name in load.locations]
+        self._names = list(load.locations)
+        self.away = [absent(location.shape, location.dtype, device) for location in self.locations]
+        self.layout: SlotLayout = layout(self.locations)
+        self._files = files_of(self.locations)
         self._views: dict[int, list[Tensor]] = {}
         self.take_back()
 
@@ -121,7 +121,7 @@ class Streamed:
         found = self._views.get(slot)
         if found is None:
             with torch.inference_mode(False):  # weights of that mode are multiplied otherwise (loading.put)
-                found = self._views[slot] = self.layout.tensors(self.homes, memory)
+                found = self._views[slot] = self.layout.tensors(self.locations, memory)
         return found
 
     def deliver(self, views: Sequence[Tensor]) -> None:
@@ -138,10 +138,10 @@ class Stacked:
     """The experts of a layer, whose memory is the cache's, and which are shown while the layer computes."""
 
     def __init__(self, load: Load) -> None:
-        self._names = list(load.homes)
-        self._parameters = [load.unit.parameters[name] for name in load.homes]
+        self._names = list(load.locations)
+        self._parameters = [load.unit.parameters[name] for name in load.locations]
         self._there = [parameter.data for parameter in self._parameters]
-        self._away = [absent(home.shape, home.dtype) for home in load.homes.values()]
+        self._away = [absent(location.shape, location.dtype) for location in load.locations.values()]
         self.take_back()
 
     def show(self) -> None:
@@ -158,15 +158,17 @@ class Rows:
     """An embedding whose rows are read as they are asked for."""
 
     def __init__(self, load: Load, device: torch.device) -> None:
-        ((name, home),) = load.homes.items()
+        ((name, location),) = load.locations.items()
         self._parameter = load.unit.parameters[name]
-        self._home = home
-        self._files = files_of([home])
+        self._location = location
+        self._files = files_of([location])
         self._table: File | memoryview
         self._table, self._begin = (
-            (home.segments[0].file, home.segments[0].offset) if home.host is None else (memory_of(home.host), 0)
+            (location.segments[0].file, location.segments[0].offset)
+            if location.host is None
+            else (memory_of(location.host), 0)
         )
-        self._away = absent(home.shape, home.dtype, device)
+        self._away = absent(location.shape, location.dtype, device)
         self._name = name
         self.take_back()
         module: Any = load.unit.module
@@ -180,9 +182,9 @@ class Rows:
             file.check()
         rows, numbers = torch.unique(ids, return_inverse=True)
         wanted = rows.tolist()
-        if wanted and not 0 <= wanted[0] <= wanted[-1] < self._home.shape[0]:
-            raise IndexError(f"a token id lies outside of the embedding's {self._home.shape[0]} rows")
-        row_bytes = self._home.nbytes // self._home.shape[0]
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < self._location.shape[0]:
+            raise IndexError(f"a token id lies outside of the embedding's {self._location.shape[0]} rows")
+        row_bytes = self._location.nbytes // self._location.shape[0]
         raw = np.empty(max(1, len(wanted)) * row_bytes, np.uint8)
         memory = raw.data
         ticket = readers.start(
@@ -194,7 +196,7 @@ class Rows:
         ticket.wait(TIMEOUT_S)
         ticket.raise_error()
         with torch.inference_mode(False):  # parameters of other devices take no tensors of that mode
-            table = torch.from_numpy(raw).view(self._home.dtype).view(-1, *self._home.shape[1:])
+            table = torch.from_numpy(raw).view(self._location.dtype).view(-1, *self._location.shape[1:])
             come(self._parameter, table.to(self._away.device))
         return numbers, len(wanted) * row_bytes
 

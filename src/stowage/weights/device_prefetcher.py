@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.errors import ModelError, TransferError
-from stowage.weights.parameter_location import Home
+from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.turn import TWO_FORWARDS
 
-__all__ = ["Carrier", "Crossing", "PlainCarrier"]
+__all__ = ["Carrier", "DevicePrefetcher", "PlainCarrier"]
 
 _ALIGNED_BYTES = 256
 """Where a parameter may begin in a buffer: what allocators of devices give, and kernels are quickest with."""
 
 
-class Crossed(Protocol):
+class PrefetchTicket(Protocol):
     """Copies that were begun."""
 
     @property
@@ -61,7 +61,7 @@ class Carrier(Protocol):
         """
         ...
 
-    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> Crossed | None:
+    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> PrefetchTicket | None:
         """Copy into ``buffers``, ``(there, here)`` each, after what was ``computed`` from them. ``None``: it is done.
         Raises RuntimeError or TransferError when that fails.
         """
@@ -96,7 +96,7 @@ class PlainCarrier:
             raise RuntimeError(f"{self.device} is not known to read host memory")
         return memory
 
-    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> Crossed | None:
+    def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> PrefetchTicket | None:
         """See ``Carrier``."""
         for there, here in pairs:
             there.copy_(here)
@@ -112,8 +112,8 @@ class PlainCarrier:
         """There is nothing to forget."""
 
 
-class Crossing:
-    """``buffers`` of ``nbytes`` each, for units whose parameters are ``homes``, by the unit's number. ``streamed``:
+class DevicePrefetcher:
+    """``buffers`` of ``nbytes`` each, for units whose parameters are ``locations``, by the unit's number. ``streamed``:
     those that come through the ring; ``give_back(unit)`` says that its slot may be filled again.
     """
 
@@ -122,22 +122,22 @@ class Crossing:
         carrier: Carrier,
         buffers: int,
         nbytes: int,
-        homes: Sequence[Sequence[Home]],
+        locations: Sequence[Sequence[ParameterLocation]],
         streamed: Collection[int],
         give_back: Callable[[int], None],
     ) -> None:
         self._carrier = carrier
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=carrier.device) for _ in range(buffers)]
-        self._homes, self._streamed, self._give_back = homes, frozenset(streamed), give_back
-        self._order, self._next = list(range(len(homes))), 0
+        self._locations, self._streamed, self._give_back = locations, frozenset(streamed), give_back
+        self._order, self._next = list(range(len(locations))), 0
         self._free = deque(range(buffers))
         self._begun: deque[tuple[int, int]] = deque()
         self._lent: dict[int, int] = {}
         self._thread = 0
-        self._under_way: deque[tuple[Crossed, int]] = deque()
+        self._under_way: deque[tuple[PrefetchTicket, int]] = deque()
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._apart, self._left = False, 0
-        self._last: Crossed | None = None
+        self._last: PrefetchTicket | None = None
         self.direct_bytes = 0
         """That crossed over straight from host memory."""
 
@@ -148,7 +148,7 @@ class Crossing:
 
     def follow(self, order: Sequence[int]) -> None:
         """Units will be asked for in this order, again and again; some may come more than once."""
-        assert set(order) == set(range(len(self._homes))), "an order names every unit"
+        assert set(order) == set(range(len(self._locations))), "an order names every unit"
         self._drop()
         self._order, self._next = list(order), 0
 
@@ -276,50 +276,50 @@ class Crossing:
         unit = self._order[self._next]
         assert self._free, "more units compute at once than there are buffers"
         number = self._free.popleft()
-        homes = self._homes[unit]
-        here = slot if slot is not None else [home.host for home in homes if home.host is not None]
+        locations = self._locations[unit]
+        here = slot if slot is not None else [location.host for location in locations if location.host is not None]
         try:
-            crossed = self._carrier.copy([number], list(zip(self._places(unit, number), here, strict=True)))
+            prefetched = self._carrier.copy([number], list(zip(self._places(unit, number), here, strict=True)))
         except (RuntimeError, TransferError) as error:  # torch's, for whatever went wrong on a device
             self._free.appendleft(number)
             if slot is not None:
                 self._give_back(unit)
             raise TransferError(f"weights could not be copied to the device: {error}") from error
-        self._last = crossed
+        self._last = prefetched
         self._begun.append((unit, number))
         self._next = (self._next + 1) % len(self._order)
         self._left = max(0, self._left - 1)
         if slot is None:
-            self.direct_bytes += sum(home.nbytes for home in homes)
-        elif crossed is None:
+            self.direct_bytes += sum(location.nbytes for location in locations)
+        elif prefetched is None:
             self._give_back(unit)
         else:
-            self._under_way.append((crossed, unit))
+            self._under_way.append((prefetched, unit))
 
     def _places(self, unit: int, number: int) -> list[Tensor]:
         there = self._views.get((unit, number))
         if there is None:
             with torch.inference_mode(False):  # parameters take no tensors of that mode
-                there = self._views[unit, number] = views(self._homes[unit], self._buffers[number])
+                there = self._views[unit, number] = views(self._locations[unit], self._buffers[number])
         return there
 
     def _first(self) -> None:
-        crossed, unit = self._under_way.popleft()
+        prefetched, unit = self._under_way.popleft()
         try:
-            crossed.wait()
+            prefetched.wait()
         finally:
             self._give_back(unit)
 
 
-def nbytes_of(homes: Sequence[Home]) -> int:
+def nbytes_of(locations: Sequence[ParameterLocation]) -> int:
     """Bytes of a buffer for these parameters."""
-    return sum(-(-home.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for home in homes)
+    return sum(-(-location.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for location in locations)
 
 
-def views(homes: Sequence[Home], buffer: Tensor) -> list[Tensor]:
-    """Where ``homes`` lie in a buffer, one after the other."""
+def views(locations: Sequence[ParameterLocation], buffer: Tensor) -> list[Tensor]:
+    """Where ``locations`` lie in a buffer, one after the other."""
     found, begin = [], 0
-    for home in homes:
-        found.append(buffer[begin : begin + home.nbytes].view(home.dtype).view(home.shape))
-        begin += -(-home.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    for location in locations:
+        found.append(buffer[begin : begin + location.nbytes].view(location.dtype).view(location.shape))
+        begin += -(-location.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     return found

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from stowage.weights.checkpoint import PAGE_BYTES
 
-__all__ = ["PIECE_BYTES", "Berths"]
+__all__ = ["PIECE_BYTES", "HostBuffers"]
 
 PIECE_BYTES: Final = 1 << 30
 """Of addresses that are asked for at a time: so that few calls pin it all."""
 _MAP_NORESERVE: Final = 0x4000
 
 
-class Berths:
+class HostBuffers:
     """``piece_bytes``: instead of ``PIECE_BYTES``."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:

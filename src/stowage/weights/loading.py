@@ -19,10 +19,10 @@ from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.delivery import HOST, Load
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
-from stowage.weights.host_buffers import Berths
+from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
-from stowage.weights.parameter_location import Home, as_bytes, copy_of, phase_of
-from stowage.weights.placement import Cargo, Delivery, Placement, Rule, place
+from stowage.weights.parameter_location import ParameterLocation, as_bytes, copy_of, phase_of
+from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, place
 from stowage.weights.quantized.codes import form_of, workspace_bytes
 from stowage.weights.quantized.modules import packed_forms
 from stowage.weights.repacked import Image
@@ -73,11 +73,11 @@ class _Loading(Building):
         super().__init__(checkpoint)
         self.budget = budget
         self.image: Image | None = None
-        self.berths = Berths()
+        self.host_buffers = HostBuffers()
         self.held: set[str] = set()
         self.placement: Placement | None = None
         self.deliveries: dict[str, Delivery] = {}
-        self.homes: dict[int, Home] = {}
+        self.locations: dict[int, ParameterLocation] = {}
         self.locator = Locator(checkpoint)
 
     def begin(self, root: nn.Module) -> None:
@@ -108,24 +108,24 @@ class _Loading(Building):
         if delivery is Delivery.RESIDENT:
             return nn.Parameter(copy_of(values).to(self.budget.device), parameter.requires_grad)
         values = values.contiguous()
-        home = self._home(path, values, delivery)
-        stand_in = nn.Parameter(absent(home.shape, home.dtype, self.budget.device), parameter.requires_grad)
-        self.homes[id(stand_in)] = home
+        location = self._location(path, values, delivery)
+        stand_in = nn.Parameter(absent(location.shape, location.dtype, self.budget.device), parameter.requires_grad)
+        self.locations[id(stand_in)] = location
         return stand_in
 
-    def _home(self, path: str, values: Tensor, delivery: Delivery) -> Home:
+    def _location(self, path: str, values: Tensor, delivery: Delivery) -> ParameterLocation:
         shape, dtype, phase = tuple(values.shape), values.dtype, phase_of(values)
         if self.budget.carrier is not None and (delivery.on_host or path in self.held):
-            return Home(shape, dtype, host=self.berths.keep(values))
+            return ParameterLocation(shape, dtype, host=self.host_buffers.keep(values))
         if delivery is Delivery.PREFETCH:
-            return Home(shape, dtype, host=copy_of(values), phase=phase)
-        home = Home(shape, dtype, tuple(self.locator.find(path, as_bytes(values)) or ()), phase=phase)
+            return ParameterLocation(shape, dtype, host=copy_of(values), phase=phase)
+        location = ParameterLocation(shape, dtype, tuple(self.locator.find(path, as_bytes(values)) or ()), phase=phase)
         if delivery is Delivery.MAPPED:
-            return home if home.mappable else Home(shape, dtype, host=copy_of(values), phase=phase)
-        if not home.segments or (delivery is Delivery.ROWS and len(home.segments) > 1):
-            self.image = self.image or _new_image(path, home.nbytes, self.budget)
-            return Home(shape, dtype, (self.image.add(as_bytes(values)),))
-        return home
+            return location if location.mappable else ParameterLocation(shape, dtype, host=copy_of(values), phase=phase)
+        if not location.segments or (delivery is Delivery.ROWS and len(location.segments) > 1):
+            self.image = self.image or _new_image(path, location.nbytes, self.budget)
+            return ParameterLocation(shape, dtype, (self.image.add(as_bytes(values)),))
+        return location
 
     def finish(self, model: Any) -> WeightSource:
         """Hook the model's units as loading left them: parameters that became one are one."""
@@ -134,10 +134,10 @@ class _Loading(Building):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.budget.device))
         carrier = self.budget.carrier
-        return deliver(model, self.placement, self.homes, self.checkpoint, self.image, carrier, self.berths)
+        return deliver(model, self.placement, self.locations, self.checkpoint, self.image, carrier, self.host_buffers)
 
     def abandon(self) -> None:
-        self.berths.close()
+        self.host_buffers.close()
         self.checkpoint.close()
         if self.image is not None:
             self.image.close()
@@ -146,30 +146,30 @@ class _Loading(Building):
 def deliver(
     model: Any,
     placement: Placement,
-    homes: Mapping[int, Home],
+    locations: Mapping[int, ParameterLocation],
     checkpoint: Checkpoint,
     image: Image | None,
     carrier: Carrier | None = None,
-    berths: Berths | None = None,
+    host_buffers: HostBuffers | None = None,
 ) -> WeightSource:
-    """The source of ``model``'s weights, whose parameters lie in ``homes`` (by the parameter's ``id``) or in memory.
+    """The source of ``model``'s weights, whose parameters lie in ``locations`` (by parameter ``id``) or in memory.
 
     Raises UnsupportedModelError when a parameter that is away belongs to a module that cannot be given it.
     """
     loads = []
     for unit in _units_of(divide(model), placement):
-        unit.parameters = {name: p for name, p in unit.parameters.items() if id(p) in homes}
+        unit.parameters = {name: p for name, p in unit.parameters.items() if id(p) in locations}
         if unit.parameters:
-            loads.append(Load(unit, placement.of(unit.name), {n: homes[id(p)] for n, p in unit.parameters.items()}))
+            loads.append(Load(unit, placement.of(unit.name), {n: locations[id(p)] for n, p in unit.parameters.items()}))
     loads += _tied_tables(model, loads)
     given = {(id(module), own) for load in loads for module, own in _holders(load.unit)}
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in homes and (id(module), own) not in given:
+            if id(parameter) in locations and (id(module), own) not in given:
                 raise UnsupportedModelError(
                     f"{name}.{own} is shared with a module that weights cannot be delivered to: keep it resident."
                 )
-    return WeightSource(model, placement, loads, checkpoint, image, carrier, berths)
+    return WeightSource(model, placement, loads, checkpoint, image, carrier, host_buffers)
 
 
 def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
@@ -179,12 +179,12 @@ def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and id(module) not in own and id(module.weight) in owners:
             load, parameter_name = owners[id(module.weight)]
-            home = load.homes[parameter_name]
+            location = load.locations[parameter_name]
             delivery = load.delivery
-            if delivery.rings and looks_up(module) and len(home.segments) <= 1:
+            if delivery.rings and looks_up(module) and len(location.segments) <= 1:
                 delivery = Delivery.ROWS
             path, (table,) = f"{name}.weight", module.parameters(recurse=False)
-            yield Load(Unit(name, module, {path: table}, rows=True), delivery, {path: home})
+            yield Load(Unit(name, module, {path: table}, rows=True), delivery, {path: location})
 
 
 def _holders(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
@@ -205,18 +205,22 @@ def adopt(model: Any, budget: Budget) -> WeightSource:
     for name, parameter, _ in moved:
         _refuse_wrapped(name, parameter.detach())
     image: Image | None = None
-    homes: dict[int, Home] = {}
+    locations: dict[int, ParameterLocation] = {}
     try:
         for name, parameter, delivery in moved:
             values = parameter.detach().contiguous()
-            if id(parameter) in homes:
+            if id(parameter) in locations:
                 continue
             if delivery.on_host:
-                homes[id(parameter)] = Home(tuple(values.shape), values.dtype, host=values, phase=phase_of(values))
+                locations[id(parameter)] = ParameterLocation(
+                    tuple(values.shape), values.dtype, host=values, phase=phase_of(values)
+                )
             else:
                 image = image or _new_image(name, values.nbytes, budget)
-                homes[id(parameter)] = Home(tuple(values.shape), values.dtype, (image.add(as_bytes(values)),))
-        return deliver(model, placement, homes, Checkpoint([]), image)
+                locations[id(parameter)] = ParameterLocation(
+                    tuple(values.shape), values.dtype, (image.add(as_bytes(values)),)
+                )
+        return deliver(model, placement, locations, Checkpoint([]), image)
     except BaseException:
         if image is not None:
             image.close()
@@ -250,15 +254,15 @@ def _refuse_wrapped(name: str, values: Tensor) -> None:
 def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
     """The placement of ``units`` of ``model`` (which may have no bytes yet) within ``budget``."""
     layers = [unit.name for unit in units if unit.name.rpartition(".")[2].isdigit()]
-    crosses = budget.carrier is not None
-    if crosses:
+    to_device = budget.carrier is not None
+    if to_device:
         _leave_alike(units)
 
-    def cargo(unit: Unit, layer: int) -> Cargo:
-        apart = tuple(cargo(part, layer) for part in unit.apart)
-        return Cargo(unit.name, unit.nbytes, len(unit.parameters), unit.rows, layer, unit.experts, apart)
+    def described(unit: Unit, layer: int) -> WeightUnit:
+        apart = tuple(described(part, layer) for part in unit.apart)
+        return WeightUnit(unit.name, unit.nbytes, len(unit.parameters), unit.rows, layer, unit.experts, apart)
 
-    cargoes = [cargo(unit, layers.index(unit.name) if unit.name in layers else -1) for unit in units]
+    weight_units = [described(unit, layers.index(unit.name) if unit.name in layers else -1) for unit in units]
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     own = {name for unit in units for name in unit.parameters}
     small = [
@@ -269,7 +273,7 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
     unpacking_bytes = workspace_bytes(packed_forms(model), 4)
     small_bytes = sum(small) + unpacking_bytes
     limits = budget.device_bytes, budget.host_bytes
-    return place(cargoes, small_bytes, *limits, budget.rules, crosses=crosses, held_bytes=budget.held_bytes)
+    return place(weight_units, small_bytes, *limits, budget.rules, to_device=to_device, held_bytes=budget.held_bytes)
 
 
 def _leave_alike(units: list[Unit]) -> None:
@@ -284,4 +288,4 @@ def _leave_alike(units: list[Unit]) -> None:
 
 def _units_of(units: list[Unit], placement: Placement) -> list[Unit]:
     """``units`` as they were placed: experts apart from their layer or not."""
-    return arranged(units, {cargo.name for cargo in placement.cargo})
+    return arranged(units, {one.name for one in placement.weight_units})

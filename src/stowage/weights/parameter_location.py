@@ -20,7 +20,7 @@ from torch import Tensor
 from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
 from stowage.weights.reader import Read
 
-__all__ = ["Home", "SlotLayout", "as_bytes", "copy_of", "layout", "memory_of", "phase_of"]
+__all__ = ["ParameterLocation", "SlotLayout", "as_bytes", "copy_of", "layout", "memory_of", "phase_of"]
 
 ALIGNED_BYTES = 64
 
@@ -54,7 +54,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class ParameterLocation:
     """Where the bytes of one parameter of ``shape`` and ``dtype`` are: in ``segments`` of files, end to end, or in
     ``host`` memory. ``phase``: see above.
     """
@@ -123,25 +123,25 @@ class SlotLayout:
         """What fills ``memory``, a slot."""
         return [Read(piece.source, piece.offset, memory[piece.at : piece.at + piece.length]) for piece in self.pieces]
 
-    def tensors(self, homes: Sequence[Home], memory: memoryview) -> list[Tensor]:
+    def tensors(self, locations: Sequence[ParameterLocation], memory: memoryview) -> list[Tensor]:
         """The parameters of the unit, as views of a slot that was filled."""
         return [
-            torch.frombuffer(memory, dtype=home.dtype, count=home.nbytes // home.dtype.itemsize, offset=at).view(
-                home.shape
-            )
-            for home, at in zip(homes, self.places, strict=True)
+            torch.frombuffer(
+                memory, dtype=location.dtype, count=location.nbytes // location.dtype.itemsize, offset=at
+            ).view(location.shape)
+            for location, at in zip(locations, self.places, strict=True)
         ]
 
 
-def layout(homes: Sequence[Home]) -> SlotLayout:
-    """How a unit with ``homes`` lies in a slot: of at most its bytes and two pages for each parameter."""
+def layout(locations: Sequence[ParameterLocation]) -> SlotLayout:
+    """How a unit with ``locations`` lies in a slot: of at most its bytes and two pages for each parameter."""
     pieces: list[_Piece] = []
-    places = [0] * len(homes)
+    places = [0] * len(locations)
     end = 0
-    single = [at for at, home in enumerate(homes) if len(home.segments) == 1 and home.mappable]
-    single.sort(key=lambda at: (id(homes[at].segments[0].file), homes[at].segments[0].offset))
+    single = [at for at, location in enumerate(locations) if len(location.segments) == 1 and location.mappable]
+    single.sort(key=lambda at: (id(locations[at].segments[0].file), locations[at].segments[0].offset))
     for at in single:
-        segment = homes[at].segments[0]
+        segment = locations[at].segments[0]
         begin = segment.offset // PAGE_BYTES * PAGE_BYTES
         last = -(-(segment.offset + segment.length) // PAGE_BYTES) * PAGE_BYTES
         before = pieces[-1] if pieces else None
@@ -154,15 +154,15 @@ def layout(homes: Sequence[Home]) -> SlotLayout:
             pieces.append(_Piece(segment.file, begin, end, last - begin))
             end += last - begin
         places[at] = place
-    for at, home in enumerate(homes):
+    for at, location in enumerate(locations):
         if at in single:
             continue
-        end += home.phase
+        end += location.phase
         places[at] = end
-        if home.host is not None:
-            pieces.append(_Piece(memory_of(home.host), 0, end, home.nbytes))
-            end += home.nbytes
-        for segment in home.segments:
+        if location.host is not None:
+            pieces.append(_Piece(memory_of(location.host), 0, end, location.nbytes))
+            end += location.nbytes
+        for segment in location.segments:
             pieces.append(_Piece(segment.file, segment.offset, end, segment.length))
             end += segment.length
         end = -(-end // PAGE_BYTES) * PAGE_BYTES

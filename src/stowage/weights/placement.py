@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stowage.errors import BudgetError, ConfigError
-from stowage.weights.weight_unit import PAGE_BYTES, Cargo, Delivery, cache_least_bytes, cache_most_bytes
+from stowage.weights.weight_unit import PAGE_BYTES, Delivery, WeightUnit, cache_least_bytes, cache_most_bytes
 
-__all__ = ["PAGE_BYTES", "Cargo", "Delivery", "Placement", "Rule", "parse_rules", "place"]
+__all__ = ["PAGE_BYTES", "Delivery", "Placement", "Rule", "WeightUnit", "parse_rules", "place"]
 
 RING_SLOTS, RING_SLOTS_LEAST = 3, 2
 EXPERT_STAGES = 4
@@ -37,12 +37,12 @@ class Rule:
     last: int = 0
     every: int = 0
 
-    def matches(self, cargo: Cargo) -> bool:
-        if self.delivery is Delivery.EXPERTS and not cargo.experts:
+    def matches(self, weight_unit: WeightUnit) -> bool:
+        if self.delivery is Delivery.EXPERTS and not weight_unit.experts:
             return False
         if self.every:
-            return cargo.layer >= 0 and cargo.layer % self.every >= self.every - self.last
-        return fnmatch.fnmatchcase(cargo.name, self.pattern)
+            return weight_unit.layer >= 0 and weight_unit.layer % self.every >= self.every - self.last
+        return fnmatch.fnmatchcase(weight_unit.name, self.pattern)
 
 
 _LAST = re.compile(r"last\s+(\d+)\s+of\s+(?:every\s+)?(\d+)")
@@ -82,22 +82,24 @@ class Placement:
     parameters and buffers that are no unit's.
     """
 
-    cargo: tuple[Cargo, ...]
+    weight_units: tuple[WeightUnit, ...]
     deliveries: tuple[Delivery, ...]
     ring_slots: int
     small_bytes: int
     cache_bytes: int = 0
-    crosses: bool = False
+    to_device: bool = False
     """Whether the device is a memory of its own: what is read from disk is staged in host memory first."""
     held: frozenset[str] = frozenset()
     """Experts that lie in host memory and cross over from there; by their units' names."""
 
     def nbytes(self, *deliveries: Delivery) -> int:
-        return sum(c.nbytes for c, d in zip(self.cargo, self.deliveries, strict=True) if d in deliveries)
+        return sum(c.nbytes for c, d in zip(self.weight_units, self.deliveries, strict=True) if d in deliveries)
 
     @property
     def slot_bytes(self) -> int:
-        return max((c.ring_bytes for c, d in zip(self.cargo, self.deliveries, strict=True) if d.rings), default=0)
+        return max(
+            (c.ring_bytes for c, d in zip(self.weight_units, self.deliveries, strict=True) if d.rings), default=0
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -107,8 +109,8 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        kept = [c for c, d in zip(self.cargo, self.deliveries, strict=True) if d.on_host or c.name in self.held]
-        return sum(c.berth_bytes if self.crosses else c.nbytes for c in kept) + self.staging_bytes
+        kept = [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d.on_host or c.name in self.held]
+        return sum(c.host_buffer_bytes if self.to_device else c.nbytes for c in kept) + self.staging_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -118,9 +120,9 @@ class Placement:
     @property
     def staging_bytes(self) -> int:
         """Host memory through which what is read from disk crosses over to the device."""
-        if not self.crosses:
+        if not self.to_device:
             return 0
-        streamed = [c for c, d in zip(self.cargo, self.deliveries, strict=True) if d is Delivery.STREAM]
+        streamed = [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.STREAM]
         fetched = [c.stage_bytes for c in self.cached if c.name not in self.held]
         slots = self.ring_slots * max((c.ring_bytes for c in streamed), default=0)
         return slots + EXPERT_STAGES * max(fetched, default=0)
@@ -131,9 +133,9 @@ class Placement:
         return self.nbytes(Delivery.STREAM)
 
     @property
-    def cached(self) -> list[Cargo]:
+    def cached(self) -> list[WeightUnit]:
         """The experts that share the cache."""
-        return [c for c, d in zip(self.cargo, self.deliveries, strict=True) if d is Delivery.EXPERTS]
+        return [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.EXPERTS]
 
     @property
     def missed_bytes(self) -> int:
@@ -141,29 +143,29 @@ class Placement:
         return cache_most_bytes(self.cached) - self.cache_bytes
 
     def of(self, name: str) -> Delivery:
-        return self.deliveries[[c.name for c in self.cargo].index(name)]
+        return self.deliveries[[c.name for c in self.weight_units].index(name)]
 
     def check(self) -> None:
-        assert len(self.cargo) == len(self.deliveries)
+        assert len(self.weight_units) == len(self.deliveries)
         ringed = sum(d.rings for d in self.deliveries)
         assert (self.ring_slots >= RING_SLOTS_LEAST) == (ringed > 0)
-        assert all(c.rows for c, d in zip(self.cargo, self.deliveries, strict=True) if d is Delivery.ROWS)
+        assert all(c.rows for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.ROWS)
         assert all(c.experts for c in self.cached)
         assert self.held <= {c.name for c in self.cached}
         assert cache_least_bytes(self.cached) <= self.cache_bytes <= cache_most_bytes(self.cached)
 
 
 def place(
-    cargo: Sequence[Cargo],
+    weight_units: Sequence[WeightUnit],
     small_bytes: int,
     device_bytes: int | None,
     host_bytes: int = 0,
     rules: Iterable[Rule] = (),
     *,
-    crosses: bool = False,
+    to_device: bool = False,
     held_bytes: int | None = None,
 ) -> Placement:
-    """Deliveries for ``cargo`` within the budgets; ``device_bytes`` of ``None`` has no limit. ``crosses``: the device
+    """Deliveries for ``weight_units`` within the budgets; no ``device_bytes``: no limit. ``to_device``: the device
     is a memory of its own: then nothing is computed from where it lies on the host unless a rule says so.
     ``held_bytes``: of ``host_bytes``, what experts may bring them to; ``None`` is all of it.
 
@@ -171,9 +173,9 @@ def place(
     then is streamed; experts get what is left as a cache. Raises BudgetError when nothing fits, with the least budget
     that does; ConfigError for a rule that matches nothing.
     """
-    together, apart, fixed = _ruled(cargo, tuple(rules))
+    together, apart, fixed = _ruled(weight_units, tuple(rules))
     whole = _placement(together, [fixed.get(c.name, Delivery.RESIDENT) for c in together], small_bytes, RING_SLOTS)
-    whole = replace(whole, crosses=crosses)
+    whole = replace(whole, to_device=to_device)
     if device_bytes is None:
         cache_bytes = cache_most_bytes(whole.cached) // _CACHED_SHARE
         cached = _cached(whole, max(0, cache_bytes - whole.cache_bytes))
@@ -182,7 +184,7 @@ def place(
         return _within_host(_held(_cached(whole, device_bytes - whole.device_bytes), host_bytes), host_bytes)
     needs: list[int] = []
     for units in (apart, together) if len(apart) > len(together) else (together,):
-        found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs, crosses)
+        found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs, to_device)
         if found is not None:
             return found
     raise BudgetError(
@@ -194,22 +196,22 @@ def place(
 
 
 def _squeezed(
-    cargo: Sequence[Cargo],
+    weight_units: Sequence[WeightUnit],
     fixed: Mapping[str, Delivery],
     small_bytes: int,
     device_bytes: int,
     host_bytes: int,
     needs: list[int],
-    crosses: bool,
+    to_device: bool,
 ) -> Placement | None:
-    """``cargo`` with as little as possible read for every forward; ``None`` when it needs more: ``needs`` says what."""
+    """The units with as little as possible read per forward; ``None`` when it needs more: ``needs`` says what."""
     refused: BudgetError | None = None
     found = False
     for slots in (RING_SLOTS, RING_SLOTS_LEAST):
         least = []
-        for limit in _slot_limits(cargo, fixed):
+        for limit in _slot_limits(weight_units, fixed):
             try:
-                least.append(_least(cargo, fixed, small_bytes, host_bytes, slots, limit, crosses))
+                least.append(_least(weight_units, fixed, small_bytes, host_bytes, slots, limit, to_device))
             except BudgetError as error:  # a smaller ring may need less
                 refused = error
         found = found or bool(least)
@@ -226,38 +228,38 @@ def _squeezed(
     return None
 
 
-def _slot_limits(cargo: Sequence[Cargo], fixed: Mapping[str, Delivery]) -> list[int]:
+def _slot_limits(weight_units: Sequence[WeightUnit], fixed: Mapping[str, Delivery]) -> list[int]:
     """How large a slot of the ring may be: no ring (0), or as large as one of the units."""
-    ringed = [c.ring_bytes for c in cargo if c.name in fixed and fixed[c.name].rings]
-    free = {c.ring_bytes for c in cargo if c.name not in fixed and not c.rows and not c.experts}
+    ringed = [c.ring_bytes for c in weight_units if c.name in fixed and fixed[c.name].rings]
+    free = {c.ring_bytes for c in weight_units if c.name not in fixed and not c.rows and not c.experts}
     return sorted(size for size in {0, *free, *ringed} if size >= max(ringed, default=0))
 
 
 def _least(
-    cargo: Sequence[Cargo],
+    weight_units: Sequence[WeightUnit],
     fixed: Mapping[str, Delivery],
     small_bytes: int,
     host_bytes: int,
     slots: int,
     limit: int,
-    crosses: bool,
+    to_device: bool,
 ) -> Placement:
     """As little device memory as can be with slots of at most ``limit`` bytes: what is larger goes to host memory if it
     fits there, else it must be resident.
     """
-    chosen = [fixed.get(c.name, _away(c)) for c in cargo]
-    left_bytes = host_bytes - sum(c.nbytes for c, d in zip(cargo, chosen, strict=True) if d.on_host)
-    for at in sorted(range(len(cargo)), key=lambda at: -cargo[at].nbytes):
-        if cargo[at].name not in fixed and chosen[at] is Delivery.STREAM and cargo[at].ring_bytes > limit:
-            fits = cargo[at].nbytes <= left_bytes and not crosses
+    chosen = [fixed.get(c.name, _away(c)) for c in weight_units]
+    left_bytes = host_bytes - sum(c.nbytes for c, d in zip(weight_units, chosen, strict=True) if d.on_host)
+    for at in sorted(range(len(weight_units)), key=lambda at: -weight_units[at].nbytes):
+        if weight_units[at].name not in fixed and chosen[at] is Delivery.STREAM and weight_units[at].ring_bytes > limit:
+            fits = weight_units[at].nbytes <= left_bytes and not to_device
             chosen[at] = Delivery.MAPPED if fits else Delivery.RESIDENT
-            left_bytes -= cargo[at].nbytes if chosen[at] is Delivery.MAPPED else 0
-    return _within_host(replace(_placement(cargo, chosen, small_bytes, slots), crosses=crosses), host_bytes)
+            left_bytes -= weight_units[at].nbytes if chosen[at] is Delivery.MAPPED else 0
+    return _within_host(replace(_placement(weight_units, chosen, small_bytes, slots), to_device=to_device), host_bytes)
 
 
-def _away(cargo: Cargo) -> Delivery:
+def _away(weight_units: WeightUnit) -> Delivery:
     """What takes the least memory."""
-    return Delivery.ROWS if cargo.rows else Delivery.EXPERTS if cargo.experts else Delivery.STREAM
+    return Delivery.ROWS if weight_units.rows else Delivery.EXPERTS if weight_units.experts else Delivery.STREAM
 
 
 def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int, host_bytes: int) -> Placement:
@@ -265,29 +267,33 @@ def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int
     ring stays as it is, so that room is counted once. Experts come last, and what is left is their cache's: of a layer
     everything else is used for every token. Rows of embeddings cost next to nothing.
     """
-    cargo, chosen = placement.cargo, list(placement.deliveries)
+    weight_units, chosen = placement.weight_units, list(placement.deliveries)
     device_left, host_left = device_bytes - placement.device_bytes, host_bytes - placement.host_bytes
-    for at in sorted(range(len(cargo)), key=lambda at: (cargo[at].experts > 0, -cargo[at].nbytes)):
-        if cargo[at].name in fixed or chosen[at] not in (Delivery.STREAM, Delivery.EXPERTS):
+    for at in sorted(range(len(weight_units)), key=lambda at: (weight_units[at].experts > 0, -weight_units[at].nbytes)):
+        if weight_units[at].name in fixed or chosen[at] not in (Delivery.STREAM, Delivery.EXPERTS):
             continue
-        if cargo[at].nbytes <= device_left and not cargo[at].experts:
+        if weight_units[at].nbytes <= device_left and not weight_units[at].experts:
             chosen[at] = Delivery.RESIDENT
-            device_left -= cargo[at].nbytes
-        elif placement.crosses and not cargo[at].experts and cargo[at].berth_bytes <= host_left:
+            device_left -= weight_units[at].nbytes
+        elif placement.to_device and not weight_units[at].experts and weight_units[at].host_buffer_bytes <= host_left:
             chosen[at] = Delivery.PREFETCH
-            host_left -= cargo[at].berth_bytes
-        elif not placement.crosses and cargo[at].nbytes <= host_left:
+            host_left -= weight_units[at].host_buffer_bytes
+        elif not placement.to_device and weight_units[at].nbytes <= host_left:
             chosen[at] = Delivery.MAPPED
-            host_left -= cargo[at].nbytes
-    spread = _spread(cargo, chosen, fixed)
-    filled = _placement(cargo, spread, placement.small_bytes, placement.ring_slots)
-    filled = replace(filled, crosses=placement.crosses)
+            host_left -= weight_units[at].nbytes
+    spread = _spread(weight_units, chosen, fixed)
+    filled = _placement(weight_units, spread, placement.small_bytes, placement.ring_slots)
+    filled = replace(filled, to_device=placement.to_device)
     filled = _cached(filled, device_bytes - filled.device_bytes)
     device_left = device_bytes - filled.device_bytes
-    for at in sorted(range(len(cargo)), key=lambda at: -cargo[at].nbytes):
-        if spread[at] is Delivery.ROWS and cargo[at].name not in fixed and cargo[at].nbytes <= device_left:
+    for at in sorted(range(len(weight_units)), key=lambda at: -weight_units[at].nbytes):
+        if (
+            spread[at] is Delivery.ROWS
+            and weight_units[at].name not in fixed
+            and weight_units[at].nbytes <= device_left
+        ):
             spread[at] = Delivery.RESIDENT
-            device_left -= cargo[at].nbytes
+            device_left -= weight_units[at].nbytes
     return _held(replace(filled, deliveries=tuple(spread)), host_bytes)
 
 
@@ -295,8 +301,8 @@ def _held(placement: Placement, host_bytes: int) -> Placement:
     """The same with as many experts in host memory as there is room for, where they cross over from there. On a CPU
     they are mapped instead.
     """
-    for cargo in placement.cached if placement.crosses else ():
-        more = replace(placement, held=placement.held | {cargo.name})
+    for weight_units in placement.cached if placement.to_device else ():
+        more = replace(placement, held=placement.held | {weight_units.name})
         if more.host_bytes <= host_bytes:
             placement = more
     return placement
@@ -308,13 +314,15 @@ def _cached(placement: Placement, more_bytes: int) -> Placement:
     return replace(placement, cache_bytes=min(most_bytes, placement.cache_bytes + more_bytes))
 
 
-def _ruled(cargo: Sequence[Cargo], rules: tuple[Rule, ...]) -> tuple[list[Cargo], list[Cargo], dict[str, Delivery]]:
+def _ruled(
+    weight_units: Sequence[WeightUnit], rules: tuple[Rule, ...]
+) -> tuple[list[WeightUnit], list[WeightUnit], dict[str, Delivery]]:
     """What the rules say of which unit. Experts are a unit of their own where another rule decides about them than
     about their layer, at first, and in the second list wherever no rule decides.
     """
     fixed: dict[str, Delivery] = {}
     for rule in rules:
-        known = [c for whole in cargo for c in (whole, *whole.apart)]
+        known = [c for whole in weight_units for c in (whole, *whole.apart)]
         names = [c.name for c in known if rule.matches(c)]
         if not names:
             raise ConfigError(
@@ -323,10 +331,10 @@ def _ruled(cargo: Sequence[Cargo], rules: tuple[Rule, ...]) -> tuple[list[Cargo]
             )
         for name in names:
             fixed.setdefault(name, rule.delivery)
-    deciding = {c.name: _deciding(c, rules) for whole in cargo for c in (whole, *whole.apart)}
-    together: list[Cargo] = []
-    apart: list[Cargo] = []
-    for whole in cargo:
+    deciding = {c.name: _deciding(c, rules) for whole in weight_units for c in (whole, *whole.apart)}
+    together: list[WeightUnit] = []
+    apart: list[WeightUnit] = []
+    for whole in weight_units:
         parts = [part for part in whole.apart if deciding[part.name] is not deciding[whole.name]]
         together += [whole.without(parts), *parts] if parts else [whole]
         if deciding[whole.name] is None:
@@ -335,19 +343,21 @@ def _ruled(cargo: Sequence[Cargo], rules: tuple[Rule, ...]) -> tuple[list[Cargo]
     return together, apart, fixed
 
 
-def _deciding(cargo: Cargo, rules: tuple[Rule, ...]) -> Rule | None:
-    return next((rule for rule in rules if rule.matches(cargo)), None)
+def _deciding(weight_units: WeightUnit, rules: tuple[Rule, ...]) -> Rule | None:
+    return next((rule for rule in rules if rule.matches(weight_units)), None)
 
 
 def _abridged(names: list[str]) -> list[str]:
     return names if len(names) <= 6 else [*names[:3], "...", *names[-2:]]
 
 
-def _spread(cargo: Sequence[Cargo], chosen: list[Delivery], fixed: Mapping[str, Delivery]) -> list[Delivery]:
+def _spread(
+    weight_units: Sequence[WeightUnit], chosen: list[Delivery], fixed: Mapping[str, Delivery]
+) -> list[Delivery]:
     """The same deliveries among equal layers, evenly mixed."""
     spread = list(chosen)
     by_size: dict[tuple[int, int, int], list[int]] = {}
-    for at, c in enumerate(cargo):
+    for at, c in enumerate(weight_units):
         if c.layer >= 0 and c.name not in fixed:
             by_size.setdefault((c.nbytes, c.pieces, c.experts), []).append(at)
     for places in by_size.values():
@@ -359,12 +369,14 @@ def _spread(cargo: Sequence[Cargo], chosen: list[Delivery], fixed: Mapping[str, 
     return spread
 
 
-def _placement(cargo: Sequence[Cargo], chosen: Sequence[Delivery], small_bytes: int, slots: int) -> Placement:
+def _placement(
+    weight_units: Sequence[WeightUnit], chosen: Sequence[Delivery], small_bytes: int, slots: int
+) -> Placement:
     """With the smallest cache that works."""
     ringed = any(delivery.rings for delivery in chosen)
-    cached = [c for c, d in zip(cargo, chosen, strict=True) if d is Delivery.EXPERTS]
+    cached = [c for c, d in zip(weight_units, chosen, strict=True) if d is Delivery.EXPERTS]
     least_bytes = cache_least_bytes(cached)
-    return Placement(tuple(cargo), tuple(chosen), slots if ringed else 0, small_bytes, least_bytes)
+    return Placement(tuple(weight_units), tuple(chosen), slots if ringed else 0, small_bytes, least_bytes)
 
 
 def _within_host(placement: Placement, host_bytes: int) -> Placement:

@@ -20,7 +20,7 @@ from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.deliveries import Deliveries
 from stowage.weights.delivery import Load, copied
 from stowage.weights.device_prefetcher import Carrier
-from stowage.weights.host_buffers import Berths
+from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.placement import Delivery, Placement
 from stowage.weights.refusals import guard
 from stowage.weights.repacked import Image
@@ -30,8 +30,8 @@ __all__ = ["Load", "WeightSource"]
 
 
 class WeightSource(Deliveries):
-    """Delivers ``loads`` to ``model``. Takes over ``checkpoint``, ``image`` and ``berths``, and closes them.
-    ``carrier``: brings weights to the model's device, if that is a memory of its own; ``berths``: the host memory from
+    """Delivers ``loads`` to ``model``. Takes over ``checkpoint``, ``image`` and ``host_buffers``, and closes them.
+    ``carrier``: brings weights to the model's device, if that is another memory; ``host_buffers``: the host memory from
     which it does.
     """
 
@@ -43,9 +43,9 @@ class WeightSource(Deliveries):
         checkpoint: Checkpoint,
         image: Image | None,
         carrier: Carrier | None = None,
-        berths: Berths | None = None,
+        host_buffers: HostBuffers | None = None,
     ) -> None:
-        super().__init__(model, placement, loads, checkpoint, image, carrier, berths)
+        super().__init__(model, placement, loads, checkpoint, image, carrier, host_buffers)
         self.identity = ""
         """Names the weights, where they have a name."""
         self._own = {id(parameter): parameter for parameter in model.parameters()}
@@ -65,8 +65,8 @@ class WeightSource(Deliveries):
     @property
     def ring_bytes(self) -> int:
         """Device memory that the ring takes."""
-        if self._crossing is not None:
-            return self._crossing.nbytes
+        if self._device_prefetcher is not None:
+            return self._device_prefetcher.nbytes
         return self._ring.nbytes if self._ring is not None else 0
 
     @property
@@ -86,7 +86,7 @@ class WeightSource(Deliveries):
         """
         ring, experts, placement = self._ring, self._experts, self.placement
         reading = [part for part in (ring, experts) if part is not None]
-        direct_bytes = self._crossing.direct_bytes if self._crossing is not None else 0
+        direct_bytes = self._device_prefetcher.direct_bytes if self._device_prefetcher is not None else 0
         return {
             **{f"{delivery.value}_bytes": placement.nbytes(delivery) for delivery in Delivery},
             "small_bytes": placement.small_bytes,
@@ -139,7 +139,7 @@ class WeightSource(Deliveries):
             raise ModelError(f"this model has no weight {name!r}: model.named_parameters() has their names.")
         with self._passes.own():
             if isinstance(values, AwayParameter):
-                return copied(self._homes[id(values)], self._readers)
+                return copied(self._locations[id(values)], self._readers)
             return values.detach().cpu().clone()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -189,7 +189,7 @@ class WeightSource(Deliveries):
         still = (Delivery.RESIDENT, Delivery.MAPPED, Delivery.PREFETCH)
         if not all(load.delivery in still for load in self._loads):
             return False
-        return True if not self._streams else self._crossing is not None and self._berths.whole
+        return True if not self._streams else self._device_prefetcher is not None and self._host_buffers.whole
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -198,26 +198,26 @@ class WeightSource(Deliveries):
         """
         if not self.capturable:
             raise ModelError("weights that are read as they are asked for cannot be part of a captured step.")
-        if self._crossing is not None:
-            self._crossing.begin_apart()
+        if self._device_prefetcher is not None:
+            self._device_prefetcher.begin_apart()
         try:
             yield
         finally:
-            if self._crossing is not None:
-                self._crossing.end_apart()
+            if self._device_prefetcher is not None:
+                self._device_prefetcher.end_apart()
 
     def join(self) -> None:
         """Before a captured forward is done again: it comes after all copies that other forwards have begun."""
-        if self._crossing is not None:
-            self._crossing.join()
+        if self._device_prefetcher is not None:
+            self._device_prefetcher.join()
 
     def check(self) -> None:
         """Invariants, between forwards."""
         with self._passes.own():
             if self._ring is not None:
                 self._ring.check()
-            if self._crossing is not None:
-                self._crossing.check()
+            if self._device_prefetcher is not None:
+                self._device_prefetcher.check()
             if self._experts is not None:
                 self._experts.check()
             assert all(isinstance(p, AwayParameter) for stream in self._streams for p in stream.parameters)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from stowage.core.geometry import PAGE_BYTES
 
-__all__ = ["PAGE_BYTES", "Cargo", "Delivery", "cache_least_bytes", "cache_most_bytes"]
+__all__ = ["PAGE_BYTES", "Delivery", "WeightUnit", "cache_least_bytes", "cache_most_bytes"]
 
 
 class Delivery(StrEnum):
@@ -40,7 +40,7 @@ class Delivery(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class WeightUnit:
     """One unit. ``nbytes`` of its parameters, ``pieces``: how many. ``rows``: an embedding. ``layer``: its number among
     the model's repeated layers, -1 for another module. ``experts``: how many are stacked in it, 0 for what is not a
     layer's experts. ``apart``: the experts that are part of this unit, and can be units of their own.
@@ -52,7 +52,7 @@ class Cargo:
     rows: bool = False
     layer: int = -1
     experts: int = 0
-    apart: tuple[Cargo, ...] = ()
+    apart: tuple[WeightUnit, ...] = ()
 
     @property
     def ring_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Cargo:
         return self.nbytes + 2 * PAGE_BYTES * self.pieces
 
     @property
-    def berth_bytes(self) -> int:
+    def host_buffer_bytes(self) -> int:
         """Of host memory from which it crosses over, at most: each parameter begins at a page."""
         return self.nbytes + PAGE_BYTES * self.pieces
 
@@ -79,20 +79,20 @@ class Cargo:
         """Pages that two neighbouring experts may share, at most; they stay."""
         return self.pieces * (self.experts + 1) * PAGE_BYTES if self.experts else 0
 
-    def without(self, apart: Sequence[Cargo]) -> Cargo:
+    def without(self, apart: Sequence[WeightUnit]) -> WeightUnit:
         """What is left when those experts are units of their own."""
         left_bytes = self.nbytes - sum(part.nbytes for part in apart)
         left = tuple(part for part in self.apart if part not in apart)
         return replace(self, nbytes=left_bytes, pieces=self.pieces - sum(p.pieces for p in apart), apart=left)
 
 
-def cache_least_bytes(cached: Sequence[Cargo]) -> int:
+def cache_least_bytes(cached: Sequence[WeightUnit]) -> int:
     """A prompt may choose all experts of a layer at once. One frame more is what an expert that is away reads as."""
     most = max((c.expert_bytes for c in cached), default=0)
     return most * (max((c.experts for c in cached), default=-1) + 1) + sum(c.edge_bytes for c in cached)
 
 
-def cache_most_bytes(cached: Sequence[Cargo]) -> int:
+def cache_most_bytes(cached: Sequence[WeightUnit]) -> int:
     """With all experts in it."""
     most = max((c.expert_bytes for c in cached), default=0)
     return most * (sum(c.experts for c in cached) + bool(cached)) + sum(c.edge_bytes for c in cached)

@@ -1,6 +1,6 @@
 """What lies in one segment file: read from its footer, or batch by batch where it has none.
 
-Reads pages only, never payloads. Whatever is not as docs/format.md says ends the survey there; nothing raises
+Reads pages only, never payloads. Whatever is not as docs/format.md says ends the scan there; nothing raises
 FormatError from here, and nothing is allocated on a file's word that was not checked against its length and the limit.
 """
 
@@ -126,7 +126,7 @@ class _ReadAhead:
 def _by_footer(
     file: SegmentFile, name: SegmentName, header: SegmentHeader, memory: Callable[[int], memoryview]
 ) -> SegmentScan:
-    """The survey by footer; OPEN and empty where there is no valid one."""
+    """The scan by footer; OPEN and empty where there is no valid one."""
     found = SegmentScan(State.OPEN, header)
     page = pages(PAGE_BYTES)
     if file.bytes % PAGE_BYTES or file.read([page], file.bytes - PAGE_BYTES) < PAGE_BYTES:

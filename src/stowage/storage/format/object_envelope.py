@@ -1,6 +1,6 @@
 """One chunk on its own, as a value of a store that many machines share: a preface, an envelope, the payload.
 
-Layout: docs/format.md, "Parcel". Where a segment says once how its chunks are protected, each parcel says it for
+Layout: docs/format.md, "Object envelope". A segment says once how its chunks are protected; each object says it for
 itself, and has a key of its own, so that any number of machines may write under one secret. Pure: no I/O, and
 randomness is passed in. Whatever is not exactly what `seal` made for this key and namespace is refused, never guessed.
 """
@@ -38,7 +38,7 @@ class Unreadable(FormatError):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands before a payload, for whoever asked for this key. `guard` knows the parcel's key."""
+    """What stands before a payload, for whoever asked for this key. `guard` knows the envelope's key."""
 
     mask: int
     length: int
@@ -48,7 +48,7 @@ class Head:
 
 
 def sealed_bytes(payload_bytes: int) -> int:
-    """The length of a parcel."""
+    """The length of an object envelope."""
     return HEAD_BYTES + payload_bytes
 
 
@@ -60,10 +60,10 @@ def seal(
     protection: Protection,
     random_bytes: Callable[[int], bytes],
 ) -> bytearray:
-    """The parcel, a copy of its own. Key and namespace have 32 bytes; mask and payload are not empty."""
+    """The envelope, a copy of its own. Key and namespace have 32 bytes; mask and payload are not empty."""
     mark = protection.new_mark(random_bytes)
-    parcel_id = bytes(ID_BYTES) if mark == NO_MARK else random_bytes(ID_BYTES)
-    guard = protection.guard(parcel_id, mark)
+    object_id = bytes(ID_BYTES) if mark == NO_MARK else random_bytes(ID_BYTES)
+    guard = protection.guard(object_id, mark)
     assert guard is not None, "a protection does not know the key that it writes with"
     fields = pack_fields(key, namespace, mask, payload.nbytes, protection.method)
     sealed = bytearray(sealed_bytes(payload.nbytes))
@@ -75,7 +75,7 @@ def seal(
     else:
         _copy(payload, room)
         digest = guard.digest(fields, HEAD_BYTES, room)
-    preface = _PREFACE.pack(MAGIC, VERSION, mark.method, parcel_id, mark.key_id, mark.salt)
+    preface = _PREFACE.pack(MAGIC, VERSION, mark.method, object_id, mark.key_id, mark.salt)
     sealed[:HEAD_BYTES] = preface + fields + digest
     return sealed
 
@@ -86,25 +86,25 @@ def parse_head(head: memoryview, key: bytes, namespace: bytes, protection: Prote
     Every byte is checked, also those that mean nothing yet.
     """
     if head.nbytes != HEAD_BYTES:
-        raise FormatError(f"the head of a parcel has {HEAD_BYTES} bytes, not {head.nbytes}")
-    magic, version, method, parcel_id, key_id, salt = _PREFACE.unpack_from(head)
+        raise FormatError(f"the head of an object envelope has {HEAD_BYTES} bytes, not {head.nbytes}")
+    magic, version, method, object_id, key_id, salt = _PREFACE.unpack_from(head)
     if magic != MAGIC:
-        raise FormatError("not a parcel")
+        raise FormatError("not an object envelope")
     if version != VERSION:
-        raise Unreadable(f"parcel version {version}: this reads version {VERSION}")
+        raise Unreadable(f"object envelope version {version}: this reads version {VERSION}")
     mark = Mark(method, key_id, salt)
-    guard = protection.guard(parcel_id, mark)
+    guard = protection.guard(object_id, mark)
     if guard is None:
-        raise Unreadable("a parcel under another protection, or a key that is not there")
-    unkeyed = method == Method.CHECKSUM and (mark != NO_MARK or any(parcel_id))
-    if unkeyed or head[: _PREFACE.size] != _PREFACE.pack(magic, version, method, parcel_id, key_id, salt):
-        raise FormatError("a parcel whose preface holds what no writer put there")
+        raise Unreadable("an object envelope under another protection, or a key that is not there")
+    unkeyed = method == Method.CHECKSUM and (mark != NO_MARK or any(object_id))
+    if unkeyed or head[: _PREFACE.size] != _PREFACE.pack(magic, version, method, object_id, key_id, salt):
+        raise FormatError("an object envelope whose preface holds what no writer put there")
     mask, length = _MASK_AND_LENGTH.unpack_from(head, _MASK_OFFSET)
     if not mask or not length:
-        raise FormatError("a parcel without blocks or payload")
+        raise FormatError("an object envelope without blocks or payload")
     fields = pack_fields(key, namespace, mask, length, method)
     if head[_PREFACE.size : _DIGEST_OFFSET] != fields:
-        raise FormatError("a parcel of another key or namespace")
+        raise FormatError("an object envelope of another key or namespace")
     return Head(mask, length, fields, bytes(head[_DIGEST_OFFSET:]), guard)
 
 

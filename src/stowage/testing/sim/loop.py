@@ -160,7 +160,7 @@ class Loop:
 
 
 class SimWorkerPool:
-    """Implements Crew (stowage.storage.disk.system): tasks that take turns as threads do."""
+    """Implements WorkerPool (stowage.storage.disk.system): tasks that take turns as threads do."""
 
     def __init__(self, process: Process, name: str, turns: Sequence[Turn]) -> None:
         self._loop = process.loop

@@ -1,4 +1,4 @@
-"""One simulated world: processes with real stores and real disk tiers on one fake disk; weather, crashes; its promises.
+"""One simulated world: processes with real stores and real disk tiers on one fake disk; faults, crashes; its promises.
 
 What is real: `TieredStore`, `core` (flow, ledger, policies, plans, groups), the host arena, the disk tier down to its
 system calls, the format. What is played: the disk and its file system, the device, threads, processes and time.
@@ -6,7 +6,7 @@ system calls, the format. What is played: the disk and its file system, the devi
 After every step: the byte limit holds, no bug was swallowed, no worker sleeps while work waits, every fetch has ended
 by its deadline. Now and then, and at the end: the invariants of every part (`check`). Every byte that a request gets is
 compared with the only bytes that its key may have. At the end every request has ended and nothing is held; then the
-weather clears, and the directory must be usable and within its limit.
+faults cease, and the directory must be usable and within its limit.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.experts.eviction import Uses
 from stowage.weights.experts.memory_pages import Frames, Span
-from stowage.weights.parameter_location import Home
+from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.reader import Read, Readers, Stall, Ticket
 
 __all__ = ["ExpertCache", "Stacks", "chosen"]
@@ -47,19 +47,19 @@ def chosen(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 class _Stack:
     """One parameter, (experts, ...), over a span. Its whole pages come and go, expert by expert."""
 
-    def __init__(self, parameter: nn.Parameter, home: Home, experts: int) -> None:
-        self._home, self._experts = home, experts
-        self._expert_bytes = home.nbytes // experts
-        self._begin = home.in_page
+    def __init__(self, parameter: nn.Parameter, location: ParameterLocation, experts: int) -> None:
+        self._location, self._experts = location, experts
+        self._expert_bytes = location.nbytes // experts
+        self._begin = location.in_page
         self.shared = self._begin % PAGE_BYTES > 0
         self._first = -self._begin % PAGE_BYTES  # of an expert's bytes: the first of a page of its own
         self.whole_bytes = self._expert_bytes - PAGE_BYTES * self.shared
         assert self.whole_bytes > 0
         assert self.whole_bytes % PAGE_BYTES == 0
-        self.span = Span(-(-(self._begin + home.nbytes) // PAGE_BYTES) * PAGE_BYTES)
-        count = home.nbytes // home.dtype.itemsize
-        values = torch.frombuffer(self.span.memory, dtype=home.dtype, count=count, offset=self._begin)
-        parameter.data = values.view(home.shape)
+        self.span = Span(-(-(self._begin + location.nbytes) // PAGE_BYTES) * PAGE_BYTES)
+        count = location.nbytes // location.dtype.itemsize
+        values = torch.frombuffer(self.span.memory, dtype=location.dtype, count=count, offset=self._begin)
+        parameter.data = values.view(location.shape)
 
     @property
     def edge_bytes(self) -> int:
@@ -74,15 +74,15 @@ class _Stack:
         """What fills them."""
         place = self.place(expert)
         into = memoryview(self.span.memory)[place : place + self.whole_bytes]
-        return self._home.reads(expert * self._expert_bytes + self._first, into)
+        return self._location.reads(expert * self._expert_bytes + self._first, into)
 
     def edges(self) -> list[Read]:
         """What fills the pages between them."""
         found = []
         for expert in range((self._experts + 1) * self.shared):
             page = expert * self._expert_bytes
-            first, last = max(page, self._begin), min(page + PAGE_BYTES, self._begin + self._home.nbytes)
-            found += self._home.reads(first - self._begin, memoryview(self.span.memory)[first:last])
+            first, last = max(page, self._begin), min(page + PAGE_BYTES, self._begin + self._location.nbytes)
+            found += self._location.reads(first - self._begin, memoryview(self.span.memory)[first:last])
         return found
 
 
@@ -92,7 +92,7 @@ class Stacks:
 
     experts: int
     parameters: Sequence[nn.Parameter]
-    homes: Sequence[Home]
+    locations: Sequence[ParameterLocation]
 
 
 class ExpertCache:
@@ -103,7 +103,7 @@ class ExpertCache:
 
     def __init__(self, layers: Sequence[Stacks], cache_bytes: int, readers: Readers, timeout_s: float) -> None:
         self._layers = [
-            [_Stack(p, h, layer.experts) for p, h in zip(layer.parameters, layer.homes, strict=True)]
+            [_Stack(p, h, layer.experts) for p, h in zip(layer.parameters, layer.locations, strict=True)]
             for layer in layers
         ]
         experts = [layer.experts for layer in layers]

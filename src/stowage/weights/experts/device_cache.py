@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from stowage.errors import StorageError, TransferError
 from stowage.weights.away import absent, come, go, point
-from stowage.weights.device_prefetcher import Carrier, Crossed
+from stowage.weights.device_prefetcher import Carrier, PrefetchTicket
 from stowage.weights.experts.cache import ExpertCache
-from stowage.weights.parameter_location import Home
+from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.placement import EXPERT_STAGES
 from stowage.weights.reader import Readers, Stall, Ticket
 
@@ -40,19 +40,23 @@ least one is needed, and none of them leaves out what is expected back sooner.""
 
 
 class Seated:
-    """The experts of one layer: ``module``, its stacked ``parameters``, and their ``homes``."""
+    """The experts of one layer: ``module``, its stacked ``parameters``, and their ``locations``."""
 
     def __init__(
-        self, module: Any, parameters: Sequence[nn.Parameter], homes: Sequence[Home], device: torch.device
+        self,
+        module: Any,
+        parameters: Sequence[nn.Parameter],
+        locations: Sequence[ParameterLocation],
+        device: torch.device,
     ) -> None:
-        self.module, self.parameters, self.homes = module, list(parameters), list(homes)
-        self.experts = homes[0].shape[0]
-        self.in_host = all(home.host is not None for home in homes)
+        self.module, self.parameters, self.locations = module, list(parameters), list(locations)
+        self.experts = locations[0].shape[0]
+        self.in_host = all(location.host is not None for location in locations)
         own = {id(parameter) for parameter in parameters}
         beside = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         self.beside = [t for t in beside if id(t) not in own and t.dim() and len(t) == self.experts]
         self._values: list[Tensor] = []
-        self._away = [absent(home.shape, home.dtype, device) for home in homes]
+        self._away = [absent(location.shape, location.dtype, device) for location in locations]
         self.take_back()
 
     def show(self, frames: Sequence[Tensor], expert_in: Tensor) -> None:
@@ -81,7 +85,7 @@ class _Stage:
 
     memory: memoryview
     filling: Ticket | None = None
-    leaving: Crossed | None = None
+    leaving: PrefetchTicket | None = None
 
 
 class DeviceExperts(ExpertCache):
@@ -99,23 +103,23 @@ class DeviceExperts(ExpertCache):
         carrier: Carrier,
         first: int,
     ) -> None:
-        shapes = {tuple((home.shape[1:], home.dtype) for home in layer.homes) for layer in layers}
+        shapes = {tuple((location.shape[1:], location.dtype) for location in layer.locations) for layer in layers}
         assert len(shapes) == 1, "all layers' experts are alike"
         self.layers, self._carrier, self._first = list(layers), carrier, first
-        self._expert_bytes = sum(home.nbytes // layers[0].experts for home in layers[0].homes)
+        self._expert_bytes = sum(location.nbytes // layers[0].experts for location in layers[0].locations)
         count = min(cache_bytes // self._expert_bytes, sum(layer.experts for layer in layers))
         self._tables([layer.experts for layer in layers], count, readers, Stall(timeout_s))
         with torch.inference_mode(False):
             self._there = [
-                torch.zeros((count, *home.shape[1:]), dtype=home.dtype, device=carrier.device)
-                for home in layers[0].homes
+                torch.zeros((count, *location.shape[1:]), dtype=location.dtype, device=carrier.device)
+                for location in layers[0].locations
             ]
         self._used: list[int] = []
-        self._last: Crossed | None = None
+        self._last: PrefetchTicket | None = None
         self._stages: list[_Stage] = []
         self._pinned_stages: Any = None
         if not all(layer.in_host for layer in layers):
-            each = stage_bytes(layers[0].homes, layers[0].experts)
+            each = stage_bytes(layers[0].locations, layers[0].experts)
             memory = mmap.mmap(-1, EXPERT_STAGES * each)
             self._stages = [_Stage(memoryview(memory)[n * each : (n + 1) * each]) for n in range(EXPERT_STAGES)]
             self._pinned_stages = carrier.pin(np.frombuffer(memory, np.uint8))
@@ -209,7 +213,7 @@ class DeviceExperts(ExpertCache):
             raise
 
     def _pairs(self, brought: Seated, experts: Sequence[int], frames: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        hosts = [home.host for home in brought.homes if home.host is not None]
+        hosts = [location.host for location in brought.locations if location.host is not None]
         stacks = list(zip(self._there, hosts, strict=True))
         return [(there[f], here[e]) for e, f in zip(experts, frames, strict=True) for there, here in stacks]
 
@@ -223,8 +227,8 @@ class DeviceExperts(ExpertCache):
             self._vacate(stage)
             reads = [
                 read
-                for home, into in zip(brought.homes, self._parts(brought, stage), strict=True)
-                for read in home.reads(expert * into.nbytes, into)
+                for location, into in zip(brought.locations, self._parts(brought, stage), strict=True)
+                for read in location.reads(expert * into.nbytes, into)
             ]
             stage.filling = self._readers.start(reads)
             reading.append((stage, frame))
@@ -234,8 +238,8 @@ class DeviceExperts(ExpertCache):
     def _parts(self, brought: Seated, stage: _Stage) -> list[memoryview]:
         """Where each parameter of an expert lies in ``stage``."""
         parts, begin = [], 0
-        for home in brought.homes:
-            parts.append(stage.memory[begin : begin + home.nbytes // brought.experts])
+        for location in brought.locations:
+            parts.append(stage.memory[begin : begin + location.nbytes // brought.experts])
             begin += -(-parts[-1].nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         return parts
 
@@ -245,8 +249,8 @@ class DeviceExperts(ExpertCache):
         self._finish(stage.filling)
         stage.filling = None
         here = [
-            torch.frombuffer(part, dtype=home.dtype).view(home.shape[1:])
-            for home, part in zip(brought.homes, self._parts(brought, stage), strict=True)
+            torch.frombuffer(part, dtype=location.dtype).view(location.shape[1:])
+            for location, part in zip(brought.locations, self._parts(brought, stage), strict=True)
         ]
         stage.leaving = self._copy([frame], list(zip([there[frame] for there in self._there], here, strict=True)))
 
@@ -259,7 +263,7 @@ class DeviceExperts(ExpertCache):
         if leaving is not None:
             leaving.wait()
 
-    def _copy(self, frames: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> Crossed | None:
+    def _copy(self, frames: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> PrefetchTicket | None:
         try:
             self._last = self._carrier.copy([self._first + frame for frame in frames], pairs)
         except (RuntimeError, TransferError) as error:
@@ -293,9 +297,9 @@ class DeviceExperts(ExpertCache):
         """Nothing shows it."""
 
 
-def stage_bytes(homes: Sequence[Home], experts: int) -> int:
+def stage_bytes(locations: Sequence[ParameterLocation], experts: int) -> int:
     """Of one expert on its way from disk."""
-    each = [-(-home.nbytes // experts // _ALIGNED_BYTES) * _ALIGNED_BYTES for home in homes]
+    each = [-(-location.nbytes // experts // _ALIGNED_BYTES) * _ALIGNED_BYTES for location in locations]
     return -(-sum(each) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

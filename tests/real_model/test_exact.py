@@ -1,0 +1,108 @@
+"""Offloading changes no bit of a real model's answers, in its own bfloat16: SmolLM2-135M-Instruct on real prompts.
+
+The prompts are parts of this project's own pages, asked as questions. Each is answered without tiers first; then from
+the device, from host memory, from disk after a restart, beside all others, and preempted. Tiny random models hide what
+rounding does to a real one, so this is the judge of the promise. ``make real`` makes the model and runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stowage import Completion, Engine, Memory, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / ".real-model" / "SmolLM2-135M-Instruct"
+PROMPTS = 32
+NEW_TOKENS = 16
+CONTEXT_TOKENS = 1024
+"""Of the longest prompt, so that one run takes a minute."""
+POOL = "256MiB"
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="there is no real model here: make real-model"),
+]
+
+
+def pages() -> str:
+    return "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Tokens of prompts of 20 to some 1,000 tokens. Every fourth goes on from the one before."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    text, made, asked = pages(), [], ""
+    for number in range(PROMPTS):
+        begin = number * (len(text) - 5000) // PROMPTS
+        length = 40 + number * 3200 // PROMPTS
+        part = text[begin : begin + length]
+        if number % 4 == 3:
+            part = asked + "\n\n" + part[: length // 4]
+        asked = part
+        messages = [{"role": "user", "content": f"What does this say?\n\n{part}"}]
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        made.append(list(tokens)[:CONTEXT_TOKENS])
+    return made
+
+
+def engine(memory: Memory) -> Engine:
+    return Engine(MODEL, memory, dtype="bfloat16", deterministic=True)
+
+
+def bits(completions: Sequence[Completion]) -> list[Any]:
+    """Tokens, and the log-probabilities of each to the bit."""
+    return [
+        (tuple(one.token_ids), tuple((report.logprob, tuple(report.top)) for report in one.logprobs or ()))
+        for one in completions
+    ]
+
+
+def answers(of: Engine, prompts: Sequence[list[int]], *, together: bool = False) -> list[Any]:
+    params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, logprobs=3, ignore_eos=True)
+    if together:
+        return bits(of.generate(list(prompts), params))
+    return [one for prompt in prompts for one in bits(of.generate([prompt], params))]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[Any]:
+    """Without tiers, and with nothing to find on the device: each prompt is computed whole, alone."""
+    found = []
+    with engine(Memory(kv_cache_memory=POOL)) as plain:
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, logprobs=3, ignore_eos=True)
+            asked = plain.submit(prompt, params, salt=f"{number}")
+            assert asked.wait(600)
+            found += bits([asked.result()])
+    return found
+
+
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[Memory]:
+    yield Memory(kv_cache_memory=POOL, host_memory="512MiB", disk=f"{tmp_path / 'kv'}:2GiB")
+
+
+def test_nothing_differs_from_any_tier(prompts: list[list[int]], expected: list[Any], tiered: Memory) -> None:
+    with engine(tiered) as first:
+        assert answers(first, prompts) == expected, "while it is stored"
+        assert answers(first, prompts) == expected, "from device and host memory"
+        assert first.stats()["engine"]["tokens_reused"] > 0
+    with engine(tiered) as second:
+        assert answers(second, prompts) == expected, "from disk, after a restart"
+        assert second.stats()["store"]["hits.disk"] > 0
+        assert answers(second, prompts, together=True) == expected, "as one batch"
+
+
+def test_nothing_differs_when_sequences_are_preempted(prompts: list[list[int]], expected: list[Any]) -> None:
+    small = Memory(kv_cache_memory="48MiB", host_memory="256MiB", max_num_seqs=8)
+    with engine(small) as crowded:
+        assert answers(crowded, prompts, together=True) == expected
+        assert crowded.stats()["engine"]["preemptions"] > 0
