@@ -22,6 +22,9 @@ NEW_TOKENS = 16
 CONTEXT_TOKENS = 1024
 """Of the longest prompt, so that one run takes a minute."""
 POOL = "256MiB"
+BLOCK = 16
+TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
+"""Keys and values of 30 layers of 3 heads of 64 numbers."""
 
 pytestmark = [
     pytest.mark.real,
@@ -65,8 +68,10 @@ def bits(completions: Sequence[Completion]) -> list[Any]:
     ]
 
 
-def answers(of: Engine, prompts: Sequence[list[int]], *, together: bool = False) -> list[Any]:
-    params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, logprobs=3, ignore_eos=True)
+def answers(
+    of: Engine, prompts: Sequence[list[int]], *, together: bool = False, new_tokens: int = NEW_TOKENS
+) -> list[Any]:
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, logprobs=3, ignore_eos=True)
     if together:
         return bits(of.generate(list(prompts), params))
     return [one for prompt in prompts for one in bits(of.generate([prompt], params))]
@@ -101,8 +106,15 @@ def test_nothing_differs_from_any_tier(prompts: list[list[int]], expected: list[
         assert answers(second, prompts, together=True) == expected, "as one batch"
 
 
-def test_nothing_differs_when_sequences_are_preempted(prompts: list[list[int]], expected: list[Any]) -> None:
-    small = Memory(kv_cache_memory="48MiB", host_memory="256MiB", max_num_seqs=8)
+def test_nothing_differs_when_sequences_are_preempted(prompts: list[list[int]]) -> None:
+    """All prompts fit into the pool with the first tokens of their answers, and cannot grow to their ends together."""
+    some, new_tokens = prompts[3:11], 64
+    with engine(Memory(kv_cache_memory=POOL)) as roomy:
+        expected = [answers(roomy, [prompt], new_tokens=new_tokens)[0] for prompt in some]
+    blocks = sum(-(-len(prompt) // BLOCK) for prompt in some) + len(some) * new_tokens // BLOCK // 2
+    small = Memory(
+        kv_cache_memory=blocks * BLOCK * TOKEN_BYTES, host_memory="256MiB", max_num_seqs=len(some), block_size=BLOCK
+    )
     with engine(small) as crowded:
-        assert answers(crowded, prompts, together=True) == expected
+        assert answers(crowded, some, together=True, new_tokens=new_tokens) == expected
         assert crowded.stats()["engine"]["preemptions"] > 0
