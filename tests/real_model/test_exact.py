@@ -57,7 +57,7 @@ def prompts() -> list[list[int]]:
 
 
 def engine(memory: Memory) -> Engine:
-    return Engine(MODEL, memory, dtype="bfloat16", deterministic=True)
+    return Engine(MODEL, memory)
 
 
 def bits(completions: Sequence[Completion]) -> list[Any]:

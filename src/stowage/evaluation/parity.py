@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All cases; ``seed`` repeats them. ``executor``: as in ``Engine``."""
+    """All cases; ``seed`` repeats them. ``executor``, ``exact``: as in ``Engine``."""
 
     cases: tuple[Case, ...]
     seed: int
     dtype: str
     executor: str = "paged"
+    exact: bool = False
 
     @property
     def parity(self) -> bool:
@@ -91,6 +93,7 @@ class Report:
             "seed": self.seed,
             "dtype": self.dtype,
             "executor": self.executor,
+            "exact": self.exact,
             "cases": [asdict(case) for case in self.cases],
         }
 
@@ -125,41 +128,50 @@ def verify(
     dtype: str = "auto",
     device: str = "",
     deterministic: bool = False,
+    batch_dependent: bool = False,
     seed: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compare; ``deterministic``: such engines, and nothing may differ by a bit. ``progress`` is told each case's name.
+    """Compare; where the engine's answers are exact nothing may differ by a bit. ``progress`` is told each case's name.
     Raises whatever opening the engine raises.
     """
+    asked: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "deterministic": deterministic,
+        "batch_dependent": batch_dependent,
+    }
+    opened = partial(runs.opened, model, computed=asked)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     with runs.temporary_directory() as directory:
         tiered = runs.with_tiers(memory, directory)
         lower = runs.lower_tiers(tiered)
-        with runs.opened(model, runs.plain(memory), dtype, deterministic, device) as engine:
+        with opened(runs.plain(memory)) as engine:
             places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
             scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             executor = engine.executor
-            comparison = _Comparison(computed_in, progress, deterministic)
+            exact = engine.exact
+            comparison = _Comparison(computed_in, progress, exact)
             comparison.cold(engine, scenarios)
-        with runs.opened(model, tiered, dtype, deterministic, device) as engine:
+        with opened(tiered) as engine:
             for scenario in scenarios:
                 comparison.warm(engine, scenario, lower[0])
             comparison.together(engine, scenarios, lower[0])
             runs.flush(engine)
         for tier in lower:
-            with runs.opened(model, runs.with_only(tiered, tier), dtype, deterministic, device) as engine:
+            with opened(runs.with_only(tiered, tier)) as engine:
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
-    return Report(tuple(comparison.cases), seed, computed_in, executor)
+    return Report(tuple(comparison.cases), seed, computed_in, executor, exact)
 
 
 class _Comparison:
     """Runs prompts, and remembers the answers with every tier off."""
 
-    def __init__(self, dtype: str, progress: Callable[[str], None], deterministic: bool) -> None:
-        self._tolerance = runs.tolerance(dtype, deterministic)
-        self._near_ties = dtype != "float32" and not deterministic
+    def __init__(self, dtype: str, progress: Callable[[str], None], exact: bool) -> None:
+        self._tolerance = runs.tolerance(dtype, exact)
+        self._near_ties = dtype != "float32" and not exact
         self._progress = progress
         self._expected: dict[tuple[int, ...], Completion] = {}
         self._from_device: dict[tuple[int, ...], Completion] = {}
