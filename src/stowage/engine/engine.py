@@ -269,6 +269,7 @@ class Engine:
             prompt_tokens=len(tokens),
             own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),
             new_tokens_max=min(params.max_new_tokens, room),
+            exact=self.exact,
         )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids.")
@@ -287,7 +288,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has stopped it: nothing is computed any more, and only a new one will."""
+        """Whether a bug has stopped it: only a new one will compute."""
         return self._loop.failed
 
     @property

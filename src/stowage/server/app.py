@@ -154,7 +154,9 @@ class Generation:
         exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt))
         self._journal.begin(visit, exchange)
         try:
-            answer = (ChatAnswer if self._chat else TextAnswer)(ask, self._bridge.vocabulary)
+            answer = (ChatAnswer if self._chat else TextAnswer)(
+                ask, self._bridge.vocabulary, exact=self._bridge.engine.exact
+            )
             await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
         finally:
             exchange.close()
