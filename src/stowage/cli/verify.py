@@ -128,6 +128,12 @@ def _print_report(model: str, report: "Report") -> None:
             if not case.name.endswith("every tier off")
         ],
     )
+    if (beside := report.model) is not None:
+        print(
+            f"Beside Transformers log-probabilities differ by up to {beside.difference:.1e}; its own differ by "
+            f"{beside.own:.1e} when a prompt is given in pieces. "
+            + ("It is the same model." if beside.same else f"IT IS ANOTHER MODEL (the bound is {beside.bound:.1e}).")
+        )
 
 
 def _print_families(reports: "dict[str, Report]") -> None:
