@@ -24,6 +24,7 @@ from stowage.executor.determinism import cuts
 from stowage.executor.determinism.cuts import Pieces
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused import recurrent_layers
+from stowage.testing import tiny_models
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
@@ -265,6 +266,26 @@ def test_without_kernels(family, dtype, checkpoints, monkeypatch, tmp_path):
         found = engine.generate(prompts, greedy(8))
         assert list(map(bits, found)) == expected, "after a restart"
         assert sum(completion.reused_tokens["disk"] for completion in found) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layers"), [*zip(KINDS, (60, 48, 30, 30, 36), strict=True)])
+def test_many_layers(family, layers, tmp_path):
+    """Rounding grows with depth; four layers hide it."""
+    path = tiny_models.write(family, tmp_path / "model", tiny_models.TinySize(layers=layers))
+    prompts = [PROMPT, *OTHERS, PROMPT + OTHERS[1]]
+    with Engine(path, Memory(kv_cache_memory="128MiB"), dtype="bfloat16") as engine:
+        assert engine.exact
+        expected = []
+        for prompt in prompts:
+            expected += map(bits, engine.generate([prompt], greedy(8)))
+            engine.drop_device_cache()
+    tiered = Memory(kv_cache_memory="32MiB", host_memory="128MiB", disk=f"{tmp_path / 'cache'}:512MiB")
+    for _ in range(2):
+        with Engine(path, tiered, dtype="bfloat16") as engine:
+            engine.forget_costs()
+            assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected
+            assert engine.flush()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
