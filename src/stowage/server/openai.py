@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from stowage.engine.engine import Engine
 from stowage.engine.prompts import PromptTooLong
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling import STOP_CHARACTERS_MAX, SamplingParams
 from stowage.errors import RequestError
 from stowage.server.fields import Fields, parse_object
 from stowage.server.limits import Limits
@@ -174,7 +174,7 @@ class Reader:
             "top_k": max(0, top_k),
             "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
             "seed": None if seed is None else seed % _SEEDS,
-            "stop": fields.texts("stop", _STOPS_MAX),
+            "stop": fields.texts("stop", _STOPS_MAX, STOP_CHARACTERS_MAX),
             "stop_token_ids": fields.wholes("stop_token_ids", _STOP_TOKENS_MAX),
             "ignore_eos": fields.flag("ignore_eos"),
             "logprobs": 0 if logprobs is None else max(1, logprobs),
