@@ -111,10 +111,10 @@ def test_numbers_that_are_almost_nothing(odd, here: Here) -> None:
 def test_a_bug_of_one_request(here: Here, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     real = Prompts.tokenize
 
-    def broken(self, prompt, most):
+    def broken(self, prompt, *arguments):
         if prompt == "poison":
             raise ZeroDivisionError("the secret reason")
-        return real(self, prompt, most)
+        return real(self, prompt, *arguments)
 
     monkeypatch.setattr(Prompts, "tokenize", broken)
     internal_error(httpx.post(here.url + TEXT, json=SHORT | {"prompt": "poison"}))

@@ -15,7 +15,7 @@ from stowage.server.refusal import ApiError, bad
 _SHOWN_CHARACTERS = 40
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object that `body` is. Raises ApiError for anything else, for NaN and for infinite numbers."""
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
