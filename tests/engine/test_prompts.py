@@ -15,6 +15,7 @@ from stowage.engine import prompts as module
 from stowage.engine.prompts import PromptTooLong, characters_most
 from stowage.errors import RequestError
 from stowage.server.bridge import SHORT_BYTES, Bridge
+from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.memory import Hold
 from stowage.server.refusal import ApiError
@@ -185,7 +186,7 @@ class Waiting(Noting):
 def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
     engine = engines("llama", context_tokens=4096)
     waiting = engine.prompts._tokenizer = Waiting(engine.tokenizer)
-    bridge = Bridge(engine, "tiny", Limits(max_queued_requests=2, max_choices=2))
+    bridge = Bridge(Engines(lambda: engine), "tiny", Limits(max_queued_requests=2, max_choices=2))
     short = b'{"model": "tiny", "prompt": "ahoy"}'
     text = "ahoy " * 3000
     long = json.dumps({"model": "tiny", "prompt": text}).encode() + b" " * SHORT_BYTES

@@ -381,7 +381,7 @@ def test_the_journal_is_bounded() -> None:
 @pytest.fixture
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bridge, Engine]]:
     monkeypatch.setattr("stowage.server.watch._PATIENCE_S", 0.05)
-    bridge = Bridge(engine, "tiny", Limits())
+    bridge = Bridge(Engines(lambda: engine), "tiny", Limits())
     yield bridge, engine
     bridge.close()
 

@@ -1,4 +1,4 @@
-"""The cache directory is removed under a running tier: exact or absent meanwhile, within the limit, and back by itself."""
+"""The cache directory is removed under a running tier: exact or absent, within the limit, and back by itself."""
 
 from __future__ import annotations
 

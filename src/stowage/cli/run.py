@@ -60,7 +60,19 @@ def run(
 
 @contextmanager
 def opened(model: str, settings: Settings) -> Iterator["Engine"]:
-    """The engine for ``model``, closed at the end. Says on stderr what is happening while it loads."""
+    """The engine for ``model``, closed at the end."""
+    engine = open_engine(model, settings)
+    # What is here now stays: looking at it for cycles again and again would stop every thread for 0.16 s each time.
+    gc.freeze()
+    try:
+        yield engine
+    finally:
+        gc.unfreeze()
+        engine.close()
+
+
+def open_engine(model: str, settings: Settings) -> "Engine":
+    """The engine for ``model``. Says on stderr what is happening."""
     memory = settings.memory()
     if sys.stderr.isatty():
         note(f"Loading {model} ...")
@@ -77,13 +89,7 @@ def opened(model: str, settings: Settings) -> Iterator["Engine"]:
     )
     if engine.executor == "fallback":
         note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")
-    # What is here now stays: looking at it for cycles again and again would stop every thread for 0.16 s each time.
-    gc.freeze()
-    try:
-        yield engine
-    finally:
-        gc.unfreeze()
-        engine.close()
+    return engine
 
 
 def read_prompt(path: Path) -> str:

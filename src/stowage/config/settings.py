@@ -216,6 +216,7 @@ SERVER_SETTINGS = (
     ),
     Setting("keep_alive_s", 75.0, _as_float, "SECONDS", "how long an idle connection stays open", SERVER_GROUP),
     Setting("shutdown_timeout_s", 30.0, _as_float, "SECONDS", "how long requests may go on at the end", SERVER_GROUP),
+    Setting("max_reopens", 0, _as_int, "N", "times that an engine which failed is opened again", SERVER_GROUP),
 )
 SETTINGS: dict[str, Setting] = {
     setting.name: setting

@@ -50,12 +50,13 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
     ]
     loop = asyncio.get_running_loop()
     counts.watch(
-        bridge.engine.stats,
+        bridge.stats,
         choices_open=("choices that are served or wait", lambda: bridge.choices_open),
         choices_limit=("choices that may be open together", lambda: bridge.max_choices),
         request_memory_bytes=("held for requests: bodies, their reading, answers", lambda: bridge.memory.held_bytes),
         request_memory_limit_bytes=("that may be held for requests", lambda: bridge.memory.limit_bytes),
         request_memory_refused=("requests that were refused for lack of it", lambda: bridge.memory.refused),
+        engine_reopened=("times the engine was opened again after a failure", lambda: bridge.engines.reopened),
         server_tasks=("tasks of the server's event loop", tasks(loop)),
     )
     router = Router(routes, redirect_slashes=False)
@@ -72,8 +73,9 @@ class Plain:
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken in."""
-        status = "stopping" if self._bridge.stopping else "ok" if self._bridge.engine.alive else "failed"
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+        status, reopened = self._bridge.status, self._bridge.engines.reopened
+        told = {"status": status} | ({"reopened": reopened} if reopened else {})
+        return JSONResponse(told, 200 if status == "ok" else 503)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -162,7 +164,7 @@ class Generation:
         exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt), hold)
         self._journal.begin(visit, exchange)
         try:
-            answer = (ChatAnswer if self._chat else TextAnswer)(ask, self._bridge.vocabulary)
+            answer = (ChatAnswer if self._chat else TextAnswer)(ask, exchange.vocabulary)
             await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
         finally:
             exchange.close()

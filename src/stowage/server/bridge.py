@@ -16,15 +16,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from stowage.engine.engine import Delta, Engine, Request
 from stowage.engine.sampling import TokenLogprob
 from stowage.errors import ConfigError, RequestError, StowageError
+from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.memory import Hold, RequestMemory, bytes_of_piece
 from stowage.server.openai import Ask, Reader
-from stowage.server.refusal import ApiError, bad, busy, internal, stopping
+from stowage.server.refusal import ApiError, bad, busy, internal, reopening, stopping
 from stowage.server.turns import Job, Turns
 from stowage.server.vocabulary import Vocabulary
 
@@ -36,17 +37,18 @@ SHORT_BYTES: Final = 1 << 16
 
 
 class Bridge:
-    """One engine, for one event loop. All methods are called on the loop's thread."""
+    """One engine at a time, for one event loop. All methods are called on the loop's thread."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
-        self.engine = engine
+    def __init__(self, engines: Engines, name: str, limits: Limits) -> None:
+        self.engines = engines
         self.name = name
-        self.tokens_max = engine.sequence_tokens_max
-        self.reader = Reader(engine, name, limits)
-        self.vocabulary = Vocabulary(engine.tokenizer)
-        self.max_choices = engine.memory.max_num_seqs + limits.max_queued_requests
+        self._limits = limits
+        self._adopt(self.engine)
+        self._stats: dict[str, Any] = {}
+        self.max_num_seqs = self.engine.memory.max_num_seqs
+        self.max_choices = self.max_num_seqs + limits.max_queued_requests
         self.choices_open = 0
-        self.stopping = False
+        self.stopping = self._renewing = False
         self._exchanges: set[Exchange] = set()
         self._seconds = 1.0
         """How long a request takes, as far as the last ones tell."""
@@ -55,6 +57,53 @@ class Bridge:
         self._reading_long = Turns("stowage-read-long", limits.reading_timeout_s)
         self._submitting = ThreadPoolExecutor(1, "stowage-submit")
         self._looking = ThreadPoolExecutor(1, "stowage-look")
+
+    @property
+    def engine(self) -> Engine:
+        """Raises ApiError while there is none."""
+        if self.engines.engine is None:
+            raise reopening()
+        return self.engines.engine
+
+    @property
+    def status(self) -> str:
+        """`ok` while requests are taken in; `stopping`, `reopening`, or `failed`."""
+        if self.stopping:
+            return "stopping"
+        if self._renewing:
+            return "reopening"
+        return "ok" if self.engines.engine is not None and self.engines.engine.alive else "failed"
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's; while there is none, what they were. Waits for its lock."""
+        engine = self.engines.engine
+        if engine is not None:
+            self._stats = engine.stats()
+        return self._stats
+
+    async def renew(self) -> None:
+        """The engine has failed, and everybody who waited for it was told: open another one. Requests are refused
+        meanwhile. Raises what opening it raises.
+        """
+        self._renewing = True
+        try:
+            self.end_all(reopening())
+            for exchange in list(self._exchanges):
+                exchange.close()
+            await asyncio.get_running_loop().run_in_executor(None, self._renew)
+        finally:
+            self._renewing = False
+
+    def _renew(self) -> None:
+        self.stats()
+        del self.reader, self.vocabulary  # which know the old one
+        self.engines.renew()
+        self._adopt(self.engine)
+
+    def _adopt(self, engine: Engine) -> None:
+        self.tokens_max = engine.sequence_tokens_max
+        self.reader = Reader(engine, self.name, self._limits)
+        self.vocabulary = Vocabulary(engine.tokenizer)
 
     async def read(self, chat: bool, body: bytes | bytearray, hold: Hold) -> Ask:
         """Understand a body, when it is the turn of its client. Until that is done it counts as one choice. Raises
@@ -81,6 +130,8 @@ class Bridge:
         """Raises ApiError while so many more choices cannot be taken in."""
         if self.stopping:
             raise stopping()
+        if self._renewing:
+            raise reopening()
         if self.choices_open + choices > self.max_choices:
             what = (
                 f"{self.choices_open} of at most {self.max_choices} choices are being served or wait; try again later."
@@ -144,6 +195,8 @@ class Exchange:
         self.scores: dict[int, list[TokenLogprob | None]] = {}
         """By prompt: its tokens' log-probabilities, where they were asked for and are known."""
         self._bridge = bridge
+        self._engine = bridge.engine
+        self.vocabulary = bridge.vocabulary
         self._salt = salt
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -168,7 +221,7 @@ class Exchange:
 
     def _submit(self, choices: Iterable[int]) -> None:
         """On the reading thread, since it takes time in proportion to the prompts."""
-        engine, ask = self._bridge.engine, self.ask
+        engine, ask = self._engine, self.ask
         for choice in choices:
             prompt, params = ask.prompts[choice // ask.n], ask.params_of(choice)
 
@@ -259,7 +312,7 @@ class Exchange:
             self.hold.note(-self._noted_bytes)
         self._inbox.clear()
         for request in self._requests:
-            self._bridge.engine.cancel(request)
+            self._engine.cancel(request)
         self._bridge.closed(self, time.monotonic() - self.began_s)
 
 

@@ -24,7 +24,7 @@ class Limits:
     bodies, their reading, and answers that are not sent). Of one client: reading_timeout_s (of the processor, in a
     minute, for prompts that take long to read). Of one connection:
     max_header_size (bytes), header_timeout_s, body_timeout_s, stall_timeout_s (a client that reads nothing),
-    keep_alive_s. shutdown_timeout_s: how long running requests may go on after the signal to stop. Raises ConfigError.
+    keep_alive_s. max_reopens: how often another engine is opened for one that failed. shutdown_timeout_s: how long running requests may go on after the signal to stop. Raises ConfigError.
     """
 
     max_body_size: int | str = "8MiB"
@@ -41,6 +41,7 @@ class Limits:
     stall_timeout_s: float = 30.0
     keep_alive_s: float = 75.0
     shutdown_timeout_s: float = 30.0
+    max_reopens: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -51,7 +52,7 @@ class Limits:
                     raise ConfigError(
                         f"{item.name} is {shown_value(value)}: it must be a finite number of seconds, {least} or more."
                     )
-            elif item.name in ("max_prompt_tokens", "max_queued_requests"):
+            elif item.name in ("max_prompt_tokens", "max_queued_requests", "max_reopens"):
                 self._whole(item.name, 0)
             elif item.name in ("max_choices", "max_connections"):
                 self._whole(item.name, 1)
