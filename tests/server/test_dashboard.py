@@ -24,6 +24,7 @@ from stowage.server import page
 from stowage.server.auth import Tenant
 from stowage.server.bridge import Bridge
 from stowage.server.counts import Counts
+from stowage.server.engines import Engines
 from stowage.server.front import STATE, Visit
 from stowage.server.journal import KEPT_MAX, SHOWN_MAX, Journal
 from stowage.server.limits import Limits

@@ -29,7 +29,7 @@ from stowage.config.memory import Memory, format_size
 from stowage.core.key import SequenceKeys
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
-from stowage.engine.border import check_request, listed_prompts, listed_tiers
+from stowage.engine.border import check_request, checked_engine, listed_prompts
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.kv_manager import KVManager
@@ -96,7 +96,8 @@ class Engine:
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
-        own = listed_tiers(memory, salt, tiers)
+        given = {"dtype": dtype, "tokenizer": tokenizer, "device": device, "deterministic": deterministic}
+        own = checked_engine(model, memory, given | {"cuda_graphs": cuda_graphs, "salt": salt, "tiers": tiers})
         self.memory = memory or Memory()
         self._clock = time.monotonic
         here = device_of(model, device)

@@ -8,9 +8,7 @@ processors.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stowage.config.arguments import items_of
 from stowage.errors import ModelError, RequestError
 
 LOGPROBS_MAX = 50
@@ -25,8 +24,6 @@ STOPS_MAX = 64
 STOP_CHARACTERS_MAX = 1024
 STOP_TOKENS_MAX = 1024
 _SHOWN_CHARACTERS = 40
-_LISTED_MAX = 1 << 16
-"""What is taken of a list: more than any may hold, and an end where one has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +34,8 @@ class SamplingParams:
     anew each time. ``logprobs`` n > 0 reports the chosen token's log-probability and the n likeliest of the unfiltered
     distribution. ``prompt_logprobs`` n (0 too) reports the same of every prompt token but the first, from position
     ``prompt_logprobs_from`` on: from there the prompt is computed, and only what lies before it may come from a cache.
-    A ``stop`` string (at most 64, of at most 1,024 characters) ends the text before it; a token of ``stop_token_ids`` (and, unless ``ignore_eos``, the model's
-    own end of sequence) ends it after it.
+    A ``stop`` string (at most 64, of at most 1,024 characters) ends the text before it; a token of ``stop_token_ids``
+    (and, unless ``ignore_eos``, the model's own end of sequence) ends it after it.
 
     Raises ``RequestError`` for a value of the wrong type or out of range, with the field's name.
     """
@@ -111,9 +108,9 @@ def _number(name: str, value: Any) -> float:
 
 def _listed(name: str, values: Any, kind: type, wanted: str) -> tuple[Any, ...]:
     """``values`` as a tuple. Raises RequestError."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+    items = items_of(values)
+    if items is None:
         raise RequestError(f"{name} must be a sequence of {wanted}, not {_shown(values)}.")
-    items = tuple(itertools.islice(values, _LISTED_MAX))
     wrong = [
         item for item in items if isinstance(item, bool) or not isinstance(item, Integral if kind is int else kind)
     ]

@@ -1,8 +1,9 @@
 """Between the event loop and the engine's thread: requests go over, pieces of answers come back.
 
-Owns what is open, and who reads what when. The engine never waits for the loop, and the loop never for the engine: pieces are put into an inbox
-that the loop empties when it comes to it, and pieces that wait there are handed out as one, so a slow client costs no
-more memory than its answer; that counts (`server.memory`). An exchange that is closed before its end cancels what it has in the engine.
+Owns what is open, and who reads what when. The engine never waits for the loop, and the loop never for the engine:
+pieces are put into an inbox that the loop empties when it comes to it, and pieces that wait there are handed out as
+one, so a slow client costs no more memory than its answer; that counts (`server.memory`). An exchange that is closed
+before its end cancels what it has in the engine.
 """
 
 from __future__ import annotations

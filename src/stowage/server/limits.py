@@ -22,9 +22,10 @@ class Limits:
     (prompts times n), request_timeout_s (from the first byte of the body to the last of the answer). Of all together:
     max_queued_requests (choices that wait while `max_num_seqs` of them run), max_connections, request_memory (bytes of
     bodies, their reading, and answers that are not sent). Of one client: reading_timeout_s (of the processor, in a
-    minute, for prompts that take long to read). Of one connection:
-    max_header_size (bytes), header_timeout_s, body_timeout_s, stall_timeout_s (a client that reads nothing),
-    keep_alive_s. max_reopens: how often another engine is opened for one that failed. shutdown_timeout_s: how long running requests may go on after the signal to stop. Raises ConfigError.
+    minute, for prompts that take long to read). Of one connection: max_header_size (bytes), header_timeout_s,
+    body_timeout_s, stall_timeout_s (a client that reads nothing), keep_alive_s. max_reopens: how often another engine
+    is opened for one that failed. shutdown_timeout_s: how long running requests may go on after the signal to stop.
+    Raises ConfigError.
     """
 
     max_body_size: int | str = "8MiB"

@@ -132,5 +132,5 @@ def _timed(job: Job) -> tuple[Any, BaseException | None, float]:
     try:
         job.check()
         return job.work(job), None, job.spent_s
-    except BaseException as error:  # for whoever waits
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
         return None, error, job.spent_s
