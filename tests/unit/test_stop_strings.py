@@ -80,3 +80,17 @@ def test_lists_without_an_end() -> None:
 
     with pytest.raises(RequestError, match="stop_token_ids must be at most"):
         SamplingParams(stop_token_ids=forever())  # type: ignore[arg-type]
+
+
+def test_special_tokens_cost_nothing() -> None:
+    """A model that goes on behind its end says nothing, as often as it is asked to."""
+    decoded = []
+
+    def decode(tokens, **_):
+        decoded.append(len(tokens))
+        return "".join(chr(token) for token in tokens if token != 7)
+
+    made = Detokenizer(SimpleNamespace(decode=decode, all_special_ids=[7]), [104], [])
+    assert made.push(105) == "i" and [made.push(7) for _ in range(5000)] == [""] * 5000
+    assert made.push(33) == "!" and made.finish() == "" and made.text == "i!"
+    assert max(decoded) <= 4

@@ -25,6 +25,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = [_Stop(text) for text in stop]
+        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._begin = 0
         self._read = len(self._tokens)
@@ -41,6 +42,8 @@ class Detokenizer:
         """Add a token; return the text that is now certain. Sets ``stopped`` when a stop string appeared."""
         if self._tokenizer is None or self.stopped:
             return ""
+        if token in self._silent and not self._decode([token]):
+            return ""  # left out of every text: any number of them costs nothing
         self._tokens.append(token)
         before = self._decode(self._tokens[self._begin : self._read])
         now = self._decode(self._tokens[self._begin :])
