@@ -1,7 +1,8 @@
 """Clients that mean harm, or are broken: each kind that once ended the server, took its memory or held up others.
 
-They come from addresses of their own (127.0.0.2 and so on), as other people's machines do. What they are told is
-counted, and nothing is expected of it but that the server lives.
+They come from addresses of their own (127.0.0.2 and so on), as other people's machines do, and from a process of their
+own: `python -m tests.server.attack URL MODEL SECONDS CLIENTS [CACHE]`. What they are told is counted, and nothing is
+expected of it but that the server lives.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import random
 import shutil
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -142,3 +144,22 @@ class Attackers:
 
     def _asked(self, prompt: str) -> dict[str, Any]:
         return {"model": self._model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+
+
+async def attack(url: str, model: str, seconds: float, clients: int, cache: Path) -> Counter[tuple[str, int]]:
+    """What they were told: `Attackers` in a process of their own."""
+    command = [sys.executable, "-m", "tests.server.attack", url, model, str(seconds), str(clients), str(cache)]
+    running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await running.communicate()
+    assert running.returncode == 0
+    return Counter({(kind, status): count for kind, status, count in json.loads(printed)})
+
+
+def main(url: str, model: str, seconds: str, clients: str, cache: str = "") -> None:
+    attackers = Attackers(url, model, Path(cache) if cache else None)
+    asyncio.run(attackers.run(time.monotonic() + float(seconds), int(clients)))
+    print(json.dumps([[*told, count] for told, count in sorted(attackers.told.items())]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from tests.server.attack import Attackers
 from tests.server.load import FLAGS, Load, known_answers
 
 
@@ -25,8 +24,7 @@ def test_attackers_harm_only_themselves(start, tiny_llama, tmp_path) -> None:
     """Every kind beside clients whose answers all come and are right; afterwards nothing is held."""
     cache = tmp_path / "cache"
     server = start(*FLAGS, "--disk", f"{cache}:64MiB")
-    attackers = Attackers(server.url, server.model, cache)
-    load = Load(server.url, server.pid, server.model, known_answers(tiny_llama), attackers)
+    load = Load(server.url, server.pid, server.model, known_answers(tiny_llama), cache)
     report = asyncio.run(load.run(clients=4, seconds=10, rounds=2, attacking=6))
     assert report.wrong == [] and len(report.waited_s[True]) > 5
     last = report.states[-1]

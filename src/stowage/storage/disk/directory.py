@@ -125,7 +125,12 @@ class Directory:
         self._fd = self._before = -1
 
     def is_removed(self) -> bool:
-        """Whether somebody has removed the directory while it was open; counted once. Raises OSError."""
+        """Whether somebody has removed the directory while it was open; counted once. To be asked now and then. Raises
+        OSError.
+        """
+        if self._before >= 0:
+            self.system.descriptors.close(self._before)
+            self._before = -1
         gone = self.system.descriptors.status(self._fd).links == 0
         if gone and not self._is_missing:
             self._counters.add("removed_directories")
@@ -140,9 +145,7 @@ class Directory:
             fd = self.system.descriptors.open_directory(self.path)
         except DirectoryError as error:
             raise OSError(errno.ENOENT, str(error)) from error
-        if self._before >= 0:
-            self.system.descriptors.close(self._before)
-        # Readers may be about to use the old one: it is closed with the next. There they find nothing, which is right.
+        # Readers may be about to use the old one, where they rightly find nothing: it is closed at the next look.
         self._before, self._fd, self._is_missing = self._fd, fd, False
 
     def give_up_direct(self) -> None:
