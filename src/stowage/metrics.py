@@ -116,6 +116,7 @@ repaired_segments    tier_repaired_segments_total    torn segments of killed wri
 removed_leftovers    tier_removed_leftovers_total    empty files of killed writers that were removed
 damaged_segments     tier_damaged_segments_total     segments without a valid header or footer
 unreadable_segments  tier_unreadable_segments_total  segments under another protection, or a key that is not there
+removed_directories  tier_removed_directories_total  times somebody removed the directory of a running tier
 faults               tier_faults_total               bugs: please report them
 """)
 

@@ -16,6 +16,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.server import listen
 from stowage.server.auth import ApiKeys
+from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.serve import run
 from stowage.testing import tiny_models
@@ -43,7 +44,9 @@ def page(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> str:
 
     async def serve(engine: Engine) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        await run(engine, "tiny", place, Limits(), ApiKeys([]), stop, lambda: started.put((loop, stop)))
+        await run(
+            Engines(lambda: engine), "tiny", place, Limits(), ApiKeys([]), stop, lambda: started.put((loop, stop))
+        )
 
     with Engine(model, memory) as engine:
         thread = threading.Thread(target=lambda: asyncio.run(serve(engine)))

@@ -15,7 +15,9 @@ from stowage.engine import prompts as module
 from stowage.engine.prompts import PromptTooLong, characters_most
 from stowage.errors import RequestError
 from stowage.server.bridge import SHORT_BYTES, Bridge
+from stowage.server.engines import Engines
 from stowage.server.limits import Limits
+from stowage.server.memory import Hold
 from stowage.server.refusal import ApiError
 from tests.engine.conftest import greedy
 
@@ -139,6 +141,29 @@ def test_no_token_stands_for_more_characters_than_is_said(parts):
         assert len(text) <= most * len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def test_what_is_tokenized_is_told_before(noted, monkeypatch):
+    """In pieces of a bounded length, and as a whole only where that is no more than the context can have."""
+    prompts, given, _ = noted
+    monkeypatch.setattr(module, "PIECE_CHARACTERS", 100)
+    vars(prompts)["_characters_most"] = 0
+    told: list[int] = []
+    with pytest.raises(PromptTooLong):
+        prompts.read("ab" * 50_000, None, told.append)
+    assert told == given and max(told) <= 100
+    told.clear()
+    given.clear()
+    prompts.read("ab", None, told.append)
+    assert (given, told) == ([2], [2, 0])
+
+    def refuse(characters):
+        raise RequestError("no")
+
+    given.clear()
+    with pytest.raises(RequestError, match="no"):
+        prompts.read("ab", None, refuse)
+    assert given == []
+
+
 @pytest.mark.parametrize("parts", UNKNOWN.values(), ids=UNKNOWN)
 def test_where_a_token_may_stand_for_any_number_of_characters(parts):
     assert characters_most(tokenizer_of(*parts)) == 0
@@ -161,22 +186,25 @@ class Waiting(Noting):
 def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
     engine = engines("llama", context_tokens=4096)
     waiting = engine.prompts._tokenizer = Waiting(engine.tokenizer)
-    bridge = Bridge(engine, "tiny", Limits(max_queued_requests=2, max_choices=2))
+    bridge = Bridge(Engines(lambda: engine), "tiny", Limits(max_queued_requests=2, max_choices=2))
     short = b'{"model": "tiny", "prompt": "ahoy"}'
     text = "ahoy " * 3000
     long = json.dumps({"model": "tiny", "prompt": text}).encode() + b" " * SHORT_BYTES
 
+    def read(body: bytes):
+        return bridge.read(False, body, Hold(bridge.memory, "anybody"))
+
     async def ask() -> None:
-        slow = [asyncio.create_task(bridge.read(False, long)) for _ in range(3)]
+        slow = [asyncio.create_task(read(long)) for _ in range(3)]
         await asyncio.to_thread(waiting.reached.wait, 60)
         for _ in range(5):
-            assert (await asyncio.wait_for(bridge.read(False, short), 60)).prompts
+            assert (await asyncio.wait_for(read(short), 60)).prompts
         assert not any(task.done() for task in slow)
-        more = [asyncio.create_task(bridge.read(False, long)) for _ in range(bridge.max_choices)]
+        more = [asyncio.create_task(read(long)) for _ in range(bridge.max_choices)]
         await asyncio.sleep(0)
         assert bridge.choices_open == bridge.max_choices
         with pytest.raises(ApiError) as caught:
-            await bridge.read(False, short)
+            await read(short)
         assert caught.value.status == 429
         waiting.released.set()
         refused = await asyncio.gather(*slow, *more, return_exceptions=True)

@@ -1,5 +1,8 @@
 """Many clients at once, for long: `python -m tests.server.load --seconds 300`, or `make load SECONDS=300`.
 
+With `--attack 8` so many attackers (`tests.server.attack`) come beside them in the second half: then the times of both
+halves are told, too.
+
 Clients ask in every way: whole answers and streams, several choices, scores, wrong requests; some leave in the middle,
 or while they wait. They come in rounds. Between two rounds everybody has gone, and the server must be as it was after
 the first one: no block, pin, task or file descriptor more, and no memory that grows from round to round. Every answer
@@ -30,6 +33,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.testing import tiny_models
+from tests.server.attack import attack
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 FLAGS = [
@@ -73,19 +77,28 @@ class Report:
     counted: float = 0.0
     """Requests that the server says have ended."""
     seconds: float = 0.0
+    waited_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    """Of answers that were waited for: without attackers, and with them."""
+    told: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """What attackers were told."""
+
+    def p95_s(self, attacked: bool) -> float:
+        waited_s = sorted(self.waited_s[attacked])
+        return waited_s[int(0.95 * (len(waited_s) - 1))] if waited_s else 0.0
 
     def faults(self) -> list[str]:
         """Why this is not what it should be; empty: it is."""
         first, last = self.states[0], self.states[-1]
         found = list(self.wrong[:10])
-        if self.counted != self.sent.total():
+        if not self.told and self.counted != self.sent.total():
             found.append(f"{self.sent.total()} requests were sent, and {self.counted:.0f} have ended")
         for state in self.states:
             if state.choices_open or state.blocks_used or state.chunks_pinned or state.transfers:
                 found.append(f"something is held: {state}")
         if last.descriptors > first.descriptors or last.tasks > first.tasks:
             found.append(f"descriptors or tasks have grown: {first} {last}")
-        if len(self.states) > 2 and last.resident_bytes - self.states[1].resident_bytes > GROWTH_BYTES_MAX:
+        settled = len(self.states) // 2 if self.told else 1  # attackers fill more of it than others do
+        if len(self.states) > 2 and last.resident_bytes - self.states[settled].resident_bytes > GROWTH_BYTES_MAX:
             found.append(f"memory has grown: {[state.resident_bytes // MiB for state in self.states]} MiB")
         return found
 
@@ -93,30 +106,42 @@ class Report:
 class Load:
     """The clients of one server. `known` are prompts and what follows each, greedily."""
 
-    def __init__(self, url: str, pid: int, model: str, known: list[tuple[str, str]], seed: int = 0) -> None:
+    def __init__(self, url: str, pid: int, model: str, known: list[tuple[str, str]], cache: Path | None = None) -> None:
         self.report = Report()
+        self._cache, self._attacked = cache, False
         self._url, self._pid, self._model, self._known = url, pid, model, known
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._until_s = 0.0
         self._kinds = [self._whole, self._stream, self._choices, self._score, self._leave, self._refused, self._look]
         self._weights = [6, 6, 2, 2, 3, 1, 1]
 
-    async def run(self, clients: int, seconds: float, rounds: int) -> Report:
+    async def run(self, clients: int, seconds: float, rounds: int, attacking: int = 0) -> Report:
+        """`attacking`: so many attackers in the second half of the rounds."""
         began_s = time.monotonic()
         for number in range(rounds):
             self._until_s = began_s + seconds * (number + 1) / rounds
-            await asyncio.gather(*(self._client() for _ in range(clients)))
+            self._attacked = bool(attacking) and 2 * number >= rounds
+            others = [self._attack(attacking)] if self._attacked else []
+            await asyncio.gather(*(self._client() for _ in range(clients)), *others)
             self.report.states.append(await self._rest())
         self.report.seconds = time.monotonic() - began_s
         return self.report
+
+    async def _attack(self, attacking: int) -> None:
+        assert self._cache is not None
+        left_s = self._until_s - time.monotonic()
+        self.report.told += await attack(self._url, self._model, left_s, attacking, self._cache)
 
     async def _client(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as client:
             while time.monotonic() < self._until_s:
                 (kind,) = self._random.choices(self._kinds, self._weights)
                 self.report.sent[kind.__name__.strip("_")] += 1
+                began_s = time.monotonic()
                 try:
                     problem = await kind(client)
+                    if kind in self._kinds[:4]:
+                        self.report.waited_s[self._attacked].append(time.monotonic() - began_s)
                 except (httpx.HTTPError, OSError, ValueError, KeyError, IndexError) as error:
                     problem = repr(error)
                 if problem:
@@ -133,14 +158,24 @@ class Load:
     async def _stream(self, client: httpx.AsyncClient) -> str:
         prompt, expected = self._random.choice(self._known)
         text, done = "", False
+        while (again := await self._stream_once(client, prompt)) is None:
+            await asyncio.sleep(0.2)
+        text, done = again
+        return "" if done and text == expected else f"{text!r}, not {expected!r}, done: {done}"
+
+    async def _stream_once(self, client: httpx.AsyncClient, prompt: str) -> tuple[str, bool] | None:
+        """None: the server is busy, and it is to be tried again."""
+        text, done = "", False
         async with client.stream("POST", TEXT, json=self._asked(prompt) | {"stream": True}) as response:
             self.report.statuses[response.status_code] += 1
+            if response.status_code == 429 and self._attacked:
+                return None
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     done = True
                 elif line.startswith("data: "):
                     text += json.loads(line[6:])["choices"][0]["text"]
-        return "" if done and text == expected else f"{text!r}, not {expected!r}, done: {done}"
+        return text, done
 
     async def _choices(self, client: httpx.AsyncClient) -> str:
         """A prompt that nobody else has, drawn from: only its shape is known."""
@@ -186,6 +221,10 @@ class Load:
     async def _post(self, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
         response = await client.post(path, json=body)
         self.report.statuses[response.status_code] += 1
+        while response.status_code == 429 and self._attacked:  # as OpenAI's own clients do
+            await asyncio.sleep(0.2)
+            response = await client.post(path, json=body)
+            self.report.statuses[response.status_code] += 1
         answer: dict[str, Any] = response.json()
         return answer
 
@@ -243,6 +282,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--attack", type=int, default=0, help="attackers in the second half of the rounds")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_models.write("llama", Path(folder) / "tiny")
@@ -263,14 +303,17 @@ def main() -> int:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             told = json.loads(server.stdout.readline())
-            load = Load(told["url"], server.pid, told["model"], known)
-            report = asyncio.run(load.run(options.clients, options.seconds, options.rounds))
+            load = Load(told["url"], server.pid, told["model"], known, Path(folder) / "cache")
+            report = asyncio.run(load.run(options.clients, options.seconds, options.rounds, options.attack))
             server.terminate()
             status = server.wait(120)
     for state in report.states:
         print(json.dumps(asdict(state)))
     print(f"{report.sent.total()} requests in {report.seconds:.0f} s: {dict(report.sent)}")
     print(f"answers that were waited for, by status: {dict(report.statuses)}")
+    if options.attack:
+        print(f"95 of 100 answers: {report.p95_s(False):.2f} s alone, {report.p95_s(True):.2f} s beside attackers")
+        print(f"attackers: {dict(sorted(report.told.items()))}")
     faults = report.faults() + ([f"the server ended with {status}"] if status else [])
     print("\n".join(faults) or "nothing lost, nothing held, nothing leaked")
     return bool(faults)

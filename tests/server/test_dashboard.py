@@ -24,6 +24,7 @@ from stowage.server import page
 from stowage.server.auth import Tenant
 from stowage.server.bridge import Bridge
 from stowage.server.counts import Counts
+from stowage.server.engines import Engines
 from stowage.server.front import STATE, Visit
 from stowage.server.journal import KEPT_MAX, SHOWN_MAX, Journal
 from stowage.server.limits import Limits
@@ -381,7 +382,7 @@ def test_the_journal_is_bounded() -> None:
 @pytest.fixture
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bridge, Engine]]:
     monkeypatch.setattr("stowage.server.watch._PATIENCE_S", 0.05)
-    bridge = Bridge(engine, "tiny", Limits())
+    bridge = Bridge(Engines(lambda: engine), "tiny", Limits())
     yield bridge, engine
     bridge.close()
 

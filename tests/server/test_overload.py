@@ -116,7 +116,7 @@ def test_a_large_prompt_limit(start) -> None:
 
 def test_bodies_that_lie_in_memory_together(start) -> None:
     """Nine clients send bodies of the largest size and stop short of their ends: eight of them fit."""
-    small = start("--max-body-size", "64KiB")
+    small = start("--max-body-size", "64KiB", "--request-memory", "512KiB")
     whole = json.dumps(SHORT | {"prompt": "x" * 65000}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 65530\r\n\r\n"
     with contextlib.ExitStack() as stack:

@@ -60,7 +60,19 @@ def run(
 
 @contextmanager
 def opened(model: str, settings: Settings) -> Iterator["Engine"]:
-    """The engine for ``model``, closed at the end. Says on stderr what is happening while it loads."""
+    """The engine for ``model``, closed at the end."""
+    engine = open_engine(model, settings)
+    # What is here now stays: looking at it for cycles again and again would stop every thread for 0.16 s each time.
+    gc.freeze()
+    try:
+        yield engine
+    finally:
+        gc.unfreeze()
+        engine.close()
+
+
+def open_engine(model: str, settings: Settings) -> "Engine":
+    """The engine for ``model``. Says on stderr what is happening."""
     memory = settings.memory()
     if sys.stderr.isatty():
         note(f"Loading {model} ...")
@@ -82,13 +94,7 @@ def opened(model: str, settings: Settings) -> Iterator["Engine"]:
         note(f"The last bits of answers may depend on what is computed beside them: {engine.exactness_note}")
     elif engine.exactness_note and engine.exact:
         note(f"Exact answers are computed in small pieces here, which is slower: {engine.exactness_note}")
-    # What is here now stays: looking at it for cycles again and again would stop every thread for 0.16 s each time.
-    gc.freeze()
-    try:
-        yield engine
-    finally:
-        gc.unfreeze()
-        engine.close()
+    return engine
 
 
 def read_prompt(path: Path) -> str:

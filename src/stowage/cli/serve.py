@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, Json, Model, with_settings
 from stowage.cli.output import complain, note, print_json
-from stowage.cli.run import opened
+from stowage.cli.run import open_engine
 from stowage.config.settings import SERVER_GROUP, Settings
 from stowage.errors import ConfigError
 
@@ -51,14 +52,15 @@ def serve(
             f"--host {settings['host']} can be reached from other machines, and there is no API key: anybody could use "
             "it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or --host 127.0.0.1. --insecure serves everybody."
         )
-    with opened(model, settings) as engine:
-        from stowage.server.serve import serve as run
+    from stowage.server.engines import Engines
+    from stowage.server.serve import serve as run
 
+    with Engines(partial(open_engine, model, settings), limits.max_reopens) as engines:
         name = settings["served_model_name"] or _name_of(model)
-        if not run(engine, name, place, limits, keys, lambda: _tell(engine, name, place, keys, json=json)):
+        if not run(engines, name, place, limits, keys, lambda: _tell(engines.engine, name, place, keys, json=json)):
             complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
             raise typer.Exit(FAILED)
-        note("Stopping: writing what is held to the tiers below ..." if engine.memory.disk else "Stopping.")
+        note("Stopping: writing what is held to the tiers below ..." if settings["disk"] else "Stopping.")
 
 
 def _name_of(model: str) -> str:
@@ -67,10 +69,11 @@ def _name_of(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _tell(engine: "Engine", name: str, place: "Place", keys: "ApiKeys", *, json: bool) -> None:
+def _tell(engine: "Engine | None", name: str, place: "Place", keys: "ApiKeys", *, json: bool) -> None:
     """Says what is served, where, and what lies in which hold."""
     from stowage.engine.placement_report import placement
 
+    assert engine is not None, "the first one"
     places = placement(engine)
     if json:
         held = [

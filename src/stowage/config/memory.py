@@ -38,6 +38,9 @@ _SIZE_BYTES_MAX = 1 << 62
 _SIZE_CHARACTERS_MAX = 64
 SIZE_FIX = "Write a number of bytes, or a number with a unit such as 512MB, 2GiB or 30%."
 _COUNT_MAX = (1 << 31) - 1
+TEXT_MAX = 4096
+"""Characters of a path, an address or a name; rules for weights may be longer."""
+RULES_MAX = 1 << 16
 _TEXTS = "disk disk_protection disk_key_file valkey valkey_password_file object eviction_policy weights".split()
 _GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
 AUTO = "auto"
@@ -230,12 +233,16 @@ class Memory:
         self._check_shared(host_bytes)
         _check_protection(self.disk_protection, self.disk_key_file)
         if self.eviction_policy not in POLICIES:
-            raise ConfigError(unknown_name(f"The policy {self.eviction_policy!r}", self.eviction_policy, POLICIES))
+            raise ConfigError(
+                unknown_name(f"The eviction_policy {self.eviction_policy!r}", self.eviction_policy, POLICIES)
+            )
         for name in ("block_size", "chunk_blocks", "snapshot_tokens", "max_num_batched_tokens", "max_num_seqs"):
             _positive_int(name, getattr(self, name))
         if self.chunk_blocks > 64:
             raise ConfigError(f"chunk_blocks is {self.chunk_blocks}: a chunk holds at most 64 blocks.")
         for kind, tokens in self.group_block_size.items():
+            if not isinstance(kind, str):
+                raise ConfigError(f"group_block_size holds {shown_value(kind)}: kinds of groups are text.")
             if kind not in _GROUP_KINDS:
                 raise ConfigError(unknown_name(f"The kind of group {kind!r} in group_block_size", kind, _GROUP_KINDS))
             _positive_int(f"group_block_size[{kind}]", tokens)
@@ -251,10 +258,19 @@ class Memory:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ConfigError(f"{name} is a {type(value).__name__}: it must be text.")
+            if len(value) > (RULES_MAX if name == "weights" else TEXT_MAX):
+                raise ConfigError(f"{name} has {len(value)} characters: it may have {TEXT_MAX} (weights {RULES_MAX}).")
+            if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+                raise ConfigError(f"{name} is no text: it has half a surrogate pair.")
         for name in ("load_timeout_s", "valkey_ttl_s", "lookup_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"{name} is {shown_value(value)}: it must be a number of seconds.")
+        for name in ("kv_cache_memory", "host_memory", "device_memory", "object_limit"):
+            if not isinstance(getattr(self, name), int | str):
+                raise ConfigError(f"{name} is {shown_value(getattr(self, name))}: it must be a size. {SIZE_FIX}")
+        if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int):
+            raise ConfigError(f"max_model_len is {shown_value(self.max_model_len)}: it must be a whole number.")
         if not isinstance(self.group_block_size, Mapping):
             kind = type(self.group_block_size).__name__
             raise ConfigError(f"group_block_size is a {kind}: it must be a mapping from a kind of group to tokens.")

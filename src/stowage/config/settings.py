@@ -199,6 +199,15 @@ SERVER_SETTINGS = (
     ),
     Setting("request_timeout_s", 600.0, _as_float, "SECONDS", "longest time for one request", SERVER_GROUP),
     Setting("max_connections", 1024, _as_int, "N", "most connections at the same time", SERVER_GROUP),
+    Setting("request_memory", "256MiB", _as_size, "SIZE", "bodies, their reading, answers not sent yet", SERVER_GROUP),
+    Setting(
+        "reading_timeout_s",
+        30.0,
+        _as_float,
+        "SECONDS",
+        "processor time for one client's long prompts, of each minute",
+        SERVER_GROUP,
+    ),
     Setting("max_header_size", "16KiB", _as_size, "SIZE", "largest head of a request", SERVER_GROUP),
     Setting("header_timeout_s", 10.0, _as_float, "SECONDS", "longest wait for the head of a request", SERVER_GROUP),
     Setting("body_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for the body of a request", SERVER_GROUP),
@@ -207,6 +216,7 @@ SERVER_SETTINGS = (
     ),
     Setting("keep_alive_s", 75.0, _as_float, "SECONDS", "how long an idle connection stays open", SERVER_GROUP),
     Setting("shutdown_timeout_s", 30.0, _as_float, "SECONDS", "how long requests may go on at the end", SERVER_GROUP),
+    Setting("max_reopens", 0, _as_int, "N", "times that an engine which failed is opened again", SERVER_GROUP),
 )
 SETTINGS: dict[str, Setting] = {
     setting.name: setting

@@ -90,8 +90,8 @@ def assemble(
     salt: str,
     clock: Callable[[], float],
     tiers: Sequence[Tier] = (),
-    *,
     exactness: Exactness = Exactness.USUAL,
+    *,
     cuda_graphs: bool | None = None,
 ) -> Parts:
     """Probe the model, divide the budgets, open the tiers; ``tiers`` are the caller's own, below those of ``memory``.

@@ -5,34 +5,39 @@ Owns no meaning: what values are good for is checked by those who use them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
-from stowage.config.memory import Memory
+from stowage.config import arguments
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, RequestError
 
-__all__ = ["check_request", "listed_prompts", "listed_tiers"]
+__all__ = ["check_request", "checked_engine", "listed_prompts"]
 
 
-def listed_tiers(memory: Any, salt: Any, tiers: Any) -> tuple[Any, ...]:
-    """``tiers`` of a new engine, as often as they are looked at. Raises ``ConfigError``, which names the argument."""
-    if memory is not None and not isinstance(memory, Memory):
-        raise ConfigError(f"memory is a {type(memory).__name__}: it must be a stowage.Memory.")
-    if not isinstance(salt, str):
-        raise ConfigError(f"salt is a {type(salt).__name__}: it must be text.")
-    if isinstance(tiers, str | bytes) or not isinstance(tiers, Iterable):
-        raise ConfigError(f"tiers is a {type(tiers).__name__}: it must be a list of tiers.")
-    return tuple(tiers)
+def checked_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The tiers of a new engine; ``given``: its other arguments. Raises ``ConfigError``, which names the argument."""
+    arguments.checkpoint("model", model)
+    arguments.budgets("memory", memory)
+    for name in ("dtype", "device", "salt"):
+        arguments.text(name, given[name])
+    for name in ("deterministic", "batch_dependent"):
+        arguments.flag(name, given[name])
+    arguments.flag_or_none("cuda_graphs", given["cuda_graphs"])
+    if given["tokenizer"] is not None and not hasattr(given["tokenizer"], "decode"):
+        kind = type(given["tokenizer"]).__name__
+        raise ConfigError(f"tokenizer is a {kind}: it must be a tokenizer of Transformers.")
+    return arguments.listed("tiers", given["tiers"], "tiers")
 
 
 def listed_prompts(prompts: Any) -> list[Any]:
     """One text, or a list of prompts, as a list. Raises ``RequestError``."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+    items = arguments.items_of(prompts)
+    if items is None:
         raise RequestError(f"prompts is a {type(prompts).__name__}: it must be text, or a list of prompts.")
-    return list(prompts)
+    return list(items)
 
 
 def check_request(params: Any, on_delta: Any) -> None:

@@ -1,7 +1,8 @@
 """From tokens to text, piece by piece, without splitting characters or giving away what a stop string takes back.
 
 Owns the text of one completion. Text handed out is never revised: a piece is held back while it may still be half a
-character or the beginning of a stop string.
+character or the beginning of a stop string. A token costs time in proportion to its text and the number of stop
+strings, however long these are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stops = [_Stop(text) for text in stop]
+        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._begin = 0
         self._read = len(self._tokens)
@@ -40,44 +42,70 @@ class Detokenizer:
         """Add a token; return the text that is now certain. Sets ``stopped`` when a stop string appeared."""
         if self._tokenizer is None or self.stopped:
             return ""
+        if token in self._silent and not self._decode([token]):
+            return ""  # left out of every text: any number of them costs nothing
         self._tokens.append(token)
         before = self._decode(self._tokens[self._begin : self._read])
         now = self._decode(self._tokens[self._begin :])
         if len(now) <= len(before) or now.endswith(REPLACEMENT):
             return ""
-        searched = max(0, len(self._text) - max(map(len, self._stop), default=0))
-        self._text += now[len(before) :]
         self._begin, self._read = self._read, len(self._tokens)
-        self._cut(searched)
-        return self._give(len(self._text) - (0 if self.stopped else self._held()))
+        self._add(now[len(before) :])
+        held = 0 if self.stopped else max((stop.begun for stop in self._stops), default=0)
+        return self._give(len(self._text) - held)
 
     def finish(self) -> str:
         """What was still held back; nothing follows."""
         if self._tokenizer is not None and not self.stopped and self._read < len(self._tokens):
             before = self._decode(self._tokens[self._begin : self._read])
-            self._text += self._decode(self._tokens[self._begin :])[len(before) :]
-            self._cut(0)
+            self._add(self._decode(self._tokens[self._begin :])[len(before) :])
         return self._give(len(self._text))
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _cut(self, searched: int) -> None:
-        places = [place for stop in self._stop if (place := self._text.find(stop, searched)) >= 0]
+    def _add(self, piece: str) -> None:
+        """The text goes on with ``piece``, up to the first stop string."""
+        begin = len(self._text)
+        self._text += piece
+        places = [begin + end - len(stop.text) for stop in self._stops if (end := stop.feed(piece)) is not None]
         if places:
             self._text = self._text[: min(places)]
             self.stopped = True
-
-    def _held(self) -> int:
-        """Length of the longest tail that begins some stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
-                return length
-        return 0
 
     def _give(self, end: int) -> str:
         piece = self._text[self._given : end]
         self._given = max(self._given, end)
         return piece
+
+
+class _Stop:
+    """A stop string that is looked for in a text that comes in pieces (Knuth, Morris and Pratt, 1977). ``begun``: how
+    many of its characters the text ends with.
+    """
+
+    __slots__ = ("_shorter", "begun", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0
+        self._shorter = [0] * (len(text) + 1)  # by characters that match: how many do at the next place that may
+        length = 0
+        for at in range(1, len(text)):
+            while length and text[at] != text[length]:
+                length = self._shorter[length]
+            length += text[at] == text[length]
+            self._shorter[at + 1] = length
+
+    def feed(self, piece: str) -> int | None:
+        """Where in ``piece`` the string has ended first; ``None``: it has not, and ``begun`` is right."""
+        text, begun = self.text, self.begun
+        for at, character in enumerate(piece):
+            while begun and character != text[begun]:
+                begun = self._shorter[begun]
+            begun += character == text[begun]
+            if begun == len(text):
+                return at + 1
+        self.begun = begun
+        return None

@@ -29,7 +29,7 @@ from stowage.config.memory import Memory
 from stowage.core.key import SequenceKeys
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
-from stowage.engine.border import check_request, listed_prompts, listed_tiers
+from stowage.engine.border import check_request, checked_engine, listed_prompts
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.kv_manager import KVManager
@@ -98,7 +98,9 @@ class Engine:
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
-        own = listed_tiers(memory, salt, tiers)
+        given = {"dtype": dtype, "tokenizer": tokenizer, "device": device, "cuda_graphs": cuda_graphs, "salt": salt}
+        given |= {"deterministic": deterministic, "batch_dependent": batch_dependent, "tiers": tiers}
+        own = checked_engine(model, memory, given)
         self.memory = memory or Memory()
         self._clock = time.monotonic
         here = device_of(model, device)
@@ -108,8 +110,8 @@ class Engine:
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights, loaded.model.config)
-            asked = loaded, self.memory, salt, self._clock, own
-            parts = assemble(*asked, exactness=exactness, cuda_graphs=cuda_graphs)
+            asked = loaded, self.memory, salt, self._clock, own, exactness
+            parts = assemble(*asked, cuda_graphs=cuda_graphs)
         except BaseException:
             self._close_weights()
             raise
@@ -307,9 +309,7 @@ class Engine:
         return self.parts.inexact_because or lacking(self.model)
 
     def stats(self) -> dict[str, Any]:
-        """What it holds and did: ``executor``, ``exact``, ``engine`` (counters), ``pools`` by group; ``store`` (None
-        without host memory), ``graphs`` (None where no steps are recorded).
-        """
+        """What it holds and did. ``store`` is None without host memory, ``graphs`` where no steps are recorded."""
         with self._lock:
             counters = self._kv_manager.counters
             return {

@@ -9,7 +9,7 @@ thread, several at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from functools import cached_property
 from typing import Any, Final
@@ -17,7 +17,7 @@ from typing import Any, Final
 from stowage.errors import RequestError
 from stowage.models.layout import ModelLayout
 
-__all__ = ["PromptTooLong", "Prompts"]
+__all__ = ["Begin", "PromptTooLong", "Prompts", "unasked"]
 
 PIECE_CHARACTERS: Final = 1 << 16
 """Of a long text, at a time, while its tokens are counted."""
@@ -26,6 +26,11 @@ _CHARACTERS_PER_TOKEN: Final = 6
 _SURELY: Final = 2
 """A text has some more tokens when it is cut into pieces: so many times too many of them are surely too many."""
 _TRIAL: Final = "stowage"
+Begin = Callable[[int], None]
+
+
+def unasked(_characters: int) -> None:
+    """Nobody wants to know how many characters are tokenized."""
 
 
 class PromptTooLong(RequestError):
@@ -43,16 +48,16 @@ class Prompts:
         self._tokenizer = tokenizer
         self._layout = layout
 
-    def read(self, prompt: Any, most: int | None = None) -> list[int]:
+    def read(self, prompt: Any, most: int | None = None, begin: Begin = unasked) -> list[int]:
         """Token ids of a prompt: text, token ids, or chat messages (``[{"role": ..., "content": ...}]``, through the
-        model's template).
+        model's template). ``begin`` is told how many characters are tokenized next, and 0 in the end; it may raise.
 
         Raises ``RequestError`` for an empty prompt, a token outside the vocabulary, or text without a tokenizer;
         ``PromptTooLong`` for one of more than ``most`` tokens, or than the context has.
         """
         layout = self._layout
         most = layout.context_tokens if most is None else min(most, layout.context_tokens)
-        tokens = self.tokenize(prompt, most)
+        tokens = self.tokenize(prompt, most, begin)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token.")
         if len(tokens) > most:
@@ -66,7 +71,7 @@ class Prompts:
             raise RequestError(f"token {picture} stands for a picture or a sound, and of this model only text is run.")
         return tokens
 
-    def tokenize(self, prompt: Any, most: int) -> list[int]:
+    def tokenize(self, prompt: Any, most: int, begin: Begin = unasked) -> list[int]:
         """``read`` without its checks of vocabulary and, where that is no much work, of length."""
         if isinstance(prompt, str | bytes) or not isinstance(prompt, Items):
             listed: Items[Any] = ()
@@ -77,33 +82,36 @@ class Prompts:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer; give the prompt as token ids.")
         if isinstance(prompt, str):
-            return self._tokens(prompt, most)
+            return self._tokens(prompt, most, begin)
         if not listed or not all(map(_is_message, listed)):
             raise RequestError("a prompt is text, a list of token ids, or a list of messages with role and content.")
         if len(listed) > most:
             raise PromptTooLong(f"{len(listed)} messages", most)
-        return self._tokens(self._apply_chat_template(list(listed)), most, add_special_tokens=False)
+        return self._tokens(self._apply_chat_template(list(listed)), most, begin, add_special_tokens=False)
 
-    def _tokens(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
+    def _tokens(self, text: str, most: int, begin: Begin, *, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is no text: it has half a surrogate pair at {error.start}.") from error
         if len(text) > _CHARACTERS_PER_TOKEN * most:
-            self._refuse_too_long(text, most)
+            self._refuse_too_long(text, most, begin)
+        begin(len(text))
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        begin(0)
         return list(ids)
 
-    def _refuse_too_long(self, text: str, most: int) -> None:
+    def _refuse_too_long(self, text: str, most: int, begin: Begin) -> None:
         """Raises ``PromptTooLong`` for what is surely of more than ``most`` tokens; else says nothing."""
         longest = self._characters_most
         if longest and len(text) > longest * most:
             raise PromptTooLong(f"{len(text)} characters, which are more than {most} tokens,", most)
         count = 0
-        for begin in range(0, len(text), PIECE_CHARACTERS):
-            piece = text[begin : begin + PIECE_CHARACTERS]
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            begin(len(piece))
             count += len(self._tokenizer(piece, add_special_tokens=False)["input_ids"])
-            if count > _SURELY * most + 2 * (begin // PIECE_CHARACTERS + 1):
+            if count > _SURELY * most + 2 * (start // PIECE_CHARACTERS + 1):
                 raise PromptTooLong(f"{len(text)} characters, the first of which are {count} tokens,", most)
 
     @cached_property

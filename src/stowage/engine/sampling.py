@@ -9,7 +9,6 @@ processors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -17,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stowage.config.arguments import items_of
 from stowage.errors import ModelError, RequestError
 
 LOGPROBS_MAX = 50
+STOPS_MAX = 64
+STOP_CHARACTERS_MAX = 1024
+STOP_TOKENS_MAX = 1024
 _SHOWN_CHARACTERS = 40
 
 
@@ -31,8 +34,8 @@ class SamplingParams:
     anew each time. ``logprobs`` n > 0 reports the chosen token's log-probability and the n likeliest of the unfiltered
     distribution. ``prompt_logprobs`` n (0 too) reports the same of every prompt token but the first, from position
     ``prompt_logprobs_from`` on: from there the prompt is computed, and only what lies before it may come from a cache.
-    A ``stop`` string ends the text before it; a token of ``stop_token_ids`` (and, unless ``ignore_eos``, the model's
-    own end of sequence) ends it after it.
+    A ``stop`` string (at most 64, of at most 1,024 characters) ends the text before it; a token of ``stop_token_ids``
+    (and, unless ``ignore_eos``, the model's own end of sequence) ends it after it.
 
     Raises ``RequestError`` for a value of the wrong type or out of range, with the field's name.
     """
@@ -74,6 +77,10 @@ class SamplingParams:
             ),
             f"prompt_logprobs_from must be 0 or more, not {self.prompt_logprobs_from}": self.prompt_logprobs_from < 0,
             "stop must be a sequence of non-empty strings": "" in self.stop,
+            f"stop must be at most {STOPS_MAX} strings of at most {STOP_CHARACTERS_MAX} characters": (
+                len(self.stop) > STOPS_MAX or any(len(text) > STOP_CHARACTERS_MAX for text in self.stop)
+            ),
+            f"stop_token_ids must be at most {STOP_TOKENS_MAX}": len(self.stop_token_ids) > STOP_TOKENS_MAX,
             f"seed must be from 0 to 2**63 - 1, not {self.seed}": self.seed is not None and not 0 <= self.seed < 2**63,
         }
         for problem, true in problems.items():
@@ -101,9 +108,9 @@ def _number(name: str, value: Any) -> float:
 
 def _listed(name: str, values: Any, kind: type, wanted: str) -> tuple[Any, ...]:
     """``values`` as a tuple. Raises RequestError."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+    items = items_of(values)
+    if items is None:
         raise RequestError(f"{name} must be a sequence of {wanted}, not {_shown(values)}.")
-    items = tuple(values)
     wrong = [
         item for item in items if isinstance(item, bool) or not isinstance(item, Integral if kind is int else kind)
     ]

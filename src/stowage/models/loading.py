@@ -137,10 +137,14 @@ def find(name: str) -> Path:
     """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
     ``HF_HUB_OFFLINE`` are honoured).
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that cannot be, or nobody's home
+        raise CheckpointError(f"{name[:200]!r} names no directory: {str(error)[:200]}.") from error
+    if is_directory:
         return path
-    if path.exists():
+    if exists:
         raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise CheckpointError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
@@ -25,7 +24,8 @@ from stowage.server.bridge import Bridge, Exchange
 from stowage.server.counts import CHAT, COMPLETIONS, Counts, tasks
 from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
 from stowage.server.journal import Journal
-from stowage.server.limits import BODIES_AT_ONCE, Limits
+from stowage.server.limits import Limits
+from stowage.server.memory import Hold, bytes_asked, bytes_encoded, bytes_to_read, entries
 from stowage.server.openai import Ask
 from stowage.server.refusal import ApiError, bad
 from stowage.server.stream import ClientLeft, Events, encoded, patiently, send_json, while_connected
@@ -50,9 +50,13 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
     ]
     loop = asyncio.get_running_loop()
     counts.watch(
-        bridge.engine.stats,
+        bridge.stats,
         choices_open=("choices that are served or wait", lambda: bridge.choices_open),
         choices_limit=("choices that may be open together", lambda: bridge.max_choices),
+        request_memory_bytes=("held for requests: bodies, their reading, answers", lambda: bridge.memory.held_bytes),
+        request_memory_limit_bytes=("that may be held for requests", lambda: bridge.memory.limit_bytes),
+        request_memory_refused=("requests that were refused for lack of it", lambda: bridge.memory.refused),
+        engine_reopened=("times the engine was opened again after a failure", lambda: bridge.engines.reopened),
         server_tasks=("tasks of the server's event loop", tasks(loop)),
     )
     router = Router(routes, redirect_slashes=False)
@@ -69,8 +73,9 @@ class Plain:
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken in."""
-        status = "stopping" if self._bridge.stopping else "ok" if self._bridge.engine.alive else "failed"
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+        status, reopened = self._bridge.status, self._bridge.engines.reopened
+        told = {"status": status} | ({"reopened": reopened} if reopened else {})
+        return JSONResponse(told, 200 if status == "ok" else 503)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -139,31 +144,38 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit: Visit = scope[VISIT]
         self._bridge.refuse_if_full()
+        hold = Hold(self._bridge.memory, visit.client)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
-                async with self._bodies.read(Request(scope, receive)) as body:
-                    ask = await while_connected(receive, self._bridge.read(self._chat, body))
-                    del body
-                await while_connected(receive, self._serve(ask, visit, send))
+                body = await self._bodies.read(Request(scope, receive), hold)
+                hold.take(bytes_to_read(body))
+                ask = await while_connected(receive, self._bridge.read(self._chat, body, hold))
+                del body
+                hold.shrink(bytes_asked(ask))
+                await while_connected(receive, self._serve(ask, visit, send, hold))
         except TimeoutError as error:
             what = f"The answer took longer than the {self._limits.request_timeout_s:g} s that a request may take."
             raise ApiError(504, what, code="timeout") from error
+        finally:
+            hold.close()
 
-    async def _serve(self, ask: Ask, visit: Visit, send: Send) -> None:
+    async def _serve(self, ask: Ask, visit: Visit, send: Send, hold: Hold) -> None:
         self._counts.asked(visit.route, ask)
-        exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt))
+        exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt), hold)
         self._journal.begin(visit, exchange)
         try:
-            answer = (ChatAnswer if self._chat else TextAnswer)(
-                ask, self._bridge.vocabulary, exact=self._bridge.engine.exact
-            )
+            kind = ChatAnswer if self._chat else TextAnswer
+            answer = kind(ask, exchange.vocabulary, exact=self._bridge.engine.exact)
             await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
         finally:
             exchange.close()
 
     async def _whole(self, exchange: Exchange, answer: Answer, visit: Visit, send: Send) -> None:
-        async for _ in self._pieces(exchange, answer, visit):
-            pass
+        logprobs = characters = 0
+        async for _, delta in self._pieces(exchange, answer, visit):
+            logprobs += entries(delta.logprobs) + entries(delta.prompt_logprobs)
+            characters += len(delta.text)
+        exchange.hold.take(bytes_encoded(logprobs, characters))
         await send_json(send, 200, await self._bridge.run(lambda: encoded(answer.whole(exchange.scores))))
 
     async def _stream(self, exchange: Exchange, answer: Answer, visit: Visit, send: Send) -> None:
@@ -203,44 +215,34 @@ def _event(answer: Answer, choice: int, delta: Delta, scores: Scores) -> bytes:
 
 
 class Bodies:
-    """Reads bodies within the limits: of one, and of all that lie in memory together."""
+    """Reads bodies within the limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held_bytes = 0
 
-    @contextlib.asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body, which counts as held until the context ends. Raises ApiError, and ClientLeft."""
+    async def read(self, request: Request, hold: Hold) -> bytearray:
+        """The whole body, which `hold` then has. Raises ApiError, and ClientLeft."""
         self._check_head(request)
         body = bytearray()
         try:
-            try:
-                async with asyncio.timeout(self._limits.body_timeout_s):
-                    while await self._part(request, body):
-                        pass
-            except TimeoutError as error:
-                what = f"The body did not arrive within {self._limits.body_timeout_s:g} s."
-                raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from error
-            yield bytes(body)
-        finally:
-            self._held_bytes -= len(body)
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                while await self._part(request, body, hold):
+                    pass
+        except TimeoutError as error:
+            what = f"The body did not arrive within {self._limits.body_timeout_s:g} s."
+            raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from error
+        return body
 
-    async def _part(self, request: Request, body: bytearray) -> bool:
+    async def _part(self, request: Request, body: bytearray, hold: Hold) -> bool:
         """Add the next part to `body`; whether there are more."""
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
         part = message.get("body", b"")
-        body += part
-        self._held_bytes += len(part)
-        if len(body) > self._limits.body_bytes_max:
+        if len(body) + len(part) > self._limits.body_bytes_max:
             raise self._too_large()
-        if self._held_bytes > BODIES_AT_ONCE * self._limits.body_bytes_max:
-            raise ApiError(
-                429, "Too many large requests arrive at once; try again later.", code="rate_limit_exceeded",
-                headers={"retry-after": "1", "connection": "close"},
-            )  # fmt: skip
+        hold.take(len(part))
+        body += part
         return bool(message.get("more_body", False))
 
     def _check_head(self, request: Request) -> None:

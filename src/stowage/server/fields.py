@@ -15,7 +15,7 @@ from stowage.server.refusal import ApiError, bad
 _SHOWN_CHARACTERS = 40
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object that `body` is. Raises ApiError for anything else, for NaN and for infinite numbers."""
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
@@ -99,8 +99,8 @@ class Fields:
             raise self.wrong(name, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A text or a list of texts, none of them empty."""
+    def texts(self, name: str, most: int, characters_most: int) -> tuple[str, ...]:
+        """A text or a list of texts, none of them empty or longer than `characters_most`."""
         value = self.take(name)
         if value is None:
             return ()
@@ -110,6 +110,9 @@ class Fields:
         found = tuple(self.as_text(name, item) for item in items)
         if "" in found:
             raise bad(f"{self.path(name)!r} holds an empty string.", self.path(name))
+        if (longest := max(map(len, found), default=0)) > characters_most:
+            what = f"{self.path(name)!r} holds a string of {longest} characters; at most {characters_most} can be used."
+            raise bad(what, self.path(name))
         return found
 
     def wholes(self, name: str, most: int) -> tuple[int, ...]:

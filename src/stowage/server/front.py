@@ -42,6 +42,8 @@ class Visit:
     id: str
     tenant: Tenant
     began_s: float
+    peer: str = ""
+    """The client's address."""
     status: int = 0
     events: Events | None = None
     """The stream of the answer, where it is one and has begun."""
@@ -50,6 +52,11 @@ class Visit:
     """The status of the error that it ended with, also where a stream had begun; 0: none."""
     at_end: Callable[[], None] | None = None
     """Called when all of this is known."""
+
+    @property
+    def client(self) -> str:
+        """Who asks, as far as that is known: a key, or else an address."""
+        return self.tenant.secret.hex() or self.peer
 
     @property
     def seconds(self) -> float:
@@ -73,7 +80,9 @@ class Front:
         assert scope["type"] == "http", "neither websockets nor lifespan are switched on"
         scope["app"] = self  # so that the router raises what it refuses
         identity = "req-" + secrets.token_hex(12)
-        visit = scope[VISIT] = Visit(self._route(scope["path"]), identity, Tenant(), time.monotonic())
+        visit = scope[VISIT] = Visit(
+            self._route(scope["path"]), identity, Tenant(), time.monotonic(), (scope["client"] or ("",))[0]
+        )
 
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from stowage.engine.engine import Engine
-from stowage.engine.prompts import PromptTooLong
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.prompts import Begin, PromptTooLong, unasked
+from stowage.engine.sampling import STOP_CHARACTERS_MAX, SamplingParams
 from stowage.errors import RequestError
 from stowage.server.fields import Fields, parse_object
 from stowage.server.limits import Limits
@@ -90,8 +90,8 @@ class Reader:
         self._max_choices = min(limits.max_choices, limits.max_queued_requests + engine.memory.max_num_seqs)
         self._has_template = bool(getattr(engine.tokenizer, "chat_template", None))
 
-    def completion(self, body: bytes) -> Ask:
-        """A request to /v1/completions. Raises ApiError."""
+    def completion(self, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
+        """A request to /v1/completions. `begin`: see `Prompts.read`. Raises ApiError."""
         fields = Fields(parse_object(body))
         fields.without_effect("user")
         for name, value in (("suffix", ""), ("logit_bias", {}), ("presence_penalty", 0), ("frequency_penalty", 0)):
@@ -109,7 +109,9 @@ class Reader:
         fields.finish()
         listed = _prompts(raw)
         self._count_choices(len(listed), n)
-        prompts = tuple(self._prompt(item, new_tokens, min(COMPLETION_TOKENS, self._tokens_max)) for item in listed)
+        prompts = tuple(
+            self._prompt(item, new_tokens, min(COMPLETION_TOKENS, self._tokens_max), begin) for item in listed
+        )
         if params.prompt_logprobs is not None:
             _count_logprobs(sum(len(prompt.tokens) for prompt in prompts) * n * (params.prompt_logprobs + 1))
         silent = new_tokens == 0
@@ -117,7 +119,7 @@ class Reader:
             False, model, prompts, n, params, cache_salt, stream, include_usage, logprobs, echo=echo, silent=silent
         )
 
-    def chat(self, body: bytes) -> Ask:
+    def chat(self, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
         """A request to /v1/chat/completions. Raises ApiError."""
         fields = Fields(parse_object(body))
         fields.without_effect("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
@@ -147,7 +149,7 @@ class Reader:
         self._count_choices(1, n)
         if not self._has_template:
             raise bad(_NO_TEXT, "messages", "no_chat_template")
-        prompt = self._prompt(_messages(raw), new_tokens, self._tokens_max)
+        prompt = self._prompt(_messages(raw), new_tokens, self._tokens_max, begin)
         return Ask(True, model, (prompt,), n, params, cache_salt, stream, include_usage, logprobs)
 
     def _model(self, fields: Fields) -> str:
@@ -174,7 +176,7 @@ class Reader:
             "top_k": max(0, top_k),
             "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
             "seed": None if seed is None else seed % _SEEDS,
-            "stop": fields.texts("stop", _STOPS_MAX),
+            "stop": fields.texts("stop", _STOPS_MAX, STOP_CHARACTERS_MAX),
             "stop_token_ids": fields.wholes("stop_token_ids", _STOP_TOKENS_MAX),
             "ignore_eos": fields.flag("ignore_eos"),
             "logprobs": 0 if logprobs is None else max(1, logprobs),
@@ -200,16 +202,18 @@ class Reader:
             raise bad("'stream_options' may be given only when 'stream' is true.", "stream_options")
         return stream, include_usage
 
-    def _prompt(self, raw: Any, new_tokens: int | None, default: int) -> Prompt:
+    def _prompt(self, raw: Any, new_tokens: int | None, default: int, begin: Begin) -> Prompt:
         chat = isinstance(raw, list) and isinstance(raw[0], dict)
         param = "messages" if chat else "prompt"
         most = self._max_prompt_tokens
         try:
-            tokens = self._prompts.read(raw, most)
+            tokens = self._prompts.read(raw, most, begin)
         except PromptTooLong as error:
             count = error.what.removesuffix(" tokens")
             what = f"This server takes at most {most} tokens in {param!r}; these are {count.rstrip(',')}."
             raise bad(what, param, "context_length_exceeded") from error
+        except ApiError:
+            raise
         except RequestError as error:
             raise bad(f"In {param!r}: {error}", param) from error
         room = self._tokens_max - len(tokens) + 1

@@ -59,5 +59,10 @@ def stopping() -> ApiError:
     return ApiError(503, "The server is shutting down; try again later.", code="shutting_down", headers=headers)
 
 
+def reopening() -> ApiError:
+    what = "The engine has failed and is being opened again; try again later."
+    return ApiError(503, what, code="reopening", headers={"retry-after": "5"})
+
+
 def internal() -> ApiError:
     return ApiError(500, "The server failed to answer this request; its log says why.", code="internal_error")

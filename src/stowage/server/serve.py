@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -18,18 +19,19 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from stowage.server.app import build
 from stowage.server.auth import ApiKeys
 from stowage.server.bridge import Bridge
 from stowage.server.connections import protocol
 from stowage.server.counts import Counts
+from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.listen import Place, cannot_listen
 from stowage.server.refusal import stopping
 from stowage.server.watch import Watch
 
+logger = logging.getLogger("stowage.server")
 _BACKLOG: Final = 512
 _LAST_WORDS_S: Final = 2.0
 """For telling clients that their requests will not be finished."""
@@ -38,9 +40,9 @@ _LOOK_S: Final = 0.2
 """How often the engine is asked whether it has failed."""
 
 
-def serve(engine: Engine, name: str, place: Place, limits: Limits, keys: ApiKeys, ready: Callable[[], None]) -> bool:
-    """Serve `engine` as `name` until SIGINT or SIGTERM, or until it has failed: then False. Calls `ready` when requests
-    are taken in. Raises ConfigError.
+def serve(engines: Engines, name: str, place: Place, limits: Limits, keys: ApiKeys, ready: Callable[[], None]) -> bool:
+    """Serve an engine as `name` until SIGINT or SIGTERM, or until it has failed and no other may be opened: then False.
+    Calls `ready` when requests are taken in. Raises ConfigError.
 
     On the main thread, because signals come there.
     """
@@ -50,7 +52,7 @@ def serve(engine: Engine, name: str, place: Place, limits: Limits, keys: ApiKeys
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _first_signal, loop, stop)
-        return await run(engine, name, place, limits, keys, stop, ready)
+        return await run(engines, name, place, limits, keys, stop, ready)
 
     return asyncio.run(until_signal())
 
@@ -63,7 +65,7 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 
 async def run(
-    engine: Engine,
+    engines: Engines,
     name: str,
     place: Place,
     limits: Limits,
@@ -72,7 +74,7 @@ async def run(
     ready: Callable[[], None],
 ) -> bool:
     """`serve` without signals, until `stop` is set."""
-    bridge, counts = Bridge(engine, name, limits), Counts()
+    bridge, counts = Bridge(engines, name, limits), Counts()
     watch = Watch(bridge, counts)
     guarded = len(keys) or place.loopback
     app = build(bridge, keys, limits, counts, watch, place.host if guarded else None)
@@ -84,10 +86,8 @@ async def run(
             await asyncio.sleep(_TICK_S)
         if server.started:
             ready()
-            ends = {asyncio.create_task(stop.wait()), asyncio.create_task(_failure(engine))}
-            await asyncio.wait({running, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:
-                end.cancel()
+            while await _fails(engines, running, stop) and await _renewed(bridge):
+                pass
         await _stop(server, running, bridge, limits)
     except OSError as error:
         raise ConfigError(cannot_listen(place.text, error)) from error
@@ -96,12 +96,31 @@ async def run(
         with contextlib.suppress(asyncio.CancelledError):
             await sampling
         bridge.close()
-    return not engine.failed
+    return not engines.failed
 
 
-async def _failure(engine: Engine) -> None:
-    while not engine.failed:
+async def _fails(engines: Engines, running: asyncio.Task[None], stop: asyncio.Event) -> bool:
+    """Wait for the end; whether it is that of the engine, and another may be opened."""
+    ends = {asyncio.create_task(stop.wait()), asyncio.create_task(_failure(engines))}
+    await asyncio.wait({running, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    return engines.failed and engines.left > 0 and not stop.is_set() and not running.done()
+
+
+async def _failure(engines: Engines) -> None:
+    while not engines.failed:
         await asyncio.sleep(_LOOK_S)
+
+
+async def _renewed(bridge: Bridge) -> bool:
+    """Another engine instead of the one that failed; False: there is none to be had."""
+    try:
+        await bridge.renew()
+    except Exception:  # whatever it is, the server ends, and its log says why
+        logger.exception("another engine cannot be opened", extra={"stowage_event": "fault"})
+        return False
+    return True
 
 
 async def _stop(server: uvicorn.Server, running: asyncio.Task[None], bridge: Bridge, limits: Limits) -> None:

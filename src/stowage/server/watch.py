@@ -76,11 +76,11 @@ class Watch:
                 "now_s": round(now_s, 6),
                 "age_s": round(now_s - seen_s, 6),
                 "stopping": bridge.stopping,
-                "alive": bridge.engine.alive,
+                "alive": bridge.status in ("ok", "stopping"),
                 "max_model_len": bridge.tokens_max,
                 "choices_open": bridge.choices_open,
                 "choices_limit": bridge.max_choices,
-                "max_num_seqs": bridge.engine.memory.max_num_seqs,
+                "max_num_seqs": bridge.max_num_seqs,
             },
             "totals": picture.totals(stats, numbers),
             "memory": self._fixed.memory(stats),
@@ -104,7 +104,7 @@ class Watch:
     async def _look(self, patience_s: float | None = _PATIENCE_S) -> tuple[float, Stats]:
         """The engine's statistics and when they were read. Old ones after `patience_s`, where there are any."""
         if self._looking is None or self._looking.done():
-            self._looking = self._bridge.look(self._bridge.engine.stats)
+            self._looking = self._bridge.look(self._bridge.stats)
             self._looking.add_done_callback(self._see)  # also for those who did not wait so long
         looking = self._looking
         await asyncio.wait({looking}, timeout=patience_s if self._seen is not None else None)

@@ -23,6 +23,7 @@ EXPERT_STAGES = 4
 _DELIVERED = "resident, mapped, prefetch, stream, experts"
 _CACHED_SHARE = 4
 """Without a budget the cache takes one of so many experts."""
+_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
         valid = [d.value for d in Delivery if d is not Delivery.ROWS]
         if not equals or not pattern or delivery not in valid:
             raise ConfigError(
-                f"The rule {part.strip()!r} for weights is not understood. Write PATTERN=DELIVERY or last K of "
-                f"N=DELIVERY, where DELIVERY is one of {_DELIVERED}; for example model.layers.*=stream"
+                f"The rule {part.strip()[:_SHOWN_CHARACTERS]!r} for weights is not understood. Write PATTERN=DELIVERY "
+                f"or last K of N=DELIVERY, where DELIVERY is one of {_DELIVERED}; for example model.layers.*=stream"
             )
         match = _LAST.fullmatch(pattern)
         if match is None:
@@ -188,9 +189,9 @@ def place(
         if found is not None:
             return found
     raise BudgetError(
-        f"the weights need at least {min(needs)} bytes of device memory, and {device_bytes} are left for them: "
-        f"{small_bytes} bytes are norms and the like, which stay, and the largest module of "
-        f"{max(c.nbytes for c in apart)} "
+        f"the weights need at least {min(needs, default=small_bytes)} bytes of device memory, and {device_bytes} are "
+        f"left for them: {small_bytes} bytes are norms and the like, which stay, and the largest module of "
+        f"{max((c.nbytes for c in apart), default=0)} "
         "bytes must fit, with room to read the next one meanwhile. Give device_memory a larger size."
     )
 

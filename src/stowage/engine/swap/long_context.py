@@ -79,12 +79,13 @@ class LongContextSwap:
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that a long ``sequence`` can be given room for by moving chunks of its own alone."""
-        return min(
+        rooms = [
             (pool.available + len(self._movable(sequence, pool)) + len(sequence.tables[pool.group.index]))
             * pool.group.block_tokens
             - sequence.computed
             for pool in self._full
-        )
+        ]
+        return min(rooms, default=0)  # without full groups nothing can be moved
 
     def make_room(self, lacking: Items[int], sequences: Items[Sequence]) -> bool:
         """Move chunks of those of ``sequences`` that are long, of the first ones first, until each pool has ``lacking``

@@ -66,6 +66,8 @@ def rows_of(ids: Any, attention_mask: Tensor | None, padding: Padding, *, prompt
     length = len(tokens[0])
     if not length or any(len(row) != length for row in tokens):
         raise RequestError("the rows of input_ids are empty, or of unequal lengths: prompts of one length go together.")
+    if any(min(row) < 0 or max(row) >= 1 << 32 for row in tokens):
+        raise RequestError("token ids are numbers from 0 to 2**32 - 1; input_ids has others.")
     if attention_mask is not None:
         if not bool(attention_mask.bool().all()):
             raise RequestError(

@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stowage.config.memory import parse_disk, parse_size, ram_total_bytes
+from stowage.config import arguments
+from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_bytes, shown_value
 from stowage.config.names import arguments_today
 from stowage.errors import ConfigError, ModelError, UnsupportedModelError
 from stowage.weights.placement import parse_rules
@@ -51,12 +52,17 @@ def offload(
     may call it: whole forwards take turns. Raises BudgetError (with the least that works), ConfigError,
     CheckpointError, StorageError, UnsupportedModelError.
     """
+    arguments.checkpoint("model", model)
+    for name, value in (("disk", disk), ("dtype", dtype), ("device", device)):
+        arguments.text(name, value)
+    arguments.text("weights", weights, RULES_MAX)
+    arguments.text("threads", threads)
     device_bytes = _size("device_memory", device_memory)
     options = arguments_today("stowage.offload", options)
     host_bytes = _size("host_memory", options.pop("host_memory", host_memory))
     image = parse_disk(disk) if disk else usual_place() if device_bytes else None
     if threads not in ("wait", "refuse"):
-        raise ConfigError(f"threads={threads!r} is unknown: say 'wait' or 'refuse'.")
+        raise ConfigError(f"threads={shown_value(threads)} is unknown: say 'wait' or 'refuse'.")
     rules = parse_rules(weights)
     if not device_bytes and not rules:
         raise ConfigError(

@@ -26,6 +26,7 @@ from transformers import DynamicCache
 from stowage.cache.background import Background
 from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import check_tiers, open_store
+from stowage.config import arguments
 from stowage.config.memory import Memory, unknown_name
 from stowage.config.names import arguments_today
 from stowage.core.geometry import Geometry, Kind
@@ -93,7 +94,8 @@ class PrefixCache:
     ) -> None:
         settings = arguments_today("PrefixCache", settings)
         memory = _memory(settings.pop("host_memory", host_memory), disk, settings)
-        others = tuple(tiers)
+        arguments.text("salt", salt)
+        others = arguments.listed("tiers", tiers, "tiers")
         check_tiers(others, memory)
         block_tokens = block_tokens_of(memory)
         self._subject = Subject(model, block_tokens, memory.chunk_blocks)

@@ -7,7 +7,7 @@ than the limit allows, or empty), `backed_off` (the disk failed lately). Failure
 or other files take the rest, or the directory's lock was not to be had), `enospc`, `write_errors`. Segments: `sealed`,
 `repaired` (torn, then sealed), `reclaimed`, `damaged` (no valid header or footer), `unreadable` (under another
 protection, or a key that is not in the key file), `removed_leftovers`. `rewritten`: hot chunks that outlived their
-segment; `evicted`: chunks that did not. `faults`: bugs.
+segment; `evicted`: chunks that did not. `removed_directories`: times somebody removed the directory. `faults`: bugs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["Counters"]
 NAMES: Final = (
     "reads read_bytes read_calls writes write_bytes corrupt mismatched vanished dropped timed_out refused no_room "
     "enospc read_errors write_errors backed_off direct_fallbacks sealed_segments repaired_segments reclaimed_segments "
-    "removed_leftovers damaged_segments unreadable_segments rewritten evicted faults"
+    "removed_leftovers damaged_segments unreadable_segments removed_directories rewritten "
+    "evicted faults"
 ).split()
 
 
@@ -39,6 +40,7 @@ LOGGED: Final[Words] = {
     "refused": (logging.WARNING, "chunks are too long for the limit, or empty"),
     "damaged_segments": (logging.WARNING, "a segment has no valid header or footer"),
     "unreadable_segments": (logging.WARNING, "a segment is under another protection, or a key that is not there"),
+    "removed_directories": (logging.WARNING, "somebody removed the cache directory; it is begun anew"),
     "repaired_segments": (logging.INFO, "a torn segment of a killed writer was finished"),
     "removed_leftovers": (logging.INFO, "an empty file of a killed writer was removed"),
     "direct_fallbacks": (logging.INFO, "the file system does not take direct I/O"),

@@ -110,6 +110,8 @@ class Directory:
         self.direct = direct and hasattr(os, "O_DIRECT")
         self._counters = counters
         self._fd = system.descriptors.open_directory(path)
+        self._before = -1
+        self._is_missing = False
         try:
             self._check_writable()
         except BaseException:
@@ -117,9 +119,34 @@ class Directory:
             raise
 
     def close(self) -> None:
-        if self._fd >= 0:
-            self.system.descriptors.close(self._fd)
-            self._fd = -1
+        for fd in (self._fd, self._before):
+            if fd >= 0:
+                self.system.descriptors.close(fd)
+        self._fd = self._before = -1
+
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the directory while it was open; counted once. To be asked now and then. Raises
+        OSError.
+        """
+        if self._before >= 0:
+            self.system.descriptors.close(self._before)
+            self._before = -1
+        gone = self.system.descriptors.status(self._fd).links == 0
+        if gone and not self._is_missing:
+            self._counters.add("removed_directories")
+        self._is_missing = gone
+        return gone
+
+    def renew(self) -> None:
+        """Opens what is there now instead of what was removed, made where it is missing. Raises OSError where it cannot
+        be used.
+        """
+        try:
+            fd = self.system.descriptors.open_directory(self.path)
+        except DirectoryError as error:
+            raise OSError(errno.ENOENT, str(error)) from error
+        # Readers may be about to use the old one, where they rightly find nothing: it is closed at the next look.
+        self._before, self._fd, self._is_missing = self._fd, fd, False
 
     def give_up_direct(self) -> None:
         """The file system refused direct I/O: buffered from now on."""

@@ -51,6 +51,7 @@ class Storer:
     def __init__(
         self, shared: Shared, room: SegmentAllocator, *, segment_bytes: int, room_bytes: int, refresh_s: float
     ) -> None:
+        self._directory = shared.directory
         self._catalog = shared.catalog
         self._index = shared.index
         self._room = room
@@ -167,10 +168,20 @@ class Storer:
         if started_s < self._refresh_at_s:
             return
         try:
+            if self._directory.is_removed():
+                self._begin_anew()
             self._catalog.refresh()
         finally:
             now_s = self._timer()
             self._refresh_at_s = now_s + max(self._refresh_s, 20 * (now_s - started_s))
+
+    def _begin_anew(self) -> None:
+        """Somebody removed the directory. What is still open there takes space that nobody counts, so it goes first.
+        Raises OSError where the directory cannot be had again: then it is tried at the next refresh.
+        """
+        self._seal()
+        self._directory.renew()
+        self._back_off_s, self._retry_at_s = BACK_OFF_S_MIN, float("-inf")
 
     def _serve(self, first: Transfer) -> None:
         """Writes a transfer, and those that come meanwhile, as one stream. Each is reported when it is written."""
