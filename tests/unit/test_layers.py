@@ -189,6 +189,11 @@ def test_no_files_import_each_other() -> None:
     assert circles({path: files_imported(path, modules) for path in FILES}) == []
 
 
+def test_no_file_is_long() -> None:
+    """A reader holds some 400 lines."""
+    assert [path.name for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > 400] == []
+
+
 def test_a_circle_is_found() -> None:
     a, b, c, d = (Path(name) for name in "abcd")
     assert circles({a: {b}, b: {c}, c: set(), d: {a}}) == []

@@ -18,6 +18,7 @@ Promises:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import compress
@@ -41,12 +42,9 @@ __all__ = ["Action", "Counters", "Discard", "Fetch", "Flow", "StartLoad", "Start
 
 TRANSFER_BYTES_MAX: Final = 32 << 20
 """Longer transfers are split, so that a deadline finds most of a long prefix arrived, not nothing."""
-
 STORE_LIMIT_S: Final = 30.0
 """The deadline of a spill. Nobody waits for it; past it the tier counts as failing."""
-
 NEVER_S: Final = float("inf")
-
 Index = Callable[[list[bytes]], MaskArray]
 
 
@@ -73,28 +71,22 @@ class Flow:
         self._fetches = Fetches(self.ledger, total)
         self._flights = Flights(self.breakers)
         self._actions: list[Action] = []
-        self._next_id = 0
+        self._ids = itertools.count(1)
         self.next_deadline_s = NEVER_S
 
     # What is there
 
     def lookup(self, group: int, keys: list[bytes], now_s: float) -> MaskArray:
         """The valid blocks that a fetch of each key would bring, 0 where absent."""
-        masks, all_found = self._look_in_host(keys)
-        return masks if all_found else self._look_below(keys, masks, now_s)[0]
+        return self.locate(group, keys, now_s)[0]
 
     def locate(self, group: int, keys: list[bytes], now_s: float) -> tuple[MaskArray, SourceArray]:
         """What `lookup` and `sources` say of these keys."""
-        masks, all_found = self._look_in_host(keys)
-        if all_found:
-            return masks, np.negative((masks == 0).view(np.int8))
-        return self._look_below(keys, masks, now_s)
-
-    def _look_in_host(self, keys: list[bytes]) -> tuple[MaskArray, bool]:
-        """The masks, and whether no tier could add to them."""
         masks = self.ledger.lookup(keys)
         self.counters.lookups += len(keys)
-        return masks, np.count_nonzero(masks) == len(keys) or not self._indexes
+        if not self._indexes or np.count_nonzero(masks) == len(keys):
+            return masks, np.negative((masks == 0).view(np.int8))
+        return self._look_below(keys, masks, now_s)
 
     def sources(self, group: int, keys: list[bytes], now_s: float) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 tier i."""
@@ -130,7 +122,7 @@ class Flow:
         Everything in host is pinned before room is made, so a fetch never evicts its own chunks. When room is short the
         first keys get it. With a deadline that has passed already, only what is in host comes.
         """
-        fetch = self._fetches.open(self._take_id(), wanted, deadline_s)
+        fetch = self._fetches.open(next(self._ids), wanted, deadline_s)
         self.counters.fetches += 1
         for pair, (group, keys) in enumerate(wanted):
             missing = fetch.sources[pair].nonzero()[0]
@@ -188,7 +180,7 @@ class Flow:
         self, tier: int, is_load: bool, keys: list[bytes], slots: IntArray, masks: MaskArray, deadline_s: float
     ) -> tuple[int, list[bytes], IntArray, IntArray, MaskArray]:
         """Record a flight. What its action needs: id, keys, slots, sizes, masks."""
-        flight_id = self._take_id()
+        flight_id = next(self._ids)
         sizes, total_bytes = self._sizes.of(slots)
         flight = Flight(tier, is_load, keys, slots, self._sizes.full_masks(slots), total_bytes, deadline_s)
         self._flights.begin(flight_id, flight)
@@ -377,10 +369,6 @@ class Flow:
     def spills_idle(self) -> bool:
         """Whether nothing waits to be spilled or is being spilled."""
         return all(queue.idle() for queue in self.spills)
-
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
 
     def stats(self) -> dict[str, int]:
         """The counters by name."""

@@ -13,13 +13,10 @@ the READY slots that nobody pins.
 Every method takes a batch and costs a few dictionary passes in C and a few array operations; none loops over keys in
 Python. Keys of one batch are in prompt order: when room is short the first keys get it, and of chunks used together the
 first is counted as used last, so that the head of a prefix outlives its tail.
-
-Long for a file, and one thing: states, pins, masks and parents of a slot change together, and `check` holds them all.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
@@ -29,6 +26,18 @@ from numpy.typing import NDArray
 
 from stowage.cache.keymap import ABSENT, KeyMap, holds
 from stowage.cache.policy import LRU, MakePolicy
+from stowage.cache.slot_states import (
+    FILLING,
+    FREE,
+    ON_THE_WAY,
+    ONLY_READY,
+    PRIVATE,
+    READY,
+    RESERVED,
+    STALE,
+    State,
+    gains,
+)
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 
 __all__ = ["ABSENT", "Ledger", "State", "gains"]
@@ -36,50 +45,12 @@ __all__ = ["ABSENT", "Ledger", "State", "gains"]
 _NONE: IntArray = np.empty(0, np.int64)
 
 
-class State(enum.IntEnum):
-    """What a slot holds."""
-
-    FREE = 0
-    RESERVED = 1
-    FILLING = 2
-    READY = 3
-    STALE = 4
-    PRIVATE = 5
-
-
-# The states as array values: an enum's attribute costs as much as a small array operation.
-_FREE, _RESERVED, _FILLING, _READY, _STALE, _PRIVATE = (np.uint8(state) for state in State)
-_ONLY_READY = bytes((State.READY,))
-_ON_THE_WAY = bytes((State.RESERVED, State.FILLING))
-
-
-def gains(masks: MaskArray, held: MaskArray) -> BoolArray:
-    """Which chunks are worth storing over what is held already: those whose valid blocks are a strict superset."""
-    more: BoolArray = ((masks & ~held) != 0) & ((held & ~masks) == 0)
-    return more
-
-
 class Ledger:
     """States, keys, masks and pins of all slots; the first `slots_per_class[0]` belong to slab class 0, and so on."""
 
     __slots__ = (
-        "_class_of",
-        "_first_slots",
-        "_free",
-        "_free_count",
-        "_key_of",
-        "_map",
-        "_masks",
-        "_masks_coming",
-        "_parent",
-        "_parent_serial",
-        "_pins",
-        "_policies",
-        "_serial",
-        "_stale",
-        "_state",
-        "evictions",
-        "without_room",
+        *"_class_of _first_slots _free _free_count _key_of _map _masks _masks_coming _parent _parent_serial".split(),
+        *"_pins _policies _serial _stale _state evictions without_room".split(),
     )
 
     def __init__(self, slots_per_class: Sequence[int], policy: MakePolicy = LRU) -> None:
@@ -164,7 +135,7 @@ class Ledger:
 
     def filling(self) -> IntArray:
         """The slots that a lower tier fills, ascending."""
-        return np.flatnonzero(self._state == _FILLING)
+        return np.flatnonzero(self._state == FILLING)
 
     # Store
 
@@ -181,7 +152,7 @@ class Ledger:
         wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
         if not holds(wanted):
             keys, masks = list(compress(keys, wanted.tolist())), masks[wanted]
-        slots = self._take_new(slab, keys, _RESERVED)
+        slots = self._take_new(slab, keys, RESERVED)
         self.without_room += len(keys) - len(slots)
         self._masks_coming[slots] = masks[: len(slots)]
         keys = keys[: len(slots)]
@@ -203,7 +174,7 @@ class Ledger:
         assert self._all_are_on_the_way(slots), "commit of a slot that is not on its way"
         older = self._map.replace(self.keys(slots), slots) if self._map.replacements else _NONE
         self._masks[slots] = self._masks_coming.take(slots)
-        self._state[slots] = _READY
+        self._state[slots] = READY
         self._admit(slots)
         if len(older):
             self._retire(older)
@@ -219,7 +190,7 @@ class Ledger:
 
     def fill(self, slab: int, keys: list[bytes]) -> IntArray:
         """A FILLING slot per key, ABSENT where there is no room. Keys are distinct, neither ready nor on their way."""
-        slots = self._take_new(slab, keys, _FILLING)
+        slots = self._take_new(slab, keys, FILLING)
         assert len(set(keys)) == len(keys), "a key is filled twice"
         self._map.add(keys, slots)
         self._follow(slots, ABSENT, slots)
@@ -236,7 +207,7 @@ class Ledger:
 
     def pin(self, slots: IntArray) -> None:
         """Keep ready slots where they are until they are unpinned as often. A repeated slot is pinned that often."""
-        assert not self._state.take(slots).tobytes().strip(_ONLY_READY), "pin of a slot that is not ready"
+        assert not self._state.take(slots).tobytes().strip(ONLY_READY), "pin of a slot that is not ready"
         np.add.at(self._pins, slots, 1)
         self._remove(slots)
 
@@ -252,7 +223,7 @@ class Ledger:
             assert left.min() >= 0, "unpin of a slot that is not pinned"
             idle = slots[left == 0]
         if self._stale:
-            stale = self._state.take(idle) == _STALE
+            stale = self._state.take(idle) == STALE
             gone = np.unique(idle[stale])
             self._stale -= len(gone)
             self._release(gone)
@@ -272,7 +243,7 @@ class Ledger:
         """A pinned PRIVATE slot per key, ABSENT when there is no room."""
         slots = self._take(slab, len(keys))
         self._key_of[slots] = keys[: len(slots)]
-        self._state[slots] = _PRIVATE
+        self._state[slots] = PRIVATE
         self._pins[slots] = 1
         if len(slots) == len(keys):
             return slots
@@ -280,14 +251,14 @@ class Ledger:
 
     def drop_private(self, slots: IntArray) -> None:
         """PRIVATE -> FREE."""
-        assert (self._state.take(slots) == _PRIVATE).all(), "drop of a slot that is not private"
+        assert (self._state.take(slots) == PRIVATE).all(), "drop of a slot that is not private"
         self._pins[slots] = 0
         self._release(slots)
 
     # Inside
 
     def _all_are_on_the_way(self, slots: IntArray) -> bool:
-        return not self._state.take(slots).tobytes().strip(_ON_THE_WAY)
+        return not self._state.take(slots).tobytes().strip(ON_THE_WAY)
 
     def _by_class(self, slots: IntArray) -> Iterable[tuple[int, IntArray]]:
         """The slots of each class, in their order."""
@@ -375,13 +346,13 @@ class Ledger:
         """READY slots whose keys have a newer one."""
         self._remove(slots)
         pinned = self._pins.take(slots) > 0
-        self._state[slots[pinned]] = _STALE
+        self._state[slots[pinned]] = STALE
         self._stale += int(np.count_nonzero(pinned))
         self._release(slots[~pinned])
 
     def _release(self, slots: IntArray) -> None:
         """Any state -> FREE. The slots are distinct and in no map and no policy."""
-        self._state[slots] = _FREE
+        self._state[slots] = FREE
         self._masks[slots] = 0
         self._key_of[slots] = None
         for slab, some in self._by_class(slots):
@@ -397,31 +368,31 @@ class Ledger:
         free = [free[:count] for free, count in zip(self._free, self._free_count, strict=True)]
         all_free = np.concatenate(free) if free else _NONE
         assert len(np.unique(all_free)) == len(all_free), "a slot is free twice"
-        assert np.array_equal(np.sort(all_free), np.flatnonzero(states == _FREE)), "free slots and states disagree"
+        assert np.array_equal(np.sort(all_free), np.flatnonzero(states == FREE)), "free slots and states disagree"
         for slab, some in enumerate(free):
             assert (self._class_of[some] == slab).all(), "a free slot is in another class"
-        assert (self._pins[(states == _FREE) | (states == _RESERVED) | (states == _FILLING)] == 0).all()
-        assert (self._pins[(states == _STALE) | (states == _PRIVATE)] > 0).all()
-        assert (self._masks[:total][states == _FREE] == 0).all()
-        assert (self._masks[:total][states == _READY] != 0).all()
-        assert self._stale == np.count_nonzero(states == _STALE)
-        on_the_way = (states == _RESERVED) | (states == _FILLING)
+        assert (self._pins[(states == FREE) | (states == RESERVED) | (states == FILLING)] == 0).all()
+        assert (self._pins[(states == STALE) | (states == PRIVATE)] > 0).all()
+        assert (self._masks[:total][states == FREE] == 0).all()
+        assert (self._masks[:total][states == READY] != 0).all()
+        assert self._stale == np.count_nonzero(states == STALE)
+        on_the_way = (states == RESERVED) | (states == FILLING)
         assert (self._masks[:total][on_the_way] == 0).all(), "a chunk on its way can be looked up"
         self._map.check()
         mapped = self._map.items()
         slots = sorted(slot for _, slot in mapped)
-        assert slots == np.flatnonzero((states == _READY) | on_the_way).tolist(), "map and states disagree"
+        assert slots == np.flatnonzero((states == READY) | on_the_way).tolist(), "map and states disagree"
         assert on_the_way[list(self._map.replacements.values())].all(), "a replacement is not on its way"
         for key, slot in mapped:
             assert self._key_of[slot] == key, "map and keys disagree"
         for slab, policy in enumerate(self._policies):
             policy.check()
-            evictable = (states == _READY) & (self._pins == 0) & (self._class_of == slab)
+            evictable = (states == READY) & (self._pins == 0) & (self._class_of == slab)
             assert len(policy) == np.count_nonzero(evictable), "the policy does not know exactly the evictable slots"
 
     def check_pins(self, holders: Sequence[IntArray]) -> None:
         """Assert that every pin is held by exactly these, besides the owners of private slots."""
-        expected = (self._state == _PRIVATE).astype(np.int64)
+        expected = (self._state == PRIVATE).astype(np.int64)
         for slots in holders:
             np.add.at(expected, slots, 1)
         assert np.array_equal(expected, self._pins), "a pin is held by nobody, or a holder has no pin"

@@ -338,9 +338,7 @@ class Engine:
             return self.store.drop_host() if self.store is not None else 0
 
     def forget_costs(self) -> None:
-        """Forget how fast this engine computed and loaded: the next prefixes are loaded even where computing is
-        quicker.
-        """
+        """Forget how fast this engine computed and loaded: the next prefixes are loaded, be it quicker or not."""
         with self._lock:
             self._cost_model.forget()
 
@@ -368,9 +366,7 @@ class Engine:
             self.parts.runner.check()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Closing again does
-        nothing.
-        """
+        """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Again: nothing."""
         if not self._loop.end():
             return
         until_s = self._clock() + timeout_s

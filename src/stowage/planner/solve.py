@@ -382,8 +382,7 @@ def _least(works: Callable[[int], bool], most: int) -> int | None:
 
 
 def _mib(nbytes: int) -> str:
-    """Rounded up, so that what is written works."""
-    return f"{-(-nbytes // _MIB)}MiB"
+    return f"{-(-nbytes // _MIB)}MiB"  # rounded up, so that what is written works
 
 
 def spread_order(count: int) -> list[int]:

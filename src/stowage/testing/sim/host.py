@@ -15,8 +15,9 @@ from stowage.storage.disk.system import System, Turn, one_by_one
 from stowage.storage.format.protection import Protection
 from stowage.testing.sim.client import Client, Prompts
 from stowage.testing.sim.content import Device, Violation
-from stowage.testing.sim.disk import SimDisk, SimFiles
+from stowage.testing.sim.disk import SimDisk
 from stowage.testing.sim.fault_profile import FaultProfile
+from stowage.testing.sim.files import SimFiles
 from stowage.testing.sim.job_runner import SimJobRunner
 from stowage.testing.sim.loop import Loop, Process, SimSignal, SimWorkerPool
 
