@@ -182,3 +182,43 @@ def test_on_a_cuda_device(family, prefix_caches, tmp_path):
     cache = prefixes.restore(ids, timeout_s=WAIT_S)
     assert all(tensor.is_cuda for tensor in contents(cache)) and same(contents(cache), expected)
     assert torch.equal(answer(model, ids, cache)[0], plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "falcon_h1", "lfm2"])
+def test_exact(family, prefix_caches, tmp_path):
+    """In bfloat16, whatever was stored: the bits of every tensor and every score of a run with nothing stored; of a
+    longer prompt, of one that parts, after a restart, and as two rows.
+    """
+    model = copy.deepcopy(model_of(family)).bfloat16()
+    longer, parted = torch.cat([LONG, tokens(90, seed=3)], dim=1), torch.cat([LONG[:, :170], tokens(80, seed=4)], dim=1)
+    asked = [LONG, longer, parted, torch.cat([LONG, tokens(LONG.shape[1], seed=5)])]
+    expected = []
+    for number, prompt in enumerate(asked):
+        cold = prefix_caches(model, exact=True, salt=f"{number}")
+        expected.append(scored(model, prompt, cold.prefill(prompt)))
+        assert restored(cold) == 0
+    prefixes = prefix_caches(model, exact=True, disk=f"{tmp_path / 'cache'}:64MiB")
+    for turn in range(2):
+        for prompt, (scores, out) in zip(asked, expected, strict=True):
+            cache = prefixes.prefill(prompt, timeout_s=WAIT_S)
+            found = scored(model, prompt, cache)
+            assert torch.equal(found[0], scores) and torch.equal(found[1], out)
+            prefixes.keep(cache, out)
+        assert restored(prefixes) >= 128 * (1 + 3 * turn)
+        prefixes.close()
+        prefixes = prefix_caches(model, exact=True, disk=f"{tmp_path / 'cache'}:64MiB")
+
+
+def scored(model, prompt, cache):
+    """The scores of all new tokens, and all tokens."""
+    out = model.generate(
+        prompt,
+        past_key_values=cache,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    return torch.stack(out.scores), out.sequences

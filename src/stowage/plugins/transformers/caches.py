@@ -31,15 +31,24 @@ _ORIGIN = "stowage_origin"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a cache was restored for: keys of which namespace, and the prompt's rows."""
+    """What a cache was restored for: keys of which namespace, and the prompt's rows. ``in_pieces``: how many of its
+    tokens ``PrefixCache`` computed or restored.
+    """
 
     namespace: bytes
     rows: list[list[int]]
+    in_pieces: int = 0
 
 
-def set_origin(cache: DynamicCache, namespace: bytes, rows: list[list[int]]) -> None:
+def set_origin(cache: DynamicCache, namespace: bytes, rows: list[list[int]], in_pieces: int) -> None:
     """Mark ``cache`` as restored for a prompt."""
-    setattr(cache, _ORIGIN, Origin(namespace, rows))
+    setattr(cache, _ORIGIN, Origin(namespace, rows, in_pieces))
+
+
+def in_pieces(cache: DynamicCache) -> int:
+    """How many tokens of ``cache`` were not computed by ``generate``."""
+    origin = getattr(cache, _ORIGIN, None)
+    return 0 if origin is None else int(origin.in_pieces)
 
 
 class RecordingWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]

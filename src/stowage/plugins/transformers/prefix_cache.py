@@ -13,6 +13,7 @@ May be called from several threads, one of which is served at a time.
 from __future__ import annotations
 
 import math
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +73,8 @@ class PrefixCache:
 
     Args:
         model: a Transformers causal model in memory, in evaluation mode, on any device. Every weight is read once, to
-        name it. host_memory: a hard limit; a prefix passes through it whole, so it should hold the longest. disk:
+        name it. exact: answers after ``prefill`` are the same to the bit whether anything was stored or not; see
+        ``prefill``. host_memory: a hard limit; a prefix passes through it whole, so it should hold the longest. disk:
         ``"DIR:SIZE"``, a hard limit; processes may share it. salt: caches with different salts share nothing. tiers:
         places of your own, below those of the settings, fastest first; closed with it.
         settings: further fields of ``Memory`` (``valkey``, ``object``, ``snapshot_tokens``, ``disk_protection``, ...),
@@ -88,6 +90,7 @@ class PrefixCache:
         host_memory: int | str = "1GiB",
         disk: str = "",
         *,
+        exact: bool = False,
         salt: str = "",
         tiers: Iterable[Tier] = (),
         **settings: Any,
@@ -95,6 +98,7 @@ class PrefixCache:
         settings = arguments_today("PrefixCache", settings)
         memory = _memory(settings.pop("host_memory", host_memory), disk, settings)
         arguments.text("salt", salt)
+        arguments.flag("exact", exact)
         others = arguments.listed("tiers", tiers, "tiers")
         check_tiers(others, memory)
         block_tokens = block_tokens_of(memory)
@@ -102,9 +106,9 @@ class PrefixCache:
         layout = self._subject.layout
         geometry = Geometry(layout.model.groups)
         loaded = Loaded(model, None, self._subject.identity, type(model).__name__)
-        name = namespace(
-            namespace_fields(loaded, layout.model, salt, f"transformers-cache/{FORMAT}", self._subject.attention)
-        )
+        self._exact = exact
+        writer = f"transformers-cache/{FORMAT}{'/pieces' if exact else ''}"
+        name = namespace(namespace_fields(loaded, layout.model, salt, writer, self._subject.attention))
         grid = math.lcm(*(group.chunk_tokens for group in geometry.groups))
         self._grid = grid
         self._snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
@@ -143,7 +147,8 @@ class PrefixCache:
         began_s = time.monotonic()
         with self._background.turn:
             self._check_open()
-            cache = self._reader.read(self._subject.model.config, rows, self._keys(rows, rows.length), timeout_s)
+            keys = self._keys(rows, rows.length)
+            cache = self._reader.read(self._subject.model.config, rows, keys, timeout_s)
             self._background.notice()
             found = caches.length_of(cache, self._subject.layout)
             counts = self._counts
@@ -152,7 +157,7 @@ class PrefixCache:
             counts.tokens_asked += rows.count * rows.length
             counts.tokens_restored += rows.count * found
             counts.restore_s += time.monotonic() - began_s
-        caches.set_origin(cache, self._namespace, rows.tokens)
+        caches.set_origin(cache, self._namespace, rows.tokens, found)
         return cache
 
     def prefill(
@@ -162,7 +167,8 @@ class PrefixCache:
         later prompt can resume; ``generate`` computes the few tokens that are left.
 
         What models with recurrent layers need: their state can be kept only while it stands at such a place. Others
-        may use it too.
+        may use it too. With ``exact`` every piece between two such places is a forward of its own, so that it has the
+        same bits whatever was stored, and only these pieces are kept: what ``generate`` computes has other shapes.
         """
         cache = self.restore(input_ids, attention_mask=attention_mask, timeout_s=timeout_s)
         rows = rows_of(input_ids, attention_mask, self._padding)
@@ -178,6 +184,7 @@ class PrefixCache:
             self._keep(cache, rows, keys, end, states=end == last or end % self._snapshot_tokens == 0)
             self._counts.tokens_prefilled += rows.count * (end - begin)
             begin = end
+        caches.set_origin(cache, self._namespace, rows.tokens, begin)
         return cache
 
     def keep(self, cache: DynamicCache, ids: Tokens, *, attention_mask: Tensor | None = None) -> int:
@@ -196,7 +203,8 @@ class PrefixCache:
         length = caches.length_of(cache, self._subject.layout)
         caches.check_tokens(cache, rows.tokens, length)
         self._counts.keeps += 1
-        return self._keep(cache, rows, self._keys(rows, 0), length)
+        most = caches.in_pieces(cache) if self._exact else length
+        return self._keep(cache, rows, self._keys(rows, 0), length, most=most)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: ``prefixes`` (calls and tokens), ``store`` (host, disk and shared stores)."""
@@ -245,20 +253,29 @@ class PrefixCache:
 
     def _keys(self, rows: Rows, length: int) -> list[SequenceKeys]:
         """The keys of each row's first ``length`` tokens; they can be extended."""
-        found = [SequenceKeys(self._namespace, self._groups) for _ in rows.tokens]
+        # As one of several rows a prompt is computed in another shape.
+        name = namespace({"prompts": self._namespace.hex(), "rows": rows.count}) if self._exact else self._namespace
+        found = [SequenceKeys(name, self._groups) for _ in rows.tokens]
         for keys, tokens in zip(found, rows.tokens, strict=True):
             keys.extend(tokens, length)
         return found
 
     def _keep(
-        self, cache: DynamicCache, rows: Rows, keys: Sequence[SequenceKeys], length: int, *, states: bool = True
+        self,
+        cache: DynamicCache,
+        rows: Rows,
+        keys: Sequence[SequenceKeys],
+        length: int,
+        *,
+        most: int = sys.maxsize,
+        states: bool = True,
     ) -> int:
-        """Store what the cache holds after ``length`` tokens, of those that count as they are. ``keys``: of at most so
-        many tokens of each row, extended here. ``states``: of recurrent layers too.
+        """Store what the cache holds after ``length`` tokens, of those that count as they are, at ``most`` so many.
+        ``keys``: of at most so many tokens of each row, extended here. ``states``: of recurrent layers too.
         """
         with self._background.turn:
             self._check_open()
-            plain = min(length, rows.plain)
+            plain = min(length, rows.plain, most)
             for of_row, tokens in zip(keys, rows.tokens, strict=True):
                 of_row.extend(tokens, plain)
             done = self._writer.write(cache, keys, length, plain, states=states)
@@ -269,6 +286,8 @@ class PrefixCache:
 
     def _cut(self, begin: int) -> int:
         """Where a forward that begins at ``begin`` ends: at the next snapshot, if any are taken, and not too late."""
+        if self._exact:
+            return begin + self._grid
         end = begin + max(self._grid, self._step_tokens // self._grid * self._grid)
         if any(group.kind is Kind.RECURRENT for group in self._groups):
             end = min(end, begin // self._snapshot_tokens * self._snapshot_tokens + self._snapshot_tokens)
