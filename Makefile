@@ -120,8 +120,8 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
 
-real: $(REAL_MODEL)/config.json ## answers of a real model in bfloat16, from every tier: the same to the bit
-	$(PY) -m pytest -m real tests/real_model
+real: $(REAL_MODEL)/config.json ## answers of a real model, from every tier: the same to the bit; PROMPTS=64 asks more
+	REAL_PROMPTS=$(PROMPTS) $(PY) -m pytest -m real tests/real_model
 
 real-model: $(REAL_MODEL)/config.json ## make the checkpoint of a real model, SmolLM2-135M-Instruct, in .real-model
 

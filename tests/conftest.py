@@ -1,15 +1,18 @@
 """Settings for all tests: no network, nothing from the caller's environment, no time limits in hypothesis."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+_STATE: Final = tempfile.TemporaryDirectory(prefix="stowage-state-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only spins
+os.environ["XDG_STATE_HOME"] = _STATE.name  # what is remembered of models: by these tests, of their own
 
 # Shared machines stall for seconds at a time: an example that is slow once is not a failure.
 settings.register_profile("stowage", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -150,11 +150,15 @@ bytes           graphs_bytes              device memory of CUDA graphs and their
 limit_bytes     graphs_limit_bytes        what of the KV budget they may take
 """)
 
-_CHUNK_HITS: Final = "stowage_chunk_hits_total", "chunks that were found, by the first place that had them"
+_CHUNK_HITS: Final = "stowage_chunk_hits_total", "chunks that requests took, by the tier that had them"
 _BREAKER: Final = "stowage_tier_breaker_state", "1 for the state that the tier's breaker is in"
 _OPENED: Final = "stowage_tier_breaker_opened_total", "times the tier was left alone because it kept failing"
 _SLAB_USED: Final = "stowage_host_slab_used_bytes", "bytes of the slab that hold chunks"
 _SLAB: Final = "stowage_host_slab_bytes", "bytes of the slab"
+_EXACT: Final = (
+    "stowage_exact",
+    "1: answers are the same to the bit from every tier, in every batch; 0: not so",
+)
 _PREFILL: Final = "stowage_prefill_tokens_per_second", "measured speed of computing prompts; 0: not measured yet"
 _OTHER: Final = "stowage_tier_stat", "a number of a tier that has no metric of its own"
 
@@ -203,6 +207,7 @@ class _Families:
 
     def add_engine(self, stats: Mapping[str, Any]) -> None:
         self._add_rows(ENGINE, stats["engine"])
+        self._add(*_EXACT, float(stats["exact"]))
         self._add(*_PREFILL, stats["prefill_tokens_per_s"] or 0.0)
         for pool in stats["pools"]:
             self._add_rows(POOL, pool, group=str(pool["group"]), kind=pool["kind"])

@@ -12,6 +12,7 @@ import pytest
 from stowage.cache.store import TieredStore
 from stowage.config.memory import Memory
 from stowage.evaluation.parity import DIFFERENT, OK, SHORT, UNUSED, Report, verify
+from stowage.executor import kernels
 from stowage.testing import tiny_models
 from stowage.transfer.cpu import CpuTransfer
 from tests.cli.conftest import Stowage
@@ -64,7 +65,8 @@ def test_hybrids_pass_with_middle_hits(family: str, tmp_path: Path) -> None:
     assert {case.verdict for case in middles} == {OK}
 
 
-def test_fails_when_loaded_bytes_are_wrong(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fails_when_loaded_bytes_are_wrong(dtype: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CpuTransfer.load
 
     def flipping(self: CpuTransfer, plan: Any, storage: Any) -> None:
@@ -72,10 +74,21 @@ def test_fails_when_loaded_bytes_are_wrong(tiny_llama: Path, monkeypatch: pytest
         storage[plan.blocks[0], 0] ^= 1 << 6  # one bit of one block
 
     monkeypatch.setattr(CpuTransfer, "load", flipping)
-    report = verify(tiny_llama, SMALL)
-    assert not report.parity
+    report = verify(tiny_llama, SMALL, dtype=dtype)
+    assert not report.parity and not report.tiers and report.model is not None and report.model.same
     assert DIFFERENT in by_verdict(report, "host") and DIFFERENT in by_verdict(report, "disk")
     assert by_verdict(report, "device") <= {OK, SHORT}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fails_when_it_is_another_model(dtype: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tier changes a bit of what is wrong everywhere."""
+    right = kernels.attend
+    monkeypatch.setattr(
+        kernels, "attend", lambda q, k, v, steps, scale, **more: right(q, k, v, steps, 1.5 * scale, **more)
+    )
+    report = verify(tiny_llama, SMALL, dtype=dtype)
+    assert report.tiers and report.model is not None and not report.model.same and not report.parity
 
 
 def test_fails_when_nothing_is_reused(call: Stowage, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

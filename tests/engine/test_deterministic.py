@@ -24,6 +24,7 @@ from stowage.executor.determinism import cuts
 from stowage.executor.determinism.cuts import Pieces
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused import recurrent_layers
+from stowage.testing import tiny_models
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
@@ -82,9 +83,15 @@ def test_500_tokens(family, opened, tmp_path):
 
 
 @pytest.fixture
-def scanned(monkeypatch):
+def scanned(monkeypatch, tmp_path):
     """Recurrent layers are computed by torch, prompts by a scan."""
     monkeypatch.setattr(recurrent_layers, "_KNOWN", {})
+    forget_trials(monkeypatch, tmp_path)
+
+
+def forget_trials(monkeypatch, tmp_path):
+    """What went well before is not taken to go well with what a test has replaced."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
@@ -204,16 +211,20 @@ def test_a_prompt_scored_beside_others(opened):
 def test_caches_of_others_are_not_reused(checkpoints, tmp_path):
     """What was computed without it may have other bits."""
     memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{tmp_path / 'cache'}:64MiB")
-    with Engine(checkpoints("llama"), memory) as engine:
+    with Engine(checkpoints("llama"), memory, batch_dependent=True) as engine:
         engine.generate([PROMPT], greedy(2))
-        assert engine.flush()
-    with Engine(checkpoints("llama"), memory, deterministic=True) as engine:
+        assert engine.flush() and not engine.exact and "--batch-dependent" in engine.exactness_note
+    with Engine(checkpoints("llama"), memory) as engine:
         (completion,) = engine.generate([PROMPT], greedy(2))
+        assert engine.exact and not engine.exactness_note
     assert sum(completion.reused_tokens.values()) == 0
 
 
-def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_path):
-    """The trial at the start finds a kernel whose rows depend on how many there are."""
+def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_path, caplog):
+    """The trial at the start finds a kernel whose rows depend on how many there are. Where exact answers are not
+    required the engine says that it has none.
+    """
+    forget_trials(monkeypatch, tmp_path)
     honest = kernels.linear
 
     def other_with_few_rows(x, weight, bias=None):
@@ -222,21 +233,86 @@ def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_pat
 
     monkeypatch.setattr(kernels, "linear", other_with_few_rows)
     memory = Memory(kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
-    with pytest.raises(UnsupportedModelError, match="cannot be deterministic: token"):
+    with pytest.raises(UnsupportedModelError, match="are not exact: token"):
         Engine(checkpoints("llama"), memory, deterministic=True)
     assert not (tmp_path / "cache").exists(), "no store is left open"
+    with Engine(checkpoints("llama"), memory) as engine:
+        assert not engine.exact and not engine.stats()["exact"] and "other bits" in engine.exactness_note
+    assert "the last bits of answers may depend" in caplog.text
 
 
-def test_bad_input(checkpoints, monkeypatch, scanned):
-    with pytest.raises(ConfigError, match="--dtype float32"):
-        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB"), dtype="float16", deterministic=True)
+@pytest.mark.parametrize("family", [*KINDS, "jamba", "gpt_oss", "falcon"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_without_kernels(family, dtype, checkpoints, monkeypatch, tmp_path):
+    """Each piece of a prompt is a forward of its own, at its own place: slower, and exact."""
+    if dtype == "bfloat16":
+        monkeypatch.setitem(os.environ, "STOWAGE_PURE_PYTHON", "1")
+    roomy = Memory(kv_cache_memory="32MiB")
+    prompts = [PROMPT, *OTHERS, PROMPT + OTHERS[1]]
+    with Engine(checkpoints(family), roomy, dtype=dtype) as engine:
+        why = engine.exactness_note
+        assert engine.exact and ("unset it" in why or "float16" in why or engine.executor == "fallback")
+        expected = []
+        for prompt in prompts:
+            expected += map(bits, engine.generate([prompt], greedy(8)))
+            engine.drop_device_cache()
+    tiered = Memory(kv_cache_memory="8MiB", host_memory="32MiB", disk=f"{tmp_path / 'cache'}:256MiB")
+    with Engine(checkpoints(family), tiered, dtype=dtype) as engine:
+        assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected, "together"
+        assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected, "from the device"
+        assert engine.flush()
+    with Engine(checkpoints(family), tiered, dtype=dtype) as engine:
+        engine.forget_costs()
+        found = engine.generate(prompts, greedy(8))
+        assert list(map(bits, found)) == expected, "after a restart"
+        assert sum(completion.reused_tokens["disk"] for completion in found) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layers"), [*zip(KINDS, (60, 48, 30, 30, 36), strict=True)])
+def test_many_layers(family, layers, tmp_path):
+    """Rounding grows with depth; four layers hide it."""
+    path = tiny_models.write(family, tmp_path / "model", tiny_models.TinySize(layers=layers))
+    prompts = [PROMPT, *OTHERS, PROMPT + OTHERS[1]]
+    with Engine(path, Memory(kv_cache_memory="128MiB"), dtype="bfloat16") as engine:
+        assert engine.exact
+        expected = []
+        for prompt in prompts:
+            expected += map(bits, engine.generate([prompt], greedy(8)))
+            engine.drop_device_cache()
+    tiered = Memory(kv_cache_memory="32MiB", host_memory="128MiB", disk=f"{tmp_path / 'cache'}:512MiB")
+    for _ in range(2):
+        with Engine(path, tiered, dtype="bfloat16") as engine:
+            engine.forget_costs()
+            assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected
+            assert engine.flush()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_where_torch_is_quicker_with_many_rows(family, checkpoints, monkeypatch, tmp_path):
+    """Pieces of prompts by torch, single tokens of all sequences by the kernels."""
+    monkeypatch.setattr(kernels, "quicker", lambda dtype: False)
+    forget_trials(monkeypatch, tmp_path)
+    prompts = [PROMPT, *OTHERS, PROMPT + OTHERS[1]]
+    with Engine(checkpoints(family), Memory(kv_cache_memory="32MiB"), dtype="bfloat16") as engine:
+        assert engine.exact and engine.parts.pieces == Pieces(256, alone=True)
+        expected = []
+        for prompt in prompts:
+            expected += map(bits, engine.generate([prompt], greedy(8)))
+            engine.drop_device_cache()
+        assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected, "together"
+        found = engine.generate(prompts, greedy(8))
+        assert list(map(bits, found)) == expected, "from the device"
+        assert sum(completion.reused_tokens["device"] for completion in found) >= 2 * 256
+
+
+def test_bad_input(checkpoints, scanned):
     with pytest.raises(BudgetError, match="--max-num-batched-tokens 80"):
         Engine(checkpoints("qwen3_next"), Memory(kv_cache_memory="8MiB", max_num_batched_tokens=64), deterministic=True)
     with pytest.raises(BudgetError, match="raise --kv-cache-memory"):
         Engine(checkpoints("llama"), Memory(kv_cache_memory="34KiB", max_num_batched_tokens=16), deterministic=True)
-    monkeypatch.setitem(os.environ, "STOWAGE_PURE_PYTHON", "1")
-    with pytest.raises(ConfigError, match="unset it"):
-        Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB"), deterministic=True)
+    with pytest.raises(ConfigError, match="contradict each other"):
+        Engine(checkpoints("llama"), deterministic=True, batch_dependent=True)
 
 
 def _sequence(prompt, computed):

@@ -92,7 +92,7 @@ def test_memory_and_limits() -> None:
                     named(error, item.name, value)
 
 
-ENGINE = ("model", "memory", "dtype", "tokenizer", "device", "deterministic", "cuda_graphs", "salt", "tiers")
+ENGINE = "model memory dtype tokenizer device deterministic batch_dependent cuda_graphs salt tiers".split()
 OFFLOAD = ("model", "device_memory", "host_memory", "disk", "dtype", "weights", "device", "threads", "nonsense")
 
 

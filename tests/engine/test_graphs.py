@@ -59,7 +59,8 @@ def opened(checkpoints, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         tapes = recorder or TapeRecorder()
         monkeypatch.setattr(assembly, "recorder", lambda device: tapes)
         model = checkpoints(family, context) if isinstance(family, str) else family
-        engine = Engine(model, Memory(**({"kv_cache_memory": "16MiB"} | memory)), cuda_graphs=cuda_graphs)
+        budgets = Memory(**({"kv_cache_memory": "16MiB"} | memory))
+        engine = Engine(model, budgets, cuda_graphs=cuda_graphs, batch_dependent=True)
         if engine.parts.graphs is not None:
             engine.parts.graphs.rules = replace(engine.parts.graphs.rules, warm_steps=1)
             engine.parts.graphs.backend.octave = 1

@@ -20,6 +20,7 @@ from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.batch import StreamStep
 from stowage.executor.block_pool import blocks_needed
 from stowage.executor.block_table import AWAY
+from stowage.native import is_wanted
 from tests.engine.conftest import assert_nothing_is_pinned, check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
 from tests.engine.test_failures import FailingTransfer
@@ -45,10 +46,12 @@ def opened():
     def engine(family, percent=100, *, deterministic=False, **memory):
         world = world_of(family)
         sizes = SMALL | {"host_memory": "8MiB"} | memory
+        # Without kernels the bits of keys that are away depend on how much of them is: exact answers are refused there.
+        how = {"deterministic": deterministic, "batch_dependent": not is_wanted()}
         if "kv_cache_memory" not in sizes:
-            with Engine(world.model, Memory(kv_cache_memory="8MiB", **SMALL)) as roomy:
+            with Engine(world.model, Memory(kv_cache_memory="8MiB", **SMALL), **how) as roomy:
                 sizes["kv_cache_memory"] = device_bytes(roomy.parts.layout.blocks, percent)
-        made = Engine(world.model, Memory(**sizes), deterministic=deterministic)
+        made = Engine(world.model, Memory(**sizes), **how)
         engines.append(made)
         return made
 
@@ -374,3 +377,13 @@ def test_any_schedule(family, seed, opened, tmp_path):
     assert all(request.wait(60) for request in cancelled), "a request hangs"
     engine.check()
     assert_nothing_is_pinned(engine)
+
+
+def test_without_kernels_exact_answers_need_the_device(opened, monkeypatch):
+    """torch sums keys that are away in another order; the message says what helps."""
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
+    with (
+        Engine(world_of("llama").model, Memory(kv_cache_memory="160KiB", host_memory="8MiB", **SMALL)) as engine,
+        pytest.raises(BudgetError, match="Only --batch-dependent lets a sequence be longer than the device"),
+    ):
+        engine.submit([5] * 450, greedy(1))

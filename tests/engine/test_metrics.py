@@ -61,6 +61,7 @@ def test_every_number_comes_out_once_with_its_value(engine):
     names = {row.stat: row.metric.removeprefix("stowage_") for row in metrics.ENGINE}
     for stat, value in stats["engine"].items():
         assert one(found, names[stat]) == value
+    assert one(found, "exact") == stats["exact"] == 1
     assert one(found, "prefill_tokens_per_second") == stats["prefill_tokens_per_s"]
     names = {row.stat: row.metric.removeprefix("stowage_") for row in metrics.POOL}
     for pool in stats["pools"]:
@@ -150,7 +151,8 @@ def test_the_documentation_lists_every_metric():
     text = PAGE.read_text(encoding="utf-8").partition("\n## Server\n")[0]
     assert [row.metric for row in ROWS if f"| `{row.metric}` | `{row.stat}` | {row.help} |" not in text] == []
     listed = {name.rstrip("`") for name in text.split("`") if name.startswith("stowage_") and " " not in name}
-    others = {"stowage_prefill_tokens_per_second", "stowage_host_slab_bytes", "stowage_host_slab_used_bytes"}
+    others = {"stowage_exact", "stowage_prefill_tokens_per_second"}
+    others |= {"stowage_host_slab_bytes", "stowage_host_slab_used_bytes"}
     others |= {"stowage_chunk_hits_total", "stowage_tier_breaker_state", "stowage_tier_breaker_opened_total"}
     others |= {"stowage_tier_stat", 'stowage_tier_breaker_state{state="open"}'}
     assert listed <= {row.metric for row in ROWS} | others

@@ -47,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 def answers(model):  # type: ignore[no-untyped-def]
-    with Engine(model, KV) as engine:
+    with Engine(model, KV, batch_dependent=True) as engine:
         return engine.generate(PROMPTS, greedy(4))
 
 
@@ -119,7 +119,10 @@ _attend = launch.attend
 def test_refused(kernel, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     """One warning, and torch decodes; the pools are as they were."""
     monkeypatch.setattr(launch, "attend", kernel)
-    with caplog.at_level(logging.WARNING, "stowage.engine"), Engine(tiny_models.build("gpt_oss").eval(), KV) as engine:
+    with (
+        caplog.at_level(logging.WARNING, "stowage.engine"),
+        Engine(tiny_models.build("gpt_oss").eval(), KV, batch_dependent=True) as engine,
+    ):
         (warning,) = warnings_of(caplog)
         assert why in warning and "torch gathers" in warning
         assert not any(pool.storage.any() for pool in engine.parts.pools)
@@ -138,7 +141,7 @@ def test_what_a_trial_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         return _attend(query, keys, values, blocks, bases, positions, kind, window, scores)
 
     monkeypatch.setattr(launch, "attend", attend)
-    with Engine(tiny_models.build("gemma2").eval(), KV) as engine:
+    with Engine(tiny_models.build("gemma2").eval(), KV, batch_dependent=True) as engine:
         assert engine.parts.runner._paged is attend
         assert not any(pool.storage.any() for pool in engine.parts.pools)
     assert {(kind, window) for kind, window, *_ in noted} == {("sliding", 72), ("full", 0)} and len(noted) == 6

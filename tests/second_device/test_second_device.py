@@ -100,7 +100,7 @@ def test_a_model_in_memory_stays_where_it_is(device: torch.device, references) -
 
 def test_what_is_there_on_cpus_only(device: torch.device, references) -> None:  # type: ignore[no-untyped-def]
     path = references("llama").path
-    with pytest.raises(ConfigError, match="--deterministic rests on kernels for CPUs"):
+    with pytest.raises(ConfigError, match="rows are computed by themselves on CPUs only"):
         Engine(path, Memory(kv_cache_memory="2MiB"), device=str(device), deterministic=True)
     with pytest.raises(ConfigError, match="delivered as mapped, and hold:0 cannot read it in host memory"):
         Engine(path, Memory(kv_cache_memory="2MiB", host_memory="8MiB", weights="*=mapped"), device=str(device))

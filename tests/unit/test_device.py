@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.errors import ConfigError, TransferError
-from stowage.executor.device import carrier, check, device_of, link, resolve
+from stowage.executor.determinism.cuts import exact_ways
+from stowage.executor.device import carrier, device_of, link, resolve
 from stowage.experimental import cuda_copies as cuda_module
 from stowage.experimental.cuda_copies import CudaCarrier, CudaCopies
 from stowage.transfer.cpu import CpuTransfer
@@ -25,7 +27,6 @@ def test_the_cpu_is_the_default() -> None:
     assert resolve("cpu") == device_of("some/model", "") == torch.device("cpu")
     assert isinstance(link(torch.device("cpu"), np.zeros(1 << 16, np.uint8), SLABS).transfer, CpuTransfer)
     assert carrier(torch.device("cpu")) is None
-    check(torch.device("cpu"), deterministic=True)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "cpu:x", "meta:1:2"])
@@ -43,9 +44,8 @@ def test_cuda_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_only_cpus_do() -> None:
-    check(torch.device("cuda", 0), deterministic=False)
-    with pytest.raises(ConfigError, match=r"--deterministic.*--device cpu"):
-        check(torch.device("cuda", 0), deterministic=True)
+    with pytest.raises(ConfigError, match=r"on CPUs only.*--device cpu"):
+        exact_ways(SimpleNamespace(device=torch.device("cuda", 0)))
 
 
 class Cuda:

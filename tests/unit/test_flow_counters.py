@@ -8,25 +8,29 @@ from stowage.cache.events import StartLoad, StartStore
 from tests.flow_setup import FULL, PAYLOAD, Setup, keys, masks
 
 
-def test_look_ups_and_where_they_hit() -> None:
-    at = Setup(tiers=2)
+def test_what_is_taken_counts_where_it_came_from() -> None:
+    """Not what is only looked up: the device may have it."""
+    at = Setup(tiers=2, slots=16)
     at.held[0] = dict.fromkeys(keys(2, 3), FULL)
     at.held[1] = dict.fromkeys(keys(3, 4, 5, 6), FULL)
     at.store(1)
     for _ in range(2):
         at.flow.lookup(0, keys(1, 2, 3, 4, 5, 9), 0.0)
         at.flow.lookup(0, keys(1), 0.0)
-    assert at.flow.hits.tolist() == [4, 4, 4] and at.flow.hits.dtype == np.int64
-    assert at.flow.counters.lookups == 14
     at.flow.sources(0, keys(1, 2), 0.0)
-    at.flow.fetch([(0, keys(1, 2))], 10.0, 0.0)
-    assert at.flow.hits.tolist() == [4, 4, 4] and at.flow.counters.lookups == 14, "only look-ups are look-ups"
+    assert at.flow.hits.tolist() == [0, 0, 0] and at.flow.hits.dtype == np.int64
+    for _ in range(2):
+        at.flow.fetch([(0, keys(1, 2, 3)), (0, keys(4, 5, 9))], 10.0, 0.0)
+    assert at.flow.hits.tolist() == [2, 4, 4], "whoever joins a transfer takes from the same tier"
+    at.flow.fetch([(0, keys(1, 6))], 10.0, 10.0)
+    assert at.flow.hits.tolist() == [3, 4, 4] and at.flow.counters.lookups == 14, "too late for what is below"
 
 
 def test_hits_without_lower_tiers() -> None:
     at = Setup(tiers=0)
     at.store(1)
     assert at.flow.lookup(0, keys(1, 2), 0.0).tolist() == [FULL, 0]
+    at.flow.fetch([(0, keys(1, 2))], 10.0, 0.0)
     assert at.flow.hits.tolist() == [1] and at.flow.stats()["lookups"] == 2
 
 

@@ -85,10 +85,15 @@ def open_engine(model: str, settings: Settings) -> "Engine":
         dtype=settings["dtype"],
         device=settings["device"],
         deterministic=settings["deterministic"],
+        batch_dependent=settings["batch_dependent"],
         cuda_graphs=settings["cuda_graphs"],
     )
     if engine.executor == "fallback":
         note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")
+    if not engine.exact and not settings["batch_dependent"]:
+        note(f"The last bits of answers may depend on what is computed beside them: {engine.exactness_note}")
+    elif engine.exactness_note and engine.exact:
+        note(f"Exact answers are computed in small pieces here, which is slower: {engine.exactness_note}")
     return engine
 
 

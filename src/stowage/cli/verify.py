@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import LOG, MEMORY, Json, with_settings
+from stowage.cli.options import COMPUTE, LOG, MEMORY, Json, with_settings
 from stowage.cli.output import note, print_json, print_table, progress_bars, quiet_libraries
 from stowage.config.memory import unknown_name
 from stowage.config.settings import Settings
@@ -57,7 +57,7 @@ def verify(
     asked = tasks.questions(evaluate, shots, questions) if evaluate is not None else None
     quiet_libraries()
     watched = sys.stderr.isatty()
-    computed = {name: settings[name] for name in ("dtype", "device", "deterministic")}
+    computed = {name: settings[name] for name in COMPUTE}
 
     def progress(name: str) -> None:
         if watched:
@@ -69,6 +69,7 @@ def verify(
             progress(name)
             reports[name] = compare(path, memory, **computed, seed=settings["seed"])
         parity = all(report.parity for report in reports.values())
+        exact = all(report.exact for report in reports.values())
         if json:
             listed = {name: report.as_json() for name, report in reports.items()}
             print_json({"parity": parity, "families": listed})
@@ -76,7 +77,7 @@ def verify(
             _print_families(reports)
     else:
         report = compare(model, memory, **computed, seed=settings["seed"], progress=progress)
-        found = None
+        found, exact = None, report.exact
         if asked is not None:
             with progress_bars(not json) as counted:
                 found = tasks.evaluate(model, memory, asked, **computed, max_new_tokens=answer_tokens, progress=counted)
@@ -88,7 +89,7 @@ def verify(
             if found is not None:
                 _print_evaluation(str(evaluate), found)
     if not json:
-        same = _EXACT if settings["deterministic"] else _PARITY
+        same = _EXACT if exact else _PARITY
         print(same if parity else "NO PARITY: see the verdicts above.")
     if not parity:
         raise typer.Exit(1)
@@ -127,6 +128,12 @@ def _print_report(model: str, report: "Report") -> None:
             if not case.name.endswith("every tier off")
         ],
     )
+    if (beside := report.model) is not None:
+        print(
+            f"Beside Transformers log-probabilities differ by up to {beside.difference:.1e}; its own differ by "
+            f"{beside.own:.1e} when a prompt is given in pieces. "
+            + ("It is the same model." if beside.same else f"IT IS ANOTHER MODEL (the bound is {beside.bound:.1e}).")
+        )
 
 
 def _print_families(reports: "dict[str, Report]") -> None:

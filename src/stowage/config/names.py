@@ -85,7 +85,7 @@ _ELSEWHERE: Mapping[str, str] = {
         "kv_transfer_config kv_offloading_backend hicache_storage_backend slot_save_path prompt_cache": _TIERS,
         "radix_eviction_policy": "Use --eviction-policy NAME",
         "enforce_eager disable_cuda_graph": "Use --cuda-graphs off",
-        "enable_deterministic_inference": "Use --deterministic",
+        "enable_deterministic_inference": "Answers are exact by default; --deterministic insists on it",
         "quantization": _FEWER_BITS,
         "trust_remote_code": "Code that comes with a checkpoint is never run",
         "download_dir": "Set HF_HOME to the directory that models are to be kept in",

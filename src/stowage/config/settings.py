@@ -229,7 +229,15 @@ SETTINGS: dict[str, Setting] = {
             False,
             _as_switch,
             "",
-            "the same answer to the bit, however a prompt's state arrived and whatever is computed beside it",
+            "do not start where answers cannot be exact: the same to the bit from every tier and in every batch",
+            _COMPUTE,
+        ),
+        Setting(
+            "batch_dependent",
+            False,
+            _as_switch,
+            "",
+            "let the last bits of answers depend on tiers and on what is computed beside them",
             _COMPUTE,
         ),
         Setting(

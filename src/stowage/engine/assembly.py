@@ -5,6 +5,7 @@ Owns the order of construction and the namespace: everything that cached bytes d
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -20,12 +21,20 @@ from stowage.core.geometry import Geometry, Kind, split_arena
 from stowage.core.groups import GroupStrategy, snapshot_spacing, strategy
 from stowage.core.key import namespace
 from stowage.engine.capacity import Capacity
-from stowage.errors import ConfigError, UnsupportedModelError
+from stowage.errors import BudgetError, ConfigError, StowageError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.determinism.cuts import Pieces, check_steps, exact_grids, exact_name
+from stowage.executor.determinism.cuts import (
+    Exactness,
+    Pieces,
+    check_steps,
+    exact_name,
+    exact_ways,
+    lacking,
+    settled,
+)
 from stowage.executor.determinism.row_invariance import mode_of
-from stowage.executor.determinism.trial import try_rows
+from stowage.executor.determinism.trial import try_rows_once
 from stowage.executor.device import DeviceLink, link, recorder
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.probe import probe
@@ -39,6 +48,7 @@ from stowage.models.namespace import block_tokens_of, namespace_fields
 from stowage.storage.protocol import Tier
 from stowage.transfer.protocol import BlockTransfer
 
+logger = logging.getLogger("stowage.engine")
 ENGINE_FORMAT = 1
 """How this engine lays chunks out; raised whenever the same tokens come to other bytes."""
 
@@ -60,6 +70,8 @@ class Parts:
     capacity: Capacity
     kv_cache_memory_bytes: int
     """What the pools may take: the budget, less what recorded steps may."""
+    inexact_because: str = ""
+    """Empty: a token's bits depend neither on tiers and hits, nor on where its prompt was cut, nor on neighbours."""
 
     @property
     def graphs(self) -> Graphs | None:
@@ -79,54 +91,81 @@ def assemble(
     clock: Callable[[], float],
     tiers: Sequence[Tier] = (),
     *,
-    deterministic: bool = False,
+    exactness: Exactness = Exactness.USUAL,
     cuda_graphs: bool | None = None,
 ) -> Parts:
     """Probe the model, divide the budgets, open the tiers; ``tiers`` are the caller's own, below those of ``memory``.
 
     Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory,
-    ``ConfigError`` for an unusable key file, tiers that cannot be told apart, or CUDA graphs that are not possible.
+    ``ConfigError`` for an unusable key file, tiers that cannot be told apart, CUDA graphs that are not possible, or
+    exact answers that are ``REQUIRED`` and are not.
     """
     check_tiers(tiers, memory)
-    best, *others = exact_grids(loaded.model) if deterministic else [1]
-    asked = loaded, memory, salt, clock, tiers
-    on_grid = partial(_on_grid, *asked, deterministic=deterministic, cuda_graphs=cuda_graphs)
+    cut = partial(_cut, *(loaded, memory, salt, clock, tiers), cuda_graphs=cuda_graphs)
+    if exactness is Exactness.BATCH_DEPENDENT:
+        return cut(None, why="it was asked for: --batch-dependent")
+    reasons: list[StowageError] = []
     try:
-        return on_grid(best)
-    except UnsupportedModelError:  # it scans where nobody looked
-        if not others:
-            raise
-    return on_grid(others[0])
+        for way in exact_ways(loaded.model):
+            try:
+                return cut(way)
+            except (UnsupportedModelError, BudgetError) as error:
+                reasons.append(error)
+    except ConfigError as error:
+        reasons.append(error)
+    if exactness is Exactness.REQUIRED:
+        raise _impossible(reasons) from reasons[0]
+    parts = cut(None, why=str(reasons[0]))
+    logger.warning("the last bits of answers may depend on what is computed beside them: %s", reasons[0])
+    return parts
 
 
-def _on_grid(
+def _impossible(reasons: Sequence[StowageError]) -> StowageError:
+    """What to raise where exact answers are required."""
+    first = reasons[0]
+    return type(first)(f"Exact answers are not possible here: {first} Without --deterministic it runs nevertheless.")
+
+
+def _cut(
     loaded: Loaded,
     memory: Memory,
     salt: str,
     clock: Callable[[], float],
     tiers: Sequence[Tier],
-    grid: int,
+    way: Pieces | None,
     *,
-    deterministic: bool,
     cuda_graphs: bool | None,
+    why: str = "",
 ) -> Parts:
-    tokens, chunk_blocks = block_tokens_of(memory, grid), memory.chunk_blocks
-    if loaded.model.config.model_type in ALONE:  # every forward of a prompt is one piece of the grid
-        chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
-        tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}
-    layout = replace(probe(loaded.model, tokens, chunk_blocks), placeholders=loaded.placeholders)
-    if memory.max_model_len:
-        layout = replace(layout, context_tokens=min(layout.context_tokens, memory.max_model_len))
-    pieces = Pieces(grid if layout.alone or (layout.recurrent is not None and layout.continues) else 1)
-    check_steps(pieces, memory, layout.context_tokens)
+    """With prompts cut in this ``way``; ``None``: in any, and ``why``."""
+    layout = _layout(loaded, memory, way)
+    exact = None if way is None else settled(way, layout)
+    if way is not None and exact is not None and layout.recurrent is not None and exact.grid < way.grid:
+        layout = _layout(loaded, memory, exact)  # no grid is needed: states may be kept at more places
+    check_steps(exact or Pieces(), memory, layout.context_tokens)
     records = _recorder(loaded, memory, layout, cuda_graphs) if cuda_graphs is not False else None
     with ExitStack() as put_back:  # what is put into the model, if the rest fails
         if not layout.alone:
             attention.install(loaded.model)
             put_back.callback(attention.uninstall, loaded.model)
-        parts = _assemble(loaded, memory, layout, salt, clock, tiers, pieces, deterministic, records, put_back)
+        parts = _assemble(loaded, memory, layout, salt, clock, tiers, exact, records, put_back)
+        parts.inexact_because = why
         put_back.pop_all()
     return parts
+
+
+def _layout(loaded: Loaded, memory: Memory, way: Pieces | None) -> ModelLayout:
+    """What the model caches, in blocks that suit this ``way``."""
+    grid = way.grid if way is not None else 1
+    tokens, chunk_blocks = block_tokens_of(memory, grid), memory.chunk_blocks
+    if way is not None and (way.alone or loaded.model.config.model_type in ALONE):
+        # Every forward of a prompt is one piece of the grid: a block that is shared lies in a whole one.
+        chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
+        tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}
+    layout = replace(probe(loaded.model, tokens, chunk_blocks), placeholders=loaded.placeholders)
+    if memory.max_model_len:
+        layout = replace(layout, context_tokens=min(layout.context_tokens, memory.max_model_len))
+    return layout
 
 
 def _assemble(
@@ -136,21 +175,23 @@ def _assemble(
     salt: str,
     clock: Callable[[], float],
     tiers: Sequence[Tier],
-    pieces: Pieces,
-    deterministic: bool,
+    exact: Pieces | None,
     records: Recorder | None,
     put_back: ExitStack,
 ) -> Parts:
+    pieces = exact or Pieces()
     geometry = Geometry(layout.groups)
     computed = f"fallback/{loaded.model.config._attn_implementation}" if layout.alone else attention.NAME
     if loaded.model.device.type != "cpu":  # what another device computes differs in its last bits
         computed = f"{computed}/{loaded.model.device.type}"
-    if deterministic:
-        computed = f"{computed}/{exact_name(pieces)}"
+    if exact is not None:
+        computed = f"{computed}/{exact_name(exact)}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
     slabs = split_arena(geometry, memory.host_memory_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
+    if exact is not None and lacking(loaded.model):
+        slabs = ()  # torch sums keys that are away from the device in another order than those that are on it
     capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
     pool_bytes = memory.kv_cache_memory_bytes - graph_bytes
@@ -161,19 +202,17 @@ def _assemble(
     runner: Runner | FallbackRunner
     placed = loaded.weights is not None
     if layout.alone:
-        rows = mode_of(loaded.model, exact=deterministic, placed=placed)
+        rows = mode_of(loaded.model, exact=exact is not None, placed=placed)
         runner = FallbackRunner(
-            *(loaded.model, layout, pools), grid=pieces.grid, exact=deterministic, mode=rows or nullcontext()
+            *(loaded.model, layout, pools), grid=pieces.grid, exact=exact is not None, mode=rows or nullcontext()
         )
     else:
-        runner = Runner(loaded.model, layout, pools, strategies, exact=deterministic, placed=placed)
+        runner = Runner(loaded.model, layout, pools, strategies, exact=exact, placed=placed)
         put_back.callback(runner.give_back)
         if records is not None:
             runner.record(records, graph_bytes, memory.max_num_seqs)
-    if deterministic:
-        try_rows(
-            runner, pools, pieces, layout, memory.max_num_batched_tokens
-        )  # before there is a store that must be closed
+    if exact is not None:  # before there is a store that must be closed
+        try_rows_once(f"{name.hex()}/{placed}", runner, pools, pieces, layout, memory.max_num_batched_tokens)
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
     if store is not None:
         arena = torch.from_numpy(store.arena.numpy())

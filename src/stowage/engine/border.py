@@ -21,7 +21,8 @@ def checked_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[A
     arguments.budgets("memory", memory)
     for name in ("dtype", "device", "salt"):
         arguments.text(name, given[name])
-    arguments.flag("deterministic", given["deterministic"])
+    for name in ("deterministic", "batch_dependent"):
+        arguments.flag(name, given[name])
     arguments.flag_or_none("cuda_graphs", given["cuda_graphs"])
     if given["tokenizer"] is not None and not hasattr(given["tokenizer"], "decode"):
         kind = type(given["tokenizer"]).__name__

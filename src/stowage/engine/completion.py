@@ -88,4 +88,5 @@ def complete(sequence: Sequence, reason: str) -> Completion:
         logprobs=sequence.logprobs if sequence.params.logprobs else None,
         prompt_logprobs=sequence.prompt_logprobs or None,
         preemptions=sequence.preemptions,
+        exact=sequence.exact,
     )

@@ -25,7 +25,7 @@ from typing import Any
 from stowage.cache.cost_model import CostModel
 from stowage.cache.prefix_planner import PrefixPlanner
 from stowage.cache.remote_lookup import RemoteLookup
-from stowage.config.memory import Memory, format_size
+from stowage.config.memory import Memory
 from stowage.core.key import SequenceKeys
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
@@ -44,12 +44,12 @@ from stowage.engine.sequence import Sequence
 from stowage.engine.swap.long_context import LongContextSwap
 from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.engine.swap.swap_space import SwapSpace
-from stowage.errors import BudgetError, RequestError
-from stowage.executor.block_pool import bytes_needed
+from stowage.engine.too_long import too_long
+from stowage.errors import RequestError
 from stowage.executor.block_table import BlockTable
-from stowage.executor.device import carrier, check, device_of
+from stowage.executor.determinism.cuts import exactness_of, lacking
+from stowage.executor.device import carrier, device_of
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
-from stowage.executor.replay.graph_backend import with_share
 from stowage.metrics import exposition
 from stowage.models import loading
 from stowage.models.loading import eos_ids
@@ -71,8 +71,9 @@ class Engine:
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         device: what it computes on: ``cpu``, ``cuda``, ``cuda:1``; empty: where a model in memory lies, else ``cpu``
         (``docs/internals.md#cuda``).
-        deterministic: an answer is the same to the bit however its prompt's state arrived, whatever is computed beside
-        it (``docs/internals.md#deterministic-answers``); on a CPU only.
+        deterministic: do not open where answers cannot be exact, which is the same to the bit however a prompt's state
+        arrived and whatever is computed beside it (``docs/internals.md#exact-answers``). batch_dependent: they need not
+        be exact where they can.
         cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
@@ -92,24 +93,25 @@ class Engine:
         tokenizer: Any = None,
         device: str = "",
         deterministic: bool = False,
+        batch_dependent: bool = False,
         cuda_graphs: bool | None = None,
         salt: str = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
         given = {"dtype": dtype, "tokenizer": tokenizer, "device": device, "deterministic": deterministic}
-        own = checked_engine(model, memory, given | {"cuda_graphs": cuda_graphs, "salt": salt, "tiers": tiers})
+        given |= {"batch_dependent": batch_dependent, "cuda_graphs": cuda_graphs, "salt": salt, "tiers": tiers}
+        own = checked_engine(model, memory, given)
         self.memory = memory or Memory()
         self._clock = time.monotonic
         here = device_of(model, device)
-        check(here, deterministic=deterministic)
+        exactness = exactness_of(deterministic, batch_dependent)
         budget = partial(weights_budget, self.memory, carrier(here)) if self.memory.places_weights else None
         loaded = loading.load(model, dtype, tokenizer, budget, device=here)
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights, loaded.model.config)
-            parts = assemble(
-                *(loaded, self.memory, salt, self._clock, own), deterministic=deterministic, cuda_graphs=cuda_graphs
-            )
+            asked = loaded, self.memory, salt, self._clock, own
+            parts = assemble(*asked, exactness=exactness, cuda_graphs=cuda_graphs)
         except BaseException:
             self._close_weights()
             raise
@@ -269,33 +271,15 @@ class Engine:
             prompt_tokens=len(tokens),
             own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),
             new_tokens_max=min(params.max_new_tokens, room),
+            exact=self.exact,
         )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids.")
         sequence.times.arrived_s = self._clock()
-        self._refuse_too_long(sequence)
+        if sequence.length_max > self.sequence_tokens_max:
+            raise too_long(sequence, self.parts, self.memory, lacking(self.model))
         sequence.restart()
         return sequence
-
-    def _refuse_too_long(self, sequence: Sequence) -> None:
-        length = sequence.length_max
-        if length <= self.sequence_tokens_max:
-            return
-        need = bytes_needed(self.parts.layout.blocks, length, self.memory.max_num_batched_tokens)
-        need = need if self.parts.graphs is None else with_share(need)
-        memory, capacity = self.memory, self.parts.capacity
-        behind = (
-            f"with host memory of {format_size(memory.host_memory_bytes)}"
-            if memory.host_memory_bytes
-            else "without host memory"
-        )
-        least = capacity.least_host_bytes(length, self.parts.kv_cache_memory_bytes, self.parts.snapshot_tokens)
-        instead = f"With this device budget it needs --host-memory {-(-least // 1024)}KiB; alone on" if least else "On"
-        raise BudgetError(
-            f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} "
-            f"new) does not fit into the device KV budget of {format_size(memory.kv_cache_memory_bytes)}, {behind} "
-            f"behind it. {instead} the device it needs {need:,} bytes: --kv-cache-memory {-(-need // 1024)}KiB."
-        )
 
     # looking and tending
 
@@ -306,22 +290,33 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has stopped it: nothing is computed any more, and only a new one will."""
+        """Whether a bug has stopped it: only a new one will compute."""
         return self._loop.failed
 
     @property
     def executor(self) -> str:
-        """What computes: ``paged``, or ``fallback``: one sequence at a time, with Transformers' own attention."""
+        """``paged``, or ``fallback``: one sequence at a time, with Transformers' own attention."""
         return "fallback" if self.parts.layout.alone else "paged"
 
+    @property
+    def exact(self) -> bool:
+        """Whether answers do not depend, to the bit, on tiers and hits or on what is computed beside them."""
+        return not self.parts.inexact_because
+
+    @property
+    def exactness_note(self) -> str:
+        """Why answers are not exact, or cost more than they could; empty: neither."""
+        return self.parts.inexact_because or lacking(self.model)
+
     def stats(self) -> dict[str, Any]:
-        """What the engine holds and did: its ``executor``, ``engine`` counters, ``pools`` by group, ``store`` counters
-        (``None`` without host memory), ``graphs`` (``None`` where no steps are recorded).
+        """What it holds and did: ``executor``, ``exact``, ``engine`` (counters), ``pools`` by group; ``store`` (None
+        without host memory), ``graphs`` (None where no steps are recorded).
         """
         with self._lock:
             counters = self._kv_manager.counters
             return {
                 "executor": self.executor,
+                "exact": self.exact,
                 "engine": {name: getattr(counters, name) for name in counters.__slots__},
                 "pools": [pool.stats() for pool in self.parts.pools],
                 "store": self.store.stats() if self.store is not None else None,

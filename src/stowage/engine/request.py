@@ -21,7 +21,8 @@ class Completion:
     ``reused_tokens``: prompt tokens that were not computed, by where they came from (``device``, ``host``, ``disk``).
     ``prompt_logprobs``: one for each prompt token, ``None`` where there is none: the first, and those before
     ``prompt_logprobs_from``. ``ttft_s``: seconds from submission to the first token. ``decode_tokens_per_s``: tokens
-    after the first over the seconds that they took, 0 for a single token.
+    after the first over the seconds that they took, 0 for a single token. ``exact``: its bits do not depend on tiers,
+    nor on what was computed beside it (``docs/internals.md#exact-answers``).
     """
 
     text: str
@@ -34,6 +35,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     preemptions: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class Sequence(SequenceState):
     """The first prompt token whose log-probability is wanted and not known yet; beyond the prompt: none is."""
     times: Times = field(default_factory=Times)
     preemptions: int = 0
+    exact: bool = False
     held: list[SwappedBlocks] = field(default_factory=list)
     """Its blocks in host memory, of which ``tables`` has the places while it runs."""
 

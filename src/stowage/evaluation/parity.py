@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
 from stowage.engine.sampling import SamplingParams
-from stowage.evaluation import runs
+from stowage.evaluation import runs, same_model
+from stowage.evaluation.same_model import SameModel
 from stowage.models.layout import ModelLayout
 
 NEW_TOKENS = 12
@@ -62,16 +64,23 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All cases; ``seed`` repeats them. ``executor``: as in ``Engine``."""
+    """All cases; ``seed`` repeats them. ``executor``, ``exact``: as in ``Engine``. ``model``: beside Transformers."""
 
     cases: tuple[Case, ...]
     seed: int
     dtype: str
     executor: str = "paged"
+    exact: bool = False
+    model: SameModel | None = None
+
+    @property
+    def tiers(self) -> bool:
+        """Whether no tier changed an answer; of an exact engine, a bit of one."""
+        return bool(self.cases) and all(case.verdict in (OK, SHORT) for case in self.cases)
 
     @property
     def parity(self) -> bool:
-        return bool(self.cases) and all(case.verdict in (OK, SHORT) for case in self.cases)
+        return self.tiers and (self.model is None or self.model.same)
 
     def features(self) -> dict[str, str]:
         """One verdict per feature: the first that breaks parity, else ``ok`` if any case is."""
@@ -87,10 +96,13 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         return {
             "parity": self.parity,
+            "tiers": self.tiers,
+            "model": self.model.as_json() if self.model is not None else None,
             "features": self.features(),
             "seed": self.seed,
             "dtype": self.dtype,
             "executor": self.executor,
+            "exact": self.exact,
             "cases": [asdict(case) for case in self.cases],
         }
 
@@ -125,45 +137,68 @@ def verify(
     dtype: str = "auto",
     device: str = "",
     deterministic: bool = False,
+    batch_dependent: bool = False,
     seed: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compare; ``deterministic``: such engines, and nothing may differ by a bit. ``progress`` is told each case's name.
+    """Compare; where the engine's answers are exact nothing may differ by a bit. ``progress`` is told each case's name.
     Raises whatever opening the engine raises.
     """
+    asked: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "deterministic": deterministic,
+        "batch_dependent": batch_dependent,
+    }
+    opened = partial(runs.opened, model, computed=asked)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     with runs.temporary_directory() as directory:
         tiered = runs.with_tiers(memory, directory)
         lower = runs.lower_tiers(tiered)
-        with runs.opened(model, runs.plain(memory), dtype, deterministic, device) as engine:
+        with opened(runs.plain(memory)) as engine:
             places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
             scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             executor = engine.executor
-            comparison = _Comparison(computed_in, progress, deterministic)
+            exact = engine.exact
+            comparison = _Comparison(computed_in, progress, exact)
             comparison.cold(engine, scenarios)
-        with runs.opened(model, tiered, dtype, deterministic, device) as engine:
+            model_of_engine = engine.model
+        progress("Transformers")
+        same = same_model.compare(model_of_engine, comparison.answers(scenarios))  # it has its own attention again
+        del model_of_engine, engine
+        comparison.allow(same.bound)
+        with opened(tiered) as engine:
             for scenario in scenarios:
                 comparison.warm(engine, scenario, lower[0])
             comparison.together(engine, scenarios, lower[0])
             runs.flush(engine)
         for tier in lower:
-            with runs.opened(model, runs.with_only(tiered, tier), dtype, deterministic, device) as engine:
+            with opened(runs.with_only(tiered, tier)) as engine:
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
-    return Report(tuple(comparison.cases), seed, computed_in, executor)
+    return Report(tuple(comparison.cases), seed, computed_in, executor, exact, same)
 
 
 class _Comparison:
     """Runs prompts, and remembers the answers with every tier off."""
 
-    def __init__(self, dtype: str, progress: Callable[[str], None], deterministic: bool) -> None:
-        self._tolerance = runs.tolerance(dtype, deterministic)
-        self._near_ties = dtype != "float32" and not deterministic
+    def __init__(self, dtype: str, progress: Callable[[str], None], exact: bool) -> None:
+        self._tolerance = 0.0
+        self._exact_only = exact
+        self._near_ties = dtype != "float32" and not exact
         self._progress = progress
         self._expected: dict[tuple[int, ...], Completion] = {}
         self._from_device: dict[tuple[int, ...], Completion] = {}
         self.cases: list[Case] = []
+
+    def answers(self, scenarios: Iterable[Scenario]) -> list[tuple[tuple[int, ...], Completion]]:
+        """Prompts, and what was answered with every tier off."""
+        return [(s.prompt.tokens, self._expected[s.prompt.tokens]) for s in scenarios]
+
+    def allow(self, difference: float) -> None:
+        """Of an engine whose answers are not exact, log-probabilities may differ by so much."""
+        self._tolerance = 0.0 if self._exact_only else difference
 
     def cold(self, engine: Engine, scenarios: Iterable[Scenario]) -> None:
         """With every tier off: what all later answers are compared with."""

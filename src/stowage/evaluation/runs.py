@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +34,9 @@ _OFF: dict[str, dict[str, Any]] = {
 }
 
 
-def tolerance(dtype: str, deterministic: bool = False) -> float:
+def tolerance(dtype: str, exact: bool) -> float:
     """By how much log-probabilities may differ between two runs in ``dtype``."""
-    return 0.0 if deterministic else _TOLERANCE.get(dtype, _TOLERANCE_HALF)
+    return 0.0 if exact else _TOLERANCE.get(dtype, _TOLERANCE_HALF)
 
 
 def plain(memory: Memory) -> Memory:
@@ -89,11 +89,10 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def opened(
-    model: str | Path, memory: Memory, dtype: str, deterministic: bool = False, device: str = ""
-) -> Iterator[Engine]:
+def opened(model: str | Path, memory: Memory, computed: Mapping[str, Any]) -> Iterator[Engine]:
+    """``computed``: how, as ``Engine`` takes it."""
     # without CUDA graphs: bits are compared, and which steps are replayed depends on what was asked before
-    engine = Engine(model, memory, dtype=dtype, device=device, deterministic=deterministic, cuda_graphs=False)
+    engine = Engine(model, memory, cuda_graphs=False, **computed)
     try:
         yield engine
     finally:

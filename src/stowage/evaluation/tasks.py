@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def evaluate(
     dtype: str = "auto",
     device: str = "",
     deterministic: bool = False,
+    batch_dependent: bool = False,
     max_new_tokens: int = NEW_TOKENS,
     progress: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
 ) -> Evaluation:
@@ -101,6 +103,13 @@ def evaluate(
     opening the engine raises.
     """
     runs: list[tuple[str, str, _Answers]] = []
+    given: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "deterministic": deterministic,
+        "batch_dependent": batch_dependent,
+    }
+    opened = partial(trials.opened, model, computed=given)
 
     def take(name: str, engine: Engine, tier: str = "") -> None:
         """One run, in which ``tier`` has to serve something."""
@@ -109,20 +118,21 @@ def evaluate(
 
     with trials.temporary_directory() as directory:
         tiered = trials.with_tiers(memory, directory)
-        with trials.opened(model, trials.plain(memory), dtype, deterministic, device) as engine:
+        with opened(trials.plain(memory)) as engine:
             if engine.tokenizer is None:
                 raise ModelError(f"{model} has no tokenizer, and questions are text: add its tokenizer's files.")
             computed_in = str(engine.model.dtype).removeprefix("torch.")
+            exact = engine.exact
             take("every tier off", engine)
-        with trials.opened(model, tiered, dtype, deterministic, device) as engine:
+        with opened(tiered) as engine:
             take("computed and stored", engine)
             trials.leave_only(engine, "host")
             take("from host", engine, "host")
             trials.flush(engine)
         for tier in trials.lower_tiers(tiered):
-            with trials.opened(model, trials.with_only(tiered, tier), dtype, deterministic, device) as engine:
+            with opened(trials.with_only(tiered, tier)) as engine:
                 take(f"from {tier}, after a restart", engine, tier)
-    allowed = trials.tolerance(computed_in, deterministic)
+    allowed = trials.tolerance(computed_in, exact)
     compared = tuple(_compare(name, asked, found, runs[0][2], allowed) for name, _, found in runs)
     served = all(run.reused_tokens.get(tier) for run, (_, tier, _) in zip(compared, runs, strict=True) if tier)
     alike = all(abs(math.log(run.perplexity / compared[0].perplexity)) <= allowed for run in compared)

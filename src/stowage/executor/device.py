@@ -32,7 +32,7 @@ from stowage.transfer.protocol import BlockTransfer
 from stowage.transfer.staged import PlainCopies, StagedTransfer
 from stowage.weights.device_prefetcher import Carrier, PlainCarrier
 
-__all__ = ["DeviceLink", "carrier", "check", "device_of", "link", "paged_kernel", "recorder", "resolve"]
+__all__ = ["DeviceLink", "carrier", "device_of", "link", "paged_kernel", "recorder", "resolve"]
 
 
 def resolve(name: str) -> torch.device:
@@ -55,15 +55,6 @@ def resolve(name: str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def check(device: torch.device, *, deterministic: bool) -> None:
-    """Raise ``ConfigError`` for what is there on a CPU only."""
-    if device.type != "cpu" and deterministic:
-        raise ConfigError(
-            f"--deterministic rests on kernels for CPUs, and the model computes on {device}. Leave it out, or "
-            "compute on the CPU: --device cpu."
-        )
 
 
 def carrier(device: torch.device) -> Carrier | None:

@@ -20,6 +20,7 @@ from stowage.core.groups import GroupStrategy
 from stowage.executor import attention, decode_attention, kernels, paged_trial
 from stowage.executor.batch import ForwardStep, Work, build, current, is_long, order
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
+from stowage.executor.determinism.cuts import Pieces
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.device import paged_kernel
 from stowage.executor.fused import norms, recurrent_layers
@@ -35,8 +36,8 @@ from stowage.models.probing import cache_name, takes_rows
 class Runner:
     """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it.
 
-    ``exact``: every row of a forward gives the same bits whatever else is computed with it; ``determinism.trial`` makes
-    sure of that.
+    ``exact``: how prompts are cut so that a token's bits are its own (``determinism.cuts``), of which
+    ``determinism.trial`` makes sure; ``None``: bits may depend on what is computed together.
     ``placed``: some of the model's weights are not in memory all the time.
     """
 
@@ -47,7 +48,7 @@ class Runner:
         pools: Sequence[BlockPool],
         strategies: Sequence[GroupStrategy],
         *,
-        exact: bool = False,
+        exact: Pieces | None = None,
         placed: bool = False,
     ) -> None:
         self._model = model
@@ -59,13 +60,17 @@ class Runner:
         self._cache = PagedCache(layout.layers, self._recurrent)
         self._takes_rows = takes_rows(model)
         self._cache_name = cache_name(model)
-        self._exact = exact
+        self._exact = exact is not None
+        self._piece_tokens = exact.grid if exact is not None and exact.alone else 0
         self._kernels = kernels.wanted(model.device, model.dtype)
         if self._kernels:
             norms.install(model)
             recurrent_layers.install(model)
-        mode = mode_of(model, exact=exact, placed=placed)
-        self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
+        mode = mode_of(model, exact=self._exact, placed=placed)
+        self._mode: AbstractContextManager[Any] = mode or nullcontext()
+        self._mode_of_pieces = self._mode
+        if self._piece_tokens:  # one shape has one way to be computed: the quickest
+            self._mode_of_pieces = mode_of(model, exact=False, placed=placed) or nullcontext()
         self.steps: RecordedSteps | None = recorded_steps(model, mode) if self._kernels and not placed else None
         self.graphs: Graphs | None = None
         self._paged = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
@@ -115,26 +120,36 @@ class Runner:
         ordered = order(work)
         found: dict[int, Tensor] = {}
         for part in self._forwards(ordered):
-            logits = self._forward(part) if self._at_once(part) else self._singly(part[0])
+            logits = self._forward(part) if self._at_once(part) else self._in_turn(part[0])
             sizes = [w.count if w.every_logit else 1 for w in part]
             found.update(zip(map(id, part), torch.split(logits, sizes), strict=True))
         return [found[id(w)] for w in work]
 
     def _forwards(self, work: list[Work]) -> list[list[Work]]:
-        if self._layout.ragged:
+        if self._piece_tokens and not self._kernels:
+            return [[w] for w in work]
+        if self._layout.ragged and not self._piece_tokens:
             return [work]
         singles = [w for w in work if w.count == 1 and w.start > 0]
         return ([singles] if singles else []) + [[w] for w in work if w.count > 1 or w.start == 0]
 
     def _at_once(self, work: list[Work]) -> bool:
-        if work[0].count == 1 or self._layout.continues:
+        if work[0].count == 1:
             return True
+        if self._layout.continues:
+            return not self._piece_tokens or self._piece_end(work[0].start) >= work[0].start + work[0].count
         return work[0].start == 0 and not self._exact  # begun at once and gone on one by one: two ways to compute
 
-    def _singly(self, work: Work) -> Tensor:
-        """A run of one sequence whose model goes on from a state only token by token."""
-        tokens = (replace(work, start=work.start + i, count=1) for i in range(work.count))
-        logits = [self._forward([token]) for token in tokens]
+    def _piece_end(self, token: int) -> int:
+        return (token // self._piece_tokens + 1) * self._piece_tokens
+
+    def _in_turn(self, work: Work) -> Tensor:
+        """A run of one sequence piece by piece; token by token where its model goes on from a state only so."""
+        logits, begin, stop = [], work.start, work.start + work.count
+        while begin < stop:
+            end = min(self._piece_end(begin), stop) if self._layout.continues else begin + 1
+            logits.append(self._forward([replace(work, start=begin, count=end - begin)]))
+            begin = end
         return torch.cat(logits) if work.every_logit else logits[-1]
 
     def _forward(self, work: list[Work]) -> Tensor:
@@ -174,18 +189,23 @@ class Runner:
         singles = not fresh and step.decodes == step.ids.shape[0]
         token = current.set(step)
         try:
-            if self.steps is None or not singles:
-                return self._by_model(forward, bound)
+            if not singles:
+                return self._by_model(forward, bound, self._mode_of_pieces)
+            if self.steps is None:
+                return self._by_model(forward, bound, self._mode)
             assert not isinstance(states, Tensor), "graphs name states on the device"
             one = ModelStep(given, forward, bound, partial(self._cache.rows_of, states), gathered=batched)
-            return self.steps.run(one, partial(self._by_model, forward, bound))
+            return self.steps.run(one, partial(self._by_model, forward, bound, self._mode))
         finally:
             current.reset(token)
 
     def _by_model(
-        self, forward: Callable[[], Tensor], bound: Callable[[], AbstractContextManager[Sequence[Tensor]]]
+        self,
+        forward: Callable[[], Tensor],
+        bound: Callable[[], AbstractContextManager[Sequence[Tensor]]],
+        mode: AbstractContextManager[Any],
     ) -> Tensor:
-        with bound(), self._mode:
+        with bound(), mode:
             return forward()
 
     @contextmanager
@@ -202,7 +222,8 @@ class Runner:
         """
         if not self._kernels:
             return 0
-        if self._exact or any(w.sequence.tables[pool.group.index].is_away for w in work):
+        by_rows = self._exact and (not self._piece_tokens or work[0].count == 1)
+        if by_rows or any(w.sequence.tables[pool.group.index].is_away for w in work):
             return len(work)
         if pool.layout.layers[0].latent:
             return 0

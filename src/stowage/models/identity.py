@@ -19,7 +19,9 @@ from typing import Any
 
 from blake3 import blake3
 
-_REMEMBERED_MAX = 512
+from stowage.models.remembered import Remembered, default_state_directory
+
+_HEX = 64
 _PIECE_BYTES = 64 << 20
 _SETTLED_S = 2.0
 """How long a file must have been left alone before its times are trusted to tell whether it changes."""
@@ -29,11 +31,11 @@ _NOT_CONTENT = ("transformers_version", "_name_or_path")
 
 def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path | None = None) -> str:
     """Hex digest over the names and contents of ``files``, which lie in ``directory``."""
-    known = _Remembered((state_directory or default_state_directory()) / "identities.json")
+    known = Remembered((state_directory or default_state_directory()) / "identities.json")
     whole = blake3()
     for path in sorted(files):
         whole.update(path.relative_to(directory).as_posix().encode() + b"\0")
-        whole.update(bytes.fromhex(known.digest(path)))
+        whole.update(bytes.fromhex(_digest_of(known, path)))
     known.save()
     return whole.hexdigest()
 
@@ -61,14 +63,6 @@ def of_parameters(model: Any) -> str:
     return whole.hexdigest()
 
 
-def default_state_directory() -> Path:
-    """``$XDG_STATE_HOME/stowage``, or ``~/.local/state/stowage``: apart from cache directories, whose bytes are
-    counted.
-    """
-    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(root) / "stowage"
-
-
 def _digest(path: Path) -> str:
     """BLAKE3 of a file, a piece at a time: a file that is mapped whole would count as memory of this process."""
     whole = blake3(max_threads=blake3.AUTO)
@@ -83,45 +77,14 @@ def _digest(path: Path) -> str:
     return whole.hexdigest()
 
 
-class _Remembered:
-    """Digests of files by what changes whenever a file does: device, inode, size, modification and change time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._changed = False
-        try:
-            loaded = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            loaded = {}
-        valid = isinstance(loaded, dict) and all(isinstance(v, str) and len(v) == 64 for v in loaded.values())
-        self._digests: dict[str, str] = loaded if valid else {}
-
-    def digest(self, path: Path) -> str:
-        stat = path.stat()
-        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
-        if key in self._digests:
-            return self._digests[key]
-        settled = time.time() - max(stat.st_mtime, stat.st_ctime) >= _SETTLED_S
-        digest = _digest(path)
-        if settled:
-            self._digests[key] = digest
-            self._changed = True
-        return digest
-
-    def save(self) -> None:
-        """Write the digests beside the old ones and put them in place at once; a failure only costs the next start some
-        time.
-        """
-        if not self._changed:
-            return
-        kept = dict(list(self._digests.items())[-_REMEMBERED_MAX:])
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(
-                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
-            ) as file:
-                json.dump(kept, file)
-            os.replace(temporary, self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
+def _digest_of(known: Remembered, path: Path) -> str:
+    """The file's digest, by what changes whenever a file does: device, inode, size, modification and change time."""
+    stat = path.stat()
+    key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    if len(known.get(key, "")) == _HEX:
+        return known[key]
+    settled = time.time() - max(stat.st_mtime, stat.st_ctime) >= _SETTLED_S
+    digest = _digest(path)
+    if settled:
+        known[key] = digest
+    return digest

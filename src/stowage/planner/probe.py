@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import ConfigError, StowageError
-from stowage.models.identity import default_state_directory
+from stowage.models.remembered import default_state_directory
 from stowage.planner import storage
 from stowage.planner.machine import Machine, by_number, from_json
 

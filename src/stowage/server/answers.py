@@ -27,9 +27,10 @@ class Answer:
 
     prefix, whole_object, piece_object = "", "", ""
 
-    def __init__(self, ask: Ask, vocabulary: Vocabulary) -> None:
+    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
         self.ask = ask
         self._vocabulary = vocabulary
+        self._fingerprint = f"stowage-{__version__}" + ("" if exact else "-batch-dependent")
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._ended: dict[int, Completion] = {}
@@ -85,7 +86,7 @@ class Answer:
             "object": kind,
             "created": self._created,
             "model": self.ask.model,
-            "system_fingerprint": f"stowage-{__version__}",
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
 
@@ -140,8 +141,8 @@ class TextAnswer(Answer):
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, ask: Ask, vocabulary: Vocabulary) -> None:
-        super().__init__(ask, vocabulary)
+    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
+        super().__init__(ask, vocabulary, exact=exact)
         self._places: dict[int, _Place] = {}
 
     def _choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:

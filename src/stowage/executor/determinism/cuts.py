@@ -1,11 +1,12 @@
-"""What ``--deterministic`` asks of prompts besides row invariance: where they may be cut, and what of them is shared.
+"""How prompts are cut so that a token's bits are its own: the ways to exact answers, the best one first.
 
-    attention only    any piece gives the same bits (``row_invariance``), and a generated token the same as a prompt's:
-                      nothing to ask
-    recurrent state   the same where the kernels compute it (``recurrent_layers``). Where torch does, a prompt's scan
-                      and a single step are two computations. Prompts are cut at multiples of the scan's own chunk, so
-                      the scan is the same however they are cut. Generated tokens are always computed one by one and
-                      are not shared: a later prompt that contains them scans them
+    by rows       kernels compute every row by itself (``row_invariance``): a prompt may be cut anywhere, and generated
+                  tokens are a prompt's. Recurrent layers too, where the kernels compute them (``recurrent_layers``);
+                  where torch does, prompts are cut at multiples of the scan's own chunk
+    by pieces     each piece of a prompt is a forward of its own, of the same tokens at the same positions: the same
+                  shapes give the same bits, whatever computes them. Generated tokens are computed one by one, and are
+                  not shared: a later prompt that contains them computes them in pieces. Where there are kernels, single
+                  tokens of many sequences are one forward; else each is one
 
 A model whose layers continue from a state with single tokens only is computed token by token throughout. It has one
 computation, so nothing is asked of it either.
@@ -13,6 +14,7 @@ computation, so nothing is asked of it either.
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +27,45 @@ from stowage.executor import kernels
 from stowage.executor.fused.recurrent_layers import whole_prompts
 from stowage.executor.sequence_state import SequenceState
 from stowage.models.families import ALONE
+from stowage.models.layout import ModelLayout
+from stowage.native import is_wanted
 
 SCAN_TOKENS = 64
-"""Of a gated delta rule's chunks in Transformers 5.17, which no config states."""
+"""Of a gated delta rule's chunks in Transformers, which no config states."""
+PIECE_TOKENS = 64
+"""Of a prompt, that are computed by themselves without kernels: fewer are slow, more are shared less often."""
+TILE_PIECE_TOKENS = 256
+"""The same where torch multiplies whole tiles of bfloat16, which takes many rows to be quick."""
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
+
+
+class Exactness(enum.Enum):
+    """What is asked of an engine. USUAL: exact answers where they are possible, and a warning where not. REQUIRED: it
+    does not open without. BATCH_DEPENDENT: the last bits of an answer may depend on what is computed beside it.
+    """
+
+    USUAL = "usual"
+    REQUIRED = "required"
+    BATCH_DEPENDENT = "batch-dependent"
+
+
+def exactness_of(deterministic: bool, batch_dependent: bool) -> Exactness:
+    """What these two settings ask for. Raises ``ConfigError`` for both."""
+    if deterministic and batch_dependent:
+        raise ConfigError("deterministic and batch_dependent contradict each other: give one of them, or neither.")
+    if batch_dependent:
+        return Exactness.BATCH_DEPENDENT
+    return Exactness.REQUIRED if deterministic else Exactness.USUAL
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """``grid``: pieces of prompts end at its multiples, or at the prompt's end; 1: anywhere."""
+    """``grid``: pieces of prompts end at its multiples, or at the prompt's end; 1: anywhere. ``alone``: each such piece
+    is a forward of its own.
+    """
 
     grid: int = 1
+    alone: bool = False
 
     @property
     def whole(self) -> bool:
@@ -57,31 +87,53 @@ class Pieces:
         return (scanned if end >= scanned else end // self.grid * self.grid) - start
 
 
-def exact_grids(model: Any) -> list[int]:
-    """The multiples of tokens to try, the best one first, at which a model's scans, if it has some, are the same
-    however its prompt was cut: 1 where the kernels compute all of them. Raises ``ConfigError`` where rows cannot be
-    computed by themselves.
+def exact_ways(model: Any) -> list[Pieces]:
+    """How prompts may be cut for exact answers, the best way first: whether a model is exact that way, the trial says.
+    Raises ``ConfigError`` on devices for which there is none.
     """
-    if not kernels.wanted(model.device, model.dtype):
-        raise ConfigError(f"--deterministic is not possible here: {_missing(model)}")
-    scanned = math.lcm(SCAN_TOKENS, *(int(size) for name in _CHUNKS if (size := getattr(model.config, name, None))))
-    return [1, scanned] if model.config.model_type not in ALONE and whole_prompts(model) else [scanned]
-
-
-def _missing(model: Any) -> str:
     if model.device.type != "cpu":
-        return f"it needs kernels that there are for CPUs only, and the model is on {model.device}."
+        raise ConfigError(
+            f"rows are computed by themselves on CPUs only, and the model is on {model.device}. Compute on the CPU: "
+            "--device cpu."
+        )
+    scanned = math.lcm(SCAN_TOKENS, *(int(size) for name in _CHUNKS if (size := getattr(model.config, name, None))))
+    if model.config.model_type in ALONE:
+        return [Pieces(scanned)]
+    if not kernels.wanted(model.device, model.dtype):
+        return [Pieces(math.lcm(PIECE_TOKENS, scanned), alone=True)]
+    by_pieces = Pieces(math.lcm(TILE_PIECE_TOKENS, scanned), alone=True)
+    by_rows = [Pieces(1), Pieces(scanned)] if whole_prompts(model) else [Pieces(scanned)]
+    return [*by_rows, by_pieces] if kernels.quicker(model.dtype) else [by_pieces, *by_rows]
+
+
+def settled(way: Pieces, layout: ModelLayout) -> Pieces:
+    """``way`` as it is for a model that caches this: where there is no scan, rows may be cut anywhere; what is computed
+    token by token has one shape throughout.
+    """
+    if layout.alone:
+        return way
+    if way.alone:
+        return way if layout.continues else Pieces(alone=True)
+    return way if layout.recurrent is not None and layout.continues else Pieces()
+
+
+def lacking(model: Any) -> str:
+    """Why exact answers of ``model`` cost more than they could; empty: they do not."""
+    if model.device.type != "cpu" or kernels.wanted(model.device, model.dtype) or model.config.model_type in ALONE:
+        return ""
     if not kernels.is_built():
-        return "its kernels were not built. Install Stowage again where there is a C compiler (apt install gcc)."
+        return "Stowage's kernels were not built. Install it again where there is a C compiler (apt install gcc)."
     if model.dtype not in kernels.DTYPES:
-        return f"its kernels compute in float32 or bfloat16, not in {model.dtype}: give --dtype float32."
-    return "STOWAGE_PURE_PYTHON is set, which switches its kernels off: unset it."
+        return f"there are no kernels for {model.dtype}: give --dtype bfloat16 or float32."
+    return "STOWAGE_PURE_PYTHON is set, which switches Stowage's kernels off: unset it."
 
 
 def exact_name(pieces: Pieces) -> str:
     """What exact bits depend on besides the model: a cache from elsewhere, whose bits may differ, is not reused."""
     torch_kernels = f"{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}/{torch.get_num_threads()}"
-    return f"exact/{kernels.instructions()}/{kernels.REVISION}/torch/{torch_kernels}/{pieces.grid}"
+    ours = f"{kernels.instructions()}/{kernels.REVISION}" if is_wanted() else "none"
+    alone = "/alone" if pieces.alone else ""
+    return f"exact/{ours}/torch/{torch_kernels}/{pieces.grid}{alone}"
 
 
 def check_steps(pieces: Pieces, memory: Memory, context_tokens: int) -> None:
@@ -89,7 +141,7 @@ def check_steps(pieces: Pieces, memory: Memory, context_tokens: int) -> None:
     least = min(pieces.grid, context_tokens) + memory.max_num_seqs
     if not pieces.whole and memory.max_num_batched_tokens < least:
         raise BudgetError(
-            f"deterministic answers of this model need steps of {least} tokens at least, and --max-num-batched-tokens "
+            f"exact answers of this model need steps of {least} tokens at least, and --max-num-batched-tokens "
             f"is {memory.max_num_batched_tokens}. Give --max-num-batched-tokens {least}, or lower --max-num-seqs "
             f"({memory.max_num_seqs})."
         )

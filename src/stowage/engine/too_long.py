@@ -1,0 +1,35 @@
+"""What is said of a sequence that is too long for the memory that the engine was given."""
+
+from __future__ import annotations
+
+from stowage.config.memory import Memory, format_size
+from stowage.engine.assembly import Parts
+from stowage.engine.sequence import Sequence
+from stowage.errors import BudgetError
+from stowage.executor.block_pool import bytes_needed
+from stowage.executor.replay.graph_backend import with_share
+
+__all__ = ["too_long"]
+
+
+def too_long(sequence: Sequence, parts: Parts, memory: Memory, kernels_lack: str) -> BudgetError:
+    """The error, with what would be enough. ``kernels_lack``: why there are no kernels, without which exact answers
+    have no use for host memory behind the device.
+    """
+    length = sequence.length_max
+    need = bytes_needed(parts.layout.blocks, length, memory.max_num_batched_tokens)
+    need = need if parts.graphs is None else with_share(need)
+    host = memory.host_memory_bytes
+    behind = f"with host memory of {format_size(host)}" if host else "without host memory"
+    least: int | None = 0
+    why = ""
+    if kernels_lack and not parts.inexact_because:
+        why = f" Only --batch-dependent lets a sequence be longer than the device here: {kernels_lack}"
+    else:
+        least = parts.capacity.least_host_bytes(length, parts.kv_cache_memory_bytes, parts.snapshot_tokens)
+    instead = f"With this device budget it needs --host-memory {-(-least // 1024)}KiB; alone on" if least else "On"
+    return BudgetError(
+        f"a sequence of {length} tokens ({sequence.prompt_tokens} of the prompt, up to {sequence.new_tokens_max} new) "
+        f"does not fit into the device KV budget of {format_size(memory.kv_cache_memory_bytes)}, {behind} behind it. "
+        f"{instead} the device it needs {need:,} bytes: --kv-cache-memory {-(-need // 1024)}KiB.{why}"
+    )

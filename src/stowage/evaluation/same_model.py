@@ -1,0 +1,86 @@
+"""Is what an engine runs the model that Transformers runs? By how far Transformers is from itself.
+
+Rounding differs wherever sums are ordered otherwise, and how much that is worth depends on the model: on its depth, on
+its type, on how sharp its answers are. So the bound is measured, with that very model and those very prompts: plain
+Transformers computes each prompt and its answer in one go, and again from a cache, the end token by token. An engine
+may be a few times as far from the first as the second is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stowage.engine.request import Completion
+from stowage.models.state_access import forward, keeper_of
+
+__all__ = ["SameModel", "compare"]
+
+_TIMES = 4.0
+"""How many times as far as Transformers is from itself, at most: the largest of some hundred differences varies by so
+much between seeds."""
+_SINGLES = 8
+"""Of the prompt's last tokens, that Transformers computes one by one when it goes on from a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameModel:
+    """Largest differences of log-probabilities (natural logarithm): ``difference`` of the engine's from Transformers',
+    ``own`` of Transformers' from its own; ``bound``: of the first, so that both run one model.
+    """
+
+    difference: float
+    own: float
+    bound: float
+
+    @property
+    def same(self) -> bool:
+        """Whether both run one model. Never with a NaN."""
+        return self.difference <= self.bound
+
+    def as_json(self) -> dict[str, Any]:
+        return {"same": self.same, "difference": self.difference, "transformers_own": self.own, "bound": self.bound}
+
+
+@torch.inference_mode()
+def compare(model: Any, answers: Iterable[tuple[Sequence[int], Completion]]) -> SameModel:
+    """``model``: in memory, with Transformers' own attention again. ``answers``: prompts, and what the engine gave with
+    log-probabilities.
+    """
+    difference = own = least = 0.0
+    for prompt, answer in answers:
+        tokens = [*prompt, *answer.token_ids[:-1]]
+        whole = _logprobs(model, tokens, [len(tokens)], len(answer.token_ids))
+        begun = max(1, len(prompt) - _SINGLES)
+        again = _logprobs(model, tokens, [begun, *[1] * (len(tokens) - begun)], len(answer.token_ids))
+        own = max(own, float((whole - again).abs()[_reported(whole, answer)].max()))
+        found = [
+            abs(value - float(row[token]))
+            for row, report in zip(whole, answer.logprobs or (), strict=True)
+            for token, value in [(report.token_id, report.logprob), *report.top]
+        ]
+        difference = max(difference, float(torch.tensor(found).max()))  # NaN stays NaN
+        least = max(least, float(whole.abs().max()) * torch.finfo(model.dtype).eps)
+    return SameModel(difference, own, max(_TIMES * own, least))
+
+
+def _reported(whole: Tensor, answer: Completion) -> Tensor:
+    """A mask of ``whole``: the tokens that the answer says something of."""
+    mask = torch.zeros_like(whole, dtype=torch.bool)
+    for row, report in zip(mask, answer.logprobs or (), strict=True):
+        row[[report.token_id, *(token for token, _ in report.top)]] = True
+    return mask
+
+
+def _logprobs(model: Any, tokens: Sequence[int], sizes: Sequence[int], last: int) -> Tensor:
+    """Log-probabilities ``[last, vocab]`` after the last so many tokens, computed in pieces of these sizes."""
+    keeper = keeper_of(model)
+    cache, begin, rows = keeper.fresh(model.config), 0, []
+    for size in sizes:
+        rows.append(forward(model, tokens[begin : begin + size], begin, cache, every_logit=True)[-last:])
+        begin += size
+    return torch.cat(rows)[-last:].float().log_softmax(-1).cpu()

@@ -1,0 +1,55 @@
+"""What takes time to find out about a model and does not change, remembered between processes: a small table in a file.
+
+Only ever a saving: what cannot be read or written is found out again. Entries are kept in the order in which they came,
+and the oldest go first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+__all__ = ["Remembered", "default_state_directory"]
+
+_ENTRIES_MAX = 512
+_VALUE_MAX = 64
+
+
+def default_state_directory() -> Path:
+    """``$XDG_STATE_HOME/stowage``, or ``~/.local/state/stowage``: apart from cache directories, whose bytes are
+    counted.
+    """
+    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(root) / "stowage"
+
+
+class Remembered(dict[str, str]):
+    """Short texts by key, from the file at ``path``; empty where there is none, or not such a one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            loaded = {}
+        valid = isinstance(loaded, dict) and all(isinstance(v, str) and len(v) <= _VALUE_MAX for v in loaded.values())
+        super().__init__(loaded if valid else {})
+        self._saved = dict(self)
+
+    def save(self) -> None:
+        """Put the table in place at once, if it has changed; a failure only costs the next start some time."""
+        if self == self._saved:
+            return
+        kept = dict(list(self.items())[-_ENTRIES_MAX:])
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
+            ) as file:
+                json.dump(kept, file)
+            os.replace(temporary, self._path)
+            self._saved = dict(self)
+        except OSError:
+            temporary.unlink(missing_ok=True)
