@@ -16,7 +16,7 @@ import stowage
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
-from stowage.errors import BudgetError, ConfigError, RequestError, StowageError, UnsupportedModelError
+from stowage.errors import BudgetError, CheckpointError, ConfigError, RequestError, StowageError, UnsupportedModelError
 from stowage.server.limits import Limits
 from stowage.testing import tiny_models
 from stowage.weights.placement import place
@@ -92,7 +92,7 @@ def test_memory_and_limits() -> None:
                     named(error, item.name, value)
 
 
-ENGINE = ("model", "memory", "dtype", "tokenizer", "device", "deterministic", "cuda_graphs", "salt", "tiers")
+ENGINE = "model memory dtype tokenizer device deterministic batch_dependent cuda_graphs salt tiers".split()
 OFFLOAD = ("model", "device_memory", "host_memory", "disk", "dtype", "weights", "device", "threads", "nonsense")
 
 
@@ -153,6 +153,14 @@ def test_prompts_and_calls(engine) -> None:
                 assert len(str(error)) < 2000, "a message is short, whatever was given"
     assert engine.alive and len(engine.generate([[5, 6]], SamplingParams(max_new_tokens=2))[0].token_ids) == 2
     engine.check()
+
+
+def test_names_of_files_that_are_no_utf8(tmp_path) -> None:
+    """A directory may be called so; and then it is meant."""
+    name = str(tmp_path / "caf\udce9")
+    assert str(Memory(disk=f"{name}:64MiB", host_memory="1MiB").disk_directory) == name
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Engine(name)
 
 
 def test_a_budget_for_a_model_without_modules_that_move() -> None:

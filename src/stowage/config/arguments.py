@@ -4,7 +4,7 @@ Owns no meaning: what values are good for is checked by those who use them. All 
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -16,14 +16,14 @@ __all__ = ["budgets", "checkpoint", "flag", "flag_or_none", "items_of", "listed"
 _ITEMS_MAX: Final = 1 << 20
 
 
-def text(name: str, value: Any, most: int = TEXT_MAX) -> str:
-    """Text of at most ``most`` characters that has a UTF-8 form and no zero byte."""
+def text(name: str, value: Any, most: int = TEXT_MAX, encode: Callable[[str], bytes] = os.fsencode) -> str:
+    """Text of at most ``most`` characters, without a zero byte, that ``encode`` takes; by default a name of files."""
     if not isinstance(value, str):
         raise ConfigError(f"{name} is a {type(value).__name__}: it must be text.")
     if len(value) > most:
         raise ConfigError(f"{name} has {len(value)} characters: it may have {most}.")
     try:
-        value.encode()
+        encode(value)
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name} is no text: it has half a surrogate pair at {error.start}.") from error
     if "\0" in value:

@@ -260,8 +260,10 @@ class Memory:
                 raise ConfigError(f"{name} is a {type(value).__name__}: it must be text.")
             if len(value) > (RULES_MAX if name == "weights" else TEXT_MAX):
                 raise ConfigError(f"{name} has {len(value)} characters: it may have {TEXT_MAX} (weights {RULES_MAX}).")
-            if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-                raise ConfigError(f"{name} is no text: it has half a surrogate pair.")
+            try:
+                os.fsencode(value)
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"{name} is no text: it has half a surrogate pair at {error.start}.") from error
         for name in ("load_timeout_s", "valkey_ttl_s", "lookup_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):

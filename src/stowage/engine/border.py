@@ -19,8 +19,9 @@ def checked_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[A
     """The tiers of a new engine; ``given``: its other arguments. Raises ``ConfigError``, which names the argument."""
     arguments.checkpoint("model", model)
     arguments.budgets("memory", memory)
-    for name in ("dtype", "device", "salt"):
+    for name in ("dtype", "device"):
         arguments.text(name, given[name])
+    arguments.text("salt", given["salt"], encode=str.encode)
     for name in ("deterministic", "batch_dependent"):
         arguments.flag(name, given[name])
     arguments.flag_or_none("cuda_graphs", given["cuda_graphs"])

@@ -164,8 +164,7 @@ class Generation:
         exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt), hold)
         self._journal.begin(visit, exchange)
         try:
-            kind = ChatAnswer if self._chat else TextAnswer
-            answer = kind(ask, exchange.vocabulary, exact=self._bridge.engine.exact)
+            answer = (ChatAnswer if self._chat else TextAnswer)(ask, exchange.vocabulary, exact=exchange.exact)
             await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
         finally:
             exchange.close()

@@ -197,6 +197,7 @@ class Exchange:
         """By prompt: its tokens' log-probabilities, where they were asked for and are known."""
         self._bridge = bridge
         self._engine = bridge.engine
+        self.exact = self._engine.exact
         self.vocabulary = bridge.vocabulary
         self._salt = salt
         self._loop = asyncio.get_running_loop()

@@ -97,7 +97,7 @@ class PrefixCache:
     ) -> None:
         settings = arguments_today("PrefixCache", settings)
         memory = _memory(settings.pop("host_memory", host_memory), disk, settings)
-        arguments.text("salt", salt)
+        arguments.text("salt", salt, encode=str.encode)
         arguments.flag("exact", exact)
         others = arguments.listed("tiers", tiers, "tiers")
         check_tiers(others, memory)
