@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import identity, layout
 from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
+from stowage.models.whole import trial_inputs, whole_part
 
 if TYPE_CHECKING:
     from stowage.weights.loading import Budget
@@ -49,6 +50,8 @@ def load(
     options: Mapping[str, Any] | None = None,
     *,
     device: Any = None,
+    whole: bool = False,
+    model_class: Any = None,
 ) -> Loaded:
     """Load ``model``: a directory, a hub id, or a Transformers model that is in memory already. ``device``: where to
     (a ``torch.device``); ``None``: a model in memory stays where it is, others lie in the CPU's.
@@ -56,16 +59,20 @@ def load(
     ``budget``: from a config to what its weights may take; without one all of them are in memory. ``options`` go to
     ``from_pretrained``. Raises ``BudgetError`` for a budget that cannot work, ``CheckpointError`` for a checkpoint
     that is missing, damaged or incomplete, ``UnsupportedModelError`` for a family that this version refuses,
-    ``ConfigError`` for an unknown ``dtype``.
+    ``ConfigError`` for an unknown ``dtype``. ``whole``: of any class, which ``model_class`` says or else config.json
+    (`whole_part`), without a tokenizer; else the causal model of text that an engine runs.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
     if not isinstance(model, str | Path):
-        return _in_memory(model, tokenizer, budget, device)
+        return _in_memory(model, tokenizer, budget, device, whole)
     directory = find(str(model))
     files = check_files(directory)
-    part = part_of(directory)
-    layout.refuse_unsupported(part.config)
+    if whole:
+        part = whole_part(directory, _config_of(directory / "config.json"), model_class)
+    else:
+        part = part_of(directory)
+        layout.refuse_unsupported(part.config)
     files = _packed_files(directory, part.config, files)
     build = partial(load_model, directory, part, dtype, options or {})
     if budget is None:
@@ -80,7 +87,7 @@ def load(
             built = built.to(device)  # one tensor after the other, so the two memories never hold it all together
         if source is not None:
             _name(source, name, built)
-        reads = tokenizer or _load_tokenizer(directory)
+        reads = tokenizer if tokenizer or whole else _load_tokenizer(directory)
         return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders)
     except BaseException:
         if source is not None:
@@ -88,9 +95,10 @@ def load(
         raise
 
 
-def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | None, device: Any) -> Loaded:
-    part = text_part(model.config)
-    layout.refuse_unsupported(part.config)
+def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | None, device: Any, whole: bool) -> Loaded:
+    part = TextPart(model.config) if whole else text_part(model.config)
+    if not whole:
+        layout.refuse_unsupported(part.config)
     if getattr(model, "peft_config", None):
         raise UnsupportedModelError(
             "the model has adapters, which can be switched while it runs; merge them first: "
@@ -129,7 +137,7 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
 def _name(source: WeightSource, name: str, model: Any) -> None:
     """``model`` computes with weights called ``name`` that ``source`` delivers: proved, and known to whoever has it."""
     source.identity = name
-    source.prove()
+    source.prove(lambda tokens: trial_inputs(model, tokens))
     model.stowage = source
 
 
@@ -317,9 +325,11 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
     for what in complaints:
         if report.get(what):
             first = sorted(map(str, report[what]))[0]
+            found = f"{directory} is incomplete: {len(report[what])} {what.replace('_', ' ')}, the first is {first}. "
+            another = part.model_class is not None and "or give the model_class that it was saved from, not "
             raise CheckpointError(
-                f"{directory} is incomplete: {len(report[what])} {what.replace('_', ' ')}, the first is {first}. "
-                "Such weights would be random numbers; download the checkpoint again."
+                f"{found}Such weights would be random numbers; download the checkpoint again"
+                f"{f', {another}{type(model).__name__}' if another else ''}."
             )
     return as_plain(model, part).eval()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from stowage.weights.repacked import Image
 from stowage.weights.saving import names
 
 __all__ = ["Load", "WeightSource"]
+
+_NO_TRIAL = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
 
 
 class WeightSource(Deliveries):
@@ -105,19 +107,24 @@ class WeightSource(Deliveries):
         }
 
     @torch.no_grad()
-    def prove(self) -> None:
+    def prove(self, inputs: Callable[[int], Mapping[str, Any] | None]) -> None:
         """Compute one token, and some more where experts are cached: every module must have got its weights, and the
-        order in which they ask is learned.
+        order in which they ask is learned. ``inputs``: of so many tokens, for a forward; ``None``: it cannot be tried.
 
         Raises UnsupportedModelError when a weight was used that was away.
         """
         for tokens in (1, 5) if self._experts is not None else (1,):
-            self._order = []
+            given = inputs(tokens)
+            if given is None:
+                return
             try:
-                out = self._model(input_ids=torch.arange(tokens, device=self.device)[None], use_cache=False)
-                known = not bool(torch.isnan(out.logits).any())
+                out = self._model(**given)
+                values = next((v for v in out.values() if isinstance(v, Tensor)), None)
+                known = values is None or not bool(torch.isnan(values).any())
             except AwayError:
                 known = False
+            except _NO_TRIAL:  # it wants other inputs: what is away when it is read says so then
+                return
             if not known:
                 raise UnsupportedModelError(
                     f"a model of type {getattr(self._model.config, 'model_type', '?')!r} uses weights outside of the "

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ def offload(
     weights: str = "auto",
     device: str = "",
     threads: str = "wait",
+    model_class: Any = None,
     **options: Any,
 ) -> Any:
     """A model that answers as it would without a budget, and keeps no more of its weights in memory than it is given.
 
     Args:
-        model: checkpoint directory, hub id, or a causal model in memory, whose weights are then moved.
+        model: checkpoint directory, hub id, or any Transformers model in memory, whose weights are then moved.
         device_memory: what weights may take in the memory that the model computes from, such as ``"3GiB"``; 0: no
         limit.
             KV cache and activations are the script's own and come on top.
@@ -45,6 +47,9 @@ def offload(
         device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
         threads: what becomes of a forward that begins while another thread is in one: ``wait`` for its turn, or
             ``refuse`` it with a ModelError.
+        model_class: what the checkpoint is loaded as: a class of Transformers, one of its Auto classes, or a name of
+            one. Left out, the class that config.json names. ``AutoModelForCausalLM`` of a model that takes pictures
+            gives its text model alone.
         options: for Transformers' ``from_pretrained``, such as ``attn_implementation``.
 
     Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. Any number of threads
@@ -70,10 +75,11 @@ def offload(
 
     in_memory = not isinstance(model, str | Path)
     if in_memory:
-        _refuse(model, options)
+        _refuse(model, {**options, **({"model_class": model_class} if model_class is not None else {})})
     here = device_of(model, device)
     budget = Budget(device_bytes or None, host_bytes, image, rules, carrier(here))
-    offloaded = loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
+    load = partial(loading.load, device=here, whole=True, model_class=model_class)
+    offloaded = load(model, dtype, None, lambda _config: budget, options).model
     offloaded.stowage.waits = threads == "wait"
     return offloaded
 
@@ -86,11 +92,10 @@ def _size(name: str, size: int | str) -> int:
 
 
 def _refuse(model: Any, options: dict[str, Any]) -> None:
-    if getattr(model, "config", None) is None or not hasattr(model, "generate"):
+    if getattr(model, "config", None) is None or not hasattr(model, "named_parameters"):
         raise UnsupportedModelError(
-            f"a {type(model).__name__} is no Transformers model that generates: give a checkpoint's directory, a "
-            "hub id, or "
-            "a model that from_pretrained() made."
+            f"a {type(model).__name__} is no Transformers model: give a checkpoint's directory, a hub id, or a model "
+            "that from_pretrained() made."
         )
     if getattr(model, "stowage", None) is not None:
         raise ModelError("this model's weights are placed already: load it anew for another budget.")
