@@ -17,7 +17,7 @@ import queue
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from stowage.cache.prefix_planner import PrefixPlanner
 from stowage.cache.remote_lookup import RemoteLookup
 from stowage.config.memory import Memory, format_size
 from stowage.core.key import SequenceKeys
+from stowage.engine.adapters import chosen, install, memory_beside, namespace_with
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import assemble
 from stowage.engine.border import check_request, listed_prompts, listed_tiers
@@ -52,6 +53,7 @@ from stowage.executor.peak_compute import prefill_tokens_per_s_most
 from stowage.executor.replay.graph_backend import with_share
 from stowage.metrics import exposition
 from stowage.models import loading
+from stowage.models.adapters import read_all
 from stowage.models.loading import eos_ids
 from stowage.storage.protocol import Tier
 
@@ -75,6 +77,8 @@ class Engine:
         it (``docs/internals.md#deterministic-answers``); on a CPU only.
         cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
+        adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer; or several by name
+        (``{"name": DIR}``), of which each request says which (``docs/weights.md#adapters``).
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
     It computes on a thread of its own: a script is quicker with ``GOMP_SPINCOUNT=1000`` in its environment
@@ -94,10 +98,11 @@ class Engine:
         deterministic: bool = False,
         cuda_graphs: bool | None = None,
         salt: str = "",
+        adapter: str | Path | Mapping[str, str | Path] = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
-        own = listed_tiers(memory, salt, tiers)
-        self.memory = memory or Memory()
+        own, files = listed_tiers(memory, salt, tiers), read_all(adapter)
+        self.memory = memory_beside(files, memory or Memory())
         self._clock = time.monotonic
         here = device_of(model, device)
         check(here, deterministic=deterministic)
@@ -109,9 +114,12 @@ class Engine:
             parts = assemble(
                 *(loaded, self.memory, salt, self._clock, own), deterministic=deterministic, cuda_graphs=cuda_graphs
             )
+            self._adapters = install(loaded, files, parts)
         except BaseException:
             self._close_weights()
             raise
+        self.adapter_names: tuple[str, ...] = self._adapters.names if self._adapters is not None else ()
+        self._adapter = self.adapter_names[0] if files and not isinstance(adapter, Mapping) else ""
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts, self.prompts = parts.store, parts, Prompts(loaded.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
@@ -170,7 +178,12 @@ class Engine:
     # asking
 
     def generate(
-        self, prompts: list[Prompt] | str, params: SamplingParams | None = None, *, salt: str | bytes = ""
+        self,
+        prompts: list[Prompt] | str,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Complete all ``prompts`` (one text counts as one prompt) together and return their completions in order.
 
@@ -178,7 +191,7 @@ class Engine:
         """
         requests: list[Request] = []
         try:
-            requests += (self.submit(prompt, params, salt=salt) for prompt in listed_prompts(prompts))
+            requests += (self.submit(prompt, params, salt=salt, adapter=adapter) for prompt in listed_prompts(prompts))
             for request in requests:
                 while not request.wait(0.5):
                     pass
@@ -188,7 +201,12 @@ class Engine:
                 self.cancel(request)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | bytes = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Pieces of a completion as they come; the last one has ``completion``. Leaving the loop cancels the
         request.
@@ -202,7 +220,7 @@ class Engine:
             except RuntimeError:  # the event loop was closed: nobody listens any more
                 self.cancel(request)
 
-        request = self.submit(prompt, params, hand_over, salt=salt)
+        request = self.submit(prompt, params, hand_over, salt=salt, adapter=adapter)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -214,11 +232,16 @@ class Engine:
             self.cancel(request)
 
     def iterate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | bytes = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> Iterator[Delta]:
         """``stream`` for code without an event loop."""
         pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        request = self.submit(prompt, params, pieces.put, salt=salt)
+        request = self.submit(prompt, params, pieces.put, salt=salt, adapter=adapter)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -236,14 +259,16 @@ class Engine:
         on_delta: Callable[[Delta], None] | None = None,
         *,
         salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> Request:
         """Queue one prompt and return its handle at once. ``salt`` names the tenant: only its own requests share state.
+        ``adapter``: the name of one of the engine's; empty: the model without one; None: the one that it was given.
 
         Raises ``RequestError`` for a prompt that cannot be served and ``BudgetError`` for one that the device budget
         cannot hold.
         """
         check_request(params, on_delta)
-        sequence = self._new_sequence(prompt, params or SamplingParams(), salt)
+        sequence = self._new_sequence(prompt, params or SamplingParams(), salt, adapter)
         request = Request(sequence.id, on_delta, partial(progress_of, sequence, self._clock))
         self._loop.submit(request, sequence)
         return request
@@ -254,14 +279,19 @@ class Engine:
         """
         self._loop.cancel(request)
 
-    def _new_sequence(self, prompt: Prompt, params: SamplingParams, salt: str | bytes) -> Sequence:
+    def _new_sequence(
+        self, prompt: Prompt, params: SamplingParams, salt: str | bytes, adapter_name: str | None
+    ) -> Sequence:
+        adapter = chosen(self._adapters, self._adapter if adapter_name is None else adapter_name)
+        space = namespace_with(self.parts.namespace, adapter)
         tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
         sequence = Sequence(
             id=next(self._ids),
             tokens=tokens,
             params=params,
-            keys=SequenceKeys(namespace_of(self.parts.namespace, salt), self.parts.layout.groups),
+            keys=SequenceKeys(namespace_of(space, salt), self.parts.layout.groups),
+            adapter=adapter,
             tables=[BlockTable() for _ in self.parts.pools],
             sampler=Sampler(params),
             text=Detokenizer(self.tokenizer, tokens, params.stop),
@@ -387,6 +417,8 @@ class Engine:
             )
             return
         self.parts.runner.close()
+        if self._adapters is not None:
+            self._adapters.remove()
         for pool in self.parts.pools:
             pool.away.clear()
         self._close_weights()

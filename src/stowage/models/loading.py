@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
-from stowage.models import identity, layout
+from stowage.models import adapters, identity, layout
 from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
 from stowage.models.whole import trial_inputs, whole_part
 
@@ -40,6 +40,8 @@ class Loaded:
     """Whether ``weights`` were placed here, and are closed by whoever has this."""
     placeholders: frozenset[int] = frozenset()
     """Tokens that stand for pictures or sound: none is taken in a prompt, and each ends an answer."""
+    renamed: Mapping[str, str] | None = None
+    """From names in the checkpoint to the model's own, where they differ (`TextPart.renamed`)."""
 
 
 def load(
@@ -88,7 +90,7 @@ def load(
         if source is not None:
             _name(source, name, built)
         reads = tokenizer if tokenizer or whole else _load_tokenizer(directory)
-        return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders)
+        return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders, renamed=part.renamed)
     except BaseException:
         if source is not None:
             source.close()
@@ -131,7 +133,7 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
 
         source = adopt(model.eval(), budget(model.config))
         _name(source, name, model)
-    return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders)
+    return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders, renamed=part.renamed)
 
 
 def _name(source: WeightSource, name: str, model: Any) -> None:
@@ -177,6 +179,11 @@ def check_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, after checking that all are there and that each is as long as its header
     says.
     """
+    if adapters.is_adapter(directory):
+        raise CheckpointError(
+            f"{directory} is an adapter, which goes on top of a model. Give that model, and the adapter to it: "
+            f"stowage run MODEL --adapter {directory}, or adapter={str(directory)!r} in Python."
+        )
     if not (directory / "config.json").is_file():
         raise CheckpointError(
             f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short."
@@ -184,7 +191,8 @@ def check_files(directory: Path) -> list[Path]:
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
             f"{directory} holds an adapter beside a model, and Transformers may put it on top of other weights. "
-            "Merge it into the model, or move adapter_config.json away."
+            "Move adapter_config.json and adapter_model.safetensors to a directory of their own, and give it with "
+            "--adapter; or merge it into the model."
         )
     index = directory / "model.safetensors.index.json"
     if index.is_file():
