@@ -21,7 +21,7 @@ from stowage.testing import tiny_models
 
 SIZE = tiny_models.TinySize(hidden=256, layers=3)
 MEMORY = {"kv_cache_memory": "8MiB", "block_size": 16}
-GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=1)
 PROMPTS = [[7 + at, *(11 + (5 * at + 3 * n) % 400 for n in range(40 + at))] for at in range(4)]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -60,7 +60,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 def answers(engine: Engine, adapter: str | None = None, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     found = engine.generate(prompts, GREEDY, adapter=adapter)
-    return [(c.token_ids, [p.logprob for p in c.logprobs or ()]) for c in found]
+    return [(c.token_ids, [p.logprob for p in c.logprobs]) for c in found]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -120,7 +120,7 @@ def test_neighbours_and_budgets_change_no_bit(dtype: str, memory: dict[str, Any]
         for _ in range(2):
             requests = [engine.submit(PROMPTS[at % 4], GREEDY, adapter=kind) for at, kind in enumerate(kinds)]
             done = [request.result() for request in requests if request.wait(60)]
-            assert [(c.token_ids, [p.logprob for p in c.logprobs or ()]) for c in done] == alone
+            assert [(c.token_ids, [p.logprob for p in c.logprobs]) for c in done] == alone
         engine.check()
 
 
@@ -139,12 +139,12 @@ def test_prefixes_never_mix(world: Path, tmp_path: Path) -> None:
     """Not on the device, in host memory or on disk; and the base model's are those of an engine without adapters."""
     long = [[9, *(11 + (7 * n) % 400 for n in range(199))]]
     memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{tmp_path}:64MiB", block_size=16)
-    with Engine(world / "float32", memory) as engine:
+    with Engine(world / "float32", memory, deterministic=True) as engine:
         base = answers(engine, None, long)
         assert engine.flush()
     shutil.copytree(world / "two", tmp_path / "changed")
     for names in ({"a": world / "one", "b": world / "two"}, {"b": world / "one", "a": tmp_path / "changed"}):
-        with Engine(world / "float32", memory, adapter=names) as engine:
+        with Engine(world / "float32", memory, deterministic=True, adapter=names) as engine:
             (first,) = engine.generate(long, GREEDY, adapter="")
             assert any(first.reused_tokens.values()) and answers(engine, "", long) == base
             kinds = [answers(engine, name, long) for name in names]
@@ -154,7 +154,7 @@ def test_prefixes_never_mix(world: Path, tmp_path: Path) -> None:
     weights = load_file(tmp_path / "changed" / "adapter_model.safetensors")
     name = sorted(weights)[0]
     save_file({**weights, name: weights[name] * 1.5}, tmp_path / "changed" / "adapter_model.safetensors")
-    with Engine(world / "float32", memory, adapter={"a": tmp_path / "changed"}) as engine:
+    with Engine(world / "float32", memory, deterministic=True, adapter={"a": tmp_path / "changed"}) as engine:
         (other,) = engine.generate(long, GREEDY, adapter="a")
         assert not any(other.reused_tokens.values())
 
