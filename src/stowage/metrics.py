@@ -149,7 +149,7 @@ bytes           graphs_bytes              device memory of CUDA graphs and their
 limit_bytes     graphs_limit_bytes        what of the KV budget they may take
 """)
 
-_CHUNK_HITS: Final = "stowage_chunk_hits_total", "chunks that were found, by the first place that had them"
+_CHUNK_HITS: Final = "stowage_chunk_hits_total", "chunks that requests took, by the tier that had them"
 _BREAKER: Final = "stowage_tier_breaker_state", "1 for the state that the tier's breaker is in"
 _OPENED: Final = "stowage_tier_breaker_opened_total", "times the tier was left alone because it kept failing"
 _SLAB_USED: Final = "stowage_host_slab_used_bytes", "bytes of the slab that hold chunks"

@@ -13,6 +13,7 @@ import pytest
 
 from docs.examples.dict_tier import DictTier
 from stowage.cache import cost_model, flow, overlapped_load
+from stowage.cache.prefix_planner import PrefixPlanner
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import TransferError
@@ -258,8 +259,12 @@ def test_what_host_has_is_where_it_begins(family, checkpoints, references):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 @pytest.mark.usefixtures("met")
-def test_many_at_once_on_a_small_device(family, checkpoints, references):
-    """Preempted while they meet, and without room for what came."""
+def test_many_at_once_on_a_small_device(family, checkpoints, references, monkeypatch):
+    """Preempted while they meet, and without room for what came. None would compute what it can load while others
+    wait, so the rule is made to say otherwise.
+    """
+    plan = PrefixPlanner.plan
+    monkeypatch.setattr(PrefixPlanner, "plan", lambda *given, overlaps: plan(*given, overlaps=True))
     tier = HeldTier(64 << 20)
     prompts = [random_prompt(400, seed=seed) for seed in range(5)]
     with engine_with(checkpoints(family), tier, kv_cache_memory="1MiB" if family != "qwen3_next" else "4MiB") as engine:
@@ -273,6 +278,21 @@ def test_many_at_once_on_a_small_device(family, checkpoints, references):
         engine.check()
         assert not len(engine._scheduler._overlapped_loads)
         assert_nothing_is_pinned(engine)
+
+
+@pytest.mark.usefixtures("met")
+def test_nothing_is_computed_twice_while_others_wait(checkpoints, references):
+    """What can be loaded is loaded: computing it would hold up those who can only compute."""
+    tier = HeldTier(64 << 20)
+    prompts = [random_prompt(400, seed=seed) for seed in range(3)]
+    with engine_with(checkpoints("llama"), tier) as engine:
+        for prompt in prompts:
+            engine.generate([prompt], greedy(1))
+        leave_below(engine)
+        tier.begin((0,))
+        for prompt, completion in zip(prompts, engine.generate(prompts, greedy(NEW)), strict=True):
+            assert_same(completion, references("llama").answer(prompt, NEW))
+        assert engine.stats()["engine"]["prefixes_met"] <= 1, "the last one, when the others are done"
 
 
 @pytest.mark.usefixtures("met")

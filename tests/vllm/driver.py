@@ -127,11 +127,14 @@ class Driver(Inspection):
         """Build the engine."""
         from vllm import LLM
 
+        self._started = model, options
         self._llm = LLM(model, **options)
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
-        self._connector = self._core.scheduler.connector
+        made = self._core.scheduler.connector
+        ours = [child for child in getattr(made, "sub_connectors", []) if type(child).__name__ == "StowageConnector"]
+        self._connector = ours[0] if ours else made
         client, get_output = self._engine.engine_core, self._engine.engine_core.get_output
 
         def noting() -> Any:
@@ -142,6 +145,14 @@ class Driver(Inspection):
             return outputs
 
         client.get_output = noting
+
+    def close_engine(self) -> None:
+        """End the engine, not the process."""
+        self._engine.engine_core.shutdown()
+
+    def start_again(self) -> None:
+        """Another engine of the same settings."""
+        self.start(*self._started)
 
     # Requests
 
@@ -303,7 +314,7 @@ class Driver(Inspection):
 
     def close(self) -> None:
         """End the engine as vLLM does when it is told to stop."""
-        self._engine.engine_core.shutdown()
+        self.close_engine()
 
 
 def run(path: str, log: str) -> None:

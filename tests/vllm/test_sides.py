@@ -22,6 +22,7 @@ from stowage.plugins.vllm import namespace, scheduler, settings
 from stowage.plugins.vllm.adapter import GroupShape
 from stowage.plugins.vllm.messages import Part, Report
 from stowage.plugins.vllm.scheduler import SchedulerSide
+from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.worker import WorkerSide, machine
 from stowage.storage.remote.backend import Bounds
 from stowage.storage.remote.tier import RemoteTier
@@ -491,18 +492,12 @@ def test_a_bug_costs_hits_and_not_the_engine(place: str, made: Any, monkeypatch:
     assert here.offer(Request("third", prompt(300))) == 0, "from now on it stands aside"
 
 
-def test_steps_that_are_built_ahead_are_measured_one_by_one(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = made([FULL])
-    side, measured = here.scheduler, []
-    monkeypatch.setattr(side._cost_model, "computed", lambda tokens, seconds: measured.append((tokens, seconds)))
+def test_steps_that_are_built_ahead_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 11.0, 14.0, 20.0])  # two are built, then both end
-    monkeypatch.setattr("stowage.plugins.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: next(now)))
-    side._steps.clear()
-    side._steps.extend([(1, next(now), 100), (2, next(now), 200)])
-    side._step_ended_s = 0.0
-    side._measure_step(1)
-    side._measure_step(2)
-    assert measured == [(100, 4.0), (200, 6.0)]
+    monkeypatch.setattr("stowage.plugins.vllm.step_times.time", SimpleNamespace(monotonic=lambda: next(now)))
+    times = StepTimes()
+    assert [times.built(100), times.built(200)] == [1, 2]
+    assert [times.ended(1), times.ended(2)] == [(100, 4.0), (200, 6.0)]
 
 
 def test_a_step_that_nobody_reported_does_not_shift_the_others(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,9 +506,21 @@ def test_a_step_that_nobody_reported_does_not_shift_the_others(made: Any, monkey
     side, measured = here.scheduler, []
     monkeypatch.setattr(side._cost_model, "computed", lambda tokens, seconds: measured.append(tokens))
     store_prompt(here, prompt(300))
-    side._steps.append((side._step + 1, 0.0, 0))
-    side._step += 1
+    side._step_times.built(0)
     request = Request("another", prompt(200, seed=4))
     assert here.offer(request) == 0
     here.compute(request, blocks_for(200, 19), 0, 200)
     assert measured == [300, 200]
+
+
+def test_waiting_requests_wait_once_in_a_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them are told to ask again while nothing is computed."""
+    here = made([FULL])
+    waits: list[float] = []
+    monkeypatch.setattr(here.scheduler._store, "wait", waits.append)
+    monkeypatch.setattr(here.scheduler._prefixes, "offer", lambda *_: None)
+    for _ in range(2):
+        here.step({})
+        for number in range(50):
+            assert here.scheduler.matched(Request(f"r{number}", prompt(300, number)), 0) == (None, False)
+    assert waits.count(0.001) == 2

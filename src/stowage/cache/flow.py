@@ -81,27 +81,20 @@ class Flow:
     def lookup(self, group: int, keys: list[bytes], now_s: float) -> MaskArray:
         """The valid blocks that a fetch of each key would bring, 0 where absent."""
         masks, all_found = self._look_in_host(keys)
-        return masks if all_found else self._look_in_tiers(keys, masks, now_s)[0]
+        return masks if all_found else self._look_below(keys, masks, now_s)[0]
 
     def locate(self, group: int, keys: list[bytes], now_s: float) -> tuple[MaskArray, SourceArray]:
         """What `lookup` and `sources` say of these keys."""
         masks, all_found = self._look_in_host(keys)
         if all_found:
             return masks, np.negative((masks == 0).view(np.int8))
-        return self._look_in_tiers(keys, masks, now_s)
+        return self._look_below(keys, masks, now_s)
 
     def _look_in_host(self, keys: list[bytes]) -> tuple[MaskArray, bool]:
         """The masks, and whether no tier could add to them."""
         masks = self.ledger.lookup(keys)
         self.counters.lookups += len(keys)
-        found = int(np.count_nonzero(masks))
-        self.hits[0] += found
-        return masks, found == len(keys) or not self._indexes
-
-    def _look_in_tiers(self, keys: list[bytes], masks: MaskArray, now_s: float) -> tuple[MaskArray, SourceArray]:
-        masks, sources = self._look_below(keys, masks, now_s)
-        self.hits[1:] += np.bincount(sources[sources > 0], minlength=len(self.hits))[1:]
-        return masks, sources
+        return masks, np.count_nonzero(masks) == len(keys) or not self._indexes
 
     def sources(self, group: int, keys: list[bytes], now_s: float) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 tier i."""
@@ -139,11 +132,11 @@ class Flow:
         """
         fetch = self._fetches.open(self._take_id(), wanted, deadline_s)
         self.counters.fetches += 1
-        if now_s < deadline_s:
-            for pair, (group, keys) in enumerate(wanted):
-                missing = fetch.sources[pair].nonzero()[0]
-                if len(missing):
-                    self._promote(fetch, pair, group, [keys[position] for position in missing.tolist()], missing, now_s)
+        for pair, (group, keys) in enumerate(wanted):
+            missing = fetch.sources[pair].nonzero()[0]
+            self.hits[0] += len(keys) - len(missing)
+            if len(missing) and now_s < deadline_s:
+                self._promote(fetch, pair, group, [keys[position] for position in missing.tolist()], missing, now_s)
         if not fetch.done:
             self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         return fetch
@@ -157,6 +150,7 @@ class Flow:
     ) -> None:
         """Start to bring the missing `keys`, at `positions` of the pair, or wait where that was done before."""
         masks, sources = self._look_below(keys, np.zeros(len(keys), np.uint64), now_s)
+        self.hits[1:] += np.bincount(sources[sources > 0], minlength=len(self.hits))[1:]
         before = self.ledger.find_on_the_way(keys)
         for tier in range(len(self._indexes)):
             mine = (sources == tier + 1) & (before < 0)

@@ -125,7 +125,8 @@ class PrefixPlanner:
         overlaps: bool = False,
     ) -> PrefixPlan:
         """The longest prefix of at most ``usable`` tokens. ``device``: the valid blocks that the device has of each
-        chunk, by row and group; none: it has nothing. ``overlaps``: the caller can compute while it loads.
+        chunk, by row and group; none: it has nothing. ``overlaps``: the caller can compute while it loads, and
+        nobody else wants to: what is computed of a prefix that could be loaded is taken from other prompts.
         """
         device = device or [_NOTHING] * (len(rows) * len(self._strategies))
         located = [self._locate(request, group, row) for row in rows for group in range(len(self._strategies))]

@@ -108,9 +108,11 @@ class Admissions:
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
         self._remote_lookup.ask(sequence.prefix, [sequence.keys], sequence.reusable_tokens - 1, self._clock())
 
-    def begin(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+    def begin(self, sequence: Sequence, running: Items[Sequence], *, others_wait: bool = False) -> bool:
         """Admit ``sequence``: afterwards it is RUNNING or LOADING. False, and nothing taken, while room is lacking;
         those of ``running`` that are larger than the device make some.
+
+        While it is loaded its front is computed only where that takes nothing from another sequence.
 
         When no other sequence holds blocks, waiting would not help and only what the prefix needs is asked for.
         """
@@ -125,7 +127,8 @@ class Admissions:
             sequence.phase = Phase.LOADING
             self._pending[sequence.id] = Admission(sequence, began_s, self.forwards)
             return True
-        plan, blocks = self._plan(sequence, long)
+        idle = not (running or self._pending or others_wait)
+        plan, blocks = self._plan(sequence, long, overlaps=idle and not long)
         for one in blocks:
             one.pool.retain(one.retained)
         if not self._room(sequence, blocks, running):
@@ -168,13 +171,13 @@ class Admissions:
 
     # taking blocks
 
-    def _plan(self, sequence: Sequence, long: bool) -> tuple[PrefixPlan, list[GroupBlocks]]:
+    def _plan(self, sequence: Sequence, long: bool, overlaps: bool) -> tuple[PrefixPlan, list[GroupBlocks]]:
         """What a long sequence loads is there before anything is computed."""
         pools, strategies = self._kv_manager.pools, self._kv_manager.strategies
         keys = [sequence.keys.of(pool.group.index) for pool in pools]
         device = [pool.lookup(names) for pool, names in zip(pools, keys, strict=True)]
         usable = sequence.reusable_tokens - 1
-        plan = self._planner.plan(sequence.prefix, [sequence.keys], usable, device, overlaps=not long)
+        plan = self._planner.plan(sequence.prefix, [sequence.keys], usable, device, overlaps=overlaps)
         blocks = []
         for pool, strategy, names, part in zip(pools, strategies, keys, plan.groups, strict=True):
             chunks = strategy.needed(plan.boundary)

@@ -170,7 +170,7 @@ class Scheduler:
             headroom = 0 if alone else 1 + len(self.running)
             admitted = self._spill.back(sequence, headroom, self.running)
         else:
-            admitted = self._admissions.begin(sequence, self.running)
+            admitted = self._admissions.begin(sequence, self.running, others_wait=len(self.waiting) > 1)
         if not admitted:
             return None
         if sequence.phase is not Phase.WAITING:  # WAITING again: something failed to load, it is tried anew without it

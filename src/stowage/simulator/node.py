@@ -135,7 +135,8 @@ class Node:
             self._agenda.at(prompt.prefix.answers_until_s, self._progress)
             return
         self.store.unanswered = self.store.probes and now_s < prompt.arrived_s + self._scenario.object.latency_s
-        plan = prompt.plan = self._planner.plan(prompt.prefix, [prompt], prompt.tokens - 1, overlaps=True)
+        idle = not (self._loading or self._ready or self._waiting)
+        plan = prompt.plan = self._planner.plan(prompt.prefix, [prompt], prompt.tokens - 1, overlaps=idle)
         self.outcomes.loads_refused += plan.load_refused
         if not plan.boundary or self._planner.fetch(prompt.prefix, plan, now_s).done:
             self._loaded(prompt, now_s)

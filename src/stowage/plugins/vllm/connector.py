@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from stowage.plugins.vllm import adapter, settings
+from stowage.plugins.vllm import adapter, multi, settings
 from stowage.plugins.vllm.messages import Part, Report, Step
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.stats import Metrics, Reporter, Stats
@@ -42,17 +42,21 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         options = settings.read(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        engine = multi.outermost_config(vllm_config)
+        self._told_in_reports = multi.others_shake_hands(engine, type(self))
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this after it has made the connector. Its default answers a request whose copy failed with
             # an error; a cache may cost a recompute, never a request.
-            transfer.kv_load_failure_policy = "recompute"
+            engine.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = SchedulerSide(
                 vllm_config, shapes, options, adapter.hash_tokens(vllm_config, kv_cache_config)
             )
             self._reporter = Reporter(self._scheduler.stats, self._scheduler.counts)
         else:
             layers = [shape.layers for shape in shapes]
-            self._worker = WorkerSide(layers, kv_cache_config.num_blocks, adapter.rank_of_worker())
+            self._worker = WorkerSide(
+                layers, kv_cache_config.num_blocks, adapter.rank_of_worker(), report_part=self._told_in_reports
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -72,10 +76,10 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> Part:
-        """See the base."""
+    def get_handshake_metadata(self) -> Part | None:
+        """See the base. None beside a connector that has some: vLLM takes one child's, and the other's are needed."""
         assert self._worker is not None
-        return self._worker.part()
+        return None if self._told_in_reports else self._worker.part()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See the base."""
@@ -110,7 +114,8 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """See the base."""
         assert self._scheduler is not None
-        self._scheduler.connect(metadata)
+        if not self._told_in_reports:
+            self._scheduler.connect(metadata)
 
     def on_new_request(self, request: Any) -> None:
         """See the base."""

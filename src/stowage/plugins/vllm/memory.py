@@ -182,3 +182,14 @@ class Copies:
         for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
         return int(sizes.sum())
+
+
+def offsets(bytes_per_block: Mapping[Rank, Sequence[int]]) -> dict[Rank, tuple[int, ...]]:
+    """By group, where each rank's share of a block begins: one after the other, in the order of the ranks."""
+    found: dict[Rank, tuple[int, ...]] = {}
+    begins: list[int] = []
+    for rank, sizes in sorted(bytes_per_block.items()):
+        begins = begins or [0] * len(sizes)
+        found[rank] = tuple(begins)
+        begins = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    return found

@@ -2,7 +2,7 @@
 
     worker    -> scheduler   Part          once, when the KV cache is allocated: how many bytes a block has here
     scheduler -> worker      Step          with each step: what to copy
-    worker    -> scheduler   Report        after each step: which stores are done
+    worker    -> scheduler   Report        after each step: which stores are done; Part, where there is no handshake
 
 Loads are reported through vLLM's own transfer results.
 """
@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.plugins.vllm.memory import ArenaPlace
+from stowage.plugins.vllm.memory import ArenaPlace, Rank
 
 __all__ = ["Load", "Part", "Report", "Step", "Store"]
 
@@ -67,13 +67,16 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """After which step; how many ranks have ended each store, and which stores failed on any of them."""
+    """After which step; how many ranks have ended each store, and which stores failed on any of them. ``parts``: in the
+    first one, where the handshake is another connector's.
+    """
 
     step: int = 0
     ended: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    parts: dict[Rank, Part] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> Report:
         """See KVConnectorWorkerMetadata."""
@@ -83,4 +86,5 @@ class Report(KVConnectorWorkerMetadata):
         self.failed |= other.failed
         self.loaded_bytes += other.loaded_bytes
         self.stored_bytes += other.stored_bytes
+        self.parts |= other.parts
         return self

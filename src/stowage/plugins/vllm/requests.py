@@ -40,17 +40,19 @@ class Phase(enum.Enum):
 
 
 class Tracked:
-    """One request. ``stored``: by group, the first chunk that was not offered to the store yet. ``refused``: its loads
-    failed on a worker once: it is computed, and never offered again. ``tainted``: its blocks were computed before the
-    weights changed, and are not stored. ``junction``: where it parts from what is stored, as full attention sees it.
-    ``plan``: the prefix that is fetched, beyond ``held`` tokens that the device had.
+    """One request. ``stored``: by group, the first chunk that was not offered to the store yet; ``due``: what number of
+    tokens completes the next. ``refused``: its loads failed on a worker once: it is computed, and not offered again.
+    ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it parts
+    from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens that
+    the device had.
     """
 
     def __init__(self, request: Any, namespace: bytes, groups: Sequence[Group]) -> None:
         self.request = request
         self.keys = SequenceKeys(namespace, groups)
         self.phase = Phase.NEW
-        self.stored = [0] * len(groups)
+        self._chunk_tokens = [group.chunk_tokens for group in groups]
+        self.begin_at(0)
         self.refused = False
         self.tainted = False
         self.counted = False
@@ -66,11 +68,20 @@ class Tracked:
         media, self._media = self._media, []
         self.keys.extend(self.request.all_token_ids, tokens, media)
 
+    def begin_at(self, tokens: int) -> None:
+        """What lies before is stored already, or never will be by this request."""
+        self.stored = [tokens // size for size in self._chunk_tokens]
+        self.note_stored()
+
+    def note_stored(self) -> None:
+        """``stored`` was changed."""
+        self.due = min((stored + 1) * size for stored, size in zip(self.stored, self._chunk_tokens, strict=True))
+
     def restart(self) -> None:
         """It lost its blocks, and begins anew. (A fetch is given back before.)"""
         assert self.plan is None
         self.phase = Phase.NEW
-        self.stored = [0] * len(self.stored)
+        self.begin_at(0)
         self.preemptions = self.request.num_preemptions
         self.prefix = PrefixRequest()
 

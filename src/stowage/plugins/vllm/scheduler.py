@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,25 +25,25 @@ from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import open_store
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.core.groups import snapshot_spacing, strategy
-from stowage.errors import ConfigError
+from stowage.errors import ConfigError, StowageError
 from stowage.log import Trouble
 from stowage.plugins.vllm import adapter, namespace
 from stowage.plugins.vllm.events import Announcements
-from stowage.plugins.vllm.memory import ArenaPlace, Rank
+from stowage.plugins.vllm.memory import ArenaPlace, Rank, offsets
 from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
 from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
 from stowage.plugins.vllm.settings import Options, resume_points, state_spacing
 from stowage.plugins.vllm.startup_log import welcome
+from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.storing import Storing
 
 __all__ = ["SchedulerSide"]
 
-_IDLE_WAIT_S = 0.002
-"""A step that has nothing to compute waits so long for a lower tier, instead of asking again at once."""
+_IDLE_WAIT_S = 0.001
+"""A step that has nothing to compute waits so long for a lower tier, once, instead of asking again at once."""
 _COUNTS = (
     "requests requests_hit tokens_asked tokens_loaded loads_failed stores_failed loaded_bytes stored_bytes faults"
 ).split()
-_STEPS_AHEAD_MAX = 64
 
 
 class SchedulerSide:
@@ -60,11 +59,11 @@ class SchedulerSide:
         self._announcements: Announcements | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._step = 0
-        self._steps: deque[tuple[int, float, int]] = deque(maxlen=_STEPS_AHEAD_MAX)
-        self._step_ended_s = 0.0
+        self._step_times = StepTimes()
         self._broken = False
         self._busy = True
+        self._waited = False
+        self._parts: dict[Rank, Part] = {}
         self._trouble = Trouble("stowage.vllm")
         self._background: Background | None = None
         self.counts = dict.fromkeys(_COUNTS, 0)
@@ -109,7 +108,11 @@ class SchedulerSide:
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         self._prefixes = Prefixes(store, self._cost_model, self._strategies, points, memory.lookup_timeout_s)
         self._place = ArenaPlace(
-            store.arena.path, store.arena.bytes, store.slabs, tuple(sizes), _offsets(parts, ranks, len(sizes))
+            store.arena.path,
+            store.arena.bytes,
+            store.slabs,
+            tuple(sizes),
+            offsets({rank: part.bytes_per_block for rank, part in parts.items()}),
         )
         self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
         full = [group for group in self._groups if group.kind is Kind.FULL]
@@ -187,7 +190,8 @@ class SchedulerSide:
                 adapter.stop_at(request, tracked.junction)
             self._background.notice()
         if boundary is None:
-            if not self._busy:
+            if not self._busy and not self._waited:
+                self._waited = True
                 self._store.wait(_IDLE_WAIT_S)
             return None, False
         return (boundary - held, True) if boundary > held else (0, False)
@@ -237,7 +241,7 @@ class SchedulerSide:
 
     def build(self, scheduled: Any) -> Step:
         """What the workers copy in this step. Raises nothing: what cannot be stored is not stored."""
-        self._busy = scheduled.total_num_scheduled_tokens > 0
+        self._busy, self._waited = scheduled.total_num_scheduled_tokens > 0, False
         stores: list[Store] = []
         try:
             if self._open:
@@ -245,9 +249,8 @@ class SchedulerSide:
         except Exception:  # noqa: BLE001 a bug costs hits, not the engine
             self._fault("a step's blocks could not be stored")
         loads, self._loads = self._loads, []
-        self._step += 1
-        self._steps.append((self._step, time.monotonic(), scheduled.total_num_scheduled_tokens))
-        return Step(self._step, self._place if loads or stores else None, loads, stores, self._busy)
+        number = self._step_times.built(scheduled.total_num_scheduled_tokens)
+        return Step(number, self._place if loads or stores else None, loads, stores, self._busy)
 
     def _stores(self, scheduled: Any) -> list[Store]:
         stores: list[Store] = []
@@ -259,9 +262,8 @@ class SchedulerSide:
             computed = adapter.computed_tokens(scheduled)
             states = adapter.boundary_states(scheduled)
             for request_id, count in scheduled.num_scheduled_tokens.items():
-                tracked = self._tracked.get(request_id)
-                if tracked is not None and not tracked.tainted:
-                    begin = computed[request_id]
+                tracked, begin = self._tracked.get(request_id), computed[request_id]
+                if tracked is not None and begin + count >= tracked.due and not tracked.tainted:
                     found = self._storing.plan(scheduled, tracked, begin, begin + count, states.get(request_id, ()))
                     if found is not None:
                         stores.append(found)
@@ -278,28 +280,33 @@ class SchedulerSide:
 
     def reported(self, output: Any) -> None:
         """What the workers did."""
-        if self._background is None:
-            return
         try:
-            self._reported(output)
+            if self._background is not None:
+                self._reported(output)
+            elif isinstance(output.kv_connector_worker_meta, Report) and output.kv_connector_worker_meta.parts:
+                self._introduced(output.kv_connector_worker_meta.parts)
         except Exception:  # noqa: BLE001 a bug costs hits, not the engine
             self._fault("what workers reported could not be settled")
 
-    def _measure_step(self, number: int) -> None:
-        """vLLM may build steps ahead: one begins when it is built, or when the one before it has ended."""
-        now_s = time.monotonic()
-        while self._steps and self._steps[0][0] <= number:
-            built, began_s, tokens = self._steps.popleft()
-            if tokens and built == number:
-                self._cost_model.computed(tokens, now_s - max(began_s, self._step_ended_s))
-        self._step_ended_s = now_s
+    def _introduced(self, parts: Mapping[Rank, Part]) -> None:
+        """Workers told their parts in a report, which is no handshake: the engine runs by now, and goes on without what
+        cannot be opened.
+        """
+        self._parts |= parts
+        if len(self._parts) == self._config.parallel_config.world_size:
+            try:
+                self.connect(self._parts)
+            except StowageError as error:
+                self._complain("cannot_open", "nothing is stored or loaded", error)
 
     def _reported(self, output: Any) -> None:
         assert self._background is not None
         report = output.kv_connector_worker_meta
         with self._background.turn:
             if isinstance(report, Report):
-                self._measure_step(report.step)
+                tokens, took_s = self._step_times.ended(report.step)
+                if tokens:
+                    self._cost_model.computed(tokens, took_s)
                 self.counts["loaded_bytes"] += report.loaded_bytes
                 self.counts["stored_bytes"] += report.stored_bytes
                 self.counts["stores_failed"] += self._storing.settle(report)
@@ -324,7 +331,7 @@ class SchedulerSide:
             tracked.refused = True
             self.counts["loads_failed"] += 1
         elif tracked.plan is not None:  # what lies before the boundary came from the store
-            tracked.stored = [tracked.plan.boundary // group.chunk_tokens for group in self._groups]
+            tracked.begin_at(tracked.plan.boundary)
         self._prefixes.give_back(tracked)
         if tracked.request.is_finished():
             del self._tracked[request_id]
@@ -385,16 +392,6 @@ class SchedulerSide:
 
     def _complain(self, event: str, text: str, error: Exception) -> None:
         self._trouble.report(logging.WARNING, event, text, error=f"{type(error).__name__}: {error}")
-
-
-def _offsets(parts: Mapping[Rank, Part], ranks: Sequence[Rank], groups: int) -> dict[Rank, tuple[int, ...]]:
-    """Where each rank's share of a block begins: one after the other, in the order of the ranks."""
-    offsets: dict[Rank, tuple[int, ...]] = {}
-    at = [0] * groups
-    for rank in ranks:
-        offsets[rank] = tuple(at)
-        at = [begin + size for begin, size in zip(at, parts[rank].bytes_per_block, strict=True)]
-    return offsets
 
 
 def _machine() -> str:

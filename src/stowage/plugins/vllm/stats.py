@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from stowage.metrics import STORE, TIER, Row
@@ -30,7 +31,7 @@ OURS = (
     Row("faults", "stowage_faults_total", "bugs of the plugin: please report them; it has stopped loading and storing"),
     Row("stored_bytes", "stowage_device_stored_bytes_total", "bytes that were copied out of the device, all ranks"),
 )
-_HITS = Row("hits", "stowage_chunk_hits_total", "chunks that were found, by the first place that had them")
+_HITS = Row("hits", "stowage_chunk_hits_total", "chunks that requests took, by the tier that had them")
 
 _SLABS = (
     Row("bytes_used", "stowage_host_slab_used_bytes", "bytes of the slab that hold chunks"),
@@ -122,6 +123,13 @@ def _is_counter(name: str) -> bool:
     return first == "hits" or last in _COUNTERS
 
 
+def _forget_series() -> None:
+    """Those of an engine that this process had before: vLLM does the same to its own."""
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("stowage_"):
+            REGISTRY.unregister(collector)
+
+
 class Metrics(KVConnectorPromMetrics):
     """Series ``stowage_*`` beside vLLM's own."""
 
@@ -134,6 +142,7 @@ class Metrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(config, dict(metric_types), labels, dict(values_of_engine))
         self._values = values_of_engine
+        _forget_series()
         self._series: dict[str, Any] = {}
         for row in (*OURS, *STORE):
             self._series[row.stat] = self._make(row, labels)

@@ -66,9 +66,11 @@ class Storing:
     def plan(self, scheduled: Any, tracked: Tracked, begin: int, end: int, states: States) -> Store | None:
         """What the step from ``begin`` to ``end`` completes of one request: chunks of known tokens."""
         progress = min(end, tracked.request.num_tokens)
+        if progress < tracked.due:
+            return None
         groups = [strategy.group for strategy in self._strategies]
         due = [progress // group.chunk_tokens > tracked.stored[group.index] for group in groups]
-        tables = adapter.step_table(scheduled, tracked.request.request_id) if any(due) else None
+        tables = adapter.step_table(scheduled, tracked.request.request_id)
         if tables is None:
             return None
         tracked.extend_keys(progress)
@@ -87,6 +89,7 @@ class Storing:
             tracked.stored[group.index] = known.stop
             wanted = kept[chunks - known.start]
             found += self._reserve(tracked, group, chunks[wanted], masks[wanted], table)
+        tracked.note_stored()
         if not found:
             return None
         self._numbers += 1

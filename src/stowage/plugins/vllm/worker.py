@@ -30,12 +30,17 @@ _IDLE_WAIT_S = 0.001
 
 
 class WorkerSide:
-    """``layers``: the names of each group's layers. ``rank``: this worker's."""
+    """``layers``: the names of each group's layers. ``rank``: this worker's. ``report_part``: its share of a block goes
+    to the scheduler with the first report, since the handshake is another connector's.
+    """
 
-    def __init__(self, layers: Sequence[Sequence[str]], num_blocks: int, rank: Rank) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[str]], num_blocks: int, rank: Rank, *, report_part: bool = False
+    ) -> None:
         self._layers = layers
         self._num_blocks = num_blocks
         self._rank = rank
+        self._report_part = report_part
         self._groups: list[GroupBytes] = []
         self._copies: Copies | None = None
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
@@ -51,6 +56,8 @@ class WorkerSide:
     def register(self, caches: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
         """The KV cache has been allocated. Raises ``UnsupportedModelError`` for a layout that is not known."""
         self._groups = [group_bytes(caches, names, self._num_blocks) for names in self._layers]
+        if self._report_part:
+            self._report.parts[self._rank] = self.part()
 
     def part(self) -> Part:
         """This rank's share of a block."""
