@@ -268,3 +268,10 @@ def test_a_layer_that_is_not_called_is_not_passed_over(tmp_path: Path) -> None:
     fine = adapter_of(base, tmp_path / "fine", 4, target_modules=["o_proj"], r=2)
     with Engine(base, Memory(**MEMORY), adapter=fine) as engine:
         assert answers(engine) != answers(engine, "")
+
+
+def test_rwkv_is_refused(tmp_path: Path) -> None:
+    base = tiny_models.write("rwkv", tmp_path / "base")
+    adapter = adapter_of(base, tmp_path / "adapter", 4, target_modules=["key"], r=2)
+    with pytest.raises(stowage.UnsupportedModelError, match="scaled down layer by layer"):
+        Engine(base, Memory(**MEMORY), adapter=adapter)

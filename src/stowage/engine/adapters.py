@@ -19,6 +19,7 @@ __all__ = ["chosen", "install", "memory_beside", "namespace_with"]
 _PROMPT, _TOKENS = 4, 6
 _READ_AS_IT_IS = "kv_b_proj"
 """Latent attention (``executor.attention``) computes with the weight of this layer, besides calling it."""
+_SCALED = "rwkv"
 
 
 def memory_beside(files: Sequence[AdapterFile], memory: Memory) -> Memory:
@@ -63,6 +64,11 @@ def chosen(adapters: Adapters | None, name: str) -> Adapter | None:
 
 
 def _installed(loaded: Loaded, files: Sequence[AdapterFile], parts: Parts) -> Adapters:
+    if loaded.model.config.model_type == _SCALED:
+        raise UnsupportedModelError(
+            "adapters are not put on RWKV models: their weights are scaled down layer by layer in answers and not in "
+            "training, and PEFT's matrices are not. Merge the adapter with PEFT's merge_and_unload()."
+        )
     adapters = Adapters(loaded.model, files, loaded.renamed)
     latent = any(layer.latent for blocks in parts.layout.blocks for layer in blocks.layers)
     parts.runner.adapters = adapters

@@ -192,10 +192,9 @@ class Adapters:
         modules = {name: module for name, module in model.named_modules() if _shape(module) is not None}
         for file in files:
             self._by_name[file.name] = _fitted(file, modules, renamed or {}, model.device)
-        targets = {name for adapter in self._by_name.values() for name in adapter.layers}
-        self._handles = [
-            modules[name].register_forward_hook(self._hook(name), with_kwargs=True) for name in sorted(targets)
-        ]
+        targets = {name: modules[name] for adapter in self._by_name.values() for name in adapter.layers}
+        self._targets = {name: (module, module.__dict__.get("forward")) for name, module in targets.items()}
+        self._forwards = {name: self._forward(name, module.forward) for name, module in targets.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -213,11 +212,26 @@ class Adapters:
     @contextmanager
     def on(self, adapter: Adapter | None) -> Iterator[None]:
         """``adapter`` is added to what the model computes in here."""
-        before, self.active = self.active, adapter
+        before = self.active
+        self.put_on(adapter)
         try:
             yield
         finally:
-            self.active = before
+            self.put_on(before)
+
+    def put_on(self, adapter: Adapter | None) -> None:
+        """``adapter`` is on from now. Without one nothing is in the model: what records its steps finds it plain."""
+        if adapter is self.active:
+            return
+        for name in self.active.layers if self.active is not None else ():
+            module, own = self._targets[name]
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
+        self.active = adapter
+        for name in adapter.layers if adapter is not None else ():
+            self._targets[name][0].__dict__["forward"] = self._forwards[name]
 
     def apart(
         self, work: Sequence[_Item], adapter_of: Callable[[_Item], Any], run: Callable[[list[_Item]], list[_Out]]
@@ -234,19 +248,17 @@ class Adapters:
 
     def remove(self) -> None:
         """The model computes by itself again. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
+        self.put_on(None)
 
-    def _hook(self, name: str) -> Callable[..., Any]:
-        def add(_module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Any:
-            adapter = self.active
-            layer = adapter.layers.get(name) if adapter is not None else None
-            if adapter is None or layer is None:
-                return None
+    def _forward(self, name: str, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
+            output, adapter = own(*args, **kwargs), self.active
+            if adapter is None:
+                return output
             adapter.called.add(name)
-            return layer.add_to(output, args[0] if args else next(iter(kwargs.values())))
+            return adapter.layers[name].add_to(output, args[0] if args else next(iter(kwargs.values())))
 
-        return add
+        return forward
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:

@@ -105,7 +105,7 @@ def _put_on(loaded: Any, files: list[Any]) -> None:
     try:
         adapters = Adapters(model, files, loaded.renamed)
         adapter = adapters.named(files[0].name)
-        adapters.active = adapter
+        adapters.put_on(adapter)
         given = trial_inputs(model, 1)
         if given is not None and adapter is not None:
             model(**given)
