@@ -77,6 +77,12 @@ TABLE: Mapping[str, Callable[[], Any]] = {
         hf.LlamaConfig(**_LLAMA, num_labels=3, pad_token_id=0)
     ),
     "embedding": lambda: hf.Qwen3Model(hf.Qwen3Config(**_LLAMA, head_dim=64)),
+    "deberta": lambda: hf.DebertaV2ForSequenceClassification(
+        hf.DebertaV2Config(**_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"])
+    ),
+    "funnel": lambda: hf.FunnelModel(
+        hf.FunnelConfig(d_model=256, block_sizes=[2, 1], n_head=4, d_head=64, d_inner=512, vocab_size=512)
+    ),
     "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**_CLIP, num_labels=5)),
     "clip": lambda: hf.CLIPModel(
         hf.CLIPConfig(text_config={**_BERT, "eos_token_id": 2}, vision_config={**_CLIP}, projection_dim=128)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from stowage.weights.source import WeightSource
 
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+_UNCALLED_MOST = 5
+"""How often a model is loaded to find out which modules must be resident."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -77,24 +79,44 @@ def load(
         layout.refuse_unsupported(part.config)
     files = _packed_files(directory, part.config, files)
     build = partial(load_model, directory, part, dtype, options or {})
+    name = identity.of_checkpoint(directory, [directory / "config.json", *files])
     if budget is None:
         built, source = build(), None
+        built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
     else:
-        from stowage.weights.loading import load as load_within
-
-        built, source = load_within(files, build, budget(part.config))
+        built, source = _placed(files, build, budget(part.config), name)
     try:
-        name = identity.of_checkpoint(directory, [directory / "config.json", *files])
-        if source is None and device is not None:
-            built = built.to(device)  # one tensor after the other, so the two memories never hold it all together
-        if source is not None:
-            _name(source, name, built)
         reads = tokenizer if tokenizer or whole else _load_tokenizer(directory)
         return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders, renamed=part.renamed)
     except BaseException:
         if source is not None:
             source.close()
         raise
+
+
+def _placed(files: list[Path], build: Callable[[], Any], budget: Budget, name: str) -> tuple[Any, WeightSource]:
+    """The model within ``budget``. Modules whose weights are used without calling them are found by trying, one at a
+    time, and stay resident.
+    """
+    from stowage.weights.loading import load as load_within
+    from stowage.weights.placement import Delivery, Rule
+    from stowage.weights.source import UncalledError
+
+    for left in reversed(range(_UNCALLED_MOST)):
+        built, source = load_within(files, build, budget)
+        try:
+            _name(source, name, built)
+            return built, source
+        except UncalledError as error:
+            source.close()
+            if not left:
+                raise
+            kept = Rule(f"{error.unit}=resident", Delivery.RESIDENT, error.unit)
+            budget = replace(budget, rules=(kept, *budget.rules))
+        except BaseException:
+            source.close()
+            raise
+    raise AssertionError("the last try returns or raises")
 
 
 def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | None, device: Any, whole: bool) -> Loaded:

@@ -85,7 +85,7 @@ def trial_inputs(model: Any, tokens: int) -> Mapping[str, Any] | None:
             return None
         height, width = (size, size) if isinstance(size, int) else tuple(size)
         inputs[main] = torch.zeros(1, channels, height, width, dtype=model.dtype, device=model.device)
-    elif main == "input_features" and hasattr(config, "max_source_positions"):
+    elif main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         shape = 1, config.num_mel_bins, 2 * config.max_source_positions
         inputs[main] = torch.zeros(*shape, dtype=model.dtype, device=model.device)
     elif main == "input_values":

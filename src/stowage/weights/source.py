@@ -26,9 +26,15 @@ from stowage.weights.refusals import guard
 from stowage.weights.repacked import Image
 from stowage.weights.saving import names
 
-__all__ = ["Load", "WeightSource"]
+__all__ = ["Load", "UncalledError", "WeightSource"]
 
 _NO_TRIAL = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+
+
+class UncalledError(UnsupportedModelError):
+    """The model uses the weights of ``unit`` without calling it: kept resident, it can be loaded."""
+
+    unit = ""
 
 
 class WeightSource(Deliveries):
@@ -121,7 +127,8 @@ class WeightSource(Deliveries):
                 out = self._model(**given)
                 values = next((v for v in out.values() if isinstance(v, Tensor)), None)
                 known = values is None or not bool(torch.isnan(values).any())
-            except AwayError:
+            except AwayError as error:
+                self._refuse_uncalled(error.weight)
                 known = False
             except _NO_TRIAL:  # it wants other inputs: what is away when it is read says so then
                 return
@@ -131,6 +138,14 @@ class WeightSource(Deliveries):
                     "modules that they belong to (or experts that its router did not choose, or computes NaN by "
                     "itself), so they cannot be delivered: give it more memory."
                 )
+
+    def _refuse_uncalled(self, weight: str) -> None:
+        """Raise UncalledError for a module whose ``weight`` is read by others. A whole layer is no such module."""
+        unit = next((load.unit.name for load in self._loads if weight in load.locations), "")
+        if unit and not unit.rpartition(".")[2].isdigit():
+            error = UncalledError(f"{weight} is used without its module being called, so it must be resident.")
+            error.unit = unit
+            raise error
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter or buffer of the model in host memory, also of one that is away. Takes its turn.
