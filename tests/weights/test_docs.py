@@ -21,7 +21,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     tiny_models.write("llama", tmp_path / "tiny")
-    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    program, *_ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert program == (DOCS / "examples" / "offloaded.py").read_text()
     importlib.import_module("docs.examples.offloaded")
     said = re.search(r"(\d+) bytes in memory, (\d+) read for every step", capsys.readouterr().out)

@@ -21,7 +21,6 @@ from tests.weights.conftest import bytes_of, logits, prompt
 from tests.weights.test_parity import FAMILIES
 
 LEFT_OUT = {
-    "diffllama": "is built from values that are not there yet",
     "rwkv": "uses weights of modules that it does not call",
     "deepseek_v4": "plain Transformers multiplies float32 and half precision, and fails",
     "cohere_compass": "its tiny model has no other size",

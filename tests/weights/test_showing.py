@@ -36,8 +36,8 @@ PLACEMENTS = {
     "rows": ("llama", ""),
 }
 
-NEVER_STREAMED = ("diffllama", "rwkv")
-"""One is built from values that are not there yet, the other uses weights of modules that it does not call."""
+NEVER_STREAMED = ("rwkv",)
+"""It uses weights of modules that it does not call."""
 
 
 def contents(directory: Path) -> dict[str, Tensor]:

@@ -45,6 +45,9 @@ Debug = Annotated[
     bool, typer.Option("--debug", callback=_note_debug, is_eager=True, help="Show the traceback of an error.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Adapter = Annotated[
+    str, typer.Option("--adapter", metavar="DIR", help="A LoRA adapter, as PEFT saves it, for all answers.")
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a Hugging Face id (or -m MODEL).")]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stowage.cli.metrics_file import kept_up
-from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Json, Model, with_settings
+from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Adapter, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
 from stowage.config.settings import LOG_GROUP, Settings
 from stowage.errors import RequestError
@@ -33,6 +33,7 @@ def run(
         list[Path] | None,
         typer.Option("--prompt-file", metavar="FILE", help="A prompt in a file (-: stdin); repeatable."),
     ] = None,
+    adapter: Adapter = "",
     metrics_file: Annotated[
         Path | None,
         typer.Option("--metrics-file", metavar="FILE", help="Keep Prometheus metrics here.", rich_help_panel=LOG_GROUP),
@@ -48,7 +49,7 @@ def run(
     from stowage.engine.sampling import SamplingParams
 
     params = SamplingParams(**settings.sampling())
-    with opened(model, settings) as engine, kept_up(metrics_file, engine.metrics):
+    with opened(model, settings, adapter) as engine, kept_up(metrics_file, engine.metrics):
         if json:
             for completion in engine.generate(prompts, params):
                 print_json(completion_json(completion))
@@ -59,9 +60,9 @@ def run(
 
 
 @contextmanager
-def opened(model: str, settings: Settings) -> Iterator["Engine"]:
-    """The engine for ``model``, closed at the end."""
-    engine = open_engine(model, settings)
+def opened(model: str, settings: Settings, adapter: str | dict[str, str] = "") -> Iterator["Engine"]:
+    """The engine for ``model`` and its adapters, closed at the end."""
+    engine = open_engine(model, settings, adapter)
     # What is here now stays: looking at it for cycles again and again would stop every thread for 0.16 s each time.
     gc.freeze()
     try:
@@ -71,8 +72,8 @@ def opened(model: str, settings: Settings) -> Iterator["Engine"]:
         engine.close()
 
 
-def open_engine(model: str, settings: Settings) -> "Engine":
-    """The engine for ``model``. Says on stderr what is happening."""
+def open_engine(model: str, settings: Settings, adapter: str | dict[str, str] = "") -> "Engine":
+    """The engine for ``model`` and its adapters. Says on stderr what is happening."""
     memory = settings.memory()
     if sys.stderr.isatty():
         note(f"Loading {model} ...")
@@ -87,6 +88,7 @@ def open_engine(model: str, settings: Settings) -> "Engine":
         deterministic=settings["deterministic"],
         batch_dependent=settings["batch_dependent"],
         cuda_graphs=settings["cuda_graphs"],
+        adapter=adapter,
     )
     if engine.executor == "fallback":
         note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")

@@ -33,6 +33,10 @@ def serve(
         bool,
         typer.Option("--insecure", help="Let other machines ask without an API key.", rich_help_panel=SERVER_GROUP),
     ] = False,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=DIR", help="A LoRA adapter, served as model NAME; repeatable."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once."""
@@ -52,15 +56,29 @@ def serve(
             f"--host {settings['host']} can be reached from other machines, and there is no API key: anybody could use "
             "it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or --host 127.0.0.1. --insecure serves everybody."
         )
+    name = settings["served_model_name"] or _name_of(model)
+    adapters = _named(adapter or [], name)
     from stowage.server.engines import Engines
     from stowage.server.serve import serve as run
 
-    with Engines(partial(open_engine, model, settings), limits.max_reopens) as engines:
-        name = settings["served_model_name"] or _name_of(model)
+    with Engines(partial(open_engine, model, settings, adapters), limits.max_reopens) as engines:
         if not run(engines, name, place, limits, keys, lambda: _tell(engines.engine, name, place, keys, json=json)):
             complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
             raise typer.Exit(FAILED)
         note("Stopping: writing what is held to the tiers below ..." if settings["disk"] else "Stopping.")
+
+
+def _named(given: list[str], base: str) -> dict[str, str]:
+    """Adapters by the name that they are served under. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, directory = one.partition("=")
+        if not name.strip() or not directory:
+            raise ConfigError(f"--adapter {one} does not say under which name it is served: write --adapter NAME=DIR.")
+        if name in found or name == base:
+            raise ConfigError(f"--adapter {one}: the name {name!r} is taken already; give each model one of its own.")
+        found[name] = directory
+    return found
 
 
 def _name_of(model: str) -> str:

@@ -33,6 +33,7 @@ _TOKEN_BYTES: Final = 4
 _GROUP_BYTES: Final = 2
 _NAMESPACE_CONTEXT: Final = "stowage 2026 namespace of chunk keys, encoding 1"
 _TENANT_CONTEXT: Final = "stowage 2026 namespace of a tenant, encoding 1"
+_ADAPTER_CONTEXT: Final = "stowage 2026 namespace of an adapter, encoding 1"
 _PRIVATE_CONTEXT: Final = "stowage 2026 private chunk key, encoding 1"
 
 Field: TypeAlias = "str | int | float | bytes | bool | Sequence[Field] | Mapping[str, Field] | None"
@@ -56,6 +57,14 @@ def tenant_namespace(namespace: bytes, salt: str | bytes) -> bytes:
     assert len(namespace) == DIGEST_BYTES
     raw = salt.encode() if isinstance(salt, str) else salt
     return blake3(namespace + raw, derive_key_context=_TENANT_CONTEXT).digest() if raw else namespace
+
+
+def adapter_namespace(namespace: bytes, digest: bytes) -> bytes:
+    """The namespace of an engine's prompts that are computed with an adapter, by the 32-byte digest of its files;
+    without one (an empty digest) it is the engine's own.
+    """
+    assert len(namespace) == DIGEST_BYTES and len(digest) in (0, DIGEST_BYTES)
+    return blake3(namespace + digest, derive_key_context=_ADAPTER_CONTEXT).digest() if digest else namespace
 
 
 def group_keys(digests: Sequence[bytes], group_index: int) -> list[bytes]:

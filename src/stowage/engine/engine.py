@@ -12,38 +12,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import queue
-import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stowage.cache.cost_model import CostModel
-from stowage.cache.prefix_planner import PrefixPlanner
-from stowage.cache.remote_lookup import RemoteLookup
 from stowage.config.memory import Memory
 from stowage.core.key import SequenceKeys
-from stowage.engine.admission import Admissions
+from stowage.engine.adapters import chosen, install, memory_beside, namespace_with
 from stowage.engine.assembly import assemble
 from stowage.engine.border import check_request, checked_engine, listed_prompts
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
-from stowage.engine.kv_manager import KVManager
 from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import left, weights_budget
-from stowage.engine.overlapped_load import OverlappedLoads
 from stowage.engine.prompts import Prompts
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
-from stowage.engine.scheduler import Scheduler
+from stowage.engine.scheduling import scheduling
 from stowage.engine.sequence import Sequence
-from stowage.engine.swap.long_context import LongContextSwap
-from stowage.engine.swap.preemption import PreemptionSwap
-from stowage.engine.swap.swap_space import SwapSpace
 from stowage.engine.too_long import too_long
 from stowage.errors import RequestError
 from stowage.executor.block_table import BlockTable
@@ -52,6 +43,7 @@ from stowage.executor.device import carrier, device_of
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
 from stowage.metrics import exposition
 from stowage.models import loading
+from stowage.models.adapters import read_all
 from stowage.models.loading import eos_ids
 from stowage.storage.protocol import Tier
 
@@ -76,6 +68,8 @@ class Engine:
         be exact where they can.
         cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
+        adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer; or several by name
+        (``{"name": DIR}``), of which each request says which (``docs/weights.md#adapters``).
         tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
 
     It computes on a thread of its own: a script is quicker with ``GOMP_SPINCOUNT=1000`` in its environment
@@ -96,12 +90,13 @@ class Engine:
         batch_dependent: bool = False,
         cuda_graphs: bool | None = None,
         salt: str = "",
+        adapter: str | Path | Mapping[str, str | Path] = "",
         tiers: Iterable[Tier] = (),
     ) -> None:
         given = {"dtype": dtype, "tokenizer": tokenizer, "device": device, "cuda_graphs": cuda_graphs, "salt": salt}
         given |= {"deterministic": deterministic, "batch_dependent": batch_dependent, "tiers": tiers}
-        own = checked_engine(model, memory, given)
-        self.memory = memory or Memory()
+        own, files = checked_engine(model, memory, given), read_all(adapter)
+        self.memory = memory_beside(files, memory or Memory())
         self._clock = time.monotonic
         here = device_of(model, device)
         exactness = exactness_of(deterministic, batch_dependent)
@@ -112,9 +107,12 @@ class Engine:
             self.memory = left(self.memory, self.weights, loaded.model.config)
             asked = loaded, self.memory, salt, self._clock, own, exactness
             parts = assemble(*asked, cuda_graphs=cuda_graphs)
+            self._adapters = install(loaded, files, parts)
         except BaseException:
             self._close_weights()
             raise
+        self.adapter_names: tuple[str, ...] = self._adapters.names if self._adapters is not None else ()
+        self._adapter = self.adapter_names[0] if files and not isinstance(adapter, Mapping) else ""
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.store, self.parts, self.prompts = parts.store, parts, Prompts(loaded.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
@@ -124,40 +122,7 @@ class Engine:
         below = parts.store is not None and bool(parts.store.tiers)
         most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
         self._cost_model = CostModel(self.memory.load_timeout_s, self.memory.max_num_batched_tokens, most)
-        self._kv_manager = KVManager(
-            parts.layout,
-            parts.pools,
-            parts.strategies,
-            parts.store,
-            parts.transfer,
-            parts.snapshot_tokens,
-        )
-        remote_lookup = RemoteLookup(self.store, self._cost_model, self.memory.lookup_timeout_s)
-        swap_space = SwapSpace(self._kv_manager, parts.namespace, secrets.token_bytes(16), self._clock)
-        long_context = LongContextSwap(self._kv_manager, swap_space, parts.capacity)
-        step = math.lcm(parts.geometry.boundary_tokens, parts.pieces.grid)
-        planner = PrefixPlanner(self.store, parts.strategies, self._cost_model)
-        overlapped_loads = OverlappedLoads(self._kv_manager, planner, self._cost_model, step, self._clock)
-        admissions = Admissions(
-            self._kv_manager,
-            long_context,
-            overlapped_loads,
-            planner,
-            self.memory.max_num_batched_tokens,
-            self._cost_model,
-            remote_lookup,
-            self._clock,
-        )
-        self._scheduler = Scheduler(
-            self._kv_manager,
-            admissions,
-            overlapped_loads,
-            PreemptionSwap(self._kv_manager, swap_space, long_context),
-            long_context,
-            self.memory.max_num_batched_tokens,
-            self.memory.max_num_seqs,
-            parts.pieces,
-        )
+        self._kv_manager, self._scheduler = scheduling(parts, self.memory, self._cost_model, self._clock)
         self._ids = itertools.count()
         self._loop = Loop(
             parts.runner,
@@ -173,7 +138,12 @@ class Engine:
     # asking
 
     def generate(
-        self, prompts: list[Prompt] | str, params: SamplingParams | None = None, *, salt: str | bytes = ""
+        self,
+        prompts: list[Prompt] | str,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Complete all ``prompts`` (one text counts as one prompt) together and return their completions in order.
 
@@ -181,7 +151,7 @@ class Engine:
         """
         requests: list[Request] = []
         try:
-            requests += (self.submit(prompt, params, salt=salt) for prompt in listed_prompts(prompts))
+            requests += (self.submit(prompt, params, salt=salt, adapter=adapter) for prompt in listed_prompts(prompts))
             for request in requests:
                 while not request.wait(0.5):
                     pass
@@ -191,7 +161,12 @@ class Engine:
                 self.cancel(request)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | bytes = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Pieces of a completion as they come; the last one has ``completion``. Leaving the loop cancels the
         request.
@@ -205,7 +180,7 @@ class Engine:
             except RuntimeError:  # the event loop was closed: nobody listens any more
                 self.cancel(request)
 
-        request = self.submit(prompt, params, hand_over, salt=salt)
+        request = self.submit(prompt, params, hand_over, salt=salt, adapter=adapter)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -217,11 +192,16 @@ class Engine:
             self.cancel(request)
 
     def iterate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | bytes = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> Iterator[Delta]:
         """``stream`` for code without an event loop."""
         pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        request = self.submit(prompt, params, pieces.put, salt=salt)
+        request = self.submit(prompt, params, pieces.put, salt=salt, adapter=adapter)
         try:
             delta = Delta("", [])
             while delta.completion is None:
@@ -239,14 +219,16 @@ class Engine:
         on_delta: Callable[[Delta], None] | None = None,
         *,
         salt: str | bytes = "",
+        adapter: str | None = None,
     ) -> Request:
         """Queue one prompt and return its handle at once. ``salt`` names the tenant: only its own requests share state.
+        ``adapter``: the name of one of the engine's; empty: the model without one; None: the one that it was given.
 
         Raises ``RequestError`` for a prompt that cannot be served and ``BudgetError`` for one that the device budget
         cannot hold.
         """
         check_request(params, on_delta)
-        sequence = self._new_sequence(prompt, params or SamplingParams(), salt)
+        sequence = self._new_sequence(prompt, params or SamplingParams(), salt, adapter)
         request = Request(sequence.id, on_delta, partial(progress_of, sequence, self._clock))
         self._loop.submit(request, sequence)
         return request
@@ -257,14 +239,19 @@ class Engine:
         """
         self._loop.cancel(request)
 
-    def _new_sequence(self, prompt: Prompt, params: SamplingParams, salt: str | bytes) -> Sequence:
+    def _new_sequence(
+        self, prompt: Prompt, params: SamplingParams, salt: str | bytes, adapter_name: str | None
+    ) -> Sequence:
+        adapter = chosen(self._adapters, self._adapter if adapter_name is None else adapter_name)
+        space = namespace_with(self.parts.namespace, adapter)
         tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
         sequence = Sequence(
             id=next(self._ids),
             tokens=tokens,
             params=params,
-            keys=SequenceKeys(namespace_of(self.parts.namespace, salt), self.parts.layout.groups),
+            keys=SequenceKeys(namespace_of(space, salt), self.parts.layout.groups),
+            adapter=adapter,
             tables=[BlockTable() for _ in self.parts.pools],
             sampler=Sampler(params),
             text=Detokenizer(self.tokenizer, tokens, params.stop),
@@ -377,6 +364,8 @@ class Engine:
             )
             return
         self.parts.runner.close()
+        if self._adapters is not None:
+            self._adapters.remove()
         for pool in self.parts.pools:
             pool.away.clear()
         self._close_weights()

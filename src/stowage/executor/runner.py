@@ -29,6 +29,7 @@ from stowage.executor.replay.cache import ReplayCache
 from stowage.executor.replay.call_backend import ModelStep, RecordedSteps, recorded_steps
 from stowage.executor.replay.graph_backend import GraphBackend, Graphs, Inputs, is_decode, rules
 from stowage.executor.replay.recorder import Recorder
+from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import cache_name, takes_rows
 
@@ -73,6 +74,8 @@ class Runner:
             self._mode_of_pieces = mode_of(model, exact=False, placed=placed) or nullcontext()
         self.steps: RecordedSteps | None = recorded_steps(model, mode) if self._kernels and not placed else None
         self.graphs: Graphs | None = None
+        self.adapters: Adapters | None = None
+        """Of the model: sequences of each are computed by themselves, step by step as the model is written."""
         self._paged = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
 
     def record(self, recorder: Recorder, limit_bytes: int, max_num_seqs: int) -> None:
@@ -117,6 +120,15 @@ class Runner:
         """Compute ``work`` and return, in its order, each item's logits: ``[1, vocab]`` of its last token, or ``[count,
         vocab]``; float32, in host memory.
         """
+        if self.adapters is None:
+            return self._run(work)
+        return self.adapters.apart(work, lambda item: item.sequence.adapter, self._run)
+
+    @property
+    def _adapted(self) -> bool:
+        return self.adapters is not None and self.adapters.active is not None
+
+    def _run(self, work: Sequence[Work]) -> list[Tensor]:
         ordered = order(work)
         found: dict[int, Tensor] = {}
         for part in self._forwards(ordered):
@@ -153,7 +165,7 @@ class Runner:
         return torch.cat(logits) if work.every_logit else logits[-1]
 
     def _forward(self, work: list[Work]) -> Tensor:
-        if self.graphs is not None and is_decode(work):
+        if self.graphs is not None and is_decode(work) and not self._adapted:
             return self.graphs.run(work, partial(self._plain, work))
         return self._plain(work)
 
@@ -191,7 +203,7 @@ class Runner:
         try:
             if not singles:
                 return self._by_model(forward, bound, self._mode_of_pieces)
-            if self.steps is None:
+            if self.steps is None or self._adapted:
                 return self._by_model(forward, bound, self._mode)
             assert not isinstance(states, Tensor), "graphs name states on the device"
             one = ModelStep(given, forward, bound, partial(self._cache.rows_of, states), gathered=batched)

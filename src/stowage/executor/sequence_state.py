@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from stowage.core.geometry import Group, Kind
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.block_table import BlockTable
+from stowage.models.adapters import Adapter
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceState:
     """``computed`` tokens have their keys, values or state in the block tables, of which there is one per group. The
-    first ``prompt_tokens`` were asked, the others generated.
+    first ``prompt_tokens`` were asked, the others generated. ``adapter``: what is added to the model's layers for it.
     """
 
     id: int
@@ -27,6 +28,7 @@ class SequenceState:
     tables: list[BlockTable]
     prompt_tokens: int
     computed: int = 0
+    adapter: Adapter | None = None
 
     def table(self, group: int) -> NDArray[np.int64]:
         return self.tables[group].blocks

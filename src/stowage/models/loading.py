@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
-from stowage.models import identity, layout
+from stowage.models import adapters, identity, layout
 from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
+from stowage.models.whole import trial_inputs, whole_part
 
 if TYPE_CHECKING:
     from stowage.weights.loading import Budget
     from stowage.weights.source import WeightSource
 
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+_UNCALLED_MOST = 5
+"""How often a model is loaded to find out which modules must be resident."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -39,6 +42,8 @@ class Loaded:
     """Whether ``weights`` were placed here, and are closed by whoever has this."""
     placeholders: frozenset[int] = frozenset()
     """Tokens that stand for pictures or sound: none is taken in a prompt, and each ends an answer."""
+    renamed: Mapping[str, str] | None = None
+    """From names in the checkpoint to the model's own, where they differ (`TextPart.renamed`)."""
 
 
 def load(
@@ -49,6 +54,8 @@ def load(
     options: Mapping[str, Any] | None = None,
     *,
     device: Any = None,
+    whole: bool = False,
+    model_class: Any = None,
 ) -> Loaded:
     """Load ``model``: a directory, a hub id, or a Transformers model that is in memory already. ``device``: where to
     (a ``torch.device``); ``None``: a model in memory stays where it is, others lie in the CPU's.
@@ -56,41 +63,66 @@ def load(
     ``budget``: from a config to what its weights may take; without one all of them are in memory. ``options`` go to
     ``from_pretrained``. Raises ``BudgetError`` for a budget that cannot work, ``CheckpointError`` for a checkpoint
     that is missing, damaged or incomplete, ``UnsupportedModelError`` for a family that this version refuses,
-    ``ConfigError`` for an unknown ``dtype``.
+    ``ConfigError`` for an unknown ``dtype``. ``whole``: of any class, which ``model_class`` says or else config.json
+    (`whole_part`), without a tokenizer; else the causal model of text that an engine runs.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
     if not isinstance(model, str | Path):
-        return _in_memory(model, tokenizer, budget, device)
+        return _in_memory(model, tokenizer, budget, device, whole)
     directory = find(str(model))
     files = check_files(directory)
-    part = part_of(directory)
-    layout.refuse_unsupported(part.config)
+    if whole:
+        part = whole_part(directory, _config_of(directory / "config.json"), model_class)
+    else:
+        part = part_of(directory)
+        layout.refuse_unsupported(part.config)
     files = _packed_files(directory, part.config, files)
     build = partial(load_model, directory, part, dtype, options or {})
+    name = identity.of_checkpoint(directory, [directory / "config.json", *files])
     if budget is None:
         built, source = build(), None
+        built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
     else:
-        from stowage.weights.loading import load as load_within
-
-        built, source = load_within(files, build, budget(part.config))
+        built, source = _placed(files, build, budget(part.config), name)
     try:
-        name = identity.of_checkpoint(directory, [directory / "config.json", *files])
-        if source is None and device is not None:
-            built = built.to(device)  # one tensor after the other, so the two memories never hold it all together
-        if source is not None:
-            _name(source, name, built)
-        reads = tokenizer or _load_tokenizer(directory)
-        return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders)
+        reads = tokenizer if tokenizer or whole else _load_tokenizer(directory)
+        return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders, renamed=part.renamed)
     except BaseException:
         if source is not None:
             source.close()
         raise
 
 
-def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | None, device: Any) -> Loaded:
-    part = text_part(model.config)
-    layout.refuse_unsupported(part.config)
+def _placed(files: list[Path], build: Callable[[], Any], budget: Budget, name: str) -> tuple[Any, WeightSource]:
+    """The model within ``budget``. Modules whose weights are used without calling them are found by trying, one at a
+    time, and stay resident.
+    """
+    from stowage.weights.loading import load as load_within
+    from stowage.weights.placement import Delivery, Rule
+    from stowage.weights.source import UncalledError
+
+    for left in reversed(range(_UNCALLED_MOST)):
+        built, source = load_within(files, build, budget)
+        try:
+            _name(source, name, built)
+            return built, source
+        except UncalledError as error:
+            source.close()
+            if not left:
+                raise
+            kept = Rule(f"{error.unit}=resident", Delivery.RESIDENT, error.unit)
+            budget = replace(budget, rules=(kept, *budget.rules))
+        except BaseException:
+            source.close()
+            raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | None, device: Any, whole: bool) -> Loaded:
+    part = TextPart(model.config) if whole else text_part(model.config)
+    if not whole:
+        layout.refuse_unsupported(part.config)
     if getattr(model, "peft_config", None):
         raise UnsupportedModelError(
             "the model has adapters, which can be switched while it runs; merge them first: "
@@ -123,13 +155,13 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
 
         source = adopt(model.eval(), budget(model.config))
         _name(source, name, model)
-    return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders)
+    return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders, renamed=part.renamed)
 
 
 def _name(source: WeightSource, name: str, model: Any) -> None:
     """``model`` computes with weights called ``name`` that ``source`` delivers: proved, and known to whoever has it."""
     source.identity = name
-    source.prove()
+    source.prove(lambda tokens: trial_inputs(model, tokens))
     model.stowage = source
 
 
@@ -173,6 +205,11 @@ def check_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, after checking that all are there and that each is as long as its header
     says.
     """
+    if adapters.is_adapter(directory):
+        raise CheckpointError(
+            f"{directory} is an adapter, which goes on top of a model. Give that model, and the adapter to it: "
+            f"stowage run MODEL --adapter {directory}, or adapter={str(directory)!r} in Python."
+        )
     if not (directory / "config.json").is_file():
         raise CheckpointError(
             f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short."
@@ -180,7 +217,8 @@ def check_files(directory: Path) -> list[Path]:
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
             f"{directory} holds an adapter beside a model, and Transformers may put it on top of other weights. "
-            "Merge it into the model, or move adapter_config.json away."
+            "Move adapter_config.json and adapter_model.safetensors to a directory of their own, and give it with "
+            "--adapter; or merge it into the model."
         )
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -321,9 +359,11 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
     for what in complaints:
         if report.get(what):
             first = sorted(map(str, report[what]))[0]
+            found = f"{directory} is incomplete: {len(report[what])} {what.replace('_', ' ')}, the first is {first}. "
+            another = part.model_class is not None and "or give the model_class that it was saved from, not "
             raise CheckpointError(
-                f"{directory} is incomplete: {len(report[what])} {what.replace('_', ' ')}, the first is {first}. "
-                "Such weights would be random numbers; download the checkpoint again."
+                f"{found}Such weights would be random numbers; download the checkpoint again"
+                f"{f', {another}{type(model).__name__}' if another else ''}."
             )
     return as_plain(model, part).eval()
 

@@ -43,6 +43,8 @@ class TextPart:
     config: Any
     outer: str = ""
     placeholders: frozenset[int] = field(default_factory=frozenset)
+    model_class: Any = None
+    """The class of Transformers that loads all of it; ``None``: the causal one that goes with ``config``."""
 
     @property
     def renamed(self) -> Mapping[str, str] | None:
@@ -98,6 +100,8 @@ def load_with(part: TextPart) -> Any:
     from transformers import AutoModelForCausalLM, conversion_mapping
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if part.model_class is not None:
+        return part.model_class
     if not part.outer:
         return AutoModelForCausalLM
     base = MODEL_FOR_CAUSAL_LM_MAPPING[type(part.config)]

@@ -84,17 +84,22 @@ class Plain:
         return Response(await self._bridge.look(self._counts.text), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if name != self._bridge.name:
+        if name not in self._names:
             raise ApiError(404, f"The model {name[:200]!r} does not exist here.", param="model", code="model_not_found")
-        return JSONResponse(self._described())
+        return JSONResponse(self._described(name))
 
-    def _described(self) -> dict[str, Any]:
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self._bridge.name, *self._bridge.engine.adapter_names)
+
+    def _described(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._bridge.name,
+            "id": name,
+            **({} if name == self._bridge.name else {"parent": self._bridge.name}),
             "object": "model",
             "created": self._created,
             "owned_by": "stowage",

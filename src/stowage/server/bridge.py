@@ -234,7 +234,10 @@ class Exchange:
                 if self._closed:
                     return
                 try:
-                    self._requests.append(engine.submit(prompt.tokens, params, hand_over, salt=self._salt))
+                    adapter = ask.model if ask.model in engine.adapter_names else ""
+                    self._requests.append(
+                        engine.submit(prompt.tokens, params, hand_over, salt=self._salt, adapter=adapter)
+                    )
                 except (RequestError, ConfigError) as error:
                     raise bad(str(error)) from error
                 except StowageError as error:

@@ -82,7 +82,7 @@ class Reader:
     """Reads requests for one engine, which is served under `name`. Several threads may at a time."""
 
     def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
-        self.name = name
+        self.names = (name, *engine.adapter_names)
         self._tokenizer = engine.tokenizer
         self._prompts = engine.prompts
         self._tokens_max = engine.sequence_tokens_max
@@ -154,8 +154,9 @@ class Reader:
 
     def _model(self, fields: Fields) -> str:
         model = fields.needed_text("model")
-        if model != self.name:
-            what = f"The model {model[:200]!r} does not exist here. This server has {self.name!r}."
+        if model not in self.names:
+            known = ", ".join(map(repr, self.names))
+            what = f"The model {model[:200]!r} does not exist here. This server has {known}."
             raise ApiError(404, what, param="model", code="model_not_found")
         return model
 

@@ -43,7 +43,9 @@ _MOVES: Final[Mapping[str, torch.dtype | None]] = {
 
 
 class AwayError(ModelError):
-    """A weight was read while it was not in memory."""
+    """A weight was read while it was not in memory: the one called ``weight``, where that is known."""
+
+    weight = ""
 
 
 class AwayParameter(nn.Parameter):
@@ -69,7 +71,10 @@ class AwayParameter(nn.Parameter):
                 return func(*args, **given)
             if name in _MOVES and _stays(args, given, name):
                 return args[0]
-        raise AwayError(_told(next((a for a in args if isinstance(a, cls)), None)))
+        read = next((a for a in args if isinstance(a, cls)), None)
+        error = AwayError(_told(read))
+        error.weight = getattr(read, "__dict__", {}).get(_NAME, "")
+        raise error
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():

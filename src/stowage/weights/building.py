@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as seams
 
@@ -83,6 +84,8 @@ class Building:
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or threading.get_ident() != self._thread or parameter.device.type == "meta":
+            return None
+        if torch.get_default_device().type == "meta":  # a class that makes values itself: they are loaded later
             return None
         if id(parameter) in self._given:  # tied to another module: it was placed already
             return None

@@ -51,7 +51,9 @@ class Deliveries:
         self._readers = Readers()
         self._passes = Passes(self)
         self._row_bytes = 0
-        self._order: list[int] | None = None
+        self._asked: list[int] = []
+        self._before: list[int] = []
+        self._learned = False
         self._gone = False
         self._locations = {
             id(load.unit.parameters[name]): location for load in loads for name, location in load.locations.items()
@@ -165,19 +167,29 @@ class Deliveries:
 
     def begin_pass(self) -> None:
         """See ``passes.Delivery``."""
+        self._asked = []
         if self._device_prefetcher is not None:
             self._device_prefetcher.begin_pass()
 
     def end_pass(self, whole: bool) -> None:
         """See ``passes.Delivery``."""
-        order, self._order = self._order, None
+        order, self._asked = self._asked, []
         if self._device_prefetcher is not None:
             self._device_prefetcher.end_pass()
-        if order and whole and set(order) == set(range(len(self._streams))):
-            if self._device_prefetcher is not None:
-                self._device_prefetcher.follow(order)
-            if self._ring is not None:
-                self._ring.follow([self._in_ring.index(number) for number in order if number in self._in_ring])
+        if whole and order and (order == self._before or not self._before):
+            self._follow(order)
+        self._before = order
+
+    def _follow(self, order: list[int]) -> None:
+        """The next forwards will ask as this one did. An encoder, or what sees pictures, may have no part in them."""
+        in_ring = [self._in_ring.index(number) for number in order if number in self._in_ring]
+        if self._device_prefetcher is not None:
+            if self._learned or set(order) != set(range(len(self._streams))):
+                return
+            self._device_prefetcher.follow(order)
+        self._learned = True
+        if self._ring is not None and in_ring:
+            self._ring.follow(in_ring)
 
     # Hooks
 
@@ -221,8 +233,7 @@ class Deliveries:
             return stream.views(found.number, found.memory)
 
         def bring(_args: Any, _kwargs: Any) -> None:
-            if self._order is not None:
-                self._order.append(number)
+            self._asked.append(number)
             stream.deliver(slot() if device_prefetcher is None else device_prefetcher.take(number, slot))
 
         def take_back() -> None:

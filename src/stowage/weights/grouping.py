@@ -91,9 +91,12 @@ def _units(name: str, module: nn.Module) -> Iterator[Unit]:
         path = f"{name}.{own}" if name else own
         if isinstance(child, nn.ModuleList) and len(child) > 1:
             for index, layer in enumerate(child):
-                yield _unit(f"{path}.{index}", layer)
-        elif isinstance(child, nn.Embedding) or not any(True for _ in child.children()):
-            if sum(p.numel() * p.element_size() for p in child.parameters(recurse=False)) >= LEAF_BYTES:
+                if isinstance(layer, nn.ModuleList | nn.ModuleDict):  # nobody calls it: what is in it is called
+                    yield from _units(f"{path}.{index}", layer)
+                else:
+                    yield _unit(f"{path}.{index}", layer)
+        elif isinstance(child, nn.Embedding | nn.MultiheadAttention) or not any(True for _ in child.children()):
+            if sum(p.numel() * p.element_size() for p in child.parameters()) >= LEAF_BYTES:
                 yield _unit(path, child)
         else:
             yield from _units(path, child)

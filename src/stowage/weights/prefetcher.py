@@ -62,6 +62,7 @@ class Ring:
         self._free = list(self._all)
         self._reads = reads
         self._readers = readers
+        self._units = units
         self._order = list(range(units))
         self._next = 0
         self._filling: deque[_Filling] = deque()
@@ -84,8 +85,12 @@ class Ring:
         return self._stall.seconds
 
     def follow(self, order: Sequence[int]) -> None:
-        """Units will be asked for in this order, again and again; some may come more than once."""
-        assert set(order) == set(self._order), "an order names every unit"
+        """Units will be asked for in this order, again and again; some may come more than once. One that it does not
+        name ends it (`take`).
+        """
+        assert order and set(order) <= set(range(self._units))
+        if self._order == list(order):
+            return
         self._drop()
         self._order, self._next = list(order), 0
 
@@ -158,6 +163,8 @@ class Ring:
             self._stall.wait(self._filling[0].ticket)
             self._free.append(self._filling.popleft().slot)
         if not self._filling:
+            if unit not in self._order:
+                self._order, self._next = list(range(self._units)), 0
             ahead = (self._next + step for step in range(len(self._order)))
             self._next = next(at % len(self._order) for at in ahead if self._order[at % len(self._order)] == unit)
             self.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,15 @@ from stowage.weights.refusals import guard
 from stowage.weights.repacked import Image
 from stowage.weights.saving import names
 
-__all__ = ["Load", "WeightSource"]
+__all__ = ["Load", "UncalledError", "WeightSource"]
+
+_NO_TRIAL = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+
+
+class UncalledError(UnsupportedModelError):
+    """The model uses the weights of ``unit`` without calling it: kept resident, it can be loaded."""
+
+    unit = ""
 
 
 class WeightSource(Deliveries):
@@ -105,25 +113,39 @@ class WeightSource(Deliveries):
         }
 
     @torch.no_grad()
-    def prove(self) -> None:
+    def prove(self, inputs: Callable[[int], Mapping[str, Any] | None]) -> None:
         """Compute one token, and some more where experts are cached: every module must have got its weights, and the
-        order in which they ask is learned.
+        order in which they ask is learned. ``inputs``: of so many tokens, for a forward; ``None``: it cannot be tried.
 
         Raises UnsupportedModelError when a weight was used that was away.
         """
         for tokens in (1, 5) if self._experts is not None else (1,):
-            self._order = []
+            given = inputs(tokens)
+            if given is None:
+                return
             try:
-                out = self._model(input_ids=torch.arange(tokens, device=self.device)[None], use_cache=False)
-                known = not bool(torch.isnan(out.logits).any())
-            except AwayError:
+                out = self._model(**given)
+                values = next((v for v in out.values() if isinstance(v, Tensor)), None)
+                known = values is None or not bool(torch.isnan(values).any())
+            except AwayError as error:
+                self._refuse_uncalled(error.weight)
                 known = False
+            except _NO_TRIAL:  # it wants other inputs: what is away when it is read says so then
+                return
             if not known:
                 raise UnsupportedModelError(
                     f"a model of type {getattr(self._model.config, 'model_type', '?')!r} uses weights outside of the "
                     "modules that they belong to (or experts that its router did not choose, or computes NaN by "
                     "itself), so they cannot be delivered: give it more memory."
                 )
+
+    def _refuse_uncalled(self, weight: str) -> None:
+        """Raise UncalledError for a module whose ``weight`` is read by others. A whole layer is no such module."""
+        unit = next((load.unit.name for load in self._loads if weight in load.locations), "")
+        if unit and not unit.rpartition(".")[2].isdigit():
+            error = UncalledError(f"{weight} is used without its module being called, so it must be resident.")
+            error.unit = unit
+            raise error
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter or buffer of the model in host memory, also of one that is away. Takes its turn.

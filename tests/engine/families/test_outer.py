@@ -263,7 +263,7 @@ def test_a_model_in_memory_lends_its_text(name):
         assert completion.token_ids[: len(expected)] == expected.tolist()
         assert engine.model.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
     with pytest.raises(UnsupportedModelError, match="give the checkpoint's directory"):
-        stowage.offload(model, device_memory="1GiB")
+        Engine(model, Memory(kv_cache_memory="4MiB", device_memory="1GiB"))
     model.bfloat16().model.language_model.norm.float()
     with pytest.raises(UnsupportedModelError, match="in another form"):
         Engine(model, Memory(kv_cache_memory="4MiB"))
@@ -278,7 +278,8 @@ def test_weights_that_stay_away_and_packed_ones(name, tmp_path):
     prompt = random_prompt(40)
     ids = torch.tensor([prompt])
     image = f"{tmp_path}:64MiB"
-    model = stowage.offload(world.path, weights="model.layers.*=stream", disk=image, attn_implementation="eager")
+    asked = {"model_class": "AutoModelForCausalLM", "attn_implementation": "eager"}
+    model = stowage.offload(world.path, weights="model.layers.*=stream", disk=image, **asked)
     with torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, eos_token_id=-1
@@ -295,9 +296,9 @@ def test_weights_that_stay_away_and_packed_ones(name, tmp_path):
 def test_prefixes_of_a_text_model(name, tmp_path):
     """For one's own ``generate()``: not of the whole model, whose tokens may be pictures, but of its text."""
     world = OuterWorld(name, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"stowage\.offload\(DIR, weights='\*=resident'\)"):
+    with pytest.raises(UnsupportedModelError, match="model_class='AutoModelForCausalLM'"):
         stowage.PrefixCache(world.plain, "8MiB")
-    model = stowage.offload(world.path, weights="*=resident")
+    model = stowage.offload(world.path, weights="*=resident", model_class="AutoModelForCausalLM")
     with stowage.PrefixCache(model, "8MiB", block_size=16, snapshot_tokens=64) as prefixes:
         for turn in range(2):
             ids = torch.tensor([random_prompt(130)])

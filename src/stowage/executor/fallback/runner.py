@@ -16,6 +16,7 @@ from torch import Tensor
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.fallback.cache_layers import At, Pooled
+from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.state_access import forward, keeper_of
 
@@ -49,6 +50,8 @@ class FallbackRunner:
         heads = max(int(getattr(config, name, None) or 1) for name in ("num_attention_heads", "index_n_heads"))
         self._scores_max = (scores_bytes_max or SCORES_BYTES_MAX) // (4 * heads)
         self._mode = mode or nullcontext()
+        self.adapters: Adapters | None = None
+        """See ``Runner``."""
 
     def close(self) -> None:
         """Nothing was put into the model."""
@@ -59,7 +62,11 @@ class FallbackRunner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """See ``Runner.run``."""
-        return [self._run(item) for item in work]
+        found = []
+        for item in work:
+            with nullcontext() if self.adapters is None else self.adapters.on(item.sequence.adapter):
+                found.append(self._run(item))
+        return found
 
     def _run(self, work: Work) -> Tensor:
         addresses = [table.addresses for table in work.sequence.tables]

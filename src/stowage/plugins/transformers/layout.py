@@ -47,7 +47,7 @@ def refuse_config(config: Any) -> None:
         raise UnsupportedModelError(
             f"models of type {config.model_type!r} take more than text: the same tokens may stand for other pictures "
             "or sounds, so tokens do not name their cache. Load its text model alone: "
-            "stowage.offload(DIR, weights='*=resident')"
+            "stowage.offload(DIR, weights='*=resident', model_class='AutoModelForCausalLM')"
         )
     refuse_positions(config)
 

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stowage.config import arguments
 from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_bytes, shown_value
 from stowage.config.names import arguments_today
-from stowage.errors import ConfigError, ModelError, UnsupportedModelError
+from stowage.errors import BudgetError, ConfigError, ModelError, UnsupportedModelError
 from stowage.weights.placement import parse_rules
 from stowage.weights.repacked import usual_place
 
@@ -27,12 +28,14 @@ def offload(
     weights: str = "auto",
     device: str = "",
     threads: str = "wait",
+    model_class: Any = None,
+    adapter: str | Path = "",
     **options: Any,
 ) -> Any:
     """A model that answers as it would without a budget, and keeps no more of its weights in memory than it is given.
 
     Args:
-        model: checkpoint directory, hub id, or a causal model in memory, whose weights are then moved.
+        model: checkpoint directory, hub id, or any Transformers model in memory, whose weights are then moved.
         device_memory: what weights may take in the memory that the model computes from, such as ``"3GiB"``; 0: no
         limit.
             KV cache and activations are the script's own and come on top.
@@ -46,6 +49,11 @@ def offload(
         device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
         threads: what becomes of a forward that begins while another thread is in one: ``wait`` for its turn, or
             ``refuse`` it with a ModelError.
+        model_class: what the checkpoint is loaded as: a class of Transformers, one of its Auto classes, or a name of
+            one. Left out, the class that config.json names. ``AutoModelForCausalLM`` of a model that takes pictures
+            gives its text model alone.
+        adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer. Its matrices stay on the
+            device, in float32, and count as ``device_memory``.
         options: for Transformers' ``from_pretrained``, such as ``attn_implementation``.
 
     Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. Any number of threads
@@ -72,16 +80,61 @@ def offload(
         )
     from stowage.executor.device import carrier, device_of
     from stowage.models import loading
+    from stowage.models.adapters import read_all
     from stowage.weights.loading import Budget
 
     in_memory = not isinstance(model, str | Path)
     if in_memory:
-        _refuse(model, options)
+        _refuse(model, {**options, **({"model_class": model_class} if model_class is not None else {})})
     here = device_of(model, device)
-    budget = Budget(device_bytes or None, host_bytes, image, rules, carrier(here))
-    offloaded = loading.load(model, dtype, None, lambda _config: budget, options, device=here).model
+    files = read_all(adapter)
+    beside = sum(file.nbytes for file in files)
+    if device_bytes and beside >= device_bytes:
+        raise BudgetError(f"device_memory={device_memory!r}, and the adapter alone takes {beside:,} bytes of it.")
+    budget = Budget(device_bytes - beside if device_bytes else None, host_bytes, image, rules, carrier(here))
+    load = partial(loading.load, device=here, whole=True, model_class=model_class)
+    loaded = load(model, dtype, None, lambda _config: budget, options)
+    offloaded = loaded.model
     offloaded.stowage.waits = threads == "wait"
+    if files:
+        _put_on(loaded, files)
     return offloaded
+
+
+def _put_on(loaded: Any, files: list[Any]) -> None:
+    """The adapter in ``files``, on for good: what the model answers has another name from now on."""
+    from stowage.core.key import adapter_namespace
+    from stowage.models.adapters import Adapters
+    from stowage.models.whole import trial_inputs
+
+    model, source = loaded.model, loaded.model.stowage
+    try:
+        adapters = Adapters(model, files, loaded.renamed)
+        adapter = adapters.named(files[0].name)
+        adapters.put_on(adapter)
+        given = trial_inputs(model, 1)
+        if given is not None and adapter is not None:
+            model(**given)
+            missed = sorted(adapter.layers.keys() - adapter.called)
+            if missed:
+                raise UnsupportedModelError(
+                    f"the adapter changes {missed[0]}, whose weight the model uses without calling it. Merge it with "
+                    "PEFT: PeftModel.from_pretrained(BASE, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
+                )
+        source.identity = adapter_namespace(bytes.fromhex(source.identity), files[0].digest).hex()
+        for name in ("save_pretrained", "merge_and_unload"):
+            model.__dict__[name] = partial(_refuse_adapted, name)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _refuse_adapted(name: str, *_args: Any, **_kwargs: Any) -> None:
+    raise ModelError(
+        f"a model with an adapter cannot do {name}(): its weights are the base's, and the adapter is added to what "
+        "they compute. Merge it in memory: "
+        "PeftModel.from_pretrained(BASE, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
+    )
 
 
 def _size(name: str, size: int | str) -> int:
@@ -92,11 +145,10 @@ def _size(name: str, size: int | str) -> int:
 
 
 def _refuse(model: Any, options: dict[str, Any]) -> None:
-    if getattr(model, "config", None) is None or not hasattr(model, "generate"):
+    if getattr(model, "config", None) is None or not hasattr(model, "named_parameters"):
         raise UnsupportedModelError(
-            f"a {type(model).__name__} is no Transformers model that generates: give a checkpoint's directory, a "
-            "hub id, or "
-            "a model that from_pretrained() made."
+            f"a {type(model).__name__} is no Transformers model: give a checkpoint's directory, a hub id, or a model "
+            "that from_pretrained() made."
         )
     if getattr(model, "stowage", None) is not None:
         raise ModelError("this model's weights are placed already: load it anew for another budget.")
