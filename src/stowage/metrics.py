@@ -48,7 +48,7 @@ preemptions             preemptions_total              sequences that had to lea
 preemptions_recomputed  preemptions_recomputed_total   of these, the ones that were computed again
 blocks_moved_out        device_blocks_moved_out_total  blocks of long sequences that went to host and are read there
 loads_refused           loads_refused_total            prefixes computed because loading would have taken longer
-prefixes_met            prefixes_met_total             prefixes whose front was computed while a tier brought their end
+overlapped_loads        overlapped_loads_total         prefixes whose front was computed while a tier brought their end
 """)
 
 POOL: Final = _rows("""

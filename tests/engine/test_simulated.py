@@ -211,7 +211,7 @@ def test_what_is_computed_while_it_is_loaded(rate, checkpoints, tmp_path, monkey
                 column.append(completion.reused_tokens.get(name, 0))
             assert engine.flush(1e9)
             engine.drop_device_cache()
-        overlapped = engine.stats()["engine"]["prefixes_met"]
+        overlapped = engine.stats()["engine"]["overlapped_loads"]
         engine.check()
     trace = traces.trace(tmp_path / "trace", lines, BLOCK_TOKENS)
     (report,) = [report for part in parts_of(trace, of) for report in replay(trace, of, part)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.errors import TransferError, UnsupportedModelError
-from stowage.plugins.vllm.memory import ArenaPlace, Copies, GroupBytes, group_bytes, runs_of
+from stowage.plugins.vllm.memory import Copies, GroupBytes, SharedArena, group_bytes, runs_of
 from stowage.storage.host import HostArena, map_arena
 
 BLOCKS = 6
@@ -65,13 +65,13 @@ def test_runs_are_the_bytes_of_the_block_each_once(tensor: torch.Tensor) -> None
         assert sorted(byte for run in runs for byte in run[block].tolist()) == block_bytes(tensor, block)
 
 
-def place_of(sizes: list[int], host_bytes: int, ranks: int, per_chunk: int) -> tuple[HostArena, list[ArenaPlace]]:
+def place_of(sizes: list[int], host_bytes: int, ranks: int, per_chunk: int) -> tuple[HostArena, list[SharedArena]]:
     groups = tuple(Group(g, Kind.FULL, 16, per_chunk, size * ranks, 0) for g, size in enumerate(sizes))
     slabs = split_arena(Geometry(groups), host_bytes)
     arena = HostArena(slabs, shared=True)
     offsets = {(0, rank): tuple(size * rank for size in sizes) for rank in range(ranks)}
     whole = tuple(size * ranks for size in sizes)
-    return arena, [ArenaPlace(arena.path, arena.bytes, slabs, whole, offsets)]
+    return arena, [SharedArena(arena.path, arena.bytes, slabs, whole, offsets)]
 
 
 @given(data=st.data(), layers=st.integers(1, 3), ranks=st.integers(1, 3), per_chunk=st.integers(1, 3))

@@ -248,14 +248,14 @@ def _requests(requests: State, now_s: float, rows: int, look: Look) -> Table:
 
 
 def _origins(request: State, look: Look) -> Text:
-    places = [(place, tokens) for place, tokens in request["reused_tokens"].items() if tokens]
+    tiers = [(tier, tokens) for tier, tokens in request["reused_tokens"].items() if tokens]
     if request["computed_tokens"]:
-        places.append(("computed", request["computed_tokens"]))
+        tiers.append(("computed", request["computed_tokens"]))
     text = Text()
     if look.wide:
-        shares = [(tokens / request["prompt_tokens"], place, False) for place, tokens in places]
+        shares = [(tokens / request["prompt_tokens"], tier, False) for tier, tokens in tiers]
         text = _bar(shares, look, _ORIGIN_BAR).append(" ")
-    named = (Text(f"{printable(place)} {tokens:,}", _color(place)) for place, tokens in places)
+    named = (Text(f"{printable(tier)} {tokens:,}", _color(tier)) for tier, tokens in tiers)
     return text.append_text(Text(" ").join(named))
 
 
@@ -268,13 +268,13 @@ def _table(title: str, *heads: str, numbers: bool = False) -> Table:
 
 
 def _bar(parts: Iterable[tuple[float, str, bool]], look: Look, length: int = 0) -> Text:
-    """Parts of (share, place, faint); what holds anything at all has a character."""
+    """Parts of (share, tier, faint); what holds anything at all has a character."""
     full, faint, free = (_PLAIN_FULL, _PLAIN_FAINT, _PLAIN_FREE) if look.plain else (_FULL, _FAINT, _FREE)
     length = length or look.bar
     bar, left = Text(), length
-    for share, place, is_faint in parts:
+    for share, tier, is_faint in parts:
         cells = min(left, max(round(share * length), 1 if share > 0 else 0))
-        bar.append((faint if is_faint else full) * cells, _color(place))
+        bar.append((faint if is_faint else full) * cells, _color(tier))
         left -= cells
     return bar.append(free * left, "bright_black")
 
@@ -290,8 +290,8 @@ def printable(text: object) -> str:
     return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
-def _color(place: str) -> str:
-    return _COLORS.get(place, "green")
+def _color(tier: str) -> str:
+    return _COLORS.get(tier, "green")
 
 
 def _kind(kind: str) -> str:

@@ -18,7 +18,7 @@ from stowage.errors import ConfigError
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine
     from stowage.server.auth import ApiKeys
-    from stowage.server.listen import Place
+    from stowage.server.listen import ListenAddress
 
 FAILED = 70
 """The status after a failure of the engine: not 2, which is wrong use, so that supervisors start the server anew."""
@@ -50,8 +50,8 @@ def serve(
     limits = Limits(**{item.name: settings[item.name] for item in fields(Limits)})
     path = settings["api_key_file"]
     keys = auth.load(Path(path).expanduser().absolute() if path else None, os.environ)
-    place = listen.bind(settings["host"], settings["port"])
-    if not place.loopback and not len(keys) and not insecure:
+    address = listen.bind(settings["host"], settings["port"])
+    if not address.loopback and not len(keys) and not insecure:
         raise ConfigError(
             f"--host {settings['host']} can be reached from other machines, and there is no API key: anybody could use "
             "it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or --host 127.0.0.1. --insecure serves everybody."
@@ -62,7 +62,7 @@ def serve(
     from stowage.server.serve import serve as run
 
     with Engines(partial(open_engine, model, settings, adapters), limits.max_reopens) as engines:
-        if not run(engines, name, place, limits, keys, lambda: _tell(engines.engine, name, place, keys, json=json)):
+        if not run(engines, name, address, limits, keys, lambda: _tell(engines.engine, name, address, keys, json=json)):
             complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
             raise typer.Exit(FAILED)
         note("Stopping: writing what is held to the tiers below ..." if settings["disk"] else "Stopping.")
@@ -87,21 +87,19 @@ def _name_of(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _tell(engine: "Engine | None", name: str, place: "Place", keys: "ApiKeys", *, json: bool) -> None:
+def _tell(engine: "Engine | None", name: str, address: "ListenAddress", keys: "ApiKeys", *, json: bool) -> None:
     """Says what is served, where, and what lies in which hold."""
     from stowage.engine.placement_report import placement
 
     assert engine is not None, "the first one"
-    places = placement(engine)
+    lines = placement(engine)
     if json:
-        held = [
-            {"tier": p.tier, "what": p.what, "capacity_bytes": p.capacity_bytes, "tokens": p.tokens} for p in places
-        ]
-        print_json({"model": name, "url": place.url, "max_model_len": engine.sequence_tokens_max, "placement": held})
+        held = [{"tier": p.tier, "what": p.what, "capacity_bytes": p.capacity_bytes, "tokens": p.tokens} for p in lines]
+        print_json({"model": name, "url": address.url, "max_model_len": engine.sequence_tokens_max, "placement": held})
         return
-    for line in places:
+    for line in lines:
         note(str(line))
     who = f"{len(keys)} API keys" if len(keys) else "no API key is needed"
-    note(f"Serving {name} at {place.url}/v1 ({who}; up to {engine.sequence_tokens_max:,} tokens per sequence).")
-    if not len(keys) and not place.loopback:
+    note(f"Serving {name} at {address.url}/v1 ({who}; up to {engine.sequence_tokens_max:,} tokens per sequence).")
+    if not len(keys) and not address.loopback:
         note("Warning: --insecure: every machine that reaches this address can use the model.")

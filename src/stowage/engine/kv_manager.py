@@ -45,7 +45,7 @@ class Counters:
     preemptions_recomputed: int = 0
     blocks_moved_out: int = 0
     loads_refused: int = 0
-    prefixes_met: int = 0
+    overlapped_loads: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
     prompt_tokens_computed: int = 0

@@ -51,7 +51,7 @@ class OverlappedLoads:
 
     def begin(self, sequence: Sequence, end: int, *, tells: bool) -> None:
         """Load what lies before ``end``, while ``sequence``, which runs, is computed."""
-        self._kv_manager.counters.prefixes_met += 1
+        self._kv_manager.counters.overlapped_loads += 1
         load = self._planner.overlap(sequence.keys, sequence.computed, end, self._step, self._clock())
         self._open[sequence.id] = Overlapped(sequence, load, tells)
 

@@ -12,7 +12,7 @@ from stowage.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TierUse:
     """One thing in one hold: ``capacity_bytes`` is what it may take, ``tokens`` how many tokens of KV fit there (0: not
     KV).
     """
@@ -40,7 +40,7 @@ def shared_tiers(engine: Engine) -> frozenset[str]:
     return frozenset(tier.name for tier in tiers if isinstance(tier, Probing))
 
 
-def _weights(source: WeightSource) -> list[Place]:
+def _weights(source: WeightSource) -> list[TierUse]:
     placement = source.placement
     mapped = "weights, read there by the device" if placement.to_device else "weights, mapped from the checkpoint"
     held = {
@@ -56,25 +56,25 @@ def _weights(source: WeightSource) -> list[Place]:
         ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),
         ("disk", "weights, in another form than the checkpoint's"): source.image_bytes,
     }
-    return [Place(tier, what, nbytes) for (tier, what), nbytes in held.items() if nbytes]
+    return [TierUse(tier, what, nbytes) for (tier, what), nbytes in held.items() if nbytes]
 
 
-def placement(engine: Engine) -> list[Place]:
+def placement(engine: Engine) -> list[TierUse]:
     """The holds of ``engine``, device first."""
-    places = _weights(engine.weights) if engine.weights is not None else []
-    places = places or [Place("device", "weights, resident", weights_bytes(engine))]
+    found = _weights(engine.weights) if engine.weights is not None else []
+    found = found or [TierUse("device", "weights, resident", weights_bytes(engine))]
     for pool in engine.parts.pools:
         group = pool.group
         what = f"KV of {len(group.layers)} {group.kind.value} layers"
-        places.append(Place("device", what, pool.nbytes, pool.blocks * group.block_tokens))
+        found.append(TierUse("device", what, pool.nbytes, pool.blocks * group.block_tokens))
     if engine.store is not None:
         for slab in engine.store.slabs:
             members = [engine.parts.layout.groups[index] for index in slab.groups]
             kinds = " and ".join(dict.fromkeys(group.kind.value for group in members))
             tokens = slab.slots * members[0].chunk_tokens // len(members)
-            places.append(Place("host", f"chunks of {kinds} groups", slab.slots * slab.slot_bytes, tokens))
+            found.append(TierUse("host", f"chunks of {kinds} groups", slab.slots * slab.slot_bytes, tokens))
     if engine.memory.disk_directory is not None:
         per_token = sum(g.bytes_per_chunk / g.chunk_tokens for g in engine.parts.layout.groups)
         tokens = int(engine.memory.disk_bytes / per_token)
-        places.append(Place("disk", f"segments in {engine.memory.disk_directory}", engine.memory.disk_bytes, tokens))
-    return places
+        found.append(TierUse("disk", f"segments in {engine.memory.disk_directory}", engine.memory.disk_bytes, tokens))
+    return found

@@ -118,7 +118,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A prompt, and for each place another prompt that shares only its first part.
+    """A prompt, and for each tier another prompt that shares only its first part.
 
     It has to be another one each time: once asked, all of it is stored. None where the context is too short for that.
     """
@@ -126,8 +126,8 @@ class Scenario:
     prompt: Prompt
     middles: dict[str, Prompt]
 
-    def asked_of(self, place: str) -> list[Prompt]:
-        return [self.prompt, *(prompt for key, prompt in self.middles.items() if key == place)]
+    def asked_of(self, tier: str) -> list[Prompt]:
+        return [self.prompt, *(prompt for key, prompt in self.middles.items() if key == tier)]
 
 
 def verify(
@@ -156,8 +156,8 @@ def verify(
         tiered = runs.with_tiers(memory, directory)
         lower = runs.lower_tiers(tiered)
         with opened(runs.plain(memory)) as engine:
-            places = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
-            scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, places)
+            tiers = ("device", "host", lower[0], *(f"{tier} alone" for tier in lower))
+            scenarios = _scenarios(engine.parts.layout, memory.snapshot_tokens, seed, tiers)
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             executor = engine.executor
             exact = engine.exact
@@ -271,7 +271,7 @@ class _Comparison:
         return UNUSED if prompt.reusable else SHORT
 
 
-def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int, places: Sequence[str]) -> list[Scenario]:
+def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int, tiers: Sequence[str]) -> list[Scenario]:
     """Prompts of several lengths around the model's own chunk size, as far as its context allows."""
     unit = math.lcm(*(group.chunk_tokens for group in layout.groups))
     recurrent = any(group.kind is Kind.RECURRENT for group in layout.groups)
@@ -298,8 +298,8 @@ def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int, places: Seq
     if count <= room:
         whole = prompt("long", count)
         middles = {
-            place: Prompt(f"first {shared} of the long one", whole.tokens[:shared] + tokens(count - shared), shared)
-            for place in places
+            tier: Prompt(f"first {shared} of the long one", whole.tokens[:shared] + tokens(count - shared), shared)
+            for tier in tiers
         }
         scenarios.append(Scenario(whole, middles))
     return scenarios

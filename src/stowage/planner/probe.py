@@ -45,12 +45,12 @@ def measure(
     ``DirectoryError`` where the disk cannot be measured, ``StowageError`` where
     computing fails.
     """
-    place = directory or _made(default_state_directory())
+    where = directory or _made(default_state_directory())
     cores = len(os.sched_getaffinity(0))
     say("memory")
     memcpy_one, memcpy_all = (storage.memcpy_bytes_per_s(threads, _MEMORY_BYTES) for threads in (1, cores))
-    say(f"the disk of {place}")
-    with storage.written(place, file_bytes or storage.FILE_BYTES) as (path, written_bytes_per_s):
+    say(f"the disk of {where}")
+    with storage.written(where, file_bytes or storage.FILE_BYTES) as (path, written_bytes_per_s):
         reads = {depth: storage.read_bytes_per_s(path, depth) for depth in DEPTHS}
         buffered = storage.read_bytes_per_s(path, 1, direct=False)
         computed = _compute(say, path)
@@ -100,12 +100,12 @@ def machine_key(directory: Path | None = None) -> str:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "none"
-    place = directory or default_state_directory()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    where = directory or default_state_directory()
+    while not where.exists() and where != where.parent:
+        where = where.parent
     cores = len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    return f"{cpu_name()} | {cores} cores | torch {torch} | threads {threads or cores} | device {place.stat().st_dev}"
+    return f"{cpu_name()} | {cores} cores | torch {torch} | threads {threads or cores} | device {where.stat().st_dev}"
 
 
 def cpu_name() -> str:

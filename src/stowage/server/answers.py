@@ -143,7 +143,7 @@ class TextAnswer(Answer):
 
     def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
         super().__init__(ask, vocabulary, exact=exact)
-        self._places: dict[int, _Place] = {}
+        self._offsets: dict[int, _Offset] = {}
 
     def _choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:
         text = "" if self.ask.silent else completion.text
@@ -151,7 +151,7 @@ class TextAnswer(Answer):
         return {"index": index} | self._part(index, text, reports, completion, scores, first=True)
 
     def _grown(self, choice: int, delta: Delta, scores: Scores) -> dict[str, Any] | None:
-        first = choice not in self._places and self.ask.echo
+        first = choice not in self._offsets and self.ask.echo
         text, reports = ("", ()) if self.ask.silent else (delta.text, delta.logprobs)
         if not text and not reports and delta.completion is None and not first:
             return None
@@ -168,27 +168,27 @@ class TextAnswer(Answer):
         first: bool,
     ) -> dict[str, Any]:
         prompt = self.ask.prompts[choice // self.ask.n]
-        place = self._places.setdefault(choice, _Place())
+        offset = self._offsets.setdefault(choice, _Offset())
         listed: list[tuple[int, TokenLogprob | None]] = []
         if first and self.ask.echo:
             text = prompt.text + text
             if scores:
                 listed = list(zip(prompt.tokens, scores, strict=True))
         listed += [(report.token_id, report) for report in reports]
-        logprobs = None if self.ask.logprobs is None else self._logprobs(place, listed)
+        logprobs = None if self.ask.logprobs is None else self._logprobs(offset, listed)
         return {"text": text, "logprobs": logprobs, "finish_reason": self._reason(completion)}
 
-    def _logprobs(self, place: _Place, listed: list[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+    def _logprobs(self, offset: _Offset, listed: list[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
         words = self._vocabulary
         return {
             "tokens": [words.text_of(token) for token, _ in listed],
             "token_logprobs": [None if report is None else _number(report.logprob) for _, report in listed],
             "top_logprobs": [None if report is None else self._top(report) for _, report in listed],
-            "text_offset": [place.then(words.shown(token)) for token, _ in listed],
+            "text_offset": [offset.then(words.shown(token)) for token, _ in listed],
         }
 
     def _top(self, report: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens, and the one at the place itself, which may be none of them."""
+        """The likeliest tokens, and the one that was drawn, which may be none of them."""
         pairs = (*report.top[: self.ask.logprobs], (report.token_id, report.logprob))
         found: dict[str, float] = {}
         for token, logprob in pairs:  # of tokens that look alike the likelier one counts
@@ -196,7 +196,7 @@ class TextAnswer(Answer):
         return found
 
 
-class _Place:
+class _Offset:
     """How far the text of a choice has come, token by token; a part of a character counts with its last byte."""
 
     def __init__(self) -> None:

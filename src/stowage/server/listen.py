@@ -13,7 +13,7 @@ _EXAMPLE = "--host 127.0.0.1, --host ::1, or --host 0.0.0.0 for every address of
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ListenAddress:
     """A bound socket, which does not accept anything yet, and the name that was asked for."""
 
     socket: socket.socket
@@ -31,8 +31,8 @@ class Place:
         return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def bind(host: str, port: int) -> Place:
-    """The place that an address or a name and a port mean. Port 0: any that is free. Raises ConfigError."""
+def bind(host: str, port: int) -> ListenAddress:
+    """What an address or a name and a port mean. Port 0: any that is free. Raises ConfigError."""
     host = host.strip()
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -57,7 +57,7 @@ def bind(host: str, port: int) -> Place:
     except OSError as error:
         listener.close()
         raise ConfigError(cannot_listen(text, error)) from error
-    return Place(listener, host, text)
+    return ListenAddress(listener, host, text)
 
 
 def cannot_listen(text: str, error: OSError) -> str:

@@ -98,13 +98,13 @@ def transfers(stats: Stats) -> dict[str, Any] | None:
 
 
 def sample_names(engine: Engine) -> list[str]:
-    """Of the numbers of one sample: totals, and, from 0 to 1, the share of each place that holds something."""
+    """Of the numbers of one sample: totals, and, from 0 to 1, the share of each tier that holds something."""
     names = "tokens_reused prompt_tokens_computed answer_tokens first_tokens first_token_s choices_open".split()
-    places = ["device"]
+    tiers = ["device"]
     if engine.store is not None:
         names += ["promoted_bytes", "spilled_bytes"]
-        places += ["host", *(tier.name for tier in engine.store.tiers)]
-    return names + [_USED + place for place in places]
+        tiers += ["host", *(tier.name for tier in engine.store.tiers)]
+    return names + [_USED + tier for tier in tiers]
 
 
 def sample(stats: Stats, counts: Mapping[str, float], choices_open: int) -> dict[str, float | None]:

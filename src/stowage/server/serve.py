@@ -27,7 +27,7 @@ from stowage.server.connections import protocol
 from stowage.server.counts import Counts
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
-from stowage.server.listen import Place, cannot_listen
+from stowage.server.listen import ListenAddress, cannot_listen
 from stowage.server.refusal import stopping
 from stowage.server.watch import Watch
 
@@ -40,7 +40,9 @@ _LOOK_S: Final = 0.2
 """How often the engine is asked whether it has failed."""
 
 
-def serve(engines: Engines, name: str, place: Place, limits: Limits, keys: ApiKeys, ready: Callable[[], None]) -> bool:
+def serve(
+    engines: Engines, name: str, address: ListenAddress, limits: Limits, keys: ApiKeys, ready: Callable[[], None]
+) -> bool:
     """Serve an engine as `name` until SIGINT or SIGTERM, or until it has failed and no other may be opened: then False.
     Calls `ready` when requests are taken in. Raises ConfigError.
 
@@ -52,7 +54,7 @@ def serve(engines: Engines, name: str, place: Place, limits: Limits, keys: ApiKe
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _first_signal, loop, stop)
-        return await run(engines, name, place, limits, keys, stop, ready)
+        return await run(engines, name, address, limits, keys, stop, ready)
 
     return asyncio.run(until_signal())
 
@@ -67,7 +69,7 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 async def run(
     engines: Engines,
     name: str,
-    place: Place,
+    address: ListenAddress,
     limits: Limits,
     keys: ApiKeys,
     stop: asyncio.Event,
@@ -76,10 +78,10 @@ async def run(
     """`serve` without signals, until `stop` is set."""
     bridge, counts = Bridge(engines, name, limits), Counts()
     watch = Watch(bridge, counts)
-    guarded = len(keys) or place.loopback
-    app = build(bridge, keys, limits, counts, watch, place.host if guarded else None)
+    guarded = len(keys) or address.loopback
+    app = build(bridge, keys, limits, counts, watch, address.host if guarded else None)
     server = _server(app, limits)
-    running = asyncio.create_task(server.serve(sockets=[place.socket]))
+    running = asyncio.create_task(server.serve(sockets=[address.socket]))
     sampling = asyncio.create_task(watch.sample_for_ever())
     try:
         while not server.started and not running.done():
@@ -90,7 +92,7 @@ async def run(
                 pass
         await _stop(server, running, bridge, limits)
     except OSError as error:
-        raise ConfigError(cannot_listen(place.text, error)) from error
+        raise ConfigError(cannot_listen(address.text, error)) from error
     finally:
         sampling.cancel()
         with contextlib.suppress(asyncio.CancelledError):

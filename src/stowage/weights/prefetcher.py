@@ -33,7 +33,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Filling:
-    place: int
+    index: int
     slot: Slot
     ticket: Ticket
 
@@ -98,16 +98,16 @@ class Ring:
         """Begin to fill what is free."""
         while self._free:
             slot = self._free.pop()
-            place = self._next
-            self._next = (place + 1) % len(self._order)
+            index = self._next
+            self._next = (index + 1) % len(self._order)
             try:
-                reads = self._reads(self._order[place], slot.memory)
+                reads = self._reads(self._order[index], slot.memory)
                 ticket = self._readers.start(reads)
             except BaseException:
                 self._free.append(slot)
                 raise
             self.read_bytes += sum(read.into.nbytes for read in reads)
-            self._filling.append(_Filling(place, slot, ticket))
+            self._filling.append(_Filling(index, slot, ticket))
 
     def take(self, unit: int) -> Slot:
         """The slot with the bytes of ``unit``, lent until `give_back`. Waits for them.
@@ -123,7 +123,7 @@ class Ring:
         self._filling.popleft()
         if filling.ticket.error is not None:
             self._free.append(filling.slot)
-            self._next = filling.place
+            self._next = filling.index
         filling.ticket.raise_error()
         self._lent[unit] = (filling.slot, thread)
         return filling.slot
@@ -159,7 +159,7 @@ class Ring:
     def _seek(self, unit: int) -> None:
         """Make ``unit`` the first that is being filled."""
         self.start()
-        while self._filling and self._order[self._filling[0].place] != unit:
+        while self._filling and self._order[self._filling[0].index] != unit:
             self._stall.wait(self._filling[0].ticket)
             self._free.append(self._filling.popleft().slot)
         if not self._filling:

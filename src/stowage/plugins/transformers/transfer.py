@@ -34,25 +34,25 @@ class CacheTransfer:
         bytes. The tensors may lie on any device.
         """
         group = self._blocks[plan.group].group
-        for block, place, count in runs(plan, self._slab_of[plan.group], group.bytes_per_block):
-            for index, part, host in self._parts(plan.group, place, count):
+        for block, offset, count in runs(plan, self._slab_of[plan.group], group.bytes_per_block):
+            for index, part, host in self._parts(plan.group, offset, count):
                 host.copy_(_slice(cache[index], part, row, block, count, group.block_tokens, group.kind))
         return plan.bytes(group)
 
     def load(self, plan: CopyPlan, cache: Mapping[int, SwappedBlocks], row: int) -> None:
         """Host to cache: the reverse, into tensors in ordinary memory."""
         group = self._blocks[plan.group].group
-        for block, place, count in runs(plan, self._slab_of[plan.group], group.bytes_per_block):
-            for index, part, host in self._parts(plan.group, place, count):
+        for block, offset, count in runs(plan, self._slab_of[plan.group], group.bytes_per_block):
+            for index, part, host in self._parts(plan.group, offset, count):
                 _slice(cache[index], part, row, block, count, group.block_tokens, group.kind).copy_(host)
 
-    def _parts(self, group: int, place: int, count: int) -> list[tuple[int, int, Tensor]]:
+    def _parts(self, group: int, offset: int, count: int) -> list[tuple[int, int, Tensor]]:
         """Layer, tensor, and ``[count, heads, block_tokens, dim]`` (or ``[*state]``) over the arena, of each tensor of
-        ``count`` blocks that lie one after the other from byte ``place`` on.
+        ``count`` blocks that lie one after the other from byte ``offset`` on.
         """
         layout = self._blocks[group]
         size, tokens = layout.group.bytes_per_block, layout.group.block_tokens
-        rows = self._arena[place : place + count * size].view(count, size)
+        rows = self._arena[offset : offset + count * size].view(count, size)
         recurrent = layout.group.kind is Kind.RECURRENT
         found = []
         for layer in layout.layers:

@@ -24,7 +24,7 @@ from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import IntArray, SlabClass
 from stowage.errors import TransferError, UnsupportedModelError
 
-__all__ = ["ArenaPlace", "Copies", "GroupBytes", "Rank", "group_bytes", "runs_of"]
+__all__ = ["Copies", "GroupBytes", "Rank", "SharedArena", "group_bytes", "runs_of"]
 
 Rank = tuple[int, int]
 """Pipeline rank and tensor rank."""
@@ -97,7 +97,7 @@ def runs_of(tensor: Tensor, num_blocks: int, name: str = "") -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class ArenaPlace:
+class SharedArena:
     """Where workers find the arena. ``offsets``: by rank and group, where the rank's share of a block begins."""
 
     path: str
@@ -113,13 +113,13 @@ class Copies:
     """
 
     def __init__(
-        self, groups: Sequence[GroupBytes], arena: NDArray[np.uint8], place: ArenaPlace, offsets: Sequence[int]
+        self, groups: Sequence[GroupBytes], arena: NDArray[np.uint8], shared: SharedArena, offsets: Sequence[int]
     ) -> None:
         self._groups = groups
         self._arena = arena
-        self._place = place
+        self._shared = shared
         self._offsets = offsets
-        self._slab_of = {group: slab for slab in place.slabs for group in slab.groups}
+        self._slab_of = {group: slab for slab in shared.slabs for group in slab.groups}
         self._on_host = all(run.device.type == "cpu" for group in groups for run in group.runs)
 
     def store(self, plan: CopyPlan) -> int:
@@ -127,10 +127,10 @@ class Copies:
         if self._on_host:
             return self._move(plan, to_arena=True)
         arena = torch.from_numpy(self._arena)
-        for block, place in zip(plan.blocks.tolist(), self._places(plan).tolist(), strict=True):
+        for block, address in zip(plan.blocks.tolist(), self._addresses(plan).tolist(), strict=True):
             for run in self._groups[plan.group].runs:
-                arena[place : place + run.shape[1]].copy_(run[block])
-                place += run.shape[1]
+                arena[address : address + run.shape[1]].copy_(run[block])
+                address += run.shape[1]
         return plan.copies * self._groups[plan.group].bytes_per_block
 
     def load(self, plan: CopyPlan) -> int:
@@ -138,13 +138,13 @@ class Copies:
         if self._on_host:
             return self._move(plan, to_arena=False)
         arena = torch.from_numpy(self._arena)
-        for block, place in zip(plan.blocks.tolist(), self._places(plan).tolist(), strict=True):
+        for block, address in zip(plan.blocks.tolist(), self._addresses(plan).tolist(), strict=True):
             for run in self._groups[plan.group].runs:
-                run[block].copy_(arena[place : place + run.shape[1]])
-                place += run.shape[1]
+                run[block].copy_(arena[address : address + run.shape[1]])
+                address += run.shape[1]
         return plan.copies * self._groups[plan.group].bytes_per_block
 
-    def _places(self, plan: CopyPlan) -> IntArray:
+    def _addresses(self, plan: CopyPlan) -> IntArray:
         """Where each copy's block begins in the arena: this rank's share of it. Raises TransferError for a plan that
         reaches outside of either memory, rather than write there.
         """
@@ -152,13 +152,15 @@ class Copies:
         for values, first, end in (
             (plan.blocks, 0, min((run.shape[0] for run in self._groups[plan.group].runs), default=0)),
             (plan.slots, slab.first_slot, slab.first_slot + slab.slots),
-            (plan.offsets, 0, slab.slot_bytes // max(1, self._place.bytes_per_block[plan.group])),
+            (plan.offsets, 0, slab.slot_bytes // max(1, self._shared.bytes_per_block[plan.group])),
         ):
             if plan.copies and not (first <= int(values.min()) and int(values.max()) < end):
                 raise TransferError(f"a plan of group {plan.group} names places outside of [{first}, {end})")
         slots = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes
-        places: IntArray = slots + plan.offsets * self._place.bytes_per_block[plan.group] + self._offsets[plan.group]
-        return places
+        addresses: IntArray = (
+            slots + plan.offsets * self._shared.bytes_per_block[plan.group] + self._offsets[plan.group]
+        )
+        return addresses
 
     def _move(self, plan: CopyPlan, *, to_arena: bool) -> int:
         """Plain memory on both sides. Runs that lie side by side on both sides move as one; other threads run
@@ -171,7 +173,7 @@ class Copies:
         begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         pointers = np.array([run.data_ptr() for run in runs], dtype=np.int64)
         strides = np.array([run.stride(0) for run in runs], dtype=np.int64)
-        host = ((self._places(plan) + self._arena.ctypes.data)[:, np.newaxis] + begins).ravel()
+        host = ((self._addresses(plan) + self._arena.ctypes.data)[:, np.newaxis] + begins).ravel()
         device = (pointers + plan.blocks[:, np.newaxis] * strides).ravel()
         sizes = np.tile(lengths, plan.copies)
         joined = (np.diff(host) == sizes[:-1]) & (np.diff(device) == sizes[:-1])

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.plugins.vllm.memory import ArenaPlace, Rank
+from stowage.plugins.vllm.memory import Rank, SharedArena
 
 __all__ = ["Load", "Part", "Report", "Step", "Store"]
 
@@ -59,7 +59,7 @@ class Step(KVConnectorMetadata):
     """``number``: of the step, from 1. ``busy``: whether it computes anything."""
 
     number: int = 0
-    arena: ArenaPlace | None = None
+    arena: SharedArena | None = None
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     busy: bool = True

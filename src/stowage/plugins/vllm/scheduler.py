@@ -29,7 +29,7 @@ from stowage.errors import ConfigError, StowageError
 from stowage.log import Trouble
 from stowage.plugins.vllm import adapter, namespace
 from stowage.plugins.vllm.events import Announcements
-from stowage.plugins.vllm.memory import ArenaPlace, Rank, offsets
+from stowage.plugins.vllm.memory import Rank, SharedArena, offsets
 from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
 from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
 from stowage.plugins.vllm.settings import Options, resume_points, state_spacing
@@ -107,7 +107,7 @@ class SchedulerSide:
         self._strategies = [strategy(group) for group in self._groups]
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         self._prefixes = Prefixes(store, self._cost_model, self._strategies, points, memory.lookup_timeout_s)
-        self._place = ArenaPlace(
+        self._shared = SharedArena(
             store.arena.path,
             store.arena.bytes,
             store.slabs,
@@ -250,7 +250,7 @@ class SchedulerSide:
             self._fault("a step's blocks could not be stored")
         loads, self._loads = self._loads, []
         number = self._step_times.built(scheduled.total_num_scheduled_tokens)
-        return Step(number, self._place if loads or stores else None, loads, stores, self._busy)
+        return Step(number, self._shared if loads or stores else None, loads, stores, self._busy)
 
     def _stores(self, scheduled: Any) -> list[Store]:
         stores: list[Store] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from stowage import openmp
 from stowage.errors import StowageError
 from stowage.log import Trouble
-from stowage.plugins.vllm.memory import ArenaPlace, Copies, GroupBytes, Rank, group_bytes
+from stowage.plugins.vllm.memory import Copies, GroupBytes, Rank, SharedArena, group_bytes
 from stowage.plugins.vllm.messages import Load, Part, Report, Step
 from stowage.storage.host import map_arena
 
@@ -138,9 +138,11 @@ class WorkerSide:
                     self._failed.add(load.request)
                 self._arrived.set()
 
-    def _open(self, place: ArenaPlace) -> None:
+    def _open(self, shared: SharedArena) -> None:
         try:
-            self._copies = Copies(self._groups, map_arena(place.path, place.nbytes), place, place.offsets[self._rank])
+            self._copies = Copies(
+                self._groups, map_arena(shared.path, shared.nbytes), shared, shared.offsets[self._rank]
+            )
         except (StowageError, KeyError) as error:
             self._complain("arena_unreachable", "host memory cannot be reached: nothing is stored or loaded", error)
 

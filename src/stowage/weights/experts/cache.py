@@ -1,8 +1,8 @@
 """The experts of all layers in a cache: read when a router chooses them, and away when others need their memory.
 
 Owns the frames in which experts lie, and which expert lies in which. A layer's stacked parameters are tensors of their
-full size over spans of addresses; an expert that is there shows its frame at its own place, and one that is away reads
-as NaN. So a module computes as if all were there, with the same kernels at the same addresses modulo 64, and what it
+full size over spans of addresses; an expert that is there shows its frame at its address, and one that is away reads as
+NaN. So a module computes as if all were there, with the same kernels at the same addresses modulo 64, and what it
 computes with an expert that was not chosen would be seen. Memory is never more than the frames, and the pages that two
 neighbours share, which stay.
 """
@@ -66,14 +66,14 @@ class _Stack:
         """Of the pages between experts, which stay."""
         return PAGE_BYTES * (self._experts + 1) * self.shared
 
-    def place(self, expert: int) -> int:
+    def address(self, expert: int) -> int:
         """Where in the span its whole pages begin."""
         return self._begin + expert * self._expert_bytes + self._first
 
     def reads(self, expert: int) -> list[Read]:
         """What fills them."""
-        place = self.place(expert)
-        into = memoryview(self.span.memory)[place : place + self.whole_bytes]
+        address = self.address(expert)
+        into = memoryview(self.span.memory)[address : address + self.whole_bytes]
         return self._location.reads(expert * self._expert_bytes + self._first, into)
 
     def edges(self) -> list[Read]:
@@ -265,7 +265,7 @@ class ExpertCache:
         within = 0
         try:
             for stack in self._layers[layer]:
-                self._frames.show(stack.span, stack.place(expert), stack.whole_bytes, frame, within)
+                self._frames.show(stack.span, stack.address(expert), stack.whole_bytes, frame, within)
                 within += stack.whole_bytes
             ticket = self._start([read for stack in self._layers[layer] for read in stack.reads(expert)])
         except BaseException:
@@ -303,7 +303,7 @@ class ExpertCache:
 
     def _hide(self, layer: int, expert: int) -> None:
         for stack in self._layers[layer]:
-            self._frames.hide(stack.span, stack.place(expert), stack.whole_bytes)
+            self._frames.hide(stack.span, stack.address(expert), stack.whole_bytes)
 
     def _start(self, reads: Sequence[Read]) -> Ticket:
         self.read_bytes += sum(read.into.nbytes for read in reads)
