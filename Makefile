@@ -31,7 +31,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real real-model clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real real-model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ $(FUZZ_STAMP): $(ENV_STAMP) requirements/fuzz.txt
 	@$(PIP) install --quiet --no-deps --requirement requirements/fuzz.txt \
 		|| echo "atheris could not be installed (see above): fuzzing goes on without it, less thoroughly" >&2
 	@touch $@
+
+parity: $(ENV_STAMP) ## random odd models and settings against a roomy run and Transformers, for SECONDS=60; SEED=0
+	$(PY) -m stowage.testing.fuzz --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0)
 
 sim: $(ENV_STAMP) ## run simulated worlds with faults and crashes: SEEDS=2000, FIRST=0; one that failed: FIRST=n SEEDS=1
 	$(PY) -m stowage.testing.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)

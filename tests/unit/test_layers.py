@@ -58,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "server": {"config", "engine", "metrics"},
     "planner": {"config", "core", "engine", "executor", "models", "weights"},
     "simulator": {"cache", "config", "core", "storage"},
-    "testing": {"cache", "config", "core", "engine", "executor", "models", "storage", "transfer"},
+    "testing": {"cache", "config", "core", "engine", "evaluation", "executor", "models", "storage", "transfer"},
     "demo": {"config", "engine", "openmp", "testing"},
     "cli": {
         "cache",

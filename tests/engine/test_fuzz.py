@@ -1,0 +1,67 @@
+"""The parity fuzzer: it passes where the engine is right, and finds what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from stowage.executor import kernels
+from stowage.testing.fuzz.__main__ import main
+from stowage.testing.fuzz.case import Mismatch, draw, run
+from stowage.transfer.cpu import CpuTransfer
+
+FAMILIES = ["llama", "gemma3", "qwen3_next"]
+
+
+def test_cases_are_played_again() -> None:
+    assert str(draw(7)) == str(draw(7)) != str(draw(8))
+
+
+def test_nothing_differs(tmp_path: Path) -> None:
+    total = 0
+    for seed in range(4):
+        outcome = run(draw(seed, FAMILIES), tmp_path / str(seed))
+        assert not outcome.inexact
+        total += outcome.reused_tokens
+    assert total > 1000
+
+
+def flipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of what is loaded."""
+    whole = CpuTransfer.load
+
+    def load(self: CpuTransfer, plan: Any, storage: Any) -> None:
+        whole(self, plan, storage)
+        storage[plan.blocks[0], 0] ^= 1 << 6
+
+    monkeypatch.setattr(CpuTransfer, "load", load)
+
+
+def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of many rows that is not that of few."""
+    honest = kernels.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = honest(x, weight, bias)
+        return out * 1.01 if out.numel() // out.shape[-1] > 100 else out
+
+    monkeypatch.setattr(kernels, "linear", linear)
+
+
+@pytest.mark.parametrize("plant", [flipped, neighbours])
+def test_what_is_planted_is_found(plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Mismatch, match="seed"):
+        for seed in range(8):
+            run(draw(seed, FAMILIES), tmp_path / str(seed))
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["--seed", "3", "--cases", "1", "--family", "llama"]) == 0
+    assert "1 cases: " in capsys.readouterr().out
+    flipped(monkeypatch)
+    assert main(["--seed", "0", "--cases", "6", "--family", "llama"]) == 1
+    assert "Again: python -m stowage.testing.fuzz --seed" in capsys.readouterr().out
