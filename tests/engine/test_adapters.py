@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from typer.testing import CliRunner
 
 import stowage
 from stowage import Engine, Memory, SamplingParams
+from stowage.cli.app import app
 from stowage.testing import tiny_models
 
 SIZE = tiny_models.TinySize(hidden=256, layers=3)
@@ -268,6 +270,44 @@ def test_a_layer_that_is_not_called_is_not_passed_over(tmp_path: Path) -> None:
     fine = adapter_of(base, tmp_path / "fine", 4, target_modules=["o_proj"], r=2)
     with Engine(base, Memory(**MEMORY), adapter=fine) as engine:
         assert answers(engine) != answers(engine, "")
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3_vision"])
+def test_the_text_of_a_model_that_takes_pictures(family: str, tmp_path: Path) -> None:
+    """Whole under `offload`, its text alone in an engine: the same adapter, whose names are the whole model's."""
+    base = tiny_models.write(family, tmp_path / "base")
+    load = AutoModelForImageTextToText.from_pretrained
+    torch.manual_seed(1)
+    targets = r".*language_model.*\.(q_proj|up_proj)"
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    peft.get_peft_model(load(base), config).save_pretrained(tmp_path / "adapter")
+    plain = peft.PeftModel.from_pretrained(load(base).eval(), tmp_path / "adapter").eval()
+    ids = torch.tensor(PROMPTS[:1])
+    given = {"input_ids": ids, "use_cache": False}
+    given |= {"token_type_ids": torch.zeros_like(ids)} if family == "gemma3_vision" else {}
+    with torch.no_grad():
+        expected = plain(**given).logits
+        image = f"{tmp_path}/image:1GiB"
+        model = stowage.offload(base, weights="*=stream", disk=image, adapter=tmp_path / "adapter")
+        assert torch.equal(model(**given).logits, expected)
+    scored = SamplingParams(max_new_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    with Engine(base, Memory(**MEMORY), adapter=tmp_path / "adapter") as engine:
+        (done,) = engine.generate(PROMPTS[:1], scored)
+    found = torch.tensor([p.logprob for p in done.prompt_logprobs[1:] if p is not None])
+    rows = expected[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert (found - rows).abs().max() < 1e-4
+
+
+def test_packed_weights_and_a_hard_budget(world: Path, tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["pack", str(world / "float32"), str(tmp_path / "packed")]).exit_code == 0
+    found = []
+    small = {"kv_cache_memory": "2MiB", "max_num_batched_tokens": 64, "device_memory": "8MiB", "block_size": 16}
+    for memory in (MEMORY, MEMORY | {"weights": "*layers*=stream"}, small):
+        names = {"one": world / "one"}
+        with Engine(tmp_path / "packed", Memory(**memory), deterministic=True, adapter=names) as engine:
+            found.append([answers(engine, name) for name in ("", "one")])
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][1]
 
 
 def test_rwkv_is_refused(tmp_path: Path) -> None:

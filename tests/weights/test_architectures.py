@@ -137,7 +137,7 @@ def test_what_is_refused_says_why(saved: Callable[..., Path], tmp_path: Path) ->
         stowage.offload(saved("bert"), weights="*=stream", model_class="BertForEverything")
     with pytest.raises(stowage.CheckpointError, match=r"missing keys.*give the model_class that it was saved from"):
         stowage.offload(saved("bert"), weights="*=stream", model_class="AutoModelForSequenceClassification")
-    with pytest.raises(stowage.UnsupportedModelError, match="is no Transformers model"):
+    with pytest.raises(stowage.ConfigError, match="or a model of Transformers"):
         stowage.offload(object(), weights="*=stream")
     build("bert").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

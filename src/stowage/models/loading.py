@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import adapters, identity, layout
 from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
-from stowage.models.whole import trial_inputs, whole_part
+from stowage.models.whole import towers, trial_inputs, whole_part
 
 if TYPE_CHECKING:
     from stowage.weights.loading import Budget
@@ -161,7 +161,8 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
 def _name(source: WeightSource, name: str, model: Any) -> None:
     """``model`` computes with weights called ``name`` that ``source`` delivers: proved, and known to whoever has it."""
     source.identity = name
-    source.prove(lambda tokens: trial_inputs(model, tokens))
+    for part in (model, *towers(model)):
+        source.prove(part, partial(trial_inputs, part))
     model.stowage = source
 
 

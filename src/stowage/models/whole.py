@@ -18,7 +18,7 @@ import torch
 from stowage.errors import CheckpointError, ConfigError
 from stowage.models.multimodal import TextPart, text_part
 
-__all__ = ["trial_inputs", "whole_part"]
+__all__ = ["towers", "trial_inputs", "whole_part"]
 
 _TEXT = "AutoModelForCausalLM"
 
@@ -68,6 +68,16 @@ def _is_causal(name: str, config: Any) -> bool:
     text = text_part(config)
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text.config), None) if not text.outer else None
     return getattr(found, "__name__", "") == name
+
+
+def towers(model: Any) -> list[Any]:
+    """The models in ``model`` that take pictures or sound, which a forward of text alone does not reach."""
+    from transformers import PreTrainedModel
+
+    if getattr(model, "main_input_name", "") != "input_ids":
+        return []
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
+    return [module for module in inner if module.main_input_name != "input_ids"]
 
 
 def trial_inputs(model: Any, tokens: int) -> Mapping[str, Any] | None:

@@ -113,9 +113,10 @@ class WeightSource(Deliveries):
         }
 
     @torch.no_grad()
-    def prove(self, inputs: Callable[[int], Mapping[str, Any] | None]) -> None:
-        """Compute one token, and some more where experts are cached: every module must have got its weights, and the
-        order in which they ask is learned. ``inputs``: of so many tokens, for a forward; ``None``: it cannot be tried.
+    def prove(self, part: Any, inputs: Callable[[int], Mapping[str, Any] | None]) -> None:
+        """Compute one token with ``part``, which is the model or in it, and some more where experts are cached: every
+        module must have got its weights, and the order in which they ask is learned. ``inputs``: of so many tokens, for
+        a forward; ``None``: it cannot be tried.
 
         Raises UnsupportedModelError when a weight was used that was away.
         """
@@ -124,7 +125,7 @@ class WeightSource(Deliveries):
             if given is None:
                 return
             try:
-                out = self._model(**given)
+                out = part(**given)
                 values = next((v for v in out.values() if isinstance(v, Tensor)), None)
                 known = values is None or not bool(torch.isnan(values).any())
             except AwayError as error:
