@@ -77,7 +77,7 @@ def checkpoint(name: str, value: Any) -> Any:
         text(name, os.fspath(value))
     elif getattr(value, "config", None) is None or isinstance(value, type):
         raise ConfigError(
-            f"{name} is a {type(value).__name__}: it must be a checkpoint's directory, a hub id, or a causal model of "
+            f"{name} is a {type(value).__name__}: it must be a checkpoint's directory, a hub id, or a model of "
             "Transformers."
         )
     return value
