@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from stowage.cli.tiny import _FAMILIES
+from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
+from stowage.engine.sampling import SamplingParams
 from stowage.testing import tiny_models
 from tests.cli.conftest import OwnProcess, Stowage
 
@@ -43,7 +45,7 @@ def test_what_was_loaded_is_not_searched_for_cycles(
         return generate(engine, *arguments, **options)
 
     monkeypatch.setattr(Engine, "generate", noted)
-    assert call("run", tiny_llama, "--prompt", "a", "--prompt", "b", "--max-new-tokens", "2", "--json").exit_code == 0
+    assert call("run", tiny_llama, "--raw", "-p", "a", "-p", "b", "--max-new-tokens", "2", "--json").exit_code == 0
     assert frozen and frozen[0] > 100_000 and gc.get_freeze_count() == 0
 
 
@@ -76,7 +78,7 @@ def test_tiny_refuses(call: Stowage, tmp_path: Path, arguments: list[str], words
 def test_run_prints_one_object_per_prompt(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(DOCUMENT)
     result = call(
-        "run", tiny_llama, "one", "--prompt", "two", "--prompt-file", "prompt.txt", "--prompt-file", "-",
+        "run", tiny_llama, "--raw", "one", "--prompt", "two", "--prompt-file", "prompt.txt", "--prompt-file", "-",
         "--max-new-tokens", "4", "--kv-cache-memory", "8MiB", "--json", stdin="three",
     )  # fmt: skip
     found = answers(result.stdout)
@@ -89,7 +91,7 @@ def test_run_prints_one_object_per_prompt(call: Stowage, tiny_llama: Path, tmp_p
 
 
 def test_text_goes_to_stdout_and_cost_to_stderr(call: Stowage, tiny_llama: Path) -> None:
-    flags = ["run", tiny_llama, "--kv-cache-memory", "8MiB", "--max-new-tokens", "6"]
+    flags = ["run", tiny_llama, "--raw", "--kv-cache-memory", "8MiB", "--max-new-tokens", "6"]
     text = answers(call(*flags, "--prompt", "one", "--json").stdout)[0]["text"]
     streamed = call(*flags, "--prompt", "one")
     assert streamed.stdout == text + "\n"
@@ -99,7 +101,18 @@ def test_text_goes_to_stdout_and_cost_to_stderr(call: Stowage, tiny_llama: Path)
 
 
 def test_sampling_flags_reach_the_sampler(call: Stowage, tiny_llama: Path) -> None:
-    flags = ["run", tiny_llama, "--kv-cache-memory", "8MiB", "--prompt", "one", "--json", "--max-new-tokens", "12"]
+    flags = [
+        "run",
+        tiny_llama,
+        "--raw",
+        "--kv-cache-memory",
+        "8MiB",
+        "--prompt",
+        "one",
+        "--json",
+        "--max-new-tokens",
+        "12",
+    ]
     greedy = answers(call(*flags, "--logprobs", "3").stdout)[0]
     assert all(len(item["top"]) == 3 and item["top"][0][0] == item["token_id"] for item in greedy["logprobs"])
     sampled = [
@@ -127,7 +140,7 @@ def test_a_second_process_finds_the_prefix_on_disk(call_process: OwnProcess, tin
         "8MiB",
     ]
     disk = ["--disk", f"{tmp_path}/kv:64MiB", "--json"]
-    cold, warm = (call_process("run", tiny_llama, *flags, *disk) for _ in range(2))
+    cold, warm = (call_process("run", tiny_llama, "--raw", *flags, *disk) for _ in range(2))
     assert (cold.returncode, warm.returncode) == (0, 0), warm.stderr
     first, second = answers(cold.stdout)[0], answers(warm.stdout)[0]
     assert first["reused_tokens"] == {"device": 0, "host": 0, "disk": 0}
@@ -161,7 +174,7 @@ def test_what_cannot_be_run_says_why(
 ) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xff")
     (tmp_path / "file").write_text("")
-    result = call("run", tiny_llama, *flags)
+    result = call("run", tiny_llama, "--raw", *flags)
     assert result.exit_code == 2 and result.stdout == ""
     assert words in result.stderr and result.stderr.startswith("stowage: ") and result.stderr.count("\n") == 1
 
@@ -183,20 +196,23 @@ def test_damaged_checkpoints(call: Stowage, tiny_llama: Path, tmp_path: Path, da
     for path in tiny_llama.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     damage(copy)
-    result = call("run", copy, "--prompt", "x")
+    result = call("run", copy, "--raw", "--prompt", "x")
     assert result.exit_code == 2 and words in result.stderr
 
 
 def test_missing_models_are_told_without_a_network(call: Stowage) -> None:
     for name in ("./nowhere", "/nowhere", "no-such/model-here"):
-        result = call("run", name, "--prompt", "x")
+        result = call("run", name, "--raw", "--prompt", "x")
         assert result.exit_code == 2 and name in result.stderr
 
 
 def test_cuda_graphs_need_a_cuda_device(call: Stowage, tiny_llama: Path) -> None:
-    result = call("run", tiny_llama, "--prompt", "x", "--max-new-tokens", "1", "--cuda-graphs", "on")
+    result = call("run", tiny_llama, "--raw", "--prompt", "x", "--max-new-tokens", "1", "--cuda-graphs", "on")
     assert result.exit_code == 2 and "--cuda-graphs is not possible here: it needs a CUDA device" in result.stderr
-    assert call("run", tiny_llama, "--prompt", "x", "--max-new-tokens", "1", "--cuda-graphs", "off").exit_code == 0
+    assert (
+        call("run", tiny_llama, "--raw", "--prompt", "x", "--max-new-tokens", "1", "--cuda-graphs", "off").exit_code
+        == 0
+    )
 
 
 def test_stats_of_what_is_no_cache(call: Stowage, tmp_path: Path) -> None:
@@ -204,3 +220,35 @@ def test_stats_of_what_is_no_cache(call: Stowage, tmp_path: Path) -> None:
         result = call("stats", path)
         assert result.exit_code == 2 and str(path) in result.stderr
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_chat_model_gets_its_template(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
+    """The same as a message in Python; `--raw` is the text; a template of one's own stands in for the model's."""
+    flags = ["--kv-cache-memory", "8MiB", "--max-new-tokens", "6", "--prompt", "one", "--json"]
+    told = call("run", tiny_llama, *flags)
+    assert told.exit_code == 0 and "--raw gives the text as it is" in told.stderr
+    raw = call("run", tiny_llama, *flags, "--raw")
+    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
+    own = call("run", tiny_llama, *flags, "--chat-template", tmp_path / "own.jinja")
+    counts = [json.loads(result.stdout)["prompt_tokens"] for result in (told, raw, own)]
+    assert counts[0] > counts[1] == counts[2]
+    with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as engine:
+        (expected,) = engine.generate([[{"role": "user", "content": "one"}]], SamplingParams(max_new_tokens=6))
+    assert json.loads(told.stdout)["text"] == expected.text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{% for %}", "cannot be used"), ("", "is empty"), ("{{ 1 / 0 }}", "cannot be used"), (None, "cannot be read")],
+)
+def test_templates_that_cannot_be_used(
+    call: Stowage, tiny_llama: Path, tmp_path: Path, text: str | None, says: str
+) -> None:
+    path = tmp_path / "own.jinja"
+    if text is not None:
+        path.write_text(text)
+    result = call("run", tiny_llama, "--prompt", "x", "--chat-template", path)
+    assert result.exit_code == 2 and says in result.stderr.replace("\n", " ")
+    assert "leave out one" in call("run", tiny_llama, "-p", "x", "--raw", "--chat-template", path).stderr.replace(
+        "\n", " "
+    )

@@ -24,7 +24,9 @@ def until(condition: object) -> None:
 
 def test_run_leaves_its_metrics_in_a_file(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "stowage.prom"
-    result = call("run", tiny_llama, "--prompt", PROMPT, "--max-new-tokens", "3", "--metrics-file", path, "--json")
+    result = call(
+        "run", tiny_llama, "--raw", "--prompt", PROMPT, "--max-new-tokens", "3", "--metrics-file", path, "--json"
+    )
     assert result.exit_code == 0
     prompt_tokens = json.loads(result.stdout)["prompt_tokens"]
     families = {family.name: family for family in text_string_to_metric_families(path.read_text())}
@@ -33,7 +35,7 @@ def test_run_leaves_its_metrics_in_a_file(call: Stowage, tiny_llama: Path, tmp_p
 
 
 def test_a_metrics_file_that_cannot_be_written_stops_the_start(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
-    result = call("run", tiny_llama, "--prompt", "x", "--metrics-file", tmp_path / "nowhere" / "stowage.prom")
+    result = call("run", tiny_llama, "--raw", "--prompt", "x", "--metrics-file", tmp_path / "nowhere" / "stowage.prom")
     assert result.exit_code == 2 and "cannot be written" in result.stderr
 
 
@@ -73,7 +75,18 @@ def test_no_file_no_thread() -> None:
 def test_trouble_is_told_as_json_lines_on_stderr(
     call: Stowage, tiny_llama: Path, tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["run", tiny_llama, "--prompt", PROMPT, "--max-new-tokens", "2", "--kv-cache-memory", "8MiB", "--json"]
+    command = [
+        "run",
+        tiny_llama,
+        "--raw",
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "2",
+        "--kv-cache-memory",
+        "8MiB",
+        "--json",
+    ]
     command += ["--host-memory", "8MiB", "--disk", f"{tmp_path / 'c'}:32MiB"]
     assert call(*command).exit_code == 0
     (segment,) = (tmp_path / "c").glob("*.seg")

@@ -21,6 +21,7 @@ from stowage.core.key import (
     Chain,
     Field,
     SequenceKeys,
+    adapter_namespace,
     group_keys,
     namespace,
     private_key,
@@ -350,3 +351,10 @@ def test_a_sequence_has_the_keys_of_each_groups_own_chunks() -> None:
         keys.extend(tokens, end)
     for group, size in zip(groups, (8, 4, 8), strict=True):
         assert keys.of(group.index) == group_keys(Chain(bytes(32), size).extend(tokens[:26]), group.index)
+
+
+def test_prompts_with_an_adapter_have_keys_of_their_own() -> None:
+    one, two = bytes([1]) * 32, bytes([2]) * 32
+    spaces = {adapter_namespace(SPACE, digest) for digest in (b"", one, two)}
+    assert len(spaces) == 3 and adapter_namespace(SPACE, b"") == SPACE
+    assert adapter_namespace(SPACE, one) != tenant_namespace(SPACE, one), "a tenant's salt makes no adapter's keys"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Adapter, Json, Model, with_settings
+from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Adapter, ChatTemplate, Json, Model, with_settings
 from stowage.cli.output import completion_json, note, print_json
 from stowage.cli.run import opened, stream_answer
 from stowage.config.settings import Settings
@@ -24,6 +24,7 @@ def chat(
     *,
     settings: Settings,
     system: Annotated[str, typer.Option("--system", metavar="TEXT", help="What the model is told first.")] = "",
+    chat_template: ChatTemplate = None,
     adapter: Adapter = "",
     json: Json = False,
 ) -> None:
@@ -31,7 +32,7 @@ def chat(
     from stowage.engine.sampling import SamplingParams
 
     params = SamplingParams(**settings.sampling())
-    with opened(model, settings, adapter) as engine:
+    with opened(model, settings, adapter, chat_template) as engine:
         if sys.stdin.isatty():
             note("Write a message. /reset forgets the conversation, /quit ends it.")
         _converse(engine, params, _beginning(system), json=json)

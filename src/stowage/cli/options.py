@@ -49,6 +49,16 @@ Adapter = Annotated[
     str, typer.Option("--adapter", metavar="DIR", help="A LoRA adapter, as PEFT saves it, for all answers.")
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a Hugging Face id (or -m MODEL).")]
+CHAT_GROUP = "Chat templates"
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="A Jinja template to use instead of the model's own.",
+        rich_help_panel=CHAT_GROUP,
+    ),
+]
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stowage.cli.metrics_file import kept_up
-from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Adapter, Json, Model, with_settings
+from stowage.cli.options import (
+    CHAT_GROUP,
+    GRAPHS,
+    LOG,
+    MEMORY,
+    SAMPLING,
+    Adapter,
+    ChatTemplate,
+    Json,
+    Model,
+    with_settings,
+)
 from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
 from stowage.config.settings import LOG_GROUP, Settings
-from stowage.errors import RequestError
+from stowage.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine, Prompt
@@ -33,6 +44,11 @@ def run(
         list[Path] | None,
         typer.Option("--prompt-file", metavar="FILE", help="A prompt in a file (-: stdin); repeatable."),
     ] = None,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Give the text as it is, without a chat template.", rich_help_panel=CHAT_GROUP),
+    ] = False,
+    chat_template: ChatTemplate = None,
     adapter: Adapter = "",
     metrics_file: Annotated[
         Path | None,
@@ -40,16 +56,24 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Answer prompts. The answer goes to stdout, what it cost to stderr."""
+    """Answer prompts. The answer goes to stdout, what it cost to stderr.
+
+    A model with a chat template gets each prompt as a message; --raw gives it the text alone.
+    """
     settings.memory()  # wrong budgets are told before prompts are read and the model is loaded
     given = [*([] if text is None else [text]), *(prompt or [])]
-    prompts: list[Prompt] = [*given, *map(read_prompt, prompt_file or [])]
-    if not prompts:
-        raise RequestError("There is no prompt. Give --prompt TEXT or --prompt-file FILE (- for stdin).")
+    texts = [*given, *map(read_prompt, prompt_file or [])]
+    if not texts:
+        raise RequestError(
+            "There is no prompt. Give --prompt TEXT or --prompt-file FILE (- for stdin); `stowage chat MODEL` talks."
+        )
+    if raw and chat_template is not None:
+        raise ConfigError("--raw leaves the chat template out, and --chat-template gives one: leave out one of them.")
     from stowage.engine.sampling import SamplingParams
 
     params = SamplingParams(**settings.sampling())
-    with opened(model, settings, adapter) as engine, kept_up(metrics_file, engine.metrics):
+    with opened(model, settings, adapter, chat_template) as engine, kept_up(metrics_file, engine.metrics):
+        prompts: list[Prompt] = [*texts] if raw else as_messages(engine, texts)
         if json:
             for completion in engine.generate(prompts, params):
                 print_json(completion_json(completion))
@@ -60,9 +84,11 @@ def run(
 
 
 @contextmanager
-def opened(model: str, settings: Settings, adapter: str | dict[str, str] = "") -> Iterator["Engine"]:
+def opened(
+    model: str, settings: Settings, adapter: str | dict[str, str] = "", chat_template: Path | None = None
+) -> Iterator["Engine"]:
     """The engine for ``model`` and its adapters, closed at the end."""
-    engine = open_engine(model, settings, adapter)
+    engine = open_engine(model, settings, adapter, chat_template)
     # What is here now stays: looking at it for cycles again and again would stop every thread for 0.16 s each time.
     gc.freeze()
     try:
@@ -72,9 +98,22 @@ def opened(model: str, settings: Settings, adapter: str | dict[str, str] = "") -
         engine.close()
 
 
-def open_engine(model: str, settings: Settings, adapter: str | dict[str, str] = "") -> "Engine":
-    """The engine for ``model`` and its adapters. Says on stderr what is happening."""
+def as_messages(engine: "Engine", texts: "list[str]") -> "list[Prompt]":
+    """Each text as what a user says, where the model has a chat template; else as it is."""
+    if not getattr(engine.tokenizer, "chat_template", None):
+        return [*texts]
+    note("Each prompt is given as a message, in the model's chat template; --raw gives the text as it is.")
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def open_engine(
+    model: str, settings: Settings, adapter: str | dict[str, str] = "", chat_template: Path | None = None
+) -> "Engine":
+    """The engine for ``model`` and its adapters. Says on stderr what is happening. Raises ConfigError for a template
+    that cannot be read.
+    """
     memory = settings.memory()
+    template = _template(chat_template) if chat_template is not None else ""
     if sys.stderr.isatty():
         note(f"Loading {model} ...")
     from stowage.engine.engine import Engine
@@ -90,6 +129,8 @@ def open_engine(model: str, settings: Settings, adapter: str | dict[str, str] = 
         cuda_graphs=settings["cuda_graphs"],
         adapter=adapter,
     )
+    if template:
+        _use_template(engine, template)
     if engine.executor == "fallback":
         note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")
     if not engine.exact and not settings["batch_dependent"]:
@@ -97,6 +138,35 @@ def open_engine(model: str, settings: Settings, adapter: str | dict[str, str] = 
     elif engine.exactness_note and engine.exact:
         note(f"Exact answers are computed in small pieces here, which is slower: {engine.exactness_note}")
     return engine
+
+
+def _use_template(engine: "Engine", template: str) -> None:
+    """Instead of the model's own; tried with one message. Raises ConfigError, and then ``engine`` is closed."""
+    from jinja2 import TemplateError
+
+    try:
+        if engine.tokenizer is None:
+            raise ConfigError("--chat-template needs a tokenizer, and this model has none.")
+        engine.tokenizer.chat_template = template
+        engine.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    except (TemplateError, ArithmeticError, TypeError, ValueError, KeyError) as error:
+        engine.close()
+        raise ConfigError(
+            f"The chat template cannot be used: {error}. Leave --chat-template out, or mend it."
+        ) from error
+    except ConfigError:
+        engine.close()
+        raise
+
+
+def _template(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The chat template {path} cannot be read: {error}. Give a text file.") from error
+    if not text.strip():
+        raise ConfigError(f"The chat template {path} is empty. Leave --chat-template out to use the model's own.")
+    return text
 
 
 def read_prompt(path: Path) -> str:

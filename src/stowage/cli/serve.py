@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, Json, Model, with_settings
+from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, ChatTemplate, Json, Model, with_settings
 from stowage.cli.output import complain, note, print_json
 from stowage.cli.run import open_engine
 from stowage.config.settings import SERVER_GROUP, Settings
@@ -37,6 +37,7 @@ def serve(
         list[str] | None,
         typer.Option("--adapter", metavar="NAME=DIR", help="A LoRA adapter, served as model NAME; repeatable."),
     ] = None,
+    chat_template: ChatTemplate = None,
     json: Json = False,
 ) -> None:
     """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once."""
@@ -61,7 +62,7 @@ def serve(
     from stowage.server.engines import Engines
     from stowage.server.serve import serve as run
 
-    with Engines(partial(open_engine, model, settings, adapters), limits.max_reopens) as engines:
+    with Engines(partial(open_engine, model, settings, adapters, chat_template), limits.max_reopens) as engines:
         if not run(engines, name, address, limits, keys, lambda: _tell(engines.engine, name, address, keys, json=json)):
             complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
             raise typer.Exit(FAILED)
