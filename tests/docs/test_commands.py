@@ -103,6 +103,15 @@ def stores() -> Iterator[tuple[RedisServer, S3Server]]:
     s3.stop()
 
 
+def write_adapter(model: Path, path: Path) -> None:
+    """A LoRA adapter of ``model``, as PEFT saves it."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(path)
+
+
 @pytest.mark.commands
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_every_command_of_a_page(
@@ -128,6 +137,8 @@ def test_every_command_of_a_page(
     model = tmp_path / "models" / "tiny"
     made = ["stowage", "tiny", "llama", str(model)]
     subprocess.run(made, check=True, env=environment, capture_output=True, timeout=60)
+    for name in sorted(set(re.findall(r"\./([\w-]+-lora)\b", page.read_text()))):
+        write_adapter(model, place / name)
     said = tmp_path / "said"
     with said.open("w") as log:
         code = subprocess.run(
