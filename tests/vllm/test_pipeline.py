@@ -75,7 +75,7 @@ def comes_back(directory: Path, kinds: str) -> None:
     assert engine.ask("middle", middle) == 256
     engine.forget()
     assert engine.ask("salted by another prompt", prompt(400, seed=2)) == 0
-    parts = [engine.side._place.offsets[rank] for rank in RANKS]
+    parts = [engine.side._shared.offsets[rank] for rank in RANKS]
     assert len(set(parts)) > 1
     engine.assert_idle(200)
     engine.close()

@@ -411,7 +411,7 @@ def test_the_node_has_one_budget_whatever_the_ranks(made: Any) -> None:
     sizes = [sum(worker.part().bytes_per_block[g] for worker in here.workers) for g in range(2)]
     assert [group.bytes_per_block for group in here.scheduler._groups] == sizes
     ends = np.cumsum([worker.part().bytes_per_block[0] for worker in here.workers])
-    assert [here.scheduler._place.offsets[rank][0] for rank in RANKS] == [0, *ends[:-1].tolist()]
+    assert [here.scheduler._shared.offsets[rank][0] for rank in RANKS] == [0, *ends[:-1].tolist()]
 
 
 def test_events_tell_what_is_stored_and_what_has_gone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
