@@ -67,7 +67,7 @@ def test_names_that_cannot_be_told_apart_are_refused(tiny_llama: Path, adapters:
 
 def test_run_takes_an_adapter_and_says_what_one_is(tiny_llama: Path, adapters: dict[str, Path]) -> None:
     def run(*arguments: object) -> str:
-        asked = ["--prompt", PROMPT, "--max-new-tokens", "12"]
+        asked = ["--raw", "--prompt", PROMPT, "--max-new-tokens", "12"]
         return CliRunner().invoke(app, ["run", *map(str, arguments), *asked]).output
 
     plain, polite = run(tiny_llama), run(tiny_llama, "--adapter", adapters["polite"])
