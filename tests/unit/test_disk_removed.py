@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_client import Client, descriptors, keys_of, used_bytes
+from tests.disk_client import Client, descriptors, keys_of, steady_bytes, used_bytes
 
 LENGTH = 65536
 LIMIT = 2 << 20
@@ -105,8 +105,10 @@ def test_while_it_is_written_and_read(tmp_path: Path) -> None:
             stop.set()
             remover.join()
         assert found and client.stats()["removed_directories"] >= 2
-        client.store(keys_of("last"), [LENGTH])
-        until(client, 1)
-        assert client.store(keys_of("end"), [LENGTH]).ok.all() and used_bytes(path) <= LIMIT
+        until_s = time.monotonic() + 30
+        while not (path.is_dir() and client.store(keys_of("end"), [LENGTH]).ok.all()):
+            assert time.monotonic() < until_s, "it has not noticed the last removal"
+            time.sleep(0.02)
+        assert steady_bytes(path) <= LIMIT
         assert len(list(descriptors(path))) <= 4 and len(os.listdir("/proc/self/fd")) < 200
         client.check()

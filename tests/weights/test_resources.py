@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stowage
 from stowage.testing import tiny_models
@@ -59,6 +62,36 @@ def test_models_that_go_leave_nothing(how: str, family: str, rules: str, checkpo
     assert settled(threads, before[0])
     assert settled(descriptors, before[1])
     assert mapped.read_text().count(str(checkpoints(family))) <= before[2]
+
+
+class NothingMayBeCalled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+class NothingMayBeComputed(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was computed")
+
+
+@pytest.mark.parametrize("mode", [NothingMayBeCalled, NothingMayBeComputed])
+@pytest.mark.parametrize(("family", "rules"), PLACEMENTS)
+def test_a_model_is_collected_under_modes_of_somebody_else(
+    mode: type[Any], family: str, rules: str, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage is collected anywhere: also while another model's step is written down."""
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    gc.collect()
+    before = threads(), descriptors()
+    model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
+    logits(model, prompt())
+    del model
+    with mode():
+        gc.collect()
+    assert not raised, raised[0].exc_value
+    assert settled(threads, before[0])
+    assert settled(descriptors, before[1])
 
 
 @pytest.mark.parametrize(("family", "rules"), PLACEMENTS)

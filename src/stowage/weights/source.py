@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.away import AwayError, AwayParameter
@@ -202,7 +203,9 @@ class WeightSource(Deliveries):
 
     def __del__(self) -> None:
         if not getattr(self, "_gone", True):
-            self.close()
+            # Garbage is collected anywhere, also under modes of other people's forwards: they are not about this one.
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self.close()
 
     @property
     def capturable(self) -> bool:
