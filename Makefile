@@ -31,7 +31,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real real-model clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real real-model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ parity: $(ENV_STAMP) ## random odd models and settings against a roomy run and T
 
 sim: $(ENV_STAMP) ## run simulated worlds with faults and crashes: SEEDS=2000, FIRST=0; one that failed: FIRST=n SEEDS=1
 	$(PY) -m stowage.testing.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
+
+sim-engine: $(ENV_STAMP) ## run simulated worlds of the engine: SEEDS=2000, FIRST=0; one that failed: FIRST=n SEEDS=1
+	$(PY) -m stowage.testing.sim --engine --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
 
 crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OPERATIONS=1000000 in one directory
 	STOWAGE_KILLS=$(or $(KILLS),1000) STOWAGE_SHARING_OPERATIONS=$(or $(OPERATIONS),1000000) $(PY) -m pytest -s tests/crash

@@ -435,7 +435,7 @@ def test_forwards_that_are_too_large_together(engines, references):
     prompts = [random_prompt(40, seed=seed) for seed in range(9)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(20)), strict=True):
         assert_same(completion, references("llama").answer(prompt, 20))
-    assert sum(size > 2 for size in sizes) <= 3 and sizes.count(2) > 20
+    assert 1 <= sum(size > 2 for size in sizes) <= 3
     engine.check()
     engine.parts.runner.run = real
 

@@ -14,6 +14,7 @@ import itertools
 import logging
 import queue
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -24,7 +25,7 @@ from stowage.cache.cost_model import CostModel
 from stowage.config.memory import Memory
 from stowage.core.key import SequenceKeys
 from stowage.engine.adapters import chosen, install, memory_beside, namespace_with
-from stowage.engine.assembly import assemble
+from stowage.engine.assembly import Parts, assemble
 from stowage.engine.border import check_request, checked_engine, listed_prompts
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
@@ -114,25 +115,23 @@ class Engine:
         self.adapter_names: tuple[str, ...] = self._adapters.names if self._adapters is not None else ()
         self._adapter = self.adapter_names[0] if files and not isinstance(adapter, Mapping) else ""
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        self.store, self.parts, self.prompts = parts.store, parts, Prompts(loaded.tokenizer, parts.layout)
+        below = parts.store is not None and bool(parts.store.tiers)
+        most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
+        cost_model = CostModel(self.memory.load_timeout_s, self.memory.max_num_batched_tokens, most)
+        self._begin(parts, cost_model, eos_ids(loaded.model) | loaded.placeholders)
+
+    def _begin(self, parts: Parts, cost_model: CostModel, eos: frozenset[int], threads: Any = threading) -> None:
+        """Put together who decides, over ``parts``, and begin to compute. ``threads``: see ``Loop``."""
+        self.store, self.parts, self.prompts = parts.store, parts, Prompts(self.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
         """
-        below = parts.store is not None and bool(parts.store.tiers)
-        most = prefill_tokens_per_s_most(loaded.model) if below else 0.0
-        self._cost_model = CostModel(self.memory.load_timeout_s, self.memory.max_num_batched_tokens, most)
-        self._kv_manager, self._scheduler = scheduling(parts, self.memory, self._cost_model, self._clock)
+        self._cost_model = cost_model
+        self._kv_manager, self._scheduler = scheduling(parts, self.memory, cost_model, self._clock)
         self._ids = itertools.count()
-        self._loop = Loop(
-            parts.runner,
-            self._scheduler,
-            self._kv_manager,
-            self.store,
-            self._cost_model,
-            eos_ids(loaded.model) | loaded.placeholders,
-            self._clock,
-        )
+        own = self._scheduler, self._kv_manager
+        self._loop = Loop(parts.runner, *own, self.store, cost_model, eos, self._clock, threads)
         self._lock = self._loop.lock
 
     # asking

@@ -42,7 +42,9 @@ _TELLERS = 32
 
 
 class Loop:
-    """Runs from the moment it is made. ``eos``: tokens that end a sequence. ``closing``: nothing new is taken."""
+    """Runs from the moment it is made. ``eos``: tokens that end a sequence. ``threads``: what locks, conditions and
+    threads are made of (a simulator plays its own). ``closing``: nothing new is taken.
+    """
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class Loop:
         cost_model: CostModel,
         eos: frozenset[int],
         clock: Callable[[], float],
+        threads: Any = threading,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -61,15 +64,16 @@ class Loop:
         self._cost_model = cost_model
         self._eos = eos
         self._clock = clock
-        self.lock = threading.RLock()
+        self._threads = threads
+        self.lock = threads.RLock()
         self.open: dict[int, tuple[Request, Sequence]] = {}
         self.closing = False
         self._inbox: list[tuple[Request, Sequence]] = []
-        self._news = threading.Condition()
+        self._news = threads.Condition()
         self._checked_s = clock()
         self._broken: BaseException | None = None
         _leave_cores()
-        self.thread = threading.Thread(target=self._run, name="stowage-engine", daemon=True)
+        self.thread = threads.Thread(target=self._run, name="stowage-engine", daemon=True)
         self.thread.start()
 
     @property
@@ -148,7 +152,7 @@ class Loop:
         listening = deque(request for request in told if request.on_delta is not None)
         try:
             for _ in range(min(_TELLERS, len(listening))):
-                threading.Thread(target=_tell, args=(listening, error), name="stowage-tell", daemon=True).start()
+                self._threads.Thread(target=_tell, args=(listening, error), name="stowage-tell", daemon=True).start()
         except RuntimeError:  # no more threads are to be had
             _tell(listening, error)
 
@@ -210,7 +214,9 @@ class Loop:
         work = self._scheduler.schedule()
         self._end_failed()
         if not work:
-            if self._store is not None and (self._scheduler.loading or not self._store.idle):
+            if len(self._kv_manager.async_copies):  # which hold what somebody may be waiting for
+                self._kv_manager.async_copies.collect(wait=True)
+            elif self._store is not None and (self._scheduler.loading or not self._store.idle):
                 self._store.wait(_LOADING_WAIT_S)
             return
         began_s = self._clock()
@@ -265,7 +271,8 @@ class Loop:
         sequence = sequence_on_trial(-1, [0], self._kv_manager.layout.groups)
         take_blocks(sequence, pools, 1)
         try:
-            self._runner.run([Work(sequence, 0, 1)])
+            with suppress(StowageError):  # weights that could not be delivered say nothing of the model
+                self._runner.run([Work(sequence, 0, 1)])
         finally:
             self._kv_manager.vacate(sequence)
 

@@ -91,6 +91,8 @@ class Scheduler:
         while budget > 0 and not apart and (admitted := self._admit()) is not None:
             if admitted.phase is Phase.RUNNING and admitted.id not in self._apart:
                 budget -= self._take(admitted, budget, work)
+                if admitted.phase is not Phase.RUNNING:  # there was no room after all: others must get on first
+                    break
         work = [w for w in work if sequence_of(w).phase is Phase.RUNNING][: self._together_max]
         self._notice_stuck(work)
         self._admissions.forwards += bool(work)
@@ -123,7 +125,8 @@ class Scheduler:
     def _notice_stuck(self, work: list[Work]) -> None:
         """The oldest sequence always gets on, unless its blocks cannot be copied to host memory, again and again."""
         store = self._kv_manager.store
-        if work or not self.running or len(self._admissions) or store is None or not store.idle:
+        under_way = len(self._admissions) or len(self._kv_manager.async_copies)
+        if work or not self.running or under_way or store is None or not store.idle:
             self._stuck = 0
             return
         self._stuck += 1

@@ -15,7 +15,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stowage.testing.sim.runner import Report, run
+from stowage.testing.sim.runner import Report, report_of, run
 
 FAILURES_SHOWN: Final = 3
 
@@ -40,6 +40,7 @@ def show(report: Report, console: Console) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m stowage.testing.sim", description=__doc__)
+    parser.add_argument("--engine", action="store_true", help="worlds of the engine, not of the disk tier")
     parser.add_argument("--seeds", type=int, default=1000, help="how many worlds (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
@@ -48,12 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.seeds < 1 or options.first < 0 or options.jobs < 1:
         parser.error("--seeds and --jobs are at least 1, --first is at least 0")
-    total = Report(options.first)
+    total = report_of(options.engine, options.first)
     began_s = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("worlds", total=options.seeds)
-        for part in run(options.first, options.seeds, options.jobs):
+        for part in run(options.first, options.seeds, options.jobs, engine=options.engine):
             total.add(part)
             failed = f"worlds ({len(total.failures)} failed)" if total.failures else "worlds"
             progress.update(task, advance=part.seeds, description=failed)

@@ -10,6 +10,7 @@ would have done later is not done (code that runs while they unwind finds that n
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -84,11 +85,12 @@ class Task:
         self._greenlet.switch()
 
     def kill(self) -> None:
-        """Unwind without effect: the process is dead already."""
+        """Unwind without effect: the process is dead already. What is raised meanwhile is nobody's matter any more."""
         assert not self.process.alive
         self.due = -1
-        if self._greenlet:
-            self._greenlet.throw(GreenletExit)
+        while self._greenlet:  # what catches it, and waits once more, is told again
+            with contextlib.suppress(Exception):
+                self._greenlet.throw(GreenletExit)
         self.ended = True
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Final
 
+from stowage.testing import engine_sim
 from stowage.testing.sim.fault_profile import FAULTS
-from stowage.testing.sim.world import Failure, simulate
+from stowage.testing.sim.world import Failure, Result, simulate
 
-__all__ = ["Report", "run"]
+__all__ = ["Report", "report_of", "run"]
 
 SEEDS_AT_ONCE: Final = 20
 BRANCHES: Final = """
@@ -28,9 +29,10 @@ BRANCHES: Final = """
 
 @dataclass(slots=True)
 class Report:
-    """The sum over many worlds."""
+    """The sum over many worlds. ``expected``: names of what some of them must have had."""
 
     first: int
+    expected: Sequence[str] = ()
     seeds: int = 0
     steps: int = 0
     simulated_s: float = 0.0
@@ -48,11 +50,16 @@ class Report:
 
     def never(self) -> list[str]:
         """Faults that struck in no world, and branches that were taken in none."""
-        expected = [f"fault {fault}" for fault in FAULTS] + BRANCHES
-        return [name for name in expected if not self.happened[name]]
+        return [name for name in self.expected if not self.happened[name]]
 
 
-def run_some(first: int, seeds: int) -> Report:
+def report_of(engine: bool, first: int) -> Report:
+    """An empty one, of worlds of the engine or of the disk."""
+    faults, happenings = (engine_sim.FAULTS, engine_sim.HAPPENINGS) if engine else (FAULTS, BRANCHES)
+    return Report(first, [*(f"fault {fault}" for fault in faults), *happenings])
+
+
+def run_some(first: int, seeds: int, engine: bool = False) -> Report:
     """Run the worlds `first` to `first + seeds - 1`."""
     report = Report(first)
     logger = logging.getLogger("stowage")
@@ -60,13 +67,13 @@ def run_some(first: int, seeds: int) -> Report:
     logger.setLevel(logging.CRITICAL)  # trouble is what these worlds are made of
     try:
         for seed in range(first, first + seeds):
-            _run_one(seed, report)
+            _run_one(seed, report, engine_sim.simulate if engine else simulate)
     finally:
         logger.setLevel(level)
     return report
 
 
-def _run_one(seed: int, report: Report) -> None:
+def _run_one(seed: int, report: Report, simulate: Callable[[int], Result]) -> None:
     try:
         result = simulate(seed)
     except Failure as failure:
@@ -78,9 +85,9 @@ def _run_one(seed: int, report: Report) -> None:
     report.seeds += 1
 
 
-def run(first: int, seeds: int, jobs: int) -> Iterator[Report]:
-    """Reports of parts, in any order, as they come."""
-    parts = [(at, min(SEEDS_AT_ONCE, first + seeds - at)) for at in range(first, first + seeds, SEEDS_AT_ONCE)]
+def run(first: int, seeds: int, jobs: int, *, engine: bool = False) -> Iterator[Report]:
+    """Reports of parts, in any order, as they come. `engine`: of worlds of the engine, not of the disk."""
+    parts = [(at, min(SEEDS_AT_ONCE, first + seeds - at), engine) for at in range(first, first + seeds, SEEDS_AT_ONCE)]
     if jobs == 1 or len(parts) == 1:
         yield from (run_some(*part) for part in parts)
         return

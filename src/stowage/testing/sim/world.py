@@ -40,8 +40,8 @@ TRACE_SHOWN: Final = 40
 class Failure(Exception):
     """A seed that broke a promise. Its text says which one, how to replay it, and what happened last."""
 
-    def __init__(self, seed: int, message: str, trace: list[str]) -> None:
-        replay = f"python -m stowage.testing.sim --first {seed} --seeds 1"
+    def __init__(self, seed: int, message: str, trace: list[str], option: str = "") -> None:
+        replay = f"python -m stowage.testing.sim {option}--first {seed} --seeds 1"
         super().__init__("\n".join([f"seed {seed}: {message}", f"replay: {replay}", *trace[-TRACE_SHOWN:]]))
         self.seed = seed
         self.message = message
