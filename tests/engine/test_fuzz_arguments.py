@@ -75,6 +75,7 @@ def test_sampling_params(engine) -> None:
             continue
         taken += 1
         limited = {item.name: getattr(params, item.name) for item in fields(params)} | {"max_new_tokens": 2}
+        limited["min_tokens"] = min(2, params.min_tokens)
         (completion,) = engine.generate([[5, 6, 7]], SamplingParams(**limited))
         assert 1 <= len(completion.token_ids) <= 2
     assert taken > 50 and engine.alive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,14 +12,18 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from stowage.engine.detokenizer import Detokenizer
+from stowage.engine.logits_processors import processors_of
 from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.errors import RequestError
 from tests.engine.conftest import greedy, random_prompt
+from tests.engine.test_preemption import small_pool
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,94 @@ def test_filters_are_those_of_transformers(params):
     expected = processors(None, logits[None].clone())[0].softmax(-1)
     found = Sampler(params)._filtered(logits)
     torch.testing.assert_close(found / found.sum(), expected)
+
+
+def drawn_with(params: SamplingParams, logits: torch.Tensor, prompt: list[int], drawn: list[int]) -> torch.Tensor:
+    """The logits that a token is drawn from after these."""
+    processors = processors_of(params, prompt, frozenset([0]))
+    assert processors is not None
+    for token in drawn:
+        processors.drawn(token)
+    before = logits.clone()
+    found = processors.apply(logits)
+    assert torch.equal(logits, before), "the model's own logits are reported, and must stay"
+    return found
+
+
+def test_penalties_are_those_of_openai_and_transformers():
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(3)) * 4
+    prompt, drawn = [5, 7, 7, 9], [9, 20, 20, 21]
+    found = drawn_with(SamplingParams(repetition_penalty=1.3), logits, prompt, drawn)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + drawn]), logits[None].clone())[0]
+    assert torch.equal(found, expected)
+    found = drawn_with(SamplingParams(presence_penalty=0.5, frequency_penalty=-0.25), logits, prompt, drawn)
+    counts = torch.bincount(torch.tensor(drawn), minlength=300)
+    torch.testing.assert_close(found, logits - 0.5 * (counts > 0) + 0.25 * counts)
+
+
+def test_biases_and_least_lengths():
+    logits = torch.zeros(300)
+    found = drawn_with(SamplingParams(logit_bias={4: 2.5, 9: -100}), logits, [], [])
+    assert found[4] == 2.5 and found[9] == -100 and found.count_nonzero() == 2
+    params = SamplingParams(min_tokens=2, stop_token_ids=(7,))
+    for drawn, excluded in (([], [0, 7]), ([7], [0, 7]), ([7, 8], [])):
+        assert drawn_with(params, logits, [], drawn).isneginf().nonzero()[:, 0].tolist() == excluded
+    ignoring = SamplingParams(min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
+    assert drawn_with(ignoring, logits, [], []).isneginf().nonzero()[:, 0].tolist() == [7]
+    only_ends = torch.full((300,), -torch.inf)
+    only_ends[0] = 1.0
+    with pytest.raises(RequestError, match="nothing is left"):
+        drawn_with(SamplingParams(min_tokens=1), only_ends, [], [])
+
+
+def test_stop_strings_count_after_the_least_length():
+    class Letters:
+        all_special_ids = ()
+
+        def decode(self, tokens, **_):
+            return "".join(chr(97 + token) for token in tokens)
+
+    for least, text in ((0, ""), (1, ""), (2, "abc"), (4, "abc"), (5, "abcab"), (9, "abcababab")):
+        detokenizer = Detokenizer(Letters(), [], ("ab",), least)
+        given = "".join(detokenizer.push(token) for token in [0, 1, 2, 0, 1, 0, 1, 0, 1])
+        assert given + detokenizer.finish() == text, least
+        assert detokenizer.stopped == (least < 9)
+
+
+PENALISED = SamplingParams(
+    max_new_tokens=24, min_tokens=20, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2,
+    logit_bias={3: 4.0, 11: -100.0}, ignore_eos=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.8, "seed": 4}])
+def test_penalties_depend_on_the_request_alone(engines, more):
+    """The same tokens alone, in a batch, with the prefix reused from device and host, and after preemption."""
+    params = replace(PENALISED, **more)
+    prompt = random_prompt(100)
+    first = engines("llama", host_memory="16MiB").generate([prompt], params)[0]
+    assert 11 not in first.token_ids and first.token_ids != plain_tokens(engines("llama"), prompt)
+    engine = engines("llama", host_memory="16MiB")
+    for drop in (False, True):
+        if drop:
+            engine.drop_device_cache()
+        batch = engine.generate([random_prompt(40, seed=1), prompt, random_prompt(70, seed=2)], params)[1]
+        assert batch.token_ids == first.token_ids
+    assert batch.reused_tokens["host"] > 0
+    tight = small_pool(engines, "llama", host_memory="32MiB")
+    prompts = [random_prompt(60, seed=seed) for seed in range(3, 8)]
+    alone = [engine.generate([one], replace(params, max_new_tokens=90))[0].token_ids for one in prompts]
+    together = tight.generate(prompts, replace(params, max_new_tokens=90))
+    assert [done.token_ids for done in together] == alone and sum(done.preemptions for done in together)
+
+
+def plain_tokens(engine, prompt):
+    return engine.generate([prompt], greedy(24))[0].token_ids
+
+
+def test_a_bias_for_a_token_that_is_none(engines):
+    with pytest.raises(RequestError, match="outside the model's vocabulary"):
+        engines("llama").submit([5], SamplingParams(logit_bias={1 << 40: 1}))
 
 
 def test_seed_decides_alone(engines):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import openai
 import pytest
@@ -268,3 +269,34 @@ def test_many_at_once(server: Server, engine: Engine) -> None:
             return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
 
     assert asyncio.run(ask_all()) == [completion.text for completion in expected]
+
+
+def test_penalties_and_biases_reach_the_engine(client: openai.OpenAI, engine: Engine) -> None:
+    given: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.4}
+    beyond = {"repetition_penalty": 1.2, "min_tokens": 9, "ignore_eos": True}
+    params = greedy(9, **given, repetition_penalty=1.2, min_tokens=9, logit_bias={7: -100.0, 40: 3.0})
+    (expected,) = engine.generate([DOCUMENT], params)
+    given |= {"logit_bias": {"7": -100, "40": 3}, "extra_body": beyond}
+    answer = client.completions.create(model="tiny", prompt=DOCUMENT, max_tokens=9, temperature=0, **given)
+    assert answer.choices[0].text == expected.text != engine.generate([DOCUMENT], greedy(9))[0].text
+
+
+def test_a_final_message_is_continued(client: openai.OpenAI, engine: Engine, tokenizer) -> None:
+    """Without the template's end of turn, and without a new beginning."""
+    messages = [{"role": "user", "content": "Say something."}, {"role": "assistant", "content": "Once upon"}]
+    body = {"ignore_eos": True, "continue_final_message": True}
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=8, temperature=0, extra_body=body
+    )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert text.rstrip().endswith("Once upon")
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert answer.usage.prompt_tokens == len(tokens)
+    assert answer.choices[0].message.content == engine.generate([tokens], greedy(8))[0].text
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.chat.completions.create(
+            model="tiny", messages=messages, extra_body=body | {"add_generation_prompt": True}
+        )
+    with pytest.raises(openai.BadRequestError, match="not for the template"):
+        reserved = {"chat_template_kwargs": {"chat_template": "x"}}
+        client.chat.completions.create(model="tiny", messages=messages, extra_body=reserved)

@@ -20,9 +20,10 @@ class Detokenizer:
     Args:
         tokenizer: a Transformers tokenizer, or ``None``: then there is no text, and stop strings never match.
         prompt: the prompt's tokens; the last few give the first piece its context (leading spaces depend on it).
+        min_tokens: a stop string that is whole with so many tokens does not count.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stops = [_Stop(text) for text in stop]
         self._silent = frozenset(getattr(tokenizer, "all_special_ids", ()))
@@ -31,6 +32,8 @@ class Detokenizer:
         self._read = len(self._tokens)
         self._text = ""
         self._given = 0
+        self._unstoppable = min_tokens
+        """Tokens that are still to come before a stop string counts; below zero: it does."""
         self.stopped = False
 
     @property
@@ -42,6 +45,7 @@ class Detokenizer:
         """Add a token; return the text that is now certain. Sets ``stopped`` when a stop string appeared."""
         if self._tokenizer is None or self.stopped:
             return ""
+        self._unstoppable -= 1
         if token in self._silent and not self._decode([token]):
             return ""  # left out of every text: any number of them costs nothing
         self._tokens.append(token)
@@ -69,6 +73,10 @@ class Detokenizer:
         """The text goes on with ``piece``, up to the first stop string."""
         begin = len(self._text)
         self._text += piece
+        if self._unstoppable >= 0:
+            for stop in self._stops:
+                stop.pass_over(piece)
+            return
         places = [begin + end - len(stop.text) for stop in self._stops if (end := stop.feed(piece)) is not None]
         if places:
             self._text = self._text[: min(places)]
@@ -97,6 +105,12 @@ class _Stop:
                 length = self._shorter[length]
             length += text[at] == text[length]
             self._shorter[at + 1] = length
+
+    def pass_over(self, piece: str) -> None:
+        """``piece`` comes, and an end of the string in it does not count."""
+        while (end := self.feed(piece)) is not None:
+            self.begun = self._shorter[len(self.text)]
+            piece = piece[end:]
 
     def feed(self, piece: str) -> int | None:
         """Where in ``piece`` the string has ended first; ``None``: it has not, and ``begun`` is right."""

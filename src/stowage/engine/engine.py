@@ -127,7 +127,7 @@ class Engine:
         """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
         hold.
         """
-        self._cost_model = cost_model
+        self._cost_model, self._eos = cost_model, eos
         self._kv_manager, self._scheduler = scheduling(parts, self.memory, cost_model, self._clock)
         self._ids = itertools.count()
         own = self._scheduler, self._kv_manager
@@ -252,13 +252,15 @@ class Engine:
             keys=SequenceKeys(namespace_of(space, salt), self.parts.layout.groups),
             adapter=adapter,
             tables=[BlockTable() for _ in self.parts.pools],
-            sampler=Sampler(params),
-            text=Detokenizer(self.tokenizer, tokens, params.stop),
+            sampler=Sampler(params, tokens, self._eos),
+            text=Detokenizer(self.tokenizer, tokens, params.stop, params.min_tokens),
             prompt_tokens=len(tokens),
             own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),
             new_tokens_max=min(params.max_new_tokens, room),
             exact=self.exact,
         )
+        if any(token >= self.parts.layout.vocab for token, _ in params.biases):
+            raise RequestError(f"logit_bias has a token outside the model's vocabulary of {self.parts.layout.vocab}.")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids.")
         sequence.times.arrived_s = self._clock()

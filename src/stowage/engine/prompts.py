@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final
 
 from stowage.errors import RequestError
@@ -26,6 +27,7 @@ _CHARACTERS_PER_TOKEN: Final = 6
 _SURELY: Final = 2
 """A text has some more tokens when it is cut into pieces: so many times too many of them are surely too many."""
 _TRIAL: Final = "stowage"
+_PLAINLY: Final[Mapping[str, Any]] = MappingProxyType({})
 Begin = Callable[[int], None]
 
 
@@ -48,16 +50,19 @@ class Prompts:
         self._tokenizer = tokenizer
         self._layout = layout
 
-    def read(self, prompt: Any, most: int | None = None, begin: Begin = unasked) -> list[int]:
+    def read(
+        self, prompt: Any, most: int | None = None, begin: Begin = unasked, template: Mapping[str, Any] = _PLAINLY
+    ) -> list[int]:
         """Token ids of a prompt: text, token ids, or chat messages (``[{"role": ..., "content": ...}]``, through the
         model's template). ``begin`` is told how many characters are tokenized next, and 0 in the end; it may raise.
+        ``template``: what the template is given besides (``apply_chat_template``).
 
         Raises ``RequestError`` for an empty prompt, a token outside the vocabulary, or text without a tokenizer;
         ``PromptTooLong`` for one of more than ``most`` tokens, or than the context has.
         """
         layout = self._layout
         most = layout.context_tokens if most is None else min(most, layout.context_tokens)
-        tokens = self.tokenize(prompt, most, begin)
+        tokens = self.tokenize(prompt, most, begin, template)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token.")
         if len(tokens) > most:
@@ -71,7 +76,9 @@ class Prompts:
             raise RequestError(f"token {picture} stands for a picture or a sound, and of this model only text is run.")
         return tokens
 
-    def tokenize(self, prompt: Any, most: int, begin: Begin = unasked) -> list[int]:
+    def tokenize(
+        self, prompt: Any, most: int, begin: Begin = unasked, template: Mapping[str, Any] = _PLAINLY
+    ) -> list[int]:
         """``read`` without its checks of vocabulary and, where that is no much work, of length."""
         if isinstance(prompt, str | bytes) or not isinstance(prompt, Items):
             listed: Items[Any] = ()
@@ -87,7 +94,7 @@ class Prompts:
             raise RequestError("a prompt is text, a list of token ids, or a list of messages with role and content.")
         if len(listed) > most:
             raise PromptTooLong(f"{len(listed)} messages", most)
-        return self._tokens(self._apply_chat_template(list(listed)), most, begin, add_special_tokens=False)
+        return self._tokens(self._apply_chat_template(list(listed), template), most, begin, add_special_tokens=False)
 
     def _tokens(self, text: str, most: int, begin: Begin, *, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -119,7 +126,7 @@ class Prompts:
         """How many characters of a text one token can stand for; 0: nobody knows."""
         return characters_most(self._tokenizer)
 
-    def _apply_chat_template(self, messages: list[Any]) -> str:
+    def _apply_chat_template(self, messages: list[Any], template: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
         tokenizer = self._tokenizer
@@ -128,7 +135,8 @@ class Prompts:
         try:
             if _takes_parts(tokenizer):
                 messages = [{**m, "content": _parts(m["content"])} for m in messages]
-            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            given = {"add_generation_prompt": True, **template}
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
         except (
             TemplateError,
             TypeError,

@@ -125,6 +125,31 @@ class Fields:
             raise bad(f"{self.path(name)!r} holds {len(value)} numbers; at most {most} can be used.", self.path(name))
         return tuple(value)
 
+    def biases(self, name: str, most: int, vocabulary: int) -> dict[int, float]:
+        """Numbers from -100 to 100 by token, which JSON has as text."""
+        value = self.take(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or len(value) > most:
+            raise self.wrong(name, value, f"an object of at most {most} numbers by token")
+        found = {}
+        for token, bias in value.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
+                most = vocabulary - 1
+                what = f"{self.path(name)!r} has {_short(token)!r}, which is no token of this model (0 to {most})."
+                raise bad(what, self.path(name))
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise self.wrong(f"{name}.{token}", bias, "a number from -100 to 100")
+            found[int(token)] = float(bias)
+        return found
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object as it is; empty where there is none."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, value, "an object")
+        return dict(value or {})
+
     def inside(self, name: str) -> Fields | None:
         """The fields of an object that is a field."""
         value = self.take(name)

@@ -1,18 +1,21 @@
 """What an OpenAI client asks for: from the body of a request to prompts of tokens and parameters for the engine.
 
 Strict, so that nobody is served something else than what was asked for: a field that is not known, not supported or
-out of range is refused by name. Beyond OpenAI's own there are `top_k`, `min_p`, `stop_token_ids`, `ignore_eos` and
-`cache_salt`. Reading takes time for long prompts (they are tokenized here): never on the event loop.
+out of range is refused by name. Beyond OpenAI's own there are vLLM's: `top_k`, `min_p`, `repetition_penalty`,
+`min_tokens`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `chat_template_kwargs`, `add_generation_prompt` and
+`continue_final_message`. Reading takes time for long prompts (they are tokenized here): never on the event loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from stowage.engine.engine import Engine
 from stowage.engine.prompts import Begin, PromptTooLong, unasked
-from stowage.engine.sampling import STOP_CHARACTERS_MAX, SamplingParams
+from stowage.engine.sampling_params import LOGIT_BIAS_MAX, STOP_CHARACTERS_MAX, SamplingParams
 from stowage.errors import RequestError
 from stowage.server.fields import Fields, parse_object
 from stowage.server.limits import Limits
@@ -28,6 +31,11 @@ _STOP_TOKENS_MAX: Final = 64
 _TOKENS_MOST: Final = (1 << 31) - 1
 _SEEDS: Final = 1 << 63
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEMPLATE_RESERVED: Final = frozenset(
+    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+_PLAINLY: Final[Mapping[str, Any]] = MappingProxyType({})
 _NO_TEXT: Final = (
     "This model has no chat template, so it cannot answer chats. Use /v1/completions with a prompt of text."
 )
@@ -85,17 +93,17 @@ class Reader:
         self.names = (name, *engine.adapter_names)
         self._tokenizer = engine.tokenizer
         self._prompts = engine.prompts
+        self._vocab = engine.parts.layout.vocab
         self._tokens_max = engine.sequence_tokens_max
         self._max_prompt_tokens = min(limits.max_prompt_tokens or self._tokens_max, self._tokens_max)
         self._max_choices = min(limits.max_choices, limits.max_queued_requests + engine.memory.max_num_seqs)
-        self._has_template = bool(getattr(engine.tokenizer, "chat_template", None))
+        self._template = str(getattr(engine.tokenizer, "chat_template", None) or "")
 
     def completion(self, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
         """A request to /v1/completions. `begin`: see `Prompts.read`. Raises ApiError."""
         fields = Fields(parse_object(body))
         fields.without_effect("user")
-        for name, value in (("suffix", ""), ("logit_bias", {}), ("presence_penalty", 0), ("frequency_penalty", 0)):
-            fields.neutral(name, value)
+        fields.neutral("suffix", "")
         model, n = self._model(fields), self._n(fields)
         fields.neutral("best_of", n)
         new_tokens = fields.whole("max_tokens", None, 0, _TOKENS_MOST)
@@ -114,6 +122,7 @@ class Reader:
         )
         if params.prompt_logprobs is not None:
             _count_logprobs(sum(len(prompt.tokens) for prompt in prompts) * n * (params.prompt_logprobs + 1))
+        _check_least(params, prompts)
         silent = new_tokens == 0
         return Ask(
             False, model, prompts, n, params, cache_salt, stream, include_usage, logprobs, echo=echo, silent=silent
@@ -124,15 +133,15 @@ class Reader:
         fields = Fields(parse_object(body))
         fields.without_effect("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
         fields.without_effect("store", "service_tier", "parallel_tool_calls", "prediction")
-        for name, value in (("logit_bias", {}), ("presence_penalty", 0), ("frequency_penalty", 0), ("tools", [])):
-            fields.neutral(name, value)
-        fields.neutral("functions", [])
+        for name in ("tools", "functions"):
+            fields.neutral(name, [])
         fields.neutral("tool_choice", "none", "auto")
         fields.neutral("function_call", "none", "auto")
         fields.neutral("response_format", {"type": "text"})
         fields.neutral("modalities", ["text"])
-        for name in ("audio", "reasoning_effort", "verbosity", "web_search_options"):
+        for name in ("audio", "verbosity", "web_search_options"):
             fields.neutral(name)
+        template = self._template_options(fields)
         model, n = self._model(fields), self._n(fields)
         old = fields.whole("max_tokens", None, 1, _TOKENS_MOST)
         new_tokens = fields.whole("max_completion_tokens", old, 1, _TOKENS_MOST)
@@ -147,9 +156,10 @@ class Reader:
         cache_salt, raw = fields.text("cache_salt", "") or "", fields.take("messages")
         fields.finish()
         self._count_choices(1, n)
-        if not self._has_template:
+        if not self._template:
             raise bad(_NO_TEXT, "messages", "no_chat_template")
-        prompt = self._prompt(_messages(raw), new_tokens, self._tokens_max, begin)
+        prompt = self._prompt(_messages(raw), new_tokens, self._tokens_max, begin, template)
+        _check_least(params, (prompt,))
         return Ask(True, model, (prompt,), n, params, cache_salt, stream, include_usage, logprobs)
 
     def _model(self, fields: Fields) -> str:
@@ -172,6 +182,7 @@ class Reader:
         seed = fields.whole("seed", None, -_SEEDS, _SEEDS - 1)
         top_k = fields.whole("top_k", 0, -1, _TOKENS_MOST) or 0
         values: dict[str, Any] = {
+            "max_new_tokens": _TOKENS_MOST,  # until the prompt is known
             "temperature": fields.number("temperature", 1.0, 0.0, 2.0),
             "top_p": fields.number("top_p", 1.0, 0.0, 1.0),
             "top_k": max(0, top_k),
@@ -181,6 +192,11 @@ class Reader:
             "stop_token_ids": fields.wholes("stop_token_ids", _STOP_TOKENS_MAX),
             "ignore_eos": fields.flag("ignore_eos"),
             "logprobs": 0 if logprobs is None else max(1, logprobs),
+            "min_tokens": fields.whole("min_tokens", 0, 0, _TOKENS_MOST) or 0,
+            "presence_penalty": fields.number("presence_penalty", 0.0, -2.0, 2.0),
+            "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+            "repetition_penalty": fields.number("repetition_penalty", 1.0, 0.01, 10.0),
+            "logit_bias": fields.biases("logit_bias", LOGIT_BIAS_MAX, self._vocab),
         }
         if values["stop"] and self._tokenizer is None:
             raise bad("This model has no tokenizer, so 'stop' cannot be used; use 'stop_token_ids'.", "stop")
@@ -203,12 +219,34 @@ class Reader:
             raise bad("'stream_options' may be given only when 'stream' is true.", "stream_options")
         return stream, include_usage
 
-    def _prompt(self, raw: Any, new_tokens: int | None, default: int, begin: Begin) -> Prompt:
+    def _template_options(self, fields: Fields) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        options = fields.mapping("chat_template_kwargs")
+        reserved = sorted(_TEMPLATE_RESERVED.intersection(options))
+        if reserved:
+            what = f"'chat_template_kwargs' may not have {reserved[0]!r}, which is not for the template to decide."
+            raise bad(what, "chat_template_kwargs")
+        effort = fields.text("reasoning_effort")
+        if effort is not None:
+            if "reasoning_effort" not in self._template:
+                what = "This model's chat template knows no 'reasoning_effort'. Leave it out."
+                raise bad(what, "reasoning_effort", "unsupported_parameter")
+            options["reasoning_effort"] = effort
+        goes_on = fields.flag("continue_final_message")
+        begins = fields.flag("add_generation_prompt", not goes_on)
+        if goes_on and begins:
+            what = "'continue_final_message' and 'add_generation_prompt' exclude each other; give one of them."
+            raise bad(what, "continue_final_message")
+        return options | {"add_generation_prompt": begins, "continue_final_message": goes_on}
+
+    def _prompt(
+        self, raw: Any, new_tokens: int | None, default: int, begin: Begin, template: Mapping[str, Any] = _PLAINLY
+    ) -> Prompt:
         chat = isinstance(raw, list) and isinstance(raw[0], dict)
         param = "messages" if chat else "prompt"
         most = self._max_prompt_tokens
         try:
-            tokens = self._prompts.read(raw, most, begin)
+            tokens = self._prompts.read(raw, most, begin, template)
         except PromptTooLong as error:
             count = error.what.removesuffix(" tokens")
             what = f"This server takes at most {most} tokens in {param!r}; these are {count.rstrip(',')}."
@@ -296,6 +334,12 @@ def _content(fields: Fields) -> str:
         texts.append(inside.needed_text("text"))
         inside.finish()
     return "\n".join(texts)
+
+
+def _check_least(params: SamplingParams, prompts: tuple[Prompt, ...]) -> None:
+    most = min(prompt.new_tokens_max for prompt in prompts)
+    if params.min_tokens > max(1, most):
+        raise bad(f"'min_tokens' is {params.min_tokens}, and an answer may have {most} tokens here.", "min_tokens")
 
 
 def _count_logprobs(entries: int) -> None:

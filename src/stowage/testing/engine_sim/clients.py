@@ -48,6 +48,11 @@ ODD_PARAMS: Final[tuple[dict[str, Any], ...]] = (
     {"max_new_tokens": 1 << 80},
     {"seed": -1},
     {"logprobs": 51},
+    {"min_tokens": 200},
+    {"presence_penalty": 3},
+    {"repetition_penalty": 0},
+    {"logit_bias": {"5": 1}},
+    {"logit_bias": {5: float("nan")}},
 )
 EXTREME: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 1e-38, "seed": 1},
@@ -149,6 +154,14 @@ class Client:
             given["stop"] = tuple(chance.choice("BCDEFGHIJ") + chance.choice(("", "K", "LM")) for _ in range(2))
         if chance.random() < 0.1:
             given["stop_token_ids"] = (chance.randrange(DRAWN_MAX),)
+        if chance.random() < 0.15:
+            given |= {"presence_penalty": chance.choice((0, 0.5, 2)), "frequency_penalty": chance.choice((0, 0.3, -1))}
+        if chance.random() < 0.1:
+            given["repetition_penalty"] = chance.choice((0.8, 1.3))
+        if chance.random() < 0.1:
+            given["min_tokens"] = chance.randrange(given["max_new_tokens"] + 1)
+        if chance.random() < 0.1:
+            given["logit_bias"] = {chance.randrange(DRAWN_MAX): chance.choice((-100, 3, 5.5)) for _ in range(3)}
         if chance.random() < 0.15:
             given["logprobs"] = chance.choice((1, 3))
         if chance.random() < 0.1:

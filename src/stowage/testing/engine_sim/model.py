@@ -87,7 +87,7 @@ class Answer:
 
 def answer(prompt: list[int], params: SamplingParams, room: int) -> Answer:
     """The completion of `prompt`, which may have `room` new tokens, drawn without an engine."""
-    found, sampler, tokenizer = Answer(), Sampler(params), PlayedTokenizer()
+    found, sampler, tokenizer = Answer(), Sampler(params, prompt, frozenset([EOS])), PlayedTokenizer()
     known: list[int] = []
     while not found.reason:
         value = hashes_of([*prompt, *found.tokens], known)[-1]
@@ -97,7 +97,8 @@ def answer(prompt: list[int], params: SamplingParams, room: int) -> Answer:
             found.logprobs.append(report)
         ends = token == EOS and not params.ignore_eos
         text = tokenizer.decode(found.tokens)
-        places = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+        counts = len(text) > len(found.text) and len(found.tokens) > params.min_tokens
+        places = [len(text) - len(stop) for stop in params.stop if counts and text.endswith(stop)]
         found.text = text[: min(places)] if places else text
         if places or ends or token in params.stop_token_ids:
             found.reason = "stop"

@@ -1,0 +1,73 @@
+"""What a request asks to be changed about its logits before a token is drawn: a bias, a least length, penalties.
+
+Owns what one sequence has drawn so far, counted by token. Everything here depends on the request's own tokens alone: so
+it is the same in every batch, after preemption, and wherever the prefix came from. In vLLM's order and with its
+definitions (`vllm/v1/sample`): bias, least length, repetition, frequency, presence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stowage.engine.sampling_params import SamplingParams
+from stowage.errors import RequestError
+
+__all__ = ["LogitsProcessors", "processors_of"]
+
+
+class LogitsProcessors:
+    """Of one sequence. ``prompt``: its tokens; ``ends``: those that would end it."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int]) -> None:
+        self._params = params
+        self._drawn: dict[int, int] = {}
+        self._bias = _columns(dict(params.biases))
+        self._ends = torch.tensor(sorted(ends), dtype=torch.long)
+        self._prompt = frozenset(prompt)
+        self._count = 0
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The logits ``[vocab]`` to draw from; those given are not changed. Raises RequestError when nothing is left
+        that may be drawn.
+        """
+        params, logits = self._params, logits.clone()
+        if params.biases:
+            tokens, values = self._bias
+            logits[tokens] += values
+        if self._count < params.min_tokens:
+            logits[self._ends] = -math.inf
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(self._prompt.union(self._drawn)), dtype=torch.long)
+            found = logits[seen]
+            penalty = params.repetition_penalty
+            logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
+        if self._drawn and (params.frequency_penalty or params.presence_penalty):
+            tokens, counts = _columns(self._drawn)
+            logits[tokens] -= params.frequency_penalty * counts + params.presence_penalty
+        if not math.isfinite(float(logits.max())):
+            raise RequestError(
+                "nothing is left that may be drawn: min_tokens and logit_bias exclude every token. Lower them."
+            )
+        return logits
+
+    def drawn(self, token: int) -> None:
+        """``token`` was drawn."""
+        self._count += 1
+        self._drawn[token] = self._drawn.get(token, 0) + 1
+
+
+def processors_of(params: SamplingParams, prompt: Sequence[int], eos: frozenset[int]) -> LogitsProcessors | None:
+    """What changes the logits of a sequence; ``None``: nothing does."""
+    penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    if not (penalties or params.biases or params.min_tokens):
+        return None
+    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+    return LogitsProcessors(params, prompt if params.repetition_penalty != 1.0 else (), ends)
+
+
+def _columns(values: dict[int, int] | dict[int, float]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(list(values), dtype=torch.long), torch.tensor(list(values.values()), dtype=torch.float32)
