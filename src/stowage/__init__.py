@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stowage.engine.engine import Engine
     from stowage.engine.request import Completion, Delta
     from stowage.engine.sampling import SamplingParams, TokenLogprob
+    from stowage.engine.sampling_params import StructuredOutputs
     from stowage.errors import (
         BudgetError,
         CheckpointError,
@@ -38,6 +39,7 @@ _HOMES = {
     "Completion": "stowage.engine.request",
     "Delta": "stowage.engine.request",
     "SamplingParams": "stowage.engine.sampling",
+    "StructuredOutputs": "stowage.engine.sampling_params",
     "TokenLogprob": "stowage.engine.sampling",
     "BudgetError": "stowage.errors",
     "CheckpointError": "stowage.errors",
@@ -68,6 +70,7 @@ __all__ = [
     "SamplingParams",
     "StorageError",
     "StowageError",
+    "StructuredOutputs",
     "TokenLogprob",
     "TransferError",
     "UnsupportedModelError",

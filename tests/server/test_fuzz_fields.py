@@ -27,13 +27,15 @@ ODD = [
 ]  # fmt: skip
 BOTH = (
     "model n max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos logprobs stream "
-    "stream_options cache_salt user logit_bias presence_penalty frequency_penalty response_format nonsense"
+    "stream_options cache_salt user logit_bias presence_penalty frequency_penalty response_format "
+    "structured_outputs guided_json guided_choice guided_regex repetition_penalty min_tokens nonsense"
 ).split()
 FIELDS = {
     TEXT: [*BOTH, "prompt", "echo", "best_of", "suffix"],
     CHAT: [
         *BOTH, "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions",
         "function_call", "parallel_tool_calls", "modalities", "audio", "reasoning_effort", "metadata", "store",
+        "chat_template_kwargs", "continue_final_message", "add_generation_prompt",
     ],
 }  # fmt: skip
 

@@ -28,6 +28,7 @@ PUBLIC = {
     "SamplingParams",
     "StorageError",
     "StowageError",
+    "StructuredOutputs",
     "TokenLogprob",
     "TransferError",
     "UnsupportedModelError",

@@ -26,6 +26,8 @@ def is_over(sequence: Sequence, token: int, eos: frozenset[int]) -> str:
     params = sequence.params
     if sequence.text.stopped or token in params.stop_token_ids or (token in eos and not params.ignore_eos):
         return "stop"
+    if sequence.sampler.is_over:
+        return "stop"
     if len(sequence.tokens) - sequence.prompt_tokens >= sequence.new_tokens_max:
         return "length"
     return ""

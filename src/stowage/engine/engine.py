@@ -29,6 +29,7 @@ from stowage.engine.assembly import Parts, assemble
 from stowage.engine.border import check_request, checked_engine, listed_prompts
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import Detokenizer
+from stowage.engine.grammar import Grammars
 from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import left, weights_budget
 from stowage.engine.prompts import Prompts
@@ -128,6 +129,7 @@ class Engine:
         hold.
         """
         self._cost_model, self._eos = cost_model, eos
+        self.grammars = Grammars(self.tokenizer, parts.layout.vocab, eos)
         self._kv_manager, self._scheduler = scheduling(parts, self.memory, cost_model, self._clock)
         self._ids = itertools.count()
         own = self._scheduler, self._kv_manager
@@ -245,6 +247,8 @@ class Engine:
         space = namespace_with(self.parts.namespace, adapter)
         tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else self.grammars.begin(wanted)
         sequence = Sequence(
             id=next(self._ids),
             tokens=tokens,
@@ -252,7 +256,7 @@ class Engine:
             keys=SequenceKeys(namespace_of(space, salt), self.parts.layout.groups),
             adapter=adapter,
             tables=[BlockTable() for _ in self.parts.pools],
-            sampler=Sampler(params, tokens, self._eos),
+            sampler=Sampler(params, tokens, self._eos, grammar),
             text=Detokenizer(self.tokenizer, tokens, params.stop, params.min_tokens),
             prompt_tokens=len(tokens),
             own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),

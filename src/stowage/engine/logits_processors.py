@@ -1,8 +1,8 @@
-"""What a request asks to be changed about its logits before a token is drawn: a bias, a least length, penalties.
+"""What a request asks to be changed about its logits before a token is drawn: grammar, bias, least length, penalties.
 
 Owns what one sequence has drawn so far, counted by token. Everything here depends on the request's own tokens alone: so
 it is the same in every batch, after preemption, and wherever the prefix came from. In vLLM's order and with its
-definitions (`vllm/v1/sample`): bias, least length, repetition, frequency, presence.
+definitions (`vllm/v1/sample`): grammar, bias, least length, repetition, frequency, presence.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stowage.engine.grammar import GrammarState
 from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError
 
@@ -20,9 +21,16 @@ __all__ = ["LogitsProcessors", "processors_of"]
 
 
 class LogitsProcessors:
-    """Of one sequence. ``prompt``: its tokens; ``ends``: those that would end it."""
+    """Of one sequence. ``prompt``: its tokens; ``ends``: those that would end it; ``grammar``: of its answer."""
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        ends: frozenset[int],
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self._grammar = grammar
         self._params = params
         self._drawn: dict[int, int] = {}
         self._bias = _columns(dict(params.biases))
@@ -35,6 +43,8 @@ class LogitsProcessors:
         that may be drawn.
         """
         params, logits = self._params, logits.clone()
+        if self._grammar is not None:
+            self._grammar.mask(logits)
         if params.biases:
             tokens, values = self._bias
             logits[tokens] += values
@@ -50,7 +60,8 @@ class LogitsProcessors:
             logits[tokens] -= params.frequency_penalty * counts + params.presence_penalty
         if not math.isfinite(float(logits.max())):
             raise RequestError(
-                "nothing is left that may be drawn: min_tokens and logit_bias exclude every token. Lower them."
+                "nothing is left that may be drawn: structured_outputs, min_tokens and logit_bias exclude every token "
+                "together. Change one of them."
             )
         return logits
 
@@ -58,15 +69,24 @@ class LogitsProcessors:
         """``token`` was drawn."""
         self._count += 1
         self._drawn[token] = self._drawn.get(token, 0) + 1
+        if self._grammar is not None:
+            self._grammar.drawn(token)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the grammar lets nothing follow."""
+        return self._grammar is not None and self._grammar.is_over
 
 
-def processors_of(params: SamplingParams, prompt: Sequence[int], eos: frozenset[int]) -> LogitsProcessors | None:
+def processors_of(
+    params: SamplingParams, prompt: Sequence[int], eos: frozenset[int], grammar: GrammarState | None = None
+) -> LogitsProcessors | None:
     """What changes the logits of a sequence; ``None``: nothing does."""
     penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    if not (penalties or params.biases or params.min_tokens):
+    if not (penalties or params.biases or params.min_tokens or grammar):
         return None
     ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
-    return LogitsProcessors(params, prompt if params.repetition_penalty != 1.0 else (), ends)
+    return LogitsProcessors(params, prompt if params.repetition_penalty != 1.0 else (), ends, grammar)
 
 
 def _columns(values: dict[int, int] | dict[int, float]) -> tuple[Tensor, Tensor]:

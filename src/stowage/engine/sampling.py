@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stowage.engine.grammar import GrammarState
 from stowage.engine.logits_processors import processors_of
 from stowage.engine.sampling_params import LOGPROBS_MAX, SamplingParams
 from stowage.errors import ModelError
@@ -52,16 +53,29 @@ def check_logits(logits: Tensor) -> None:
 
 
 class Sampler:
-    """Draws the tokens of one sequence. ``prompt``: its tokens; ``eos``: those that end a sequence of this model."""
+    """Draws the tokens of one sequence. ``prompt``: its tokens; ``eos``: those that end a sequence of this model;
+    ``grammar``: of the answer.
+    """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int] = (), eos: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+        grammar: GrammarState | None = None,
+    ) -> None:
         self.params = params
-        self._processors = processors_of(params, prompt, eos)
+        self._processors = processors_of(params, prompt, eos, grammar)
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow what was drawn."""
+        return self._processors is not None and self._processors.are_over
 
     def draw(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token from ``logits`` ``[vocab]``, float32, with its log-probability when asked for."""

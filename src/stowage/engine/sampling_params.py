@@ -5,16 +5,17 @@ Owns nothing but the checks. What they mean is in ``sampling`` (drawing), ``logi
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 from stowage.config.arguments import items_of
 from stowage.errors import RequestError
 
-__all__ = ["LOGIT_BIAS_MAX", "LOGPROBS_MAX", "SamplingParams"]
+__all__ = ["LOGIT_BIAS_MAX", "LOGPROBS_MAX", "SamplingParams", "StructuredOutputs"]
 
 LOGPROBS_MAX = 50
 STOPS_MAX = 64
@@ -22,7 +23,64 @@ STOP_CHARACTERS_MAX = 1024
 STOP_TOKENS_MAX = 1024
 LOGIT_BIAS_MAX = 1024
 """Tokens with a bias of their own."""
+STRUCTURE_CHARACTERS_MAX = 1 << 18
+"""Of a schema or grammar."""
 _SHOWN_CHARACTERS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What an answer must be; one of these, under vLLM's names. ``json``: of this JSON schema, an object or its text;
+    ``regex``: of this pattern; ``choice``: one of these texts; ``grammar``: of this grammar in Lark's notation;
+    ``json_object``: any JSON object.
+
+    Raises ``RequestError`` for none or several of them, and for one of the wrong type; whether it can be compiled is
+    found when a request has it.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    kind: str = field(init=False)
+    text: str = field(init=False)
+    """What is given for ``kind``, as text."""
+
+    def __post_init__(self) -> None:
+        names = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(f"structured_outputs must have one of {', '.join(names)}; it has {len(given)}.")
+        text = _structure(given[0], getattr(self, given[0]))
+        if len(text) > STRUCTURE_CHARACTERS_MAX:
+            most = f"at most {STRUCTURE_CHARACTERS_MAX} characters"
+            raise RequestError(f"structured_outputs.{given[0]} may have {most}; it has {len(text)}.")
+        for name in names:  # one that can be compared and remembered
+            object.__setattr__(self, name, getattr(self, name) if name == "json_object" else None)
+        object.__setattr__(self, "kind", given[0])
+        object.__setattr__(self, "text", text)
+
+
+def _structure(name: str, value: Any) -> str:
+    """A structure as text. Raises RequestError."""
+    if name == "json_object":
+        if value is not True:
+            raise RequestError(f"structured_outputs.json_object must be true or false, not {_shown(value)}.")
+        return ""
+    if name == "choice":
+        choices = _listed("structured_outputs.choice", value, str, "texts")
+        if not choices or "" in choices:
+            raise RequestError("structured_outputs.choice must be texts, none of them empty.")
+        return json.dumps(choices)
+    if name == "json" and isinstance(value, Mapping):
+        try:
+            return json.dumps(dict(value), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"structured_outputs.json is no JSON schema: {error}.") from error
+    if not isinstance(value, str):
+        raise RequestError(f"structured_outputs.{name} must be text, not {_shown(value)}.")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +98,8 @@ class SamplingParams:
     ``logit_bias`` is added to the logits of single tokens (-100 to 100). What the answer has already gets less likely
     by ``presence_penalty`` (once) and ``frequency_penalty`` (each time; both -2 to 2, 0 off, as OpenAI defines them);
     what prompt or answer have, by ``repetition_penalty`` (0.01 to 10, 1 off; Keskar et al., arXiv:1909.05858).
-    Log-probabilities are those of the model, before all of this.
+    Only tokens that ``structured_outputs`` allows are drawn. Log-probabilities are those of the model, before all of
+    this.
 
     Raises ``RequestError`` for a value of the wrong type or out of range, with the field's name.
     """
@@ -62,6 +121,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -80,6 +140,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", _listed("stop", self.stop, str, "non-empty strings"))
         object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, int, "token ids"))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputs or None, not {_shown(self.structured_outputs)}."
+            )
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}.")
         problems = {

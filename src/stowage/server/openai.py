@@ -20,6 +20,7 @@ from stowage.errors import RequestError
 from stowage.server.fields import Fields, parse_object
 from stowage.server.limits import Limits
 from stowage.server.refusal import ApiError, bad
+from stowage.server.structured import structured_outputs
 
 LOGPROBS_MAX: Final = 20
 LOGPROB_ENTRIES_MAX: Final = 1 << 18
@@ -93,7 +94,7 @@ class Reader:
         self.names = (name, *engine.adapter_names)
         self._tokenizer = engine.tokenizer
         self._prompts = engine.prompts
-        self._vocab = engine.parts.layout.vocab
+        self._vocab, self._grammars = engine.parts.layout.vocab, engine.grammars
         self._tokens_max = engine.sequence_tokens_max
         self._max_prompt_tokens = min(limits.max_prompt_tokens or self._tokens_max, self._tokens_max)
         self._max_choices = min(limits.max_choices, limits.max_queued_requests + engine.memory.max_num_seqs)
@@ -137,7 +138,6 @@ class Reader:
             fields.neutral(name, [])
         fields.neutral("tool_choice", "none", "auto")
         fields.neutral("function_call", "none", "auto")
-        fields.neutral("response_format", {"type": "text"})
         fields.neutral("modalities", ["text"])
         for name in ("audio", "verbosity", "web_search_options"):
             fields.neutral(name)
@@ -197,6 +197,7 @@ class Reader:
             "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
             "repetition_penalty": fields.number("repetition_penalty", 1.0, 0.01, 10.0),
             "logit_bias": fields.biases("logit_bias", LOGIT_BIAS_MAX, self._vocab),
+            "structured_outputs": structured_outputs(fields, self._grammars),
         }
         if values["stop"] and self._tokenizer is None:
             raise bad("This model has no tokenizer, so 'stop' cannot be used; use 'stop_token_ids'.", "stop")

@@ -1,0 +1,86 @@
+"""What an answer must be, as clients of OpenAI and vLLM ask: `response_format`, `structured_outputs`, `guided_*`.
+
+Owns the names. Whether a schema can be compiled is asked of the engine's grammars here, off its thread.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from stowage.engine.grammar import Grammars
+from stowage.engine.sampling_params import StructuredOutputs
+from stowage.errors import RequestError
+from stowage.server.fields import Fields
+from stowage.server.refusal import bad
+
+__all__ = ["structured_outputs"]
+
+_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
+_GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_FORMATS: Final = "text, json_object, json_schema"
+
+
+def structured_outputs(fields: Fields, grammars: Grammars) -> StructuredOutputs | None:
+    """What a request wants; None: any text. Raises ApiError for what cannot be used, with the field and the reason."""
+    found = [one for one in (_of_format(fields), _of_vllm(fields), *_guided(fields)) if one is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise bad(f"{found[0][0]!r} and {found[1][0]!r} exclude each other; give one of them.", found[1][0])
+    param, given = found[0]
+    try:
+        wanted = StructuredOutputs(**given)
+        grammars.begin(wanted)
+    except RequestError as error:
+        raise bad(f"In {param!r}: {error}", param) from error
+    return wanted
+
+
+def _of_format(fields: Fields) -> tuple[str, dict[str, Any]] | None:
+    """OpenAI's own field."""
+    inside = fields.inside("response_format")
+    if inside is None:
+        return None
+    kind = inside.needed_text("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise bad(f"'response_format.type' is {kind[:40]!r}; use one of {_FORMATS}.", "response_format.type")
+    schema = inside.inside("json_schema") if kind == "json_schema" else None
+    inside.finish()
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return "response_format", {"json_object": True}
+    if schema is None:
+        raise bad("You must give 'response_format.json_schema'.", "response_format.json_schema")
+    schema.text("name")
+    schema.text("description")
+    schema.flag("strict")
+    found = schema.mapping("schema")
+    schema.finish()
+    return "response_format.json_schema", {"json": found}
+
+
+def _of_vllm(fields: Fields) -> tuple[str, dict[str, Any]] | None:
+    inside = fields.inside("structured_outputs")
+    if inside is None:
+        return None
+    given = {kind: value for kind in _KINDS if (value := inside.take(kind)) is not None}
+    inside.finish()
+    return "structured_outputs", _listed(given, "structured_outputs.json")
+
+
+def _guided(fields: Fields) -> list[tuple[str, dict[str, Any]]]:
+    """vLLM's older names."""
+    taken = [(name, kind, fields.take(name)) for name, kind in _GUIDED.items()]
+    return [(name, _listed({kind: value}, name)) for name, kind, value in taken if value is not None]
+
+
+def _listed(given: dict[str, Any], param: str) -> dict[str, Any]:
+    """As JSON has it: a schema may be text."""
+    if isinstance(given.get("json"), str):
+        try:
+            given["json"] = json.loads(given["json"])
+        except (ValueError, RecursionError) as error:
+            raise bad(f"{param!r} is no JSON schema: {error}.", param) from error
+    return given
