@@ -20,7 +20,7 @@ from stowage.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from stowage.models.loading import find
+from stowage.models.hub import find
 from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, greedy, random_prompt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -196,7 +196,7 @@ def _assemble(
     graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
     pool_bytes = memory.kv_cache_memory_bytes - graph_bytes
     counts = capacity.divide(pool_bytes)
-    pools = [BlockPool(b, counts[b.group.index], loaded.model.device) for b in layout.blocks]
+    pools = _pools(layout, counts, loaded.model.device, pool_bytes)
     assert sum(pool.nbytes for pool in pools) <= pool_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
     runner: Runner | FallbackRunner
@@ -233,6 +233,17 @@ def _assemble(
         capacity=capacity,
         kv_cache_memory_bytes=pool_bytes,
     )
+
+
+def _pools(layout: ModelLayout, counts: Mapping[int, int], device: torch.device, nbytes: int) -> list[BlockPool]:
+    """Raises ``BudgetError`` where the device has not so much memory."""
+    try:
+        return [BlockPool(b, counts[b.group.index], device) for b in layout.blocks]
+    except (RuntimeError, MemoryError) as error:
+        raise BudgetError(
+            f"a KV pool of {format_size(nbytes)} cannot be had: {device.type} has not so much free memory. Give a "
+            "smaller --kv-cache-memory, such as 1GiB."
+        ) from error
 
 
 def _recorder(loaded: Loaded, memory: Memory, layout: ModelLayout, wanted: bool | None) -> Recorder | None:

@@ -131,7 +131,9 @@ class Prompts:
 
         tokenizer = self._tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            raise RequestError("this model's tokenizer has no chat template; give the prompt as text.")
+            raise RequestError(
+                "this model's tokenizer has no chat template: give the prompt as text, or --chat-template FILE."
+            )
         try:
             if _takes_parts(tokenizer):
                 messages = [{**m, "content": _parts(m["content"])} for m in messages]

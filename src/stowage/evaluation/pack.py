@@ -24,7 +24,7 @@ from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
 from stowage.evaluation import runs
-from stowage.models import layout, loading
+from stowage.models import hub, layout, loading
 from stowage.weights.quantized.codes import FORMS, GROUPS
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, marked
 
@@ -81,7 +81,7 @@ def pack(
         raise ConfigError(f"--group {group} is not possible; choose one of: {', '.join(map(str, GROUPS))}.")
     if directory.exists() or directory.is_symlink():
         raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
-    source = loading.find(model)
+    source = hub.find(model)
     files = loading.check_files(source)
     text = loading.part_of(source)
     layout.refuse_unsupported(text.config)
@@ -175,7 +175,7 @@ def _prove(part: Path) -> None:
 
 def reads_text(model: str) -> bool:
     """Whether ``model`` has a tokenizer, without which no text can be scored. Raises CheckpointError."""
-    return loading.has_tokenizer(loading.find(model))
+    return loading.has_tokenizer(hub.find(model))
 
 
 def perplexity(

@@ -49,6 +49,8 @@ def resolve(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "backend" in first:  # torch names its own operator and every backend that has it
+            first = f"this torch was built without {name.partition(':')[0]}"
         raise ConfigError(
             f"the device {name!r} cannot be used: {first}. Use cpu, or cuda, or cuda:1 for the second one."
         ) from error

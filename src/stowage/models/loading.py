@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import adapters, identity, layout
+from stowage.models.hub import find, no_gguf
 from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
 from stowage.models.whole import towers, trial_inputs, whole_part
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from stowage.weights.loading import Budget
     from stowage.weights.source import WeightSource
 
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+_REASON_CHARACTERS = 200
 _UNCALLED_MOST = 5
 """How often a model is loaded to find out which modules must be resident."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -166,42 +167,6 @@ def _name(source: WeightSource, name: str, model: Any) -> None:
     model.stowage = source
 
 
-def find(name: str) -> Path:
-    """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
-    ``HF_HUB_OFFLINE`` are honoured).
-    """
-    try:
-        path = Path(name).expanduser()
-        is_directory, exists = path.is_dir(), path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that cannot be, or nobody's home
-        raise CheckpointError(f"{name[:200]!r} names no directory: {str(error)[:200]}.") from error
-    if is_directory:
-        return path
-    if exists:
-        raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise CheckpointError(
-            f"{name} does not exist. Give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B."
-        )
-    return _download(name)
-
-
-def _download(name: str) -> Path:
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{name!r} is no directory here, and the hub did not give it: {reason}. Check the spelling and the "
-            "network; for a private model set HF_TOKEN; to use what was downloaded before set HF_HUB_OFFLINE=1. "
-            "A tiny model to try with: stowage tiny llama ./tiny"
-        ) from error
-
-
 def check_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, after checking that all are there and that each is as long as its header
     says.
@@ -212,6 +177,8 @@ def check_files(directory: Path) -> list[Path]:
             f"stowage run MODEL --adapter {directory}, or adapter={str(directory)!r} in Python."
         )
     if not (directory / "config.json").is_file():
+        if gguf := next(directory.glob("*.gguf"), None):
+            raise CheckpointError(no_gguf(gguf))
         raise CheckpointError(
             f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short."
         )
@@ -310,7 +277,8 @@ def _config_of(file: Path) -> Any:
         found = _config_of_architecture(file)
         if found is not None:
             return found
-        raise CheckpointError(f"{file} is not a config that Transformers understands: {error}") from error
+        why = " ".join(str(error).split())[-_REASON_CHARACTERS:]
+        raise CheckpointError(f"{file} is not a config that Transformers understands: {why}") from error
 
 
 def _config_of_architecture(file: Path) -> Any:
@@ -318,6 +286,7 @@ def _config_of_architecture(file: Path) -> Any:
     names (Kimi-K2 is a ``DeepseekV3ForCausalLM``); ``None`` if it has not.
     """
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
@@ -327,7 +296,7 @@ def _config_of_architecture(file: Path) -> Any:
             return None
         config_class = getattr(transformers, architecture).config_class
         return config_class(**{k: v for k, v in entries.items() if k not in ("model_type", "auto_map")})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError):
         return None
 
 
@@ -386,7 +355,11 @@ def _load_tokenizer(directory: Path) -> Any:
             tokenizer.chat_template = json.loads(apart.read_text(encoding="utf-8"))["chat_template"]
         return tokenizer
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        raise CheckpointError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+        why = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:_REASON_CHARACTERS]
+        raise CheckpointError(
+            f"the tokenizer in {directory} cannot be loaded: {why}. Download tokenizer.json and tokenizer_config.json "
+            "again."
+        ) from error
 
 
 def eos_ids(model: Any) -> frozenset[int]:

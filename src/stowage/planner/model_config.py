@@ -68,7 +68,7 @@ def config_file(model: str | Path) -> Path:
     if not path.is_file():
         raise CheckpointError(
             f"{path} does not exist. Give a directory with a config.json, or such a file; weights are not needed. Of a "
-            "model on the hub: huggingface-cli download NAME config.json --local-dir DIR"
+            "model on the hub: hf download NAME config.json --local-dir DIR"
         )
     return path
 

@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> ListenAddress:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--host {host!r} is not known ({reason}). Write {_EXAMPLE}.") from error
+        raise ConfigError(f"--host (STOWAGE_HOST) {host!r} is not known ({reason}). Write {_EXAMPLE}.") from error
     found.sort(key=lambda item: item[0] != socket.AF_INET)
     family, kind, number, _, address = found[0]
     listener = socket.socket(family, kind, number)

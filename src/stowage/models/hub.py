@@ -1,0 +1,67 @@
+"""Where a model is: the directory that is named, or the hub's copy of it.
+
+Owns what is said where there is none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stowage.errors import CheckpointError
+
+__all__ = ["find", "no_gguf"]
+
+_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+_REASON_CHARACTERS = 200
+
+
+def find(name: str) -> Path:
+    """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
+    ``HF_HUB_OFFLINE`` are honoured).
+    """
+    try:
+        path = Path(name).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that cannot be, or nobody's home
+        raise CheckpointError(f"{name[:200]!r} names no directory: {str(error)[:200]}.") from error
+    if is_directory:
+        return path
+    if path.suffix == ".gguf":
+        raise CheckpointError(no_gguf(path))
+    if exists:
+        raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise CheckpointError(
+            f"{name} does not exist. Give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B."
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        advice = (
+            f"{reason[:_REASON_CHARACTERS]}. Check the spelling and the network; for a private model set HF_TOKEN; to "
+            "use what was downloaded before set HF_HUB_OFFLINE=1. A tiny model to try with: stowage tiny llama ./tiny"
+        )
+        if HF_HUB_OFFLINE:
+            advice = (
+                "HF_HUB_OFFLINE is set, and it was not downloaded before. Unset HF_HUB_OFFLINE to download it. A tiny "
+                "model to try with: stowage tiny llama ./tiny"
+            )
+        raise CheckpointError(f"{name!r} is no directory here, and the hub did not give it: {advice}") from error
+
+
+def no_gguf(path: Path) -> str:
+    """What is said of such a file."""
+    return (
+        f"{path} is a GGUF file, which is not read here. Give the Hugging Face checkpoint that it was made from: a hub "
+        "id, or a directory with config.json and safetensors files."
+    )
