@@ -27,13 +27,16 @@ def examples(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", SERVING, re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_example(server: Server, tmp_path: Path) -> None:
-    (program,) = examples("python")
-    assert WRITTEN in program
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "tokens of the prompt were not computed again"), (1, "a ship of")], ids=["reuse", "schema"]
+)
+def test_the_python_examples(number: int, said: str, server: Server, tmp_path: Path) -> None:
+    program = examples("python")[number]
+    assert WRITTEN in program and len(examples("python")) == 2
     (tmp_path / "example.py").write_text(program.replace(WRITTEN, server.url))
     done = subprocess.run([sys.executable, str(tmp_path / "example.py")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "tokens of the prompt were not computed again" in done.stdout
+    assert said in done.stdout
 
 
 def test_the_curl_example(server: Server) -> None:
