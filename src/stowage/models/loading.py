@@ -277,7 +277,9 @@ def _config_of(file: Path) -> Any:
         found = _config_of_architecture(file)
         if found is not None:
             return found
-        why = " ".join(str(error).split())[-_REASON_CHARACTERS:]
+        why = str(error)
+        if isinstance(error, StrictDataclassError):  # what was found is its last line
+            why = " ".join(why.split())[-_REASON_CHARACTERS:]
         raise CheckpointError(f"{file} is not a config that Transformers understands: {why}") from error
 
 
