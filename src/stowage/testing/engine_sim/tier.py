@@ -90,9 +90,14 @@ class PlayedCopies:
             return None
         came = storage[plan.blocks].clone()
 
+        over = False
+
         def check() -> None:
-            if self._closed:
+            """Once: when they are done, or when somebody finds that out, whichever comes first."""
+            nonlocal over
+            if over or self._closed:
                 return
+            over = True
             again = storage.clone()
             self._real.load(plan, again)
             if not bool((again[plan.blocks] == came).all()):
@@ -100,7 +105,7 @@ class PlayedCopies:
 
         self._loaded_s = max(self._loaded_s, self.loop.now_s) + self.loop.chance.random() * self._copy_s
         self._process.spawn("copies", check, self._loaded_s - self.loop.now_s)
-        return _Ticket(self, self._loaded_s, lambda: None, fails)
+        return _Ticket(self, self._loaded_s, check, fails)
 
     def close(self) -> None:
         """Give the arena back."""
