@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from stowage.config.memory import Memory
     from stowage.engine.engine import Engine
     from stowage.engine.request import Completion, Delta
-    from stowage.engine.sampling import SamplingParams, TokenLogprob
-    from stowage.engine.sampling_params import StructuredOutputs
+    from stowage.engine.sampling import TokenLogprob
+    from stowage.engine.sampling_params import SamplingParams, StructuredOutputs
     from stowage.errors import (
         BudgetError,
         CheckpointError,
@@ -38,7 +38,7 @@ _HOMES = {
     "Engine": "stowage.engine.engine",
     "Completion": "stowage.engine.request",
     "Delta": "stowage.engine.request",
-    "SamplingParams": "stowage.engine.sampling",
+    "SamplingParams": "stowage.engine.sampling_params",
     "StructuredOutputs": "stowage.engine.sampling_params",
     "TokenLogprob": "stowage.engine.sampling",
     "BudgetError": "stowage.errors",

@@ -18,6 +18,12 @@ The engine turns operating errors into a miss, a recompute, or one of these. Any
 """
 
 
+def first_line(error: BaseException) -> str:
+    """What somebody else's ``error`` says first; its type where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class StowageError(Exception):
     """Base of the tree. ``str(error)`` is one paragraph for the user: what happened, why, and what to do."""
 

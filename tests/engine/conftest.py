@@ -17,6 +17,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.executor import kernels
+from stowage.executor.block_pool import bytes_needed
 from stowage.testing import tiny_models
 
 LOGPROB_BOUND = 4e-4
@@ -161,3 +162,10 @@ def assert_same(completion: object, answer: Answer) -> None:
     assert completion.token_ids == answer.tokens  # type: ignore[attr-defined]
     found = [report.logprob for report in completion.logprobs]  # type: ignore[attr-defined]
     assert max(abs(a - b) for a, b in zip(found, answer.logprobs, strict=True)) < LOGPROB_BOUND
+
+
+def small_pool(engines, family, **memory):
+    """An engine whose device holds about one and a half sequences of 160 tokens."""
+    layouts = engines(family, context_tokens=160).parts.layout.blocks
+    need = bytes_needed(layouts, 160, 64)
+    return engines(family, context_tokens=160, kv_cache_memory=int(need * 1.7), max_num_batched_tokens=64, **memory)

@@ -7,16 +7,7 @@ from __future__ import annotations
 import pytest
 
 from stowage.testing.tiny_models import KINDS
-from tests.engine.conftest import assert_same, greedy, random_prompt
-
-
-def small_pool(engines, family, **memory):
-    """An engine whose device holds about one and a half sequences of 160 tokens."""
-    from stowage.executor.block_pool import bytes_needed
-
-    layouts = engines(family, context_tokens=160).parts.layout.blocks
-    need = bytes_needed(layouts, 160, 64)
-    return engines(family, context_tokens=160, kv_cache_memory=int(need * 1.7), max_num_batched_tokens=64, **memory)
+from tests.engine.conftest import assert_same, greedy, random_prompt, small_pool
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -22,8 +22,7 @@ from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.logits_processors import processors_of
 from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.errors import RequestError
-from tests.engine.conftest import greedy, random_prompt
-from tests.engine.test_preemption import small_pool
+from tests.engine.conftest import greedy, random_prompt, small_pool
 
 
 @pytest.mark.parametrize(

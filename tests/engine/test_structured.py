@@ -12,8 +12,7 @@ import pytest
 
 from stowage import RequestError, SamplingParams, StructuredOutputs
 from stowage.engine.grammar import Grammars
-from tests.engine.conftest import random_prompt
-from tests.engine.test_preemption import small_pool
+from tests.engine.conftest import random_prompt, small_pool
 
 SCHEMA = {
     "type": "object",

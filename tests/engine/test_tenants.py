@@ -24,7 +24,7 @@ from stowage.errors import RequestError
 from stowage.storage.disk import DiskTier
 from stowage.testing import tiny_models
 from tests.disk_client import NAMESPACE
-from tests.engine.conftest import assert_same, greedy, random_prompt
+from tests.engine.conftest import assert_same, greedy, random_prompt, small_pool
 
 PROMPT = random_prompt(300)
 TIMINGS = 2000
@@ -65,8 +65,6 @@ def test_same_prompt_two_salts_no_cross_hit_on_any_tier(family, engines, referen
 
 def test_tenants_that_take_turns_for_the_device(engines, references):
     """Preempted and in one batch: private state comes back to its own sequence, and nobody finds another's."""
-    from tests.engine.test_preemption import small_pool
-
     engine = small_pool(engines, "llama", host_memory="32MiB")
     prompt = random_prompt(70)
     requests = [engine.submit(prompt, greedy(80), salt=f"tenant {n}") for n in range(5)]

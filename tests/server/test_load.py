@@ -25,11 +25,11 @@ def test_attackers_harm_only_themselves(start, tiny_llama, tmp_path) -> None:
     cache = tmp_path / "cache"
     server = start(*FLAGS, "--disk", f"{cache}:64MiB")
     load = Load(server.url, server.pid, server.model, known_answers(tiny_llama), cache)
-    report = asyncio.run(load.run(clients=4, seconds=10, rounds=2, attacking=6))
+    report = asyncio.run(load.run(clients=4, seconds=16, rounds=2, attacking=6))
     assert report.wrong == [] and len(report.waited_s[True]) > 5
     last = report.states[-1]
     assert not (last.choices_open or last.blocks_used or last.chunks_pinned or last.transfers)
-    assert sum(report.told.values()) > 5 and not [kind for kind, status in report.told if status >= 500]
+    assert sum(report.told.values()) > 20 and not [kind for kind, status in report.told if status >= 500]
     assert server.total("stowage_request_memory_bytes") == 0
     server.stop()
     assert "Traceback" not in server.err.read_text()

@@ -61,16 +61,9 @@ def test_any_object(client: openai.OpenAI) -> None:
     assert reason == "length" or isinstance(json.loads(text), dict)
 
 
-def test_what_cannot_be_compiled_is_a_bad_request(client: openai.OpenAI) -> None:
-    deep: dict[str, object] = {}
-    for _ in range(150):
-        deep = {"type": "array", "items": deep}
-    for schema in ({"type": "objec"}, {"$ref": "#/x"}, deep | {"pattern": "("}):
-        response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        try:
-            client.chat.completions.create(
-                model="tiny", messages=MESSAGES, max_tokens=4, response_format=response_format
-            )
-        except openai.BadRequestError as error:
-            assert error.param == "response_format.json_schema" and len(str(error)) < 700
-    assert client.models.list().data
+@pytest.mark.parametrize("schema", [{"type": "objec"}, {"$ref": "#/x"}, {"type": "string", "pattern": "("}])
+def test_what_cannot_be_compiled_is_a_bad_request(schema: dict[str, str], client: openai.OpenAI) -> None:
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=response_format)
+    assert refused.value.param == "response_format.json_schema" and len(str(refused.value)) < 700

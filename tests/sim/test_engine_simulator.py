@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,35 +21,15 @@ from stowage.storage.guard import Guarded
 from stowage.testing.engine_sim import simulate
 from stowage.testing.sim import Failure
 from stowage.transfer.async_copies import AsyncCopies
+from tests.sim.worlds import Plant, command, first_failure
 
-SOURCE = Path(__file__).parents[2] / "src"
 SEEDS_TO_FIND = 600
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 FOUND = {
     157: "a sequence larger than the device failed while copies that hold host memory were still under way",
     340: "weights that could not be read for the trial after a failed forward ended the engine",
     4477: "a newcomer that found no room was admitted and preempted for ever within one step",
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Trouble is what these worlds are made of; it need not be logged."""
-    logger = logging.getLogger("stowage")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
-
-
-def first_failure(seeds: int) -> Failure | None:
-    for seed in range(seeds):
-        try:
-            simulate(seed)
-        except Failure as failure:
-            return failure
-    return None
 
 
 def leaked_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -188,20 +161,6 @@ PLANTS: list[Plant] = [
 ]
 
 
-def command(*arguments: str, expected: int = 0, **variables: str) -> dict[str, Any]:
-    """Run the simulator as a user does. Its report."""
-    result = subprocess.run(
-        [sys.executable, "-m", "stowage.testing.sim", "--engine", "--json", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == expected, result.stderr
-    report: dict[str, Any] = json.loads(result.stdout)
-    return report
-
-
 def test_40_worlds_hold_every_promise() -> None:
     for seed in range(40):
         simulate(seed)
@@ -213,7 +172,10 @@ def test_seeds_that_once_failed_hold(seed: int) -> None:
 
 
 def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
-    runs = [command("--first", "7", "--seeds", "3", "--jobs", "1", PYTHONHASHSEED=number) for number in ("0", "1")]
+    runs = [
+        command("--engine", "--first", "7", "--seeds", "3", "--jobs", "1", PYTHONHASHSEED=number)
+        for number in ("0", "1")
+    ]
     for run in runs:
         del run["seconds"]
     assert runs[0] == runs[1] and simulate(7).digest == simulate(7).digest != simulate(8).digest
@@ -222,7 +184,7 @@ def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
 
 def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
     nan_that_is_drawn(monkeypatch)
-    failure = first_failure(SEEDS_TO_FIND)
+    failure = first_failure(simulate, SEEDS_TO_FIND)
     assert failure is not None
     assert f"sim --engine --first {failure.seed} --seeds 1" in str(failure)
     with pytest.raises(Failure) as again:
@@ -234,5 +196,5 @@ def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    failure = first_failure(SEEDS_TO_FIND)
+    failure = first_failure(simulate, SEEDS_TO_FIND)
     assert failure is not None, f"{plant.__name__} survived {SEEDS_TO_FIND} seeds"

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,31 +15,10 @@ from stowage.cache.spill_queue import SpillQueue
 from stowage.storage.disk import allocator, loader, reader
 from stowage.storage.disk.index import Index
 from stowage.testing.sim import Failure, simulate
+from tests.sim.worlds import Plant, command, first_failure
 
-SOURCE = Path(__file__).parents[2] / "src"
 SEEDS_TO_FIND = 1000
 FOUND = Path(__file__).with_name("found_seeds.json")
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Trouble is what these worlds are made of; it need not be logged."""
-    logger = logging.getLogger("stowage")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
-
-
-def first_failure(seeds: int) -> Failure | None:
-    for seed in range(seeds):
-        try:
-            simulate(seed)
-        except Failure as failure:
-            return failure
-    return None
 
 
 def dropped_checksum(patch: pytest.MonkeyPatch) -> None:
@@ -168,19 +142,6 @@ PLANTS: list[Plant] = [
 ]
 
 
-def command(*arguments: str, expected: int = 0, **variables: str) -> dict:
-    """Run the simulator as a user does. Its report."""
-    result = subprocess.run(
-        [sys.executable, "-m", "stowage.testing.sim", "--json", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == expected, result.stderr
-    return json.loads(result.stdout)
-
-
 def test_60_worlds_hold_every_promise() -> None:
     for seed in range(60):
         simulate(seed)
@@ -207,7 +168,7 @@ def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
 
 def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped_checksum(monkeypatch)
-    failure = first_failure(SEEDS_TO_FIND)
+    failure = first_failure(simulate, SEEDS_TO_FIND)
     assert failure is not None
     assert f"--first {failure.seed} --seeds 1" in str(failure) and "other bytes" in str(failure)
     with pytest.raises(Failure) as again:
@@ -219,5 +180,5 @@ def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    failure = first_failure(SEEDS_TO_FIND)
+    failure = first_failure(simulate, SEEDS_TO_FIND)
     assert failure is not None, f"{plant.__name__} survived {SEEDS_TO_FIND} seeds"

@@ -34,14 +34,6 @@ def tiny(
 
     if dtype not in ("float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype!r} is not float32, bfloat16 or float16", param_hint="--dtype")
-    sizes = {"hidden": hidden, "layers": layers, "vocab": vocab, "heads": heads, "kv-heads": kv_heads}
-    for name, value in (sizes | {"context-tokens": context_tokens}).items():
-        if value < 1:
-            raise typer.BadParameter(f"{value} is less than 1", param_hint=f"--{name}")
-    if hidden % heads or heads % kv_heads:
-        raise typer.BadParameter(
-            f"{hidden} is no multiple of {heads} heads, or those of {kv_heads} key-value heads", param_hint="--hidden"
-        )
     size = tiny_models.TinySize(
         hidden=hidden, layers=layers, vocab=vocab, heads=heads, kv_heads=kv_heads, context_tokens=context_tokens
     )

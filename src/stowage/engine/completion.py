@@ -24,9 +24,8 @@ def namespace_of(engine: bytes, salt: str | bytes) -> bytes:
 def is_over(sequence: Sequence, token: int, eos: frozenset[int]) -> str:
     """Why ``sequence`` ends with ``token``, or an empty string."""
     params = sequence.params
-    if sequence.text.stopped or token in params.stop_token_ids or (token in eos and not params.ignore_eos):
-        return "stop"
-    if sequence.sampler.is_over:
+    ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+    if ends or sequence.text.stopped or sequence.sampler.is_over:
         return "stop"
     if len(sequence.tokens) - sequence.prompt_tokens >= sequence.new_tokens_max:
         return "length"

@@ -132,8 +132,8 @@ class Engine:
         self.grammars = Grammars(self.tokenizer, parts.layout.vocab, eos)
         self._kv_manager, self._scheduler = scheduling(parts, self.memory, cost_model, self._clock)
         self._ids = itertools.count()
-        own = self._scheduler, self._kv_manager
-        self._loop = Loop(parts.runner, *own, self.store, cost_model, eos, self._clock, threads)
+        scheduler, kv_manager = self._scheduler, self._kv_manager
+        self._loop = Loop(parts.runner, scheduler, kv_manager, self.store, cost_model, eos, self._clock, threads)
         self._lock = self._loop.lock
 
     # asking

@@ -18,7 +18,7 @@ from typing import Any, Final
 from stowage.errors import RequestError
 from stowage.models.layout import ModelLayout
 
-__all__ = ["Begin", "PromptTooLong", "Prompts", "unasked"]
+__all__ = ["PLAINLY", "Begin", "PromptTooLong", "Prompts", "unasked"]
 
 PIECE_CHARACTERS: Final = 1 << 16
 """Of a long text, at a time, while its tokens are counted."""
@@ -27,7 +27,8 @@ _CHARACTERS_PER_TOKEN: Final = 6
 _SURELY: Final = 2
 """A text has some more tokens when it is cut into pieces: so many times too many of them are surely too many."""
 _TRIAL: Final = "stowage"
-_PLAINLY: Final[Mapping[str, Any]] = MappingProxyType({})
+PLAINLY: Final[Mapping[str, Any]] = MappingProxyType({})
+"""What a chat template is given besides the messages: nothing."""
 Begin = Callable[[int], None]
 
 
@@ -51,7 +52,7 @@ class Prompts:
         self._layout = layout
 
     def read(
-        self, prompt: Any, most: int | None = None, begin: Begin = unasked, template: Mapping[str, Any] = _PLAINLY
+        self, prompt: Any, most: int | None = None, begin: Begin = unasked, template: Mapping[str, Any] = PLAINLY
     ) -> list[int]:
         """Token ids of a prompt: text, token ids, or chat messages (``[{"role": ..., "content": ...}]``, through the
         model's template). ``begin`` is told how many characters are tokenized next, and 0 in the end; it may raise.
@@ -77,7 +78,7 @@ class Prompts:
         return tokens
 
     def tokenize(
-        self, prompt: Any, most: int, begin: Begin = unasked, template: Mapping[str, Any] = _PLAINLY
+        self, prompt: Any, most: int, begin: Begin = unasked, template: Mapping[str, Any] = PLAINLY
     ) -> list[int]:
         """``read`` without its checks of vocabulary and, where that is no much work, of length."""
         if isinstance(prompt, str | bytes) or not isinstance(prompt, Items):

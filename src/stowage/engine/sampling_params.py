@@ -23,6 +23,8 @@ STOP_CHARACTERS_MAX = 1024
 STOP_TOKENS_MAX = 1024
 LOGIT_BIAS_MAX = 1024
 """Tokens with a bias of their own."""
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+"""What an answer can be asked to be."""
 STRUCTURE_CHARACTERS_MAX = 1 << 18
 """Of a schema or grammar."""
 _SHOWN_CHARACTERS = 40
@@ -38,26 +40,23 @@ class StructuredOutputs:
     found when a request has it.
     """
 
-    json: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    json_object: bool = False
+    json: str | Mapping[str, Any] | None = field(default=None, compare=False)
+    regex: str | None = field(default=None, compare=False)
+    choice: tuple[str, ...] | None = field(default=None, compare=False)
+    grammar: str | None = field(default=None, compare=False)
+    json_object: bool = field(default=False, compare=False)
     kind: str = field(init=False)
     text: str = field(init=False)
-    """What is given for ``kind``, as text."""
+    """What is given for ``kind``, as text: by both it is compared and remembered."""
 
     def __post_init__(self) -> None:
-        names = ("json", "regex", "choice", "grammar", "json_object")
-        given = [name for name in names if getattr(self, name) not in (None, False)]
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise RequestError(f"structured_outputs must have one of {', '.join(names)}; it has {len(given)}.")
+            raise RequestError(f"structured_outputs must have one of {', '.join(STRUCTURES)}; it has {len(given)}.")
         text = _structure(given[0], getattr(self, given[0]))
         if len(text) > STRUCTURE_CHARACTERS_MAX:
             most = f"at most {STRUCTURE_CHARACTERS_MAX} characters"
             raise RequestError(f"structured_outputs.{given[0]} may have {most}; it has {len(text)}.")
-        for name in names:  # one that can be compared and remembered
-            object.__setattr__(self, name, getattr(self, name) if name == "json_object" else None)
         object.__setattr__(self, "kind", given[0])
         object.__setattr__(self, "text", text)
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import SlabClass
-from stowage.errors import ConfigError
+from stowage.errors import ConfigError, first_line
 from stowage.executor.decode_attention import PagedKernel
 from stowage.executor.replay.recorder import Recorder
 from stowage.experimental.cuda_copies import CudaCarrier, CudaCopies
@@ -48,11 +48,11 @@ def resolve(name: str) -> torch.device:
             raise ConfigError(f"the device {name!r} cannot be used: {why}. Leave --device out to compute on the CPU.")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "backend" in first:  # torch names its own operator and every backend that has it
-            first = f"this torch was built without {name.partition(':')[0]}"
+        why = first_line(error)
+        if "backend" in why:  # torch names its own operator and every backend that has it
+            why = f"this torch was built without {name.partition(':')[0]}"
         raise ConfigError(
-            f"the device {name!r} cannot be used: {first}. Use cpu, or cuda, or cuda:1 for the second one."
+            f"the device {name!r} cannot be used: {why}. Use cpu, or cuda, or cuda:1 for the second one."
         ) from error
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

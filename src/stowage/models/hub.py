@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stowage.errors import CheckpointError
+from stowage.errors import CheckpointError, first_line
 
 __all__ = ["find", "no_gguf"]
 
@@ -46,17 +46,16 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        advice = (
-            f"{reason[:_REASON_CHARACTERS]}. Check the spelling and the network; for a private model set HF_TOKEN; to "
-            "use what was downloaded before set HF_HUB_OFFLINE=1. A tiny model to try with: stowage tiny llama ./tiny"
+        why = (
+            f"{first_line(error)[:_REASON_CHARACTERS]}. Check the spelling and the network; for a private model set "
+            "HF_TOKEN; to use what was downloaded before set HF_HUB_OFFLINE=1."
         )
         if HF_HUB_OFFLINE:
-            advice = (
-                "HF_HUB_OFFLINE is set, and it was not downloaded before. Unset HF_HUB_OFFLINE to download it. A tiny "
-                "model to try with: stowage tiny llama ./tiny"
-            )
-        raise CheckpointError(f"{name!r} is no directory here, and the hub did not give it: {advice}") from error
+            why = "HF_HUB_OFFLINE is set, and it was not downloaded before. Unset HF_HUB_OFFLINE to download it."
+        raise CheckpointError(
+            f"{name!r} is no directory here, and the hub did not give it: {why} A tiny model to try with: stowage tiny "
+            "llama ./tiny"
+        ) from error
 
 
 def no_gguf(path: Path) -> str:

@@ -135,8 +135,8 @@ class Fields:
         found = {}
         for token, bias in value.items():
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
-                most = vocabulary - 1
-                what = f"{self.path(name)!r} has {_short(token)!r}, which is no token of this model (0 to {most})."
+                last = vocabulary - 1
+                what = f"{self.path(name)!r} has {_short(token)!r}, which is no token of this model (0 to {last})."
                 raise bad(what, self.path(name))
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
                 raise self.wrong(f"{name}.{token}", bias, "a number from -100 to 100")
@@ -145,19 +145,18 @@ class Fields:
 
     def mapping(self, name: str) -> dict[str, Any]:
         """An object as it is; empty where there is none."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.wrong(name, value, "an object")
-        return dict(value or {})
+        return dict(self._object(name) or {})
 
     def inside(self, name: str) -> Fields | None:
         """The fields of an object that is a field."""
+        value = self._object(name)
+        return None if value is None else Fields(value, self.path(name))
+
+    def _object(self, name: str) -> dict[str, Any] | None:
         value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
+        if value is not None and not isinstance(value, dict):
             raise self.wrong(name, value, "an object")
-        return Fields(value, self.path(name))
+        return value
 
     def without_effect(self, *names: str) -> None:
         """Fields that change nothing about an answer, and are of use to OpenAI's own service only."""

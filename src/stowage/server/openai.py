@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Final
 
 from stowage.engine.engine import Engine
-from stowage.engine.prompts import Begin, PromptTooLong, unasked
+from stowage.engine.prompts import PLAINLY, Begin, PromptTooLong, unasked
 from stowage.engine.sampling_params import LOGIT_BIAS_MAX, STOP_CHARACTERS_MAX, SamplingParams
 from stowage.errors import RequestError
 from stowage.server.fields import Fields, parse_object
@@ -36,7 +35,6 @@ _TEMPLATE_RESERVED: Final = frozenset(
     "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
     "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-_PLAINLY: Final[Mapping[str, Any]] = MappingProxyType({})
 _NO_TEXT: Final = (
     "This model has no chat template, so it cannot answer chats. Use /v1/completions with a prompt of text."
 )
@@ -241,7 +239,7 @@ class Reader:
         return options | {"add_generation_prompt": begins, "continue_final_message": goes_on}
 
     def _prompt(
-        self, raw: Any, new_tokens: int | None, default: int, begin: Begin, template: Mapping[str, Any] = _PLAINLY
+        self, raw: Any, new_tokens: int | None, default: int, begin: Begin, template: Mapping[str, Any] = PLAINLY
     ) -> Prompt:
         chat = isinstance(raw, list) and isinstance(raw[0], dict)
         param = "messages" if chat else "prompt"

@@ -5,18 +5,16 @@ Owns the names. Whether a schema can be compiled is asked of the engine's gramma
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 from stowage.engine.grammar import Grammars
-from stowage.engine.sampling_params import StructuredOutputs
+from stowage.engine.sampling_params import STRUCTURES, StructuredOutputs
 from stowage.errors import RequestError
 from stowage.server.fields import Fields
 from stowage.server.refusal import bad
 
 __all__ = ["structured_outputs"]
 
-_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 _GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _FORMATS: Final = "text, json_object, json_schema"
 
@@ -65,22 +63,12 @@ def _of_vllm(fields: Fields) -> tuple[str, dict[str, Any]] | None:
     inside = fields.inside("structured_outputs")
     if inside is None:
         return None
-    given = {kind: value for kind in _KINDS if (value := inside.take(kind)) is not None}
+    given = {kind: value for kind in STRUCTURES if (value := inside.take(kind)) is not None}
     inside.finish()
-    return "structured_outputs", _listed(given, "structured_outputs.json")
+    return "structured_outputs", given
 
 
 def _guided(fields: Fields) -> list[tuple[str, dict[str, Any]]]:
     """vLLM's older names."""
     taken = [(name, kind, fields.take(name)) for name, kind in _GUIDED.items()]
-    return [(name, _listed({kind: value}, name)) for name, kind, value in taken if value is not None]
-
-
-def _listed(given: dict[str, Any], param: str) -> dict[str, Any]:
-    """As JSON has it: a schema may be text."""
-    if isinstance(given.get("json"), str):
-        try:
-            given["json"] = json.loads(given["json"])
-        except (ValueError, RecursionError) as error:
-            raise bad(f"{param!r} is no JSON schema: {error}.", param) from error
-    return given
+    return [(name, {kind: value}) for name, kind, value in taken if value is not None]

@@ -103,7 +103,7 @@ def come(parameter: nn.Parameter, values: Tensor) -> None:
 
 def plain(parameter: nn.Parameter) -> Tensor:
     """What it shows at the moment, away or not."""
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunctionSubclass():
         return parameter.data
 
 
@@ -123,8 +123,8 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOS
 
 
 def point(parameter: Tensor, values: Tensor) -> None:
-    """``parameter`` has the memory of ``values``, of whatever class it is, and whatever modes are on."""
-    with torch._C.DisableTorchFunction():
+    """``parameter`` has the memory of ``values``, of whatever class it is."""
+    with torch._C.DisableTorchFunctionSubclass():
         parameter.data = values
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from stowage.core.geometry import Group, Kind
 from stowage.core.groups import GroupStrategy
+from stowage.errors import first_line
 from stowage.executor.batch import ForwardStep, GroupStep, Work
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.decode_attention import Attend, Tables
@@ -212,7 +213,7 @@ class GraphBackend:
         except torch.OutOfMemoryError:
             raise
         except RAISED_BY_MODELS as error:
-            raise CaptureError(_first_line(error)) from error
+            raise CaptureError(first_line(error)) from error
 
     def replay(self, recording: RecordedGraph, step: Sequence[Work]) -> Tensor:
         """See ``ReplayBackend``. Logits are copied to host memory: the next replay overwrites those on the device."""
@@ -230,8 +231,3 @@ class GraphBackend:
 
 
 Graphs = ReplayCache[Sequence[Work], RecordedGraph]
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -104,11 +104,9 @@ class PlayedEngine(Engine):
         config = SimpleNamespace(model_type="played")
         self.model: Any = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, config=config)
         self.tokenizer, self.name = PlayedTokenizer(), "played"
-        self.wake = SimSignal(process)
-        self.played = PlayedThreads(process)
-        parts, self.computes = _parts(machine, process, faults, self.wake)
+        parts, self.computes = _parts(machine, process, faults)
         cost_model = CostModel(machine.memory.load_timeout_s, machine.memory.max_num_batched_tokens)
-        self._begin(parts, cost_model, frozenset([EOS]), self.played)
+        self._begin(parts, cost_model, frozenset([EOS]), PlayedThreads(process))
 
     @property
     def rests(self) -> bool:
@@ -143,7 +141,7 @@ class PlayedEngine(Engine):
         return ""
 
 
-def _parts(machine: Machine, process: Process, faults: EngineFaults, wake: SimSignal) -> tuple[Parts, PlayedModel]:
+def _parts(machine: Machine, process: Process, faults: EngineFaults) -> tuple[Parts, PlayedModel]:
     memory, layout, pieces = machine.memory, machine.layout, machine.pieces
     slabs = (
         split_arena(machine.geometry, memory.host_memory_bytes, machine.snapshot_tokens) if memory.host_memory else ()
@@ -160,7 +158,7 @@ def _parts(machine: Machine, process: Process, faults: EngineFaults, wake: SimSi
             _tiers(machine, process, faults),
             snapshot_tokens=machine.snapshot_tokens,
             clock=process.loop.clock,
-            wake=wake,
+            wake=SimSignal(process),
             policy=memory.eviction_policy,
         )
         arena = store.arena.numpy()

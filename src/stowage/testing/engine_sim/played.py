@@ -119,7 +119,6 @@ class PlayedThreads:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self.started: list[PlayedThread] = []
 
     def RLock(self) -> PlayedLock:
         return PlayedLock(self._process.loop)
@@ -130,5 +129,4 @@ class PlayedThreads:
     def Thread(
         self, target: Callable[..., None], name: str, args: tuple[Any, ...] = (), daemon: bool = True
     ) -> PlayedThread:
-        self.started.append(PlayedThread(self._process, target, name, args))
-        return self.started[-1]
+        return PlayedThread(self._process, target, name, args)

@@ -36,10 +36,15 @@ class _Ticket:
 
     @property
     def done(self) -> bool:
-        if not self._over and self._copies.loop.now_s >= self._due_s:
+        if self._copies.loop.now_s >= self._due_s:
+            self.end()
+        return self._over
+
+    def end(self) -> None:
+        """They are over. Again: nothing."""
+        if not self._over:
             self._over = True
             self._then()
-        return self._over
 
     def wait(self) -> None:
         while not self.done:
@@ -90,22 +95,18 @@ class PlayedCopies:
             return None
         came = storage[plan.blocks].clone()
 
-        over = False
-
         def check() -> None:
-            """Once: when they are done, or when somebody finds that out, whichever comes first."""
-            nonlocal over
-            if over or self._closed:
+            if self._closed:
                 return
-            over = True
             again = storage.clone()
             self._real.load(plan, again)
             if not bool((again[plan.blocks] == came).all()):
                 self._faults.violations.append("host memory was changed while it was read")
 
         self._loaded_s = max(self._loaded_s, self.loop.now_s) + self.loop.chance.random() * self._copy_s
-        self._process.spawn("copies", check, self._loaded_s - self.loop.now_s)
-        return _Ticket(self, self._loaded_s, check, fails)
+        ticket = _Ticket(self, self._loaded_s, check, fails)
+        self._process.spawn("copies", ticket.end, self._loaded_s - self.loop.now_s)  # also where nobody asks
+        return ticket
 
     def close(self) -> None:
         """Give the arena back."""

@@ -166,8 +166,7 @@ def simulate(seed: int) -> Result:
         with _watched():
             world.run()
     except (Exception, _EndlessError) as error:
-        message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-        raise Failure(seed, message, list(loop.trace), "--engine ") from error
+        raise Failure.of(seed, error, loop, "--engine ") from error
     finally:
         world.process.kill()
         sys.unraisablehook = before

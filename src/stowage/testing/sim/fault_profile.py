@@ -1,4 +1,5 @@
 """Which faults a world has, and how often: drawn from its seed, most of them absent (so that few hide each other).
+Of worlds of the disk here; those of the engine have a profile of their own, with other faults.
 
 Rates are per operation. `FaultProfile.strikes` is the only place that decides, and counts what it decided.
 """
@@ -7,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final, Self
 
 __all__ = ["FAULTS", "FaultProfile"]
 
@@ -42,8 +44,6 @@ FAULTS: Final = (
 )
 """What the disk and the device may do, by operation. Crashes, power cuts and changed limits are the world's."""
 
-SHARE_ACTIVE: Final = 0.2
-SHARE_CALM: Final = 0.15
 RARE: Final = frozenset({"read_hung", "write_hung", "read_never", "write_never"})
 
 
@@ -54,16 +54,25 @@ class FaultProfile:
     chance: random.Random
     rates: dict[str, float]
     struck: Counter[str] = field(default_factory=Counter)
+    faults: ClassVar[Sequence[str]] = FAULTS
+    rare: ClassVar[frozenset[str]] = RARE
+    share_calm: ClassVar[float] = 0.15
+    """Of worlds that have none."""
+    share_active: ClassVar[float] = 0.2
+    """Of faults that another world has."""
+    exponents: ClassVar[tuple[float, float, float]] = (-2.5, -0.5, -1.7)
+    """Of ten: the least rate, the highest, and that of what is rare."""
 
     @classmethod
-    def draw(cls, chance: random.Random) -> FaultProfile:
-        """Calm in one world of seven; else one fault in five is there, now and then or often."""
-        if chance.random() < SHARE_CALM:
+    def draw(cls, chance: random.Random) -> Self:
+        """Some worlds are calm; in the others some faults are there, now and then or often."""
+        if chance.random() < cls.share_calm:
             return cls(chance, {})
+        least, most, most_if_rare = cls.exponents
         rates = {}
-        for fault in FAULTS:
-            if chance.random() < SHARE_ACTIVE:
-                rates[fault] = 10 ** chance.uniform(-2.5, -1.7 if fault in RARE else -0.5)
+        for fault in cls.faults:
+            if chance.random() < cls.share_active:
+                rates[fault] = 10 ** chance.uniform(least, most_if_rare if fault in cls.rare else most)
         return cls(chance, rates)
 
     def strikes(self, fault: str) -> bool:

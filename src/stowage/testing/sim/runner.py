@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 from collections import Counter
@@ -14,7 +15,7 @@ from stowage.testing import engine_sim
 from stowage.testing.sim.fault_profile import FAULTS
 from stowage.testing.sim.world import Failure, Result, simulate
 
-__all__ = ["Report", "report_of", "run"]
+__all__ = ["Report", "quiet", "report_of", "run"]
 
 SEEDS_AT_ONCE: Final = 20
 BRANCHES: Final = """
@@ -62,15 +63,22 @@ def report_of(engine: bool, first: int) -> Report:
 def run_some(first: int, seeds: int, engine: bool = False) -> Report:
     """Run the worlds `first` to `first + seeds - 1`."""
     report = Report(first)
-    logger = logging.getLogger("stowage")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # trouble is what these worlds are made of
-    try:
+    with quiet():
         for seed in range(first, first + seeds):
             _run_one(seed, report, engine_sim.simulate if engine else simulate)
+    return report
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Trouble is what these worlds are made of: it is not logged."""
+    logger = logging.getLogger("stowage")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
         logger.setLevel(level)
-    return report
 
 
 def _run_one(seed: int, report: Report, simulate: Callable[[int], Result]) -> None:

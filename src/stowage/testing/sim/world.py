@@ -46,6 +46,12 @@ class Failure(Exception):
         self.seed = seed
         self.message = message
 
+    @classmethod
+    def of(cls, seed: int, error: BaseException, loop: Loop, option: str = "") -> Failure:
+        """What `error` ended the world of `loop`."""
+        message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+        return cls(seed, message, list(loop.trace), option)
+
 
 @dataclass(slots=True)
 class Result:
@@ -201,8 +207,7 @@ def simulate(seed: int) -> Result:
     try:
         world.run()
     except Exception as error:
-        message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-        raise Failure(seed, message, list(loop.trace)) from error
+        raise Failure.of(seed, error, loop) from error
     finally:
         for host in world.hosts:
             host.kill()

@@ -27,10 +27,13 @@ class TinySize:
     context_tokens: int = 4096
 
     def __post_init__(self) -> None:
+        for name in ("layers", "heads", "kv_heads", "context_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"--heads must be a multiple of {self.kv_heads} key-value heads, not {self.heads}")
         if self.hidden <= 0 or self.hidden % (2 * self.heads):
             raise ConfigError(f"--hidden must be a positive multiple of {2 * self.heads}, not {self.hidden}")
-        if self.layers < 1:
-            raise ConfigError(f"--layers must be at least 1, not {self.layers}")
         if self.vocab < VOCAB_LEAST:
             raise ConfigError(
                 f"--vocab must be at least {VOCAB_LEAST} (256 bytes and the special tokens), not {self.vocab}"
