@@ -98,7 +98,7 @@ def test_what_is_chosen_is_there_and_what_is_away_is_nan(
             assert len(set(here)) == 1
             there += here[0]
     assert there <= frames
-    assert cache._frames.used_bytes <= frames * cache._frames.frame_bytes
+    assert cache._memory.used_bytes <= frames * cache._memory.frame_bytes
     assert readers.close()
     cache.close(ended=True)
     assert all(bool(p.isnan().any()) for layer in parameters for p in layer), "all are away"

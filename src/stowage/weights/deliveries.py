@@ -18,6 +18,7 @@ from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Strea
 from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, nbytes_of
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
+from stowage.weights.experts.table import ExpertTable
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.passes import Passes
 from stowage.weights.placement import Delivery, Placement
@@ -66,7 +67,7 @@ class Deliveries:
         self._ring: Ring | None = self._make_ring() if self._in_ring else None
         self._pinned: Any = None
         self._device_prefetcher: DevicePrefetcher | None = None
-        self._experts: ExpertCache | None = None
+        self._experts: ExpertTable | None = None
         cached = [load for load in loads if load.delivery is Delivery.EXPERTS]
         try:
             if carrier is not None:
@@ -99,7 +100,7 @@ class Deliveries:
                 carrier, slots, largest, locations, self._in_ring, self._give_back
             )
 
-    def _cache(self, cached: Sequence[Load]) -> ExpertCache:
+    def _cache(self, cached: Sequence[Load]) -> ExpertTable:
         most_bytes, carrier = self.placement.cache_bytes, self._carrier
         parts = [(c, [c.unit.parameters[n] for n in c.locations], list(c.locations.values())) for c in cached]
         if carrier is None:

@@ -9,22 +9,20 @@ neighbours share, which stay.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from stowage.errors import ModelError, UnsupportedModelError
+from stowage.errors import UnsupportedModelError
 from stowage.weights.checkpoint import PAGE_BYTES
-from stowage.weights.experts.eviction import Uses
 from stowage.weights.experts.memory_pages import Frames, Span
+from stowage.weights.experts.table import ExpertTable
 from stowage.weights.parameter_location import ParameterLocation
-from stowage.weights.reader import Read, Readers, Stall, Ticket
+from stowage.weights.reader import Read, Readers
 
 __all__ = ["ExpertCache", "Stacks", "chosen"]
 
@@ -95,7 +93,7 @@ class Stacks:
     locations: Sequence[ParameterLocation]
 
 
-class ExpertCache:
+class ExpertCache(ExpertTable):
     """For ``layers``, in the order in which they are computed, in ``cache_bytes``: at least all experts of one layer.
 
     ``timeout_s``: the longest wait for a read.
@@ -110,162 +108,47 @@ class ExpertCache:
         frame_bytes = max(sum(stack.whole_bytes for stack in stacks) for stacks in self._layers)
         self._edge_bytes = sum(stack.edge_bytes for stacks in self._layers for stack in stacks)
         count = min((cache_bytes - self._edge_bytes) // frame_bytes - 1, sum(experts))
-        self._tables(experts, count, readers, Stall(timeout_s))
-        self._frames = Frames(count, frame_bytes)
+        super().__init__(experts, count, readers, timeout_s)
+        self._memory = Frames(count, frame_bytes)
         for layer, stacks in enumerate(self._layers):
-            for expert in range(self._experts[layer]):
+            for expert in range(experts[layer]):
                 self._hide(layer, expert)
             self._finish(self._start([read for stack in stacks for read in stack.edges()]))
 
-    def _tables(self, experts: Sequence[int], count: int, readers: Readers, stall: Stall) -> None:
-        """Nothing is in any of ``count`` frames, for layers with so many ``experts``."""
-        assert count >= max(experts), "a layer's experts fit at once"
-        self._experts, self._readers, self._stall = list(experts), readers, stall
-        self._frame = np.full((len(experts), max(experts)), -1)
-        self._layer_in, self._expert_in = np.full(count, -1), np.full(count, -1)
-        self._free = list(range(count))[::-1]
-        self._filling: dict[int, Ticket] = {}
-        self._pinned = np.zeros(count, bool)
-        self._holder: tuple[int, int] | None = None
-        self._changing = False
-        """Whether the tables may be half written: an interrupt leaves it so."""
-        self._uses = Uses(len(experts), max(experts))
-        self.hits = self.misses = self.read_bytes = 0
-
     @property
     def nbytes(self) -> int:
-        """Memory that it takes at most."""
-        return (self._frames.count + 1) * self._frames.frame_bytes + self._edge_bytes
-
-    @property
-    def stall_s(self) -> float:
-        """Time that was waited for experts."""
-        return self._stall.seconds
-
-    @property
-    def frames(self) -> int:
-        """How many experts it holds at most."""
-        return self._frames.count
-
-    def take(self, layer: int, choices: Tensor) -> None:
-        """The experts in ``choices`` (tokens, experts per token) of ``layer`` are there until `give_back`. Waits for
-        them.
-
-        Raises StorageError when they could not be read, ModelError when two threads compute at once.
-        """
-        self._enter(layer)
-        self._changing = True
-        self._settle()
-        counts = self._counts(layer, choices)
-        needed = np.flatnonzero(counts)
-        self._uses.note(layer, counts, max(1, len(choices)))
-        frames = self._frame[layer, needed]
-        missing = needed[frames < 0]
-        self._pinned[frames[frames >= 0]] = True
-        self.hits += len(needed) - len(missing)
-        self.misses += len(missing)
-        self._fill_all(layer, missing.tolist(), self._room(layer, len(missing)))
-        self._pinned[self._frame[layer, needed]] = True
-        for frame in self._frame[layer, needed].tolist():
-            self._await(frame)
-        self._changing = False
-
-    def give_back(self, layer: int) -> None:
-        """Nobody computes with experts of ``layer`` any more. May be called twice."""
-        if self._holder is not None and self._holder == (layer, threading.get_ident()):
-            self._holder = None
-            self._pinned[:] = False
-
-    def reset(self) -> None:
-        """Begin anew, whatever a forward left behind that did not end. Nobody reads into a frame any more, and nobody
-        computes from one. The experts stay, unless the forward ended while they came or went.
-        """
-        if not self._changing:
-            self._settle()
-        else:
-            for layer, experts in enumerate(self._experts):
-                for expert in range(experts):
-                    self._hide(layer, expert)
-            self._frame[:] = self._layer_in[:] = self._expert_in[:] = -1
-            self._filling.clear()
-            self._free = list(range(len(self._layer_in)))[::-1]
-        self._holder, self._changing = None, False
-        self._pinned[:] = False
+        """See ``ExpertTable.nbytes``."""
+        return (self.frames + 1) * self._memory.frame_bytes + self._edge_bytes
 
     def forked(self) -> None:
-        """This is another process than the one that made it: frames of its own, and nothing in them."""
-        self._frames = Frames(self._frames.count, self._frames.frame_bytes)
+        """See ``ExpertTable.forked``: the frames are new."""
+        self._memory = Frames(self.frames, self._memory.frame_bytes)
         self._changing = True
         self.reset()
 
     def close(self, ended: bool) -> None:
-        """Gives the memory back, once no parameter shows it; ``ended``: whether all readers have."""
+        """See ``ExpertTable.close``."""
         if ended:
             for frame in np.flatnonzero(self._layer_in >= 0).tolist():
                 self._evict(frame)
-        self._frames.close()
+        self._memory.close()
 
     def check(self) -> None:
-        """Invariants, between forwards."""
+        """See ``ExpertTable.check``."""
         self._check_tables()
-        assert self._frames.used_bytes <= self._frames.count * self._frames.frame_bytes
+        assert self._memory.used_bytes <= self.frames * self._memory.frame_bytes
 
-    def _check_tables(self) -> None:
-        there = np.flatnonzero(self._layer_in >= 0)
-        assert (self._frame[self._layer_in[there], self._expert_in[there]] == there).all()
-        assert np.count_nonzero(self._frame >= 0) == len(there)
-        assert sorted([*self._free, *there.tolist()]) == list(range(len(self._layer_in)))
-        assert self._filling.keys() <= set(there.tolist())
-
-    def _counts(self, layer: int, choices: Tensor) -> NDArray[np.int64]:
-        """How often each expert of ``layer`` was chosen. From there on some models number choices that are none."""
-        ids = choices.detach().reshape(-1).numpy().astype(np.int64)
-        real = ids[(ids >= 0) & (ids < self._experts[layer])]
-        return np.bincount(real, minlength=self._frame.shape[1])
-
-    def _settle(self) -> None:
-        """What was read for a forward that failed is there, or away again."""
-        for frame, ticket in list(self._filling.items()):
-            if ticket.done and ticket.error is not None:
-                self._evict(frame)
-            elif ticket.done:
-                del self._filling[frame]
-
-    def _enter(self, layer: int) -> None:
-        if self._holder is not None:
-            raise ModelError(
-                "two forwards of this model ran at the same time, and its experts are delivered for one: let one "
-                "thread compute at a time, or load the model twice."
-            )
-        self._holder = layer, threading.get_ident()
-
-    def _room(self, layer: int, count: int) -> list[int]:
-        """``count`` frames that are free now: of those that nobody computes with, the ones expected back last left."""
-        while len(self._free) < count:
-            away = [frame for frame, ticket in self._filling.items() if not ticket.done]
-            leaving = ~self._pinned & (self._layer_in >= 0)
-            leaving[away] = False
-            frames = np.flatnonzero(leaving)
-            if not len(frames):  # the rest is on its way for somebody who failed meanwhile
-                self._await(away[0])
-                continue
-            distances = self._uses.distances(self._layer_in[frames], self._expert_in[frames], layer)
-            for frame in frames[np.argsort(-distances, kind="stable")[: count - len(self._free)]].tolist():
-                self._evict(frame)
-        return [self._free[-1 - at] for at in range(count)]
-
-    def _fill_all(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
-        """Begin to fill ``frames``, which are free, with ``missing`` of ``layer``; nobody else is given them."""
+    def _fill(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
         for expert, frame in zip(missing, frames, strict=True):
-            self._fill(layer, expert, frame)
+            self._fill_one(layer, expert, frame)
             self._pinned[frame] = True
 
-    def _fill(self, layer: int, expert: int, frame: int) -> None:
+    def _fill_one(self, layer: int, expert: int, frame: int) -> None:
         """Begin to read ``expert`` into ``frame``, which is free."""
         within = 0
         try:
             for stack in self._layers[layer]:
-                self._frames.show(stack.span, stack.address(expert), stack.whole_bytes, frame, within)
+                self._memory.show(stack.span, stack.address(expert), stack.whole_bytes, frame, within)
                 within += stack.whole_bytes
             ticket = self._start([read for stack in self._layers[layer] for read in stack.reads(expert)])
         except BaseException:
@@ -274,41 +157,6 @@ class ExpertCache:
         self._seat(layer, expert, frame)
         self._filling[frame] = ticket
 
-    def _seat(self, layer: int, expert: int, frame: int) -> None:
-        """``frame``, which is free, is that expert's."""
-        self._free.remove(frame)
-        self._frame[layer, expert] = frame
-        self._layer_in[frame], self._expert_in[frame] = layer, expert
-
-    def _await(self, frame: int) -> None:
-        """Until ``frame`` is full. Raises StorageError when it will not be: its expert is away again."""
-        ticket = self._filling.get(frame)
-        if ticket is None:
-            return
-        try:
-            self._finish(ticket)
-        finally:
-            if ticket.done and ticket.error is not None:
-                self._evict(frame)
-            elif ticket.done:
-                del self._filling[frame]
-
-    def _evict(self, frame: int) -> None:
-        layer, expert = int(self._layer_in[frame]), int(self._expert_in[frame])
-        self._hide(layer, expert)
-        self._filling.pop(frame, None)
-        self._frame[layer, expert] = self._layer_in[frame] = self._expert_in[frame] = -1
-        self._pinned[frame] = False
-        self._free.append(frame)
-
     def _hide(self, layer: int, expert: int) -> None:
         for stack in self._layers[layer]:
-            self._frames.hide(stack.span, stack.address(expert), stack.whole_bytes)
-
-    def _start(self, reads: Sequence[Read]) -> Ticket:
-        self.read_bytes += sum(read.into.nbytes for read in reads)
-        return self._readers.start(reads)
-
-    def _finish(self, ticket: Ticket) -> None:
-        self._stall.wait(ticket)
-        ticket.raise_error()
+            self._memory.hide(stack.span, stack.address(expert), stack.whole_bytes)

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from stowage.errors import StorageError, TransferError
 from stowage.weights.away import absent, come, go, point
 from stowage.weights.device_prefetcher import Carrier, PrefetchTicket
-from stowage.weights.experts.cache import ExpertCache
+from stowage.weights.experts.table import ExpertTable
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.placement import EXPERT_STAGES
-from stowage.weights.reader import Readers, Stall, Ticket
+from stowage.weights.reader import Readers, Ticket
 
 __all__ = ["DeviceExperts", "Seated"]
 
@@ -88,7 +88,7 @@ class _Stage:
     leaving: PrefetchTicket | None = None
 
 
-class DeviceExperts(ExpertCache):
+class DeviceExperts(ExpertTable):
     """For ``layers``, in the order in which they are computed, in ``cache_bytes``: at least all experts of one layer.
 
     ``first``: the carrier's number of the first frame. ``timeout_s``: the longest wait for a read.
@@ -108,7 +108,7 @@ class DeviceExperts(ExpertCache):
         self.layers, self._carrier, self._first = list(layers), carrier, first
         self._expert_bytes = sum(location.nbytes // layers[0].experts for location in layers[0].locations)
         count = min(cache_bytes // self._expert_bytes, sum(layer.experts for layer in layers))
-        self._tables([layer.experts for layer in layers], count, readers, Stall(timeout_s))
+        super().__init__([layer.experts for layer in layers], count, readers, timeout_s)
         with torch.inference_mode(False):
             self._there = [
                 torch.zeros((count, *location.shape[1:]), dtype=location.dtype, device=carrier.device)
@@ -128,11 +128,6 @@ class DeviceExperts(ExpertCache):
     def nbytes(self) -> int:
         """Device memory that it takes."""
         return sum(frames.numel() * frames.element_size() for frames in self._there)
-
-    @property
-    def frames(self) -> int:
-        """How many experts it holds at most."""
-        return len(self._layer_in)
 
     def bring(self, layer: int, choices: Tensor) -> Tensor:
         """The experts in ``choices`` (tokens, experts per token) of ``layer`` are on the device until `give_back`, and
@@ -175,13 +170,13 @@ class DeviceExperts(ExpertCache):
                 self._vacate(stage)
 
     def close(self, ended: bool) -> None:
-        """See ``ExpertCache.close``. ``settle`` was called."""
+        """See ``ExpertTable.close``. ``settle`` was called."""
         if self._pinned_stages is not None:
             self._pinned_stages.close()
         self._stages.clear()
 
     def reset(self) -> None:
-        """See ``ExpertCache.reset``. The device has done all that it was asked for."""
+        """See ``ExpertTable.reset``. The device has done all that it was asked for."""
         for layer in self.layers:
             layer.take_back()
         self._used, self._last = [], None
@@ -189,12 +184,16 @@ class DeviceExperts(ExpertCache):
             stage.filling = stage.leaving = None
         super().reset()
 
+    def forked(self) -> None:
+        """Never asked for: a child cannot use its parent's device (``deliveries.settle`` refuses before)."""
+        raise AssertionError("a device belongs to one process")
+
     def check(self) -> None:
-        """Invariants, between forwards."""
+        """See ``ExpertTable.check``."""
         self._check_tables()
         assert all(layer.module.num_experts == layer.experts for layer in self.layers)
 
-    def _fill_all(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
+    def _fill(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
         """Begin to copy ``missing`` of ``layer`` into ``frames``, which are free, and are theirs from here on."""
         if not missing:
             return
@@ -289,7 +288,7 @@ class DeviceExperts(ExpertCache):
                     return
                 self._evict(int(frames[distances.argmax()]))
             try:
-                self._fill_all(following, [expert], [self._free[-1]])
+                self._fill(following, [expert], [self._free[-1]])
             except TransferError:
                 return  # it is tried again when it is chosen
 
