@@ -53,7 +53,7 @@ class RequestError(StowageError):
 
 
 class StorageError(StowageError):
-    """A place for cached data that cannot be used."""
+    """A tier that cannot be used."""
 
 
 class DirectoryError(StorageError):

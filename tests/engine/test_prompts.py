@@ -17,7 +17,7 @@ from stowage.errors import RequestError
 from stowage.server.bridge import SHORT_BYTES, Bridge
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
-from stowage.server.memory import Hold
+from stowage.server.memory import Reservation
 from stowage.server.refusal import ApiError
 from tests.engine.conftest import greedy
 
@@ -192,7 +192,7 @@ def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
     long = json.dumps({"model": "tiny", "prompt": text}).encode() + b" " * SHORT_BYTES
 
     def read(body: bytes):
-        return bridge.read(False, body, Hold(bridge.memory, "anybody"))
+        return bridge.read(False, body, Reservation(bridge.memory, "anybody"))
 
     async def ask() -> None:
         slow = [asyncio.create_task(read(long)) for _ in range(3)]

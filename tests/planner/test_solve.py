@@ -13,7 +13,7 @@ from stowage.errors import BudgetError
 from stowage.planner.machine import TYPICAL_CPU, TYPICAL_GPU, Machine
 from stowage.planner.predict import Away, Workload, decode_step, predict, prompt_s
 from stowage.planner.shapes import Attention, Kept, Layer, Model
-from stowage.planner.solve import DEVICE, DISK, HOST, TIERS, Budgets, Room, Solution, solve, spread_order
+from stowage.planner.solve import DEVICE, DISK, HOST, TIERS, Budgets, Placements, Solution, solve, spread_order
 
 MIB = 1 << 20
 WORK = Workload(context_tokens=64, batch=2, prompt_tokens=32, answer_tokens=8, step_tokens=32)
@@ -120,7 +120,7 @@ def test_more_memory_is_never_predicted_slower(
 
 @given(models, machines, budgets)
 def test_the_least_that_is_said_works_and_less_does_not(made: Model, on: Machine, given_bytes: Budgets) -> None:
-    room = Room(made, on, WORK)
+    room = Placements(made, on, WORK)
     least = room.least_device_bytes(given_bytes.host_bytes, given_bytes.disk_bytes)
     solve(made, on, replace(given_bytes, device_bytes=least), WORK)
     with pytest.raises(BudgetError):
@@ -165,7 +165,7 @@ def test_what_a_refusal_says_is_enough(made: Model, on: Machine, given_bytes: Bu
 def everything(made: Model, on: Machine, given_bytes: Budgets) -> float:
     """Seconds of a decoding step in the best of all placements of whole layers, one by one."""
     compute_s = decode_step(made, on, WORK, Away()).compute_s
-    room = Room(made, on, WORK)
+    room = Placements(made, on, WORK)
     parts = [*(layer.total_bytes for layer in made.layers), made.head_bytes]
     best_s = float("inf")
     for embedding, *where in itertools.product((DEVICE, DISK), *(TIERS for _ in parts)):
@@ -205,7 +205,7 @@ def test_equal_layers_are_placed_as_well_as_by_trying_everything(
 
 def test_what_is_read_lies_evenly_between_what_stays() -> None:
     made = model([8] * 16, head=0, embedding=0)
-    room = Room(made, machine("cpu"), WORK)
+    room = Placements(made, machine("cpu"), WORK)
     least = room.least_device_bytes(0, 1000 * MIB)
     solution = solve(made, machine("cpu"), Budgets(least + 64 * MIB, 0, 1000 * MIB), WORK)
     read = [part.layer for part in solution.placed if part.tier == DISK]
@@ -220,7 +220,7 @@ def test_the_order_names_every_layer_once(count: int) -> None:
 
 def solved(made: Model, on: Machine, device_extra: int, host: int = 0, disk: int = 1000 * MIB) -> Solution:
     """With so much more device memory than the least."""
-    least = Room(made, on, WORK).least_device_bytes(host, disk)
+    least = Placements(made, on, WORK).least_device_bytes(host, disk)
     return solve(made, on, Budgets(least + device_extra, host, disk), WORK)
 
 
@@ -237,7 +237,7 @@ def test_a_layer_that_is_away_is_fetched_with_all_its_experts() -> None:
     made = model([4] * 4, head=0, embedding=0, experts=8, expert=2)
     one = replace(WORK, batch=1, context_tokens=1)
     on = machine("cuda")
-    least = Room(made, on, one).least_device_bytes(0, 1000 * MIB)
+    least = Placements(made, on, one).least_device_bytes(0, 1000 * MIB)
     solution = solve(made, on, Budgets(least, 0, 1000 * MIB), one)
     assert {(part.name, part.nbytes) for part in solution.placed} == {(f"layers.{at}", 20 * MIB) for at in range(4)}
     step = solution.prediction.decode
@@ -250,7 +250,7 @@ def test_experts_get_what_is_left_as_a_cache_and_are_read_as_they_are_missed() -
     """16 of 32 experts in it: of two chosen in each of four layers half are missed, and computing waits for them."""
     made, on = model([4] * 4, head=3, embedding=0, experts=8, expert=2), machine("cpu")
     one = replace(WORK, batch=1)
-    room = Room(made, on, one)
+    room = Placements(made, on, one)
     edges = 4 * 2 * 9 * 4096
     fixed = made.rest_bytes + room.kv_bytes + room.working_bytes + 3 * MIB + 16 * MIB + edges
     solution = solve(made, on, Budgets(fixed + (16 + 1) * 2 * MIB, 0, 64 * MIB), one)
@@ -269,7 +269,7 @@ def test_experts_get_what_is_left_as_a_cache_and_are_read_as_they_are_missed() -
 
 def test_a_cache_must_hold_the_experts_of_a_layer() -> None:
     made, on = model([4] * 4, head=0, embedding=0, experts=8, expert=2), machine("cpu")
-    room = Room(made, on, WORK)
+    room = Placements(made, on, WORK)
     least = room.fixed_bytes(next(choice for choice in room.choices if choice.cached), DEVICE)
     assert solve(made, on, Budgets(least, 0, 1000 * MIB), WORK).cache_bytes == 9 * 2 * MIB + 4 * 2 * 9 * 4096
     with pytest.raises(BudgetError):  # a ring for whole layers would be larger
@@ -365,7 +365,7 @@ def test_every_piece_of_a_prompt_fetches_again() -> None:
 def test_alternatives_say_what_more_memory_would_bring() -> None:
     made, on = model([8] * 4), machine("cpu", disk=1e7)
     budgets_given = Budgets(solved(made, on, 9 * MIB).device_bytes, 0, 1000 * MIB)
-    found = {a.name: a for a in Room(made, on, WORK).alternatives(budgets_given)}
+    found = {a.name: a for a in Placements(made, on, WORK).alternatives(budgets_given)}
     here = solve(made, on, budgets_given, WORK).prediction.tokens_per_s
     everything_held = found["everything in device memory"]
     assert everything_held.prediction.tokens_per_s > here

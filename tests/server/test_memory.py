@@ -17,7 +17,7 @@ from stowage.errors import ConfigError
 from stowage.server.bridge import Bridge
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
-from stowage.server.memory import SMALL_BYTES, Hold, RequestMemory, bytes_to_read
+from stowage.server.memory import SMALL_BYTES, RequestMemory, Reservation, bytes_to_read
 from stowage.server.refusal import ApiError
 from stowage.server.turns import Turns
 from tests.nursery import wait_until
@@ -37,17 +37,17 @@ def status_of(take) -> int:
 
 def test_a_ceiling_for_all_and_room_for_small_ones() -> None:
     memory = RequestMemory(64 * MiB)
-    one, other, small = Hold(memory, "a"), Hold(memory, "b"), Hold(memory, "a")
+    one, other, small = Reservation(memory, "a"), Reservation(memory, "b"), Reservation(memory, "a")
     one.take(48 * MiB)
-    assert status_of(lambda: Hold(memory, "a").take(2 * MiB)) == 429, "a client has three quarters"
-    assert status_of(lambda: Hold(memory, "b").take(49 * MiB)) == 413, "which no client can ever have"
+    assert status_of(lambda: Reservation(memory, "a").take(2 * MiB)) == 429, "a client has three quarters"
+    assert status_of(lambda: Reservation(memory, "b").take(49 * MiB)) == 413, "which no client can ever have"
     other.take(8 * MiB)
     assert status_of(lambda: other.take(MiB)) == 429
     small.take(SMALL_BYTES)
     assert memory.held_bytes == 57 * MiB and memory.refused == 3
     for hold in (one, other, small, one):
         hold.close()
-    assert memory.held_bytes == 0 and status_of(lambda: Hold(memory, "c").take(48 * MiB)) == 200
+    assert memory.held_bytes == 0 and status_of(lambda: Reservation(memory, "c").take(48 * MiB)) == 200
 
 
 def test_many_threads() -> None:
@@ -56,7 +56,7 @@ def test_many_threads() -> None:
     def work(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(300):
-            hold = Hold(memory, str(seed % 3))
+            hold = Reservation(memory, str(seed % 3))
             for _ in range(chance.randrange(5)):
                 with contextlib.suppress(ApiError):
                     hold.take(chance.randrange(3 * MiB))
@@ -189,7 +189,7 @@ def test_an_answer_that_nobody_takes_ends_and_others_go_on(engine) -> None:
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
     async def ask() -> None:
-        holds = [Hold(bridge.memory, "slow"), Hold(bridge.memory, "good")]
+        holds = [Reservation(bridge.memory, "slow"), Reservation(bridge.memory, "good")]
         bodies = [json.dumps(asked | {"logprobs": 20}).encode(), json.dumps(asked | {"max_tokens": 600}).encode()]
         asks = [await bridge.read(False, body, hold) for body, hold in zip(bodies, holds, strict=True)]
         slow, good = [await bridge.open(one, b"", hold) for one, hold in zip(asks, holds, strict=True)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from stowage.cache.guard import Guarded
 from stowage.core.groups.sliding import Sliding
 from stowage.engine import loop as engine_loop
 from stowage.engine.kv_manager import KVManager
@@ -17,7 +18,6 @@ from stowage.engine.scheduler import Scheduler
 from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.engine.swap.swap_space import SwapSpace
 from stowage.executor.block_pool import BlockPool
-from stowage.storage.guard import Guarded
 from stowage.testing.engine_sim import simulate
 from stowage.testing.sim import Failure
 from stowage.transfer.async_copies import AsyncCopies

@@ -68,7 +68,7 @@ class Fetch:
     sources: list[SourceArray] = field(default_factory=list)
     done: bool = False
     coming: dict[int, tuple[IntArray, IntArray]] = field(default_factory=dict)
-    """Pair -> places whose chunks are on their way, and the slots that will serve them."""
+    """Pair -> indices of chunks that are on their way, and the slots that will serve them."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The tiered store: host arena and lower tiers as one place for chunks. Drives `core.flow` with real tiers and a clock.
+"""The tiered store: host arena and lower tiers as one store of chunks. Drives `cache.flow` with real tiers and a clock.
 
 Owns the arena, the flow and the tiers. All methods are called from one thread, the engine's; the workers of the tiers
 only queue outcomes and call `wake`, which is the one thing here that other threads touch. No method but `wait`, `flush`
@@ -21,12 +21,12 @@ import numpy as np
 
 from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.cache.flow import Flow
+from stowage.cache.guard import Guarded
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
 from stowage.core.prefix_search import Certain
 from stowage.errors import ConfigError
 from stowage.log import Trouble
-from stowage.storage.guard import Guarded
 from stowage.storage.host import HostArena
 from stowage.storage.protocol import Inquiry, Probe, Probing, Tier, Transfer, Waitable
 

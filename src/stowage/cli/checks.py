@@ -196,7 +196,7 @@ def check_owner(directory: Path) -> Check:
         return Check(name, "ok", f"{directory} will be made")
     found = directory.lstat()
     if stat.S_ISLNK(found.st_mode):
-        return Check(name, "problem", f"{directory} is a link", f"Give the place itself: {directory.resolve()}")
+        return Check(name, "problem", f"{directory} is a link", f"Give the directory itself: {directory.resolve()}")
     if not stat.S_ISDIR(found.st_mode):
         return Check(name, "problem", f"{directory} is not a directory", "Choose another directory.")
     if found.st_uid != os.geteuid():

@@ -64,7 +64,7 @@ def plan(
     from stowage.planner.picture import draw
     from stowage.planner.predict import Workload
     from stowage.planner.report import to_json
-    from stowage.planner.solve import Room, solve
+    from stowage.planner.solve import Placements, solve
 
     quiet_libraries()
     found = read_model(model, dtype)
@@ -78,7 +78,7 @@ def plan(
     budgets = _budgets(found, model, device_memory, host_memory, disk)
     on = _machine(machine)
     solution = solve(found, on, budgets, work)
-    others = Room(found, on, work).alternatives(budgets)
+    others = Placements(found, on, work).alternatives(budgets)
     if picture is not None:
         _write(picture, draw(solution))
     if json:

@@ -24,10 +24,10 @@ def probe(
     """
     from stowage.planner.probe import measure, remembered, rows
 
-    place = directory.expanduser().absolute() if directory is not None else None
-    machine = None if refresh else remembered(place)
+    measured = directory.expanduser().absolute() if directory is not None else None
+    machine = None if refresh else remembered(measured)
     if machine is None:
-        machine = measure(place, say=lambda text: note(f"measuring {text}"))
+        machine = measure(measured, say=lambda text: note(f"measuring {text}"))
     if json:
         print_json(machine.to_json())
         return

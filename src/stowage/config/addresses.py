@@ -51,8 +51,8 @@ class Valkey:
 def shown(url: str) -> str:
     """The address without what may be, or hold, a password: whatever stands before the last @, and the options."""
     scheme, colon, rest = url.partition("://")
-    credentials, at, place = rest.rpartition("@")
-    return scheme + colon + (credentials and "***") + at + place.partition("?")[0]
+    credentials, at, host = rest.rpartition("@")
+    return scheme + colon + (credentials and "***") + at + host.partition("?")[0]
 
 
 def parse_object(url: str) -> str:

@@ -47,7 +47,7 @@ _RENAMED_FLAGS: Mapping[str, str] = {
 _DEVICE_MEMORY = "--device-memory SIZE, such as 20GiB, is for weights, KV cache and activations together"
 _KV = "Use --kv-cache-memory SIZE"
 _HOST = "--host-memory SIZE keeps prefixes in host memory"
-_PLACED = "--device-memory SIZE decides which weights fit; --weights RULES names places, as 'last 8 of 32=stream'"
+_PLACED = "--device-memory SIZE decides which weights fit; --weights RULES names deliveries, as 'last 8 of 32=stream'"
 _LENGTH = "Use --max-model-len N"
 _SEQUENCES = "Use --max-num-seqs N"
 _STEP = "Use --max-num-batched-tokens N"

@@ -116,7 +116,7 @@ class Geometry:
             raise ConfigError("a geometry needs at least one cache group")
         for index, group in enumerate(self.groups):
             if group.index != index:
-                raise ConfigError(f"group at place {index} has index {group.index}; groups are listed by index")
+                raise ConfigError(f"group number {index} has index {group.index}; groups are listed by index")
 
     @property
     def boundary_tokens(self) -> int:

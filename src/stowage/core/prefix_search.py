@@ -83,12 +83,12 @@ class Search:
         self._answers[list(positions)] = present
 
     def taken(self) -> list[int]:
-        """Places that nobody was asked about, and that are taken to be there because a later one is."""
+        """Indices that nobody was asked about, and that are taken to be there because a later one is."""
         positions: list[int] = self._unknown(self._anchors[: self._reach()[0]]).tolist()
         return positions
 
     def left_out(self) -> list[int]:
-        """Places that nobody was asked about, and that are taken not to be there because an earlier one is not."""
+        """Indices that nobody was asked about, and that are taken not to be there because an earlier one is not."""
         end = self._reach()[1]
         first = int(self._anchors[end]) if end < len(self._anchors) else len(self._answers)
         positions: list[int] = self._unknown(np.arange(first, len(self._answers))).tolist()

@@ -8,11 +8,11 @@ So they are kept for points, which lie further apart the further they are from t
     points         |    |    |    |         |         |                   |                   |
     distance   128                256                 512                                     1024
 
-and for the places of one prompt where a later one is likely to resume: from its end on, and where it was seen to part
+and for those of one prompt where a later one is likely to resume: from its end on, and where it was seen to part
 from another. A prompt that parts from a stored one between two points loses what lies behind the point before: less
-than 1 / (share + 1) of what it shares, or than `least`. What a resume at that place needs it keeps, for the next one.
+than 1 / (share + 1) of what it shares, or than `least`. What a resume there needs it keeps, for the next one.
 
-Points are absolute places that depend on nothing but the position, so those of prompts that begin alike are the same.
+Points are absolute positions that depend on nothing else, so those of prompts that begin alike are the same.
 """
 
 from __future__ import annotations

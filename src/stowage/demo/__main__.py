@@ -80,8 +80,8 @@ def _ms(answer: Mapping[str, Any]) -> str:
 
 def _print(results: Sequence[Mapping[str, Any]]) -> None:
     print("Placement")
-    for place in results[0]["placement"]:
-        print(f"  {place['line']}")
+    for row in results[0]["placement"]:
+        print(f"  {row['line']}")
     for title, result in zip(RUNS, results, strict=True):
         print(f"\n{title.capitalize()}")
         print(f"  {'first token':>11}  {'computed':>8} {'device':>7} {'host':>6} {'disk':>6}  question")

@@ -49,7 +49,7 @@ def ask(cache: Path) -> dict[str, Any]:
             )
         engine.flush()
         return {
-            "placement": [asdict(place) | {"line": str(place)} for place in placement(engine)],
+            "placement": [asdict(row) | {"line": str(row)} for row in placement(engine)],
             "answers": answers,
             "store": engine.stats()["store"],
         }

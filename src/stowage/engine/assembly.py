@@ -141,7 +141,7 @@ def _cut(
     layout = _layout(loaded, memory, way)
     exact = None if way is None else settled(way, layout)
     if way is not None and exact is not None and layout.recurrent is not None and exact.grid < way.grid:
-        layout = _layout(loaded, memory, exact)  # no grid is needed: states may be kept at more places
+        layout = _layout(loaded, memory, exact)  # no grid is needed: states may be kept at more positions
     check_steps(exact or Pieces(), memory, layout.context_tokens)
     records = _recorder(loaded, memory, layout, cuda_graphs) if cuda_graphs is not False else None
     with ExitStack() as put_back:  # what is put into the model, if the rest fails

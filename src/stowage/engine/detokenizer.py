@@ -77,9 +77,9 @@ class Detokenizer:
             for stop in self._stops:
                 stop.pass_over(piece)
             return
-        places = [begin + end - len(stop.text) for stop in self._stops if (end := stop.feed(piece)) is not None]
-        if places:
-            self._text = self._text[: min(places)]
+        begins = [begin + end - len(stop.text) for stop in self._stops if (end := stop.feed(piece)) is not None]
+        if begins:
+            self._text = self._text[: min(begins)]
             self.stopped = True
 
     def _give(self, end: int) -> str:
@@ -98,7 +98,7 @@ class _Stop:
     def __init__(self, text: str) -> None:
         self.text = text
         self.begun = 0
-        self._shorter = [0] * (len(text) + 1)  # by characters that match: how many do at the next place that may
+        self._shorter = [0] * (len(text) + 1)  # by characters that match: how many do at the next position that may
         length = 0
         for at in range(1, len(text)):
             while length and text[at] != text[length]:

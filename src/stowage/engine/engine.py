@@ -72,7 +72,7 @@ class Engine:
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer; or several by name
         (``{"name": DIR}``), of which each request says which (``docs/weights.md#adapters``).
-        tiers: further places for cached state, below those of ``memory``, fastest first; closed with the engine.
+        tiers: further tiers, below those of ``memory``, fastest first; closed with the engine.
 
     It computes on a thread of its own: a script is quicker with ``GOMP_SPINCOUNT=1000`` in its environment
     (``docs/internals.md#threads``).

@@ -81,7 +81,7 @@ class Grammars:
     def begin(self, wanted: StructuredOutputs) -> GrammarState:
         """The beginning of an answer that is as ``wanted``.
 
-        Raises RequestError for what cannot be compiled, with the reason and its place, and where `llguidance` is not
+        Raises RequestError for what cannot be compiled, with the reason and its position, and where `llguidance` is not
         installed.
         """
         with self._lock:

@@ -23,7 +23,7 @@ from stowage.cache.store import Fetch, TieredStore
 from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.core.groups import GroupStrategy
-from stowage.engine.sequence import Phase, Sequence, snapshot_places
+from stowage.engine.sequence import Phase, Sequence, snapshot_positions
 from stowage.engine.swap.host_blocks import let_go
 from stowage.errors import TransferError
 from stowage.executor.block_pool import BlockPool
@@ -201,7 +201,7 @@ class KVManager:
             sequence.freed[index] = first
 
     def _snapshot(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Keep the state after exactly ``computed`` tokens, if this is a place where one is wanted and it is not known
+        """Keep the state after exactly ``computed`` tokens, if one is wanted there and it is not known
         yet.
         """
         group = pool.group
@@ -218,7 +218,7 @@ class KVManager:
             self.copy_out(pool, state_plan(pool, live, slots), slots)
 
     def _wants_snapshot(self, sequence: Sequence, grid: int) -> bool:
-        return sequence.computed % self.snapshot_tokens == 0 or sequence.computed in snapshot_places(sequence, grid)
+        return sequence.computed % self.snapshot_tokens == 0 or sequence.computed in snapshot_positions(sequence, grid)
 
     def cache_state(self, pool: BlockPool, key: bytes, live: int) -> None:
         """Copy the state in block ``live`` to a block of its own, findable as ``key``, if the pool has room to
@@ -262,16 +262,20 @@ class KVManager:
             group = pool.group
             held = [one for one in sequence.held if one.group == group.index]
             assert group.kind is Kind.FULL or not held, "only blocks of full groups may be away"
-            assert ((table.blocks == NULL_BLOCK) | (table.away == NULL_BLOCK)).all(), "a block is in two places"
+            assert ((table.blocks == NULL_BLOCK) | (table.away == NULL_BLOCK)).all(), (
+                "a block is both on the device and away"
+            )
             assert table.is_away == bool((table.away != NULL_BLOCK).any())
             if sequence.phase is not Phase.RUNNING or group.kind is not Kind.FULL:
                 continue
             computed = -(-sequence.computed // group.block_tokens)
             assert (table.addresses[:computed] != NULL_BLOCK).all(), "a block that is read is nowhere"
-            places = dict(pair for one in held for pair in zip(one.blocks.tolist(), one.places.tolist(), strict=True))
-            assert sum(len(one.blocks) for one in held) == len(places), "a block is held twice"
+            addresses = dict(
+                pair for one in held for pair in zip(one.blocks.tolist(), one.addresses.tolist(), strict=True)
+            )
+            assert sum(len(one.blocks) for one in held) == len(addresses), "a block is held twice"
             away = np.flatnonzero(table.away != NULL_BLOCK).tolist()
-            assert places == dict(zip(away, table.away[away].tolist(), strict=True)), "what is away is not held"
+            assert addresses == dict(zip(away, table.away[away].tolist(), strict=True)), "what is away is not held"
 
 
 def state_plan(pool: BlockPool, block: int, slots: np.ndarray) -> CopyPlan:

@@ -25,7 +25,7 @@ __all__ = ["LOGPROBS_MAX", "Sampler", "SamplingParams", "TokenLogprob", "check_l
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural logarithm) of a chosen token, and the likeliest ``(token_id, logprob)`` at its place."""
+    """Log-probability (natural logarithm) of a chosen token, and the likeliest ``(token_id, logprob)`` there."""
 
     token_id: int
     logprob: float

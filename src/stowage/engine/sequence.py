@@ -69,7 +69,7 @@ class Sequence(SequenceState):
     preemptions: int = 0
     exact: bool = False
     held: list[SwappedBlocks] = field(default_factory=list)
-    """Its blocks in host memory, of which ``tables`` has the places while it runs."""
+    """Its blocks in host memory, of which ``tables`` has the addresses while it runs."""
 
     @property
     def new_tokens(self) -> list[int]:
@@ -126,21 +126,21 @@ class Sequence(SequenceState):
         self.freed = [0] * len(self.tables)
 
 
-def snapshot_places(sequence: Sequence, grid: int) -> tuple[int, int]:
-    """The last two places before the prompt's end at which a later prompt can resume: one for the same prompt again (at
-    least one token must be left to compute), one for a prompt that goes on from it.
+def snapshot_positions(sequence: Sequence, grid: int) -> tuple[int, int]:
+    """The last two positions before the prompt's end at which a later prompt can resume: one for the same prompt again
+    (at least one token must be left to compute), one for a prompt that goes on from it.
     """
     return (sequence.prompt_tokens - 1) // grid * grid, sequence.prompt_tokens // grid * grid
 
 
 def recurrent_cuts(sequence: Sequence, group: Group, snapshot_tokens: int) -> int:
     """The next position at which computing must stop so that a snapshot of recurrent state can be taken, at a multiple
-    of ``snapshot_tokens`` or one of the ``snapshot_places``; the sequence's end when none is due.
+    of ``snapshot_tokens`` or one of the ``snapshot_positions``; the sequence's end when none is due.
     """
     assert group.kind is Kind.RECURRENT
     start = sequence.computed
     stops = [start // snapshot_tokens * snapshot_tokens + snapshot_tokens]
-    stops += snapshot_places(sequence, group.block_tokens)
+    stops += snapshot_positions(sequence, group.block_tokens)
     return min((stop for stop in stops if stop > start), default=len(sequence.tokens))
 
 

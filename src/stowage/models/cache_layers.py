@@ -69,10 +69,10 @@ def refuse_small_windows(layers: list[Layer]) -> None:
 def states_of(kept: Any) -> tuple[State, ...]:
     """Which recurrent tensors a layer of Transformers' cache holds, state by state."""
     return tuple(
-        (name, place)
-        for place in range(getattr(kept, "number_of_states", 0))
+        (name, index)
+        for index in range(getattr(kept, "number_of_states", 0))
         for name in ("conv_states", "recurrent_states")
-        if getattr(kept, name)[place] is not None
+        if getattr(kept, name)[index] is not None
     )
 
 
@@ -84,7 +84,7 @@ def _parts(index: int, kept: Any) -> Iterator[Layer]:
         window = int(kept.sliding_window) if isinstance(kept, DynamicSlidingWindowLayer) else 0
         yield Layer(index, Kind.SLIDING if window else Kind.FULL, window, tuple(_rows(kept)))
     if isinstance(kept, LinearAttentionLayer) and (states := states_of(kept)):
-        named = ((f"{name}/{place}", getattr(kept, name)[place]) for name, place in states)
+        named = ((f"{name}/{index}", getattr(kept, name)[index]) for name, index in states)
         yield Layer(index, Kind.RECURRENT, 0, tuple(LayerTensor(tuple(t.shape[1:]), t.dtype, n) for n, t in named))
     if compressing:
         rate = kept.compress_rate

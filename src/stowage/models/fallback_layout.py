@@ -49,5 +49,5 @@ def look(model: Any) -> list[Layer]:
     cache = keeper_of(model).fresh(model.config)
     rates = [layer.compress_rate for layer in cache.layers if hasattr(layer, "compress_rate")]
     count = min(max([LOOK_TOKENS, *(rate + 1 for rate in rates)]), context_tokens(model.config))
-    forward(model, [(7919 * place + 13) % int(model.config.vocab_size) for place in range(count)], 0, cache)
+    forward(model, [(7919 * index + 13) % int(model.config.vocab_size) for index in range(count)], 0, cache)
     return layers_of(cache)

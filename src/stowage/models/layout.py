@@ -63,7 +63,7 @@ class Layer:
     def states(self) -> tuple[State, ...]:
         """Where each tensor of a recurrent layer lies in Transformers' cache."""
         split = (tensor.name.partition("/") for tensor in self.tensors)
-        return tuple((name, int(place)) for name, _, place in split)
+        return tuple((name, int(index)) for name, _, index in split)
 
     @property
     def nbytes(self) -> int:

@@ -237,8 +237,8 @@ def _forwards(
         cache.handed.clear()
         probe.reads.clear()
         if i and disturbed is not None:
-            layer, (name, place) = disturbed
-            getattr(cache.layers[layer], name)[place].fill_(1.0)
+            layer, (name, state) = disturbed
+            getattr(cache.layers[layer], name)[state].fill_(1.0)
         if i and foreign:
             _forwards(model, (foreign,))
         token = _recording.set((cache, probe.reads))

@@ -1,7 +1,7 @@
 """How a model is handed what it kept of the tokens before, and where that is found afterwards: of fallback models, some
-have a name, a class or a place of their own for it.
+have a name, a class or a holder of their own for it.
 
-Owns the way between such a place and the layers of one cache, which ``pooled`` puts into the pools. What is kept in
+Owns the way between such a holder and the layers of one cache, which ``pooled`` puts into the pools. What is kept in
 modules is taken out of them after every forward, so that prompts can take turns.
 """
 
@@ -151,8 +151,8 @@ class _Columns(Keeper):
         if layer.recurrent_states[0] is None:
             shape = (1, model.config.hidden_size, model.config.num_hidden_layers)
             dtypes = [model.dtype] * 2 + [torch.float32] * 3
-            for place, dtype in enumerate(dtypes):
-                layer.recurrent_states[place] = torch.zeros(shape, dtype=dtype, device=model.device)
+            for index, dtype in enumerate(dtypes):
+                layer.recurrent_states[index] = torch.zeros(shape, dtype=dtype, device=model.device)
         if not begin:
             layer.recurrent_states[4].fill_(-1e30)
         return {"state": list(_in_order(layer))}
@@ -186,7 +186,7 @@ def _divide(by: int, module: Any, args: Any, out: Tensor) -> Tensor:
 
 
 def _in_order(layer: Any) -> tuple[Tensor, ...]:
-    return tuple(layer.recurrent_states[place] for place in range(layer.number_of_states))
+    return tuple(layer.recurrent_states[index] for index in range(layer.number_of_states))
 
 
 def _recurrent(model: Any, cache: DynamicCache) -> Iterator[tuple[Any, Any]]:

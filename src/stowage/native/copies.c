@@ -31,7 +31,7 @@ typedef struct {
     int under_way, users;
 } Work;
 
-/* Copies `wanted` bytes from that place on, or what is left. */
+/* Copies `wanted` bytes from that offset on, or what is left. */
 static void copy_from(const Runs *runs, Py_ssize_t run, int64_t at, int64_t wanted) {
     while (wanted > 0 && run < runs->count) {
         int64_t length = runs->bytes[run] - at;

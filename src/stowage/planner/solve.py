@@ -33,7 +33,7 @@ from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST, Delivery
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
 _SLOT_MARGIN_BYTES = 128 << 10
-"""Of a slot of the ring, beyond its weights: they keep their place within a page of the file."""
+"""Of a slot of the ring, beyond its weights: they keep their offset within a page of the file."""
 _STEP_TOKENS_LEAST, _SNAPSHOT_TOKENS = 16, 512
 _MIB = 1 << 20
 
@@ -129,7 +129,7 @@ def solve(model: Model, machine: Machine, budgets: Budgets, workload: Workload) 
 
     Raises ``BudgetError`` where none fits; its text says the least that would.
     """
-    room = Room(model, machine, workload)
+    room = Placements(model, machine, workload)
     best = room.best(budgets)
     if best is None:
         raise BudgetError(room.refusal(budgets))
@@ -150,7 +150,7 @@ class _Choice:
     cached: bool = False
 
 
-class Room:
+class Placements:
     """All placements of one model on one machine for one workload. ``order``: the layers in the order in which they
     get memory; ``filled[n]``: bytes of the first n.
     """
@@ -323,7 +323,7 @@ class Room:
         """How many sequences at once would fit; 0 where not even one does."""
 
         def fits(batch: int) -> bool:
-            room = Room(self.model, self.machine, replace(self.workload, batch=batch))
+            room = Placements(self.model, self.machine, replace(self.workload, batch=batch))
             return room.least_device_bytes(budgets.host_bytes, budgets.disk_bytes) <= budgets.device_bytes
 
         return bisect_left(range(1, self.workload.batch + 1), True, key=lambda batch: not fits(batch))
@@ -332,7 +332,7 @@ class Room:
         """In how small forwards a prompt would have to be computed, halved until it fits; 0 where nothing helps."""
         step = self.workload.piece // 2
         while step >= max(self.workload.batch, _STEP_TOKENS_LEAST):
-            room = Room(self.model, self.machine, replace(self.workload, step_tokens=step))
+            room = Placements(self.model, self.machine, replace(self.workload, step_tokens=step))
             if room.least_device_bytes(budgets.host_bytes, budgets.disk_bytes) <= budgets.device_bytes:
                 return step
             step //= 2

@@ -117,8 +117,8 @@ def _read_once(descriptor: int, nbytes: int, depth: int) -> float:
 
     def read(worker: int) -> None:
         for at in range(worker * MIB, nbytes, depth * MIB):
-            place = at % _READ_INTO_BYTES
-            os.preadv(descriptor, [view[place : place + MIB]], at)
+            into = at % _READ_INTO_BYTES
+            os.preadv(descriptor, [view[into : into + MIB]], at)
 
     seconds = _together([partial(read, worker) for worker in range(depth)])
     return nbytes / seconds

@@ -25,7 +25,7 @@ from stowage.server.counts import CHAT, COMPLETIONS, Counts, tasks
 from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
 from stowage.server.journal import Journal
 from stowage.server.limits import Limits
-from stowage.server.memory import Hold, bytes_asked, bytes_encoded, bytes_to_read, entries
+from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
 from stowage.server.openai import Ask
 from stowage.server.refusal import ApiError, bad
 from stowage.server.stream import ClientLeft, Events, encoded, patiently, send_json, while_connected
@@ -149,7 +149,7 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit: Visit = scope[VISIT]
         self._bridge.refuse_if_full()
-        hold = Hold(self._bridge.memory, visit.client)
+        hold = Reservation(self._bridge.memory, visit.client)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
                 body = await self._bodies.read(Request(scope, receive), hold)
@@ -164,7 +164,7 @@ class Generation:
         finally:
             hold.close()
 
-    async def _serve(self, ask: Ask, visit: Visit, send: Send, hold: Hold) -> None:
+    async def _serve(self, ask: Ask, visit: Visit, send: Send, hold: Reservation) -> None:
         self._counts.asked(visit.route, ask)
         exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt), hold)
         self._journal.begin(visit, exchange)
@@ -224,7 +224,7 @@ class Bodies:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
-    async def read(self, request: Request, hold: Hold) -> bytearray:
+    async def read(self, request: Request, hold: Reservation) -> bytearray:
         """The whole body, which `hold` then has. Raises ApiError, and ClientLeft."""
         self._check_head(request)
         body = bytearray()
@@ -237,7 +237,7 @@ class Bodies:
             raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from error
         return body
 
-    async def _part(self, request: Request, body: bytearray, hold: Hold) -> bool:
+    async def _part(self, request: Request, body: bytearray, hold: Reservation) -> bool:
         """Add the next part to `body`; whether there are more."""
         message = await request.receive()
         if message["type"] == "http.disconnect":

@@ -24,7 +24,7 @@ from stowage.engine.sampling import TokenLogprob
 from stowage.errors import ConfigError, RequestError, StowageError
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
-from stowage.server.memory import Hold, RequestMemory, bytes_of_piece
+from stowage.server.memory import RequestMemory, Reservation, bytes_of_piece
 from stowage.server.openai import Ask, Reader
 from stowage.server.refusal import ApiError, bad, busy, internal, reopening, stopping
 from stowage.server.turns import Job, Turns
@@ -106,7 +106,7 @@ class Bridge:
         self.reader = Reader(engine, self.name, self._limits)
         self.vocabulary = Vocabulary(engine.tokenizer)
 
-    async def read(self, chat: bool, body: bytes | bytearray, hold: Hold) -> Ask:
+    async def read(self, chat: bool, body: bytes | bytearray, hold: Reservation) -> Ask:
         """Understand a body, when it is the turn of its client. Until that is done it counts as one choice. Raises
         ApiError.
         """
@@ -139,7 +139,7 @@ class Bridge:
             )
             raise busy(what, min(_RETRY_AFTER_S_MAX, math.ceil(self._seconds)))
 
-    async def open(self, ask: Ask, salt: bytes, hold: Hold) -> Exchange:
+    async def open(self, ask: Ask, salt: bytes, hold: Reservation) -> Exchange:
         """Submit `ask` to the engine. The caller closes the exchange. Raises ApiError."""
         self.refuse_if_full(ask.choices)
         self.choices_open += ask.choices
@@ -189,7 +189,7 @@ class Exchange:
     when its prompt is computed, and reuse it.
     """
 
-    def __init__(self, bridge: Bridge, ask: Ask, salt: bytes, hold: Hold) -> None:
+    def __init__(self, bridge: Bridge, ask: Ask, salt: bytes, hold: Reservation) -> None:
         self.ask = ask
         self.hold = hold
         self.began_s = time.monotonic()

@@ -126,6 +126,6 @@ def _foremost(progress: list[Progress]) -> str:
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
     for one in counts:
-        for place, tokens in one.items():
-            total[place] = total.get(place, 0) + tokens
+        for tier, tokens in one.items():
+            total[tier] = total.get(tier, 0) + tokens
     return total

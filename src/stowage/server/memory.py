@@ -69,7 +69,7 @@ class RequestMemory:
         return self.limit_bytes - self.limit_bytes // 4
 
 
-class Hold:
+class Reservation:
     """What one request holds. Gives it back when it is closed; then nothing can be taken any more."""
 
     def __init__(self, memory: RequestMemory, client: str) -> None:

@@ -63,10 +63,10 @@ def _hits(x: float, base: int, slot: float, figures: Figures, most: float) -> li
 def _waits(x: float, base: int, slot: float, figures: Figures, most: float) -> list[str]:
     """A bar for each percentile."""
     parts, width = [], min(28.0, slot * 0.27)
-    for place, (name, color) in enumerate(_WAITS.items()):
+    for index, (name, color) in enumerate(_WAITS.items()):
         seconds = getattr(figures.ttft_s, name)
         height = _HEIGHT * seconds / most
-        middle = x + (place - 1) * (width + 2)
+        middle = x + (index - 1) * (width + 2)
         parts.append(_bar(middle - width / 2, base - height, width, height, color))
         parts.append(_number(middle, base - height - 6, f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2f}"))
     return parts
@@ -82,8 +82,8 @@ def _number(x: float, y: float, text: str) -> str:
 
 def _legend(x: float, y: float, colors: dict[str, str]) -> str:
     parts = []
-    for place, (name, color) in enumerate(colors.items()):
-        left = x + 84 * place
+    for index, (name, color) in enumerate(colors.items()):
+        left = x + 84 * index
         parts.append(_bar(left, y - 10, 12, 12, color))
         parts.append(f'<text class="small" x="{left + 18:.1f}" y="{y}">{name}</text>')
     return "".join(parts)

@@ -31,7 +31,7 @@ _OWNER: Final = 0
 
 
 class Content(Protocol):
-    """What a place holds. `held_bytes`: how much that is."""
+    """What a tier holds. `held_bytes`: how much that is."""
 
     @property
     def held_bytes(self) -> int: ...
@@ -129,7 +129,7 @@ class _Pipe:
 
 
 class Tier:
-    """One node's way to a place, with what went through it."""
+    """One node's way to a tier, with what went through it."""
 
     def __init__(self, link: Link, content: Content, chunk_bytes: int) -> None:
         self.content = content

@@ -1,1 +1,1 @@
-"""Tiers: places below the device. `protocol` says what a lower tier is, `host` is the arena that all of them fill."""
+"""Tiers: memories below the device. `protocol` says what a lower tier is, `host` is the arena that all of them fill."""

@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Tier(Protocol):
-    """A place for chunks below the host arena. No method blocks, and none raises for an operating error; one that
+    """A tier for chunks below the host arena. No method blocks, and none raises for an operating error; one that
     raises all the same has failed, as a transfer that brought nothing.
 
     Operating errors (a read failed, the disk is full, the server is gone) are `ok` False in an outcome.

@@ -174,44 +174,44 @@ class Lent:
     """The buffers of one transfer. `shifted`: they do not begin on a page."""
 
     def __init__(self, lengths: Sequence[int], shifted: bool) -> None:
-        self._places: list[slice] = []
+        self._spans: list[slice] = []
         at = PAGE_BYTES + (SHIFT_BYTES if shifted else 0)
         for length in lengths:
-            self._places.append(slice(at, at + length))
+            self._spans.append(slice(at, at + length))
             at += -(-(length + SHIFT_BYTES) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         raw = np.full(at + PAGE_BYTES, GUARD, np.uint8)
         start = -raw.ctypes.data % PAGE_BYTES
         self._memory: NDArray[np.uint8] = raw[start : start + at]
         self.fill([bytes([UNWRITTEN]) * length for length in lengths])
-        self.buffers = [self._memory.data[place] for place in self._places]
+        self.buffers = [self._memory.data[span] for span in self._spans]
 
     def fill(self, contents: Sequence[bytes]) -> None:
         """Writes the buffers, and remembers all of the memory as it must stay."""
-        for place, content in zip(self._places, contents, strict=True):
-            self._memory[place] = np.frombuffer(content, np.uint8)
+        for span, content in zip(self._spans, contents, strict=True):
+            self._memory[span] = np.frombuffer(content, np.uint8)
         self._picture = self._memory.copy()
 
     def poison(self) -> None:
         """The transfer was reported: the buffers are the caller's again."""
-        self.fill([bytes([POISON]) * (place.stop - place.start) for place in self._places])
+        self.fill([bytes([POISON]) * (span.stop - span.start) for span in self._spans])
 
     def damage(self, buffers_too: bool) -> str:
         """What changed that must not have; nothing: an empty text. Unless `buffers_too`, only around the buffers."""
         if buffers_too and np.array_equal(self._memory, self._picture):
             return ""
         changed = self._memory != self._picture
-        for number, place in enumerate(self._places):
-            if buffers_too and changed[place].any():
-                return f"byte {int(changed[place].argmax())} of buffer {number}"
-            changed[place] = False
+        for number, span in enumerate(self._spans):
+            if buffers_too and changed[span].any():
+                return f"byte {int(changed[span].argmax())} of buffer {number}"
+            changed[span] = False
         if not changed.any():
             return ""
         at = int(changed.argmax())
-        near = min(range(len(self._places)), key=lambda n: min(abs(at - p) for p in self._ends(n)))
+        near = min(range(len(self._spans)), key=lambda n: min(abs(at - p) for p in self._ends(n)))
         first, last = self._ends(near)
         where = f"{at - last} bytes after the end" if at > last else f"{first - at} bytes before the beginning"
         return f"a byte {where} of buffer {near}"
 
     def _ends(self, number: int) -> tuple[int, int]:
         """The first and the last byte of a buffer."""
-        return self._places[number].start, self._places[number].stop - 1
+        return self._spans[number].start, self._spans[number].stop - 1

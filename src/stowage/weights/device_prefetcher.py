@@ -169,7 +169,7 @@ class DevicePrefetcher:
         self._begun.popleft()
         self._lent[unit] = number
         self._go_ahead()
-        return self._places(unit, number)
+        return self._shown(unit, number)
 
     def computed(self, unit: int) -> None:
         """What computes from the parameters of ``unit`` has been asked for. May be called twice."""
@@ -279,7 +279,7 @@ class DevicePrefetcher:
         locations = self._locations[unit]
         here = slot if slot is not None else [location.host for location in locations if location.host is not None]
         try:
-            prefetched = self._carrier.copy([number], list(zip(self._places(unit, number), here, strict=True)))
+            prefetched = self._carrier.copy([number], list(zip(self._shown(unit, number), here, strict=True)))
         except (RuntimeError, TransferError) as error:  # torch's, for whatever went wrong on a device
             self._free.appendleft(number)
             if slot is not None:
@@ -296,7 +296,7 @@ class DevicePrefetcher:
         else:
             self._under_way.append((prefetched, unit))
 
-    def _places(self, unit: int, number: int) -> list[Tensor]:
+    def _shown(self, unit: int, number: int) -> list[Tensor]:
         there = self._views.get((unit, number))
         if there is None:
             with torch.inference_mode(False):  # parameters take no tensors of that mode

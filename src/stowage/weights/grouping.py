@@ -58,8 +58,8 @@ def divide(model: Any) -> list[Unit]:
             names = [name for name in unit.parameters if id(_named(model, tied.get(name, name))) not in whole]
             unit.parameters = {name: unit.parameters[name] for name in names}
     owners = Counter(id(p) for unit in units for p in unit.parameters.values())
-    places = sum(part.experts * len(part.parameters) for unit in units for part in unit.apart)
-    possible = memory_pages.supported() and places <= memory_pages.places_most()
+    mappings = sum(part.experts * len(part.parameters) for unit in units for part in unit.apart)
+    possible = memory_pages.supported() and mappings <= memory_pages.mappings_most()
     for unit in units:
         unit.apart = [
             part for part in unit.apart if possible and all(owners[id(p)] == 1 for p in part.parameters.values())

@@ -53,8 +53,8 @@ class HostBuffers:
             self._used.append(0)
         begin = self._used[-1]
         self._used[-1] = begin + taken
-        place = torch.from_numpy(self._pieces[-1][begin : begin + nbytes])
-        return place.view(values.dtype).view(values.shape).copy_(values.detach())
+        piece = torch.from_numpy(self._pieces[-1][begin : begin + nbytes])
+        return piece.view(values.dtype).view(values.shape).copy_(values.detach())
 
     def pin(self, pin: Callable[[NDArray[np.uint8]], Any]) -> None:
         """Pin what was given away, by ``pin``, which returns something to ``close``, or ``None``. Nothing more is kept

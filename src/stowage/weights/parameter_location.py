@@ -1,6 +1,6 @@
 """Where a unit's parameters lie while they are away, and how they lie in a slot of the ring.
 
-A slot takes whole pages: what is read from a file keeps its place within a page, so that direct reads land where the
+A slot takes whole pages: what is read from a file keeps its offset within a page, so that direct reads land where the
 module computes from, and no byte is copied. Neighbours in the file are read as one.
 
 Wherever a parameter is put, its address has the remainder modulo 64 that it had when loading left it, its phase:
@@ -113,10 +113,10 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """``pieces`` fill a slot, ``places`` are where each parameter begins in it, in the order of its unit."""
+    """``pieces`` fill a slot, ``offsets`` are where each parameter begins in it, in the order of its unit."""
 
     pieces: tuple[_Piece, ...]
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     nbytes: int
 
     def reads(self, memory: memoryview) -> list[Read]:
@@ -129,14 +129,14 @@ class SlotLayout:
             torch.frombuffer(
                 memory, dtype=location.dtype, count=location.nbytes // location.dtype.itemsize, offset=at
             ).view(location.shape)
-            for location, at in zip(locations, self.places, strict=True)
+            for location, at in zip(locations, self.offsets, strict=True)
         ]
 
 
 def layout(locations: Sequence[ParameterLocation]) -> SlotLayout:
     """How a unit with ``locations`` lies in a slot: of at most its bytes and two pages for each parameter."""
     pieces: list[_Piece] = []
-    places = [0] * len(locations)
+    offsets = [0] * len(locations)
     end = 0
     single = [at for at, location in enumerate(locations) if len(location.segments) == 1 and location.mappable]
     single.sort(key=lambda at: (id(locations[at].segments[0].file), locations[at].segments[0].offset))
@@ -146,19 +146,19 @@ def layout(locations: Sequence[ParameterLocation]) -> SlotLayout:
         last = -(-(segment.offset + segment.length) // PAGE_BYTES) * PAGE_BYTES
         before = pieces[-1] if pieces else None
         if before is not None and before.source is segment.file and begin <= before.offset + before.length:
-            place = before.at + segment.offset - before.offset
+            offset = before.at + segment.offset - before.offset
             pieces[-1] = _Piece(segment.file, before.offset, before.at, max(last - before.offset, before.length))
             end = pieces[-1].at + pieces[-1].length
         else:
-            place = end + segment.offset - begin
+            offset = end + segment.offset - begin
             pieces.append(_Piece(segment.file, begin, end, last - begin))
             end += last - begin
-        places[at] = place
+        offsets[at] = offset
     for at, location in enumerate(locations):
         if at in single:
             continue
         end += location.phase
-        places[at] = end
+        offsets[at] = end
         if location.host is not None:
             pieces.append(_Piece(memory_of(location.host), 0, end, location.nbytes))
             end += location.nbytes
@@ -166,4 +166,4 @@ def layout(locations: Sequence[ParameterLocation]) -> SlotLayout:
             pieces.append(_Piece(segment.file, segment.offset, end, segment.length))
             end += segment.length
         end = -(-end // PAGE_BYTES) * PAGE_BYTES
-    return SlotLayout(tuple(pieces), tuple(places), end)
+    return SlotLayout(tuple(pieces), tuple(offsets), end)

@@ -361,11 +361,11 @@ def _spread(
     for at, c in enumerate(weight_units):
         if c.layer >= 0 and c.name not in fixed:
             by_size.setdefault((c.nbytes, c.pieces, c.experts), []).append(at)
-    for places in by_size.values():
-        streamed = sum(chosen[at] is Delivery.STREAM for at in places)
-        others = [chosen[at] for at in places if chosen[at] is not Delivery.STREAM]
-        for rank, at in enumerate(places):
-            here = (rank + 1) * streamed // len(places) > rank * streamed // len(places)
+    for indices in by_size.values():
+        streamed = sum(chosen[at] is Delivery.STREAM for at in indices)
+        others = [chosen[at] for at in indices if chosen[at] is not Delivery.STREAM]
+        for rank, at in enumerate(indices):
+            here = (rank + 1) * streamed // len(indices) > rank * streamed // len(indices)
             spread[at] = Delivery.STREAM if here else others.pop()
     return spread
 

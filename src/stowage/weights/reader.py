@@ -1,8 +1,8 @@
 """Bytes of files into memory, by several threads.
 
-Owns the threads and their queue. Reads go past the page cache: into place where place, length and memory are in whole
-pages, through a page-aligned buffer of the thread where they are long. Every read that was asked for ends: done, or
-failed with the reason.
+Owns the threads and their queue. Reads go past the page cache: straight into memory where offset, length and memory are
+whole pages, through a page-aligned buffer of the thread where they are long. Every read that was asked for ends: done,
+or failed with the reason.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class History:
     def put(self, prints: Prints) -> tuple[IntArray, BoolArray]:
         """An index for each fingerprint, and whether an older entry, or its own, was there.
 
-        -1: repeated, or one of more than `WAYS` of this batch for a row, and not remembered. Places are distinct.
+        -1: repeated, or one of more than `WAYS` of this batch for a row, and not remembered. Indices are distinct.
         The owner reads what it knew of those that left before it writes at their indices.
         """
         indices = np.full(len(prints), -1, np.int64)

@@ -84,7 +84,7 @@ class Runs:
         return ends
 
     def live(self, run: Run) -> IntArray:
-        """The places of the run's live entries, from `begin` on."""
+        """The indices of the run's live entries, from `begin` on."""
         rest = self.stamp[run.slots[run.begin :]]
         return np.flatnonzero(rest == np.arange(run.first + run.begin, run.first + len(run.slots))) + run.begin
 

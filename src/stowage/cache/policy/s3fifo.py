@@ -4,9 +4,9 @@
                 └──(else)──> gone, remembered ──(comes back)──> main
 
 After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). Uses move
-nothing: they count, up to `_USES_MAX`. A slot that is pinned keeps its place in its queue; if its turn comes meanwhile
-it loses the place, and joins the end of that queue when it is evictable again. Amortised O(1): a slot is passed over in
-the main queue at most as often as it was used.
+nothing: they count, up to `_USES_MAX`. A slot that is pinned keeps its position in its queue; if its turn comes
+meanwhile it loses it, and joins the end of that queue when it is evictable again. Amortised O(1): a slot is passed
+over in the main queue at most as often as it was used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class S3FIFO:
         self.insert(slots, used=False)
 
     def insert(self, slots: IntArray, used: bool = True) -> None:
-        """A use is counted. Slots that lost their places join the ends of their queues."""
+        """A use is counted. Slots that lost their positions join the ends of their queues."""
         if used:
             self._uses[slots] = np.minimum(self._uses[slots] + 1, _USES_MAX)
         self._evictable[slots] = True
@@ -66,7 +66,7 @@ class S3FIFO:
             self._lengths[queue] += len(np.unique(mine))
 
     def remove(self, slots: IntArray) -> None:
-        """Not evictable; the places are kept."""
+        """Not evictable; the positions are kept."""
         self._evictable[slots] = False
 
     def victims(self, count: int) -> IntArray:
@@ -102,7 +102,7 @@ class S3FIFO:
         return slots[~stays]
 
     def _pop(self, queue: int, count: int) -> IntArray:
-        """The first slots of a queue, up to `count`; those in use lose their places."""
+        """The first slots of a queue, up to `count`; those in use lose their positions."""
         slots = self._queues[queue].victims(count)
         self._lengths[queue] -= len(slots)
         return slots[self._evictable[slots]]

@@ -20,7 +20,7 @@ from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 
 @dataclass(slots=True, eq=False)
 class SwappedBlocks:
-    """Blocks of one group: the sequence's ``blocks[i]`` lies in ``slots[i]`` at ``offsets[i]``, which is ``places[i]``
+    """Blocks of one group: the sequence's ``blocks[i]`` lies in ``slots[i]`` at ``offsets[i]``: ``addresses[i]``
     of ``BlockTable.away``. ``private``: slots that are nobody else's; the others are ``pinned``.
     """
 
@@ -28,20 +28,20 @@ class SwappedBlocks:
     blocks: NDArray[np.int64]
     slots: NDArray[np.int64]
     offsets: NDArray[np.int64]
-    places: NDArray[np.int64]
+    addresses: NDArray[np.int64]
     private: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     pinned: Fetch | None = None
 
 
-def places_of(
+def addresses_of(
     store: TieredStore, group: Group, slots: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Where blocks lie in the arena, in units of ``TENSOR_ALIGNMENT_BYTES``."""
     slab = next(slab for slab in store.slabs if group.index in slab.groups)
     begins = slab.offset_bytes + (slots - slab.first_slot) * slab.slot_bytes + offsets * group.bytes_per_block
-    places, rest = np.divmod(begins, TENSOR_ALIGNMENT_BYTES)
+    addresses, rest = np.divmod(begins, TENSOR_ALIGNMENT_BYTES)
     assert not rest.any(), "a block does not begin where tensors do"
-    return places
+    return addresses
 
 
 def let_go(store: TieredStore | None, held: Iterable[SwappedBlocks]) -> None:

@@ -24,7 +24,7 @@ from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.engine.capacity import Capacity, Counts, blocks_at_work
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.sequence import Sequence
-from stowage.engine.swap.host_blocks import SwappedBlocks, places_of
+from stowage.engine.swap.host_blocks import SwappedBlocks, addresses_of
 from stowage.engine.swap.swap_space import SwapSpace
 from stowage.executor.block_pool import BlockPool, blocks_needed
 
@@ -130,7 +130,7 @@ class LongContextSwap:
         return False
 
     def _send(self, sequence: Sequence, pool: BlockPool, held: SwappedBlocks) -> None:
-        pool.release(sequence.tables[held.group].send_away(held.blocks, held.places))
+        pool.release(sequence.tables[held.group].send_away(held.blocks, held.addresses))
         sequence.held.append(held)
         self._kv_manager.counters.blocks_moved_out += len(held.blocks)
 
@@ -140,10 +140,10 @@ class LongContextSwap:
         """
         store = self._kv_manager.store
         assert store is not None
-        places = places_of(store, pool.group, plan.slots, plan.offsets)
+        addresses = addresses_of(store, pool.group, plan.slots, plan.offsets)
         pinned = self._swap_space.pin(pool.group.index, keys)
         assert (pinned.slots[0] >= 0).all(), "a chunk that is pinned has left"
-        held = SwappedBlocks(pool.group.index, plan.blocks, plan.slots, plan.offsets, places, pinned=pinned)
+        held = SwappedBlocks(pool.group.index, plan.blocks, plan.slots, plan.offsets, addresses, pinned=pinned)
         self._send(sequence, pool, held)
 
     def check(self, sequences: Items[Sequence]) -> None:

@@ -25,7 +25,7 @@ from stowage.executor.block_pool import BlockPool
 
 @dataclass(slots=True)
 class SwappedGroup:
-    """One group of a spilled sequence: ``held`` was on the device, ``away`` are the places of what was not; no block
+    """One group of a spilled sequence: ``held`` was on the device, ``away`` are the addresses of what was not; no block
     before ``first`` is needed.
     """
 

@@ -17,7 +17,7 @@ from stowage.core.geometry import Kind
 from stowage.core.key import private_key
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.sequence import Sequence
-from stowage.engine.swap.host_blocks import SwappedBlocks, places_of
+from stowage.engine.swap.host_blocks import SwappedBlocks, addresses_of
 from stowage.executor.block_pool import BlockPool
 
 
@@ -54,8 +54,8 @@ class SwapSpace:
         if not self._kv_manager.copy_out(pool, plan, private, private=True):
             self._give_back(store, private[:0], pinned)  # the private ones are given back already
             return None
-        places = places_of(store, group, slots, offsets)
-        return SwappedBlocks(group.index, blocks, slots, offsets, places, private, pinned)
+        addresses = addresses_of(store, group, slots, offsets)
+        return SwappedBlocks(group.index, blocks, slots, offsets, addresses, private, pinned)
 
     def _give_back(self, store: TieredStore, private: NDArray[np.int64], pinned: Fetch | None) -> None:
         store.drop_private(private)

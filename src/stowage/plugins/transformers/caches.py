@@ -191,7 +191,7 @@ def held(layer: Any, kind: Layer, rows: int) -> SwappedBlocks | None:
     Raises ``RequestError`` when it is not a layer of this model, or not of this batch.
     """
     if kind.kind is Kind.RECURRENT:
-        tensors = [t for name, place in kind.states if (t := getattr(layer, name, {}).get(place)) is not None]
+        tensors = [t for name, index in kind.states if (t := getattr(layer, name, {}).get(index)) is not None]
         if [(tuple(t.shape), t.dtype) for t in tensors] != [((rows, *t.shape), t.dtype) for t in kind.tensors]:
             return None
         return SwappedBlocks(0, tuple(tensors))
@@ -229,7 +229,7 @@ def put_attention(layer: DynamicLayer, keys: Tensor, values: Tensor, length: int
 
 def put_states(layer: LinearAttentionLayer, states: Sequence[State], tensors: Sequence[Tensor]) -> None:
     """Fill a fresh layer with recurrent states, ``[rows, ...]`` each. The layer writes into them from now on."""
-    for (name, place), tensor in zip(states, tensors, strict=True):
-        LinearAttentionLayer.lazy_initialization(layer, **{name: tensor, "state_idx": place})
-        getattr(layer, name)[place].copy_(tensor)
-        layer.has_previous_state[place] = True
+    for (name, index), tensor in zip(states, tensors, strict=True):
+        LinearAttentionLayer.lazy_initialization(layer, **{name: tensor, "state_idx": index})
+        getattr(layer, name)[index].copy_(tensor)
+        layer.has_previous_state[index] = True

@@ -76,6 +76,6 @@ def classify(cache: DynamicCache, block_tokens: Mapping[Kind, int], chunk_blocks
 
 def _device(kept: Any) -> torch.device:
     """Of its states where it has some, else of its keys."""
-    states = [getattr(kept, name)[place] for name, place in states_of(kept)]
+    states = [getattr(kept, name)[index] for name, index in states_of(kept)]
     found: torch.device = (states or [kept.keys])[0].device
     return found

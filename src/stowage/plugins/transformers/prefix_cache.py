@@ -76,7 +76,7 @@ class PrefixCache:
         name it. exact: answers after ``prefill`` are the same to the bit whether anything was stored or not; see
         ``prefill``. host_memory: a hard limit; a prefix passes through it whole, so it should hold the longest. disk:
         ``"DIR:SIZE"``, a hard limit; processes may share it. salt: caches with different salts share nothing. tiers:
-        places of your own, below those of the settings, fastest first; closed with it.
+        tiers of your own, below those of the settings, fastest first; closed with it.
         settings: further fields of ``Memory`` (``valkey``, ``object``, ``snapshot_tokens``, ``disk_protection``, ...),
         as docs/reference/settings.md has them.
 
@@ -136,7 +136,7 @@ class PrefixCache:
         with the whole ``input_ids``; empty when nothing is stored. At least one token is left to compute.
 
         Args:
-            input_ids: ``[tokens]`` or ``[rows, tokens]``, rows without padding; all rows resume at the same place.
+            input_ids: ``[tokens]`` or ``[rows, tokens]``, rows without padding; all rows resume at the same position.
             attention_mask: all ones, where the prompt has pad tokens that are not padding.
             timeout_s: the longest wait for disk and shared stores; by default what computing would take.
 
@@ -163,11 +163,11 @@ class PrefixCache:
     def prefill(
         self, input_ids: Tokens, *, attention_mask: Tensor | None = None, timeout_s: float | None = None
     ) -> DynamicCache:
-        """``restore``, and compute and keep what was not stored, up to the last place before the prompt's end where a
+        """``restore``, and compute and keep what was not stored, up to the last position before its end where a
         later prompt can resume; ``generate`` computes the few tokens that are left.
 
-        What models with recurrent layers need: their state can be kept only while it stands at such a place. Others
-        may use it too. With ``exact`` every piece between two such places is a forward of its own, so that it has the
+        What models with recurrent layers need: their state can be kept only while it stands at such a position. Others
+        may use it too. With ``exact`` every piece between two of them is a forward of its own, so that it has the
         same bits whatever was stored, and only these pieces are kept: what ``generate`` computes has other shapes.
         """
         cache = self.restore(input_ids, attention_mask=attention_mask, timeout_s=timeout_s)
@@ -219,7 +219,7 @@ class PrefixCache:
             return self._background.store.flush(timeout_s)
 
     def drop_host(self) -> int:
-        """Forget what is in host memory; lower places keep theirs. How many chunks there were."""
+        """Forget what is in host memory; lower tiers keep theirs. How many chunks there were."""
         with self._background.turn:
             self._check_open()
             return self._background.store.drop_host()

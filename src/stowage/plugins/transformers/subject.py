@@ -69,7 +69,7 @@ class Subject:
 
     def _prove(self, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> CacheLayout:
         vocab = int(self.model.config.vocab_size)
-        ids = torch.tensor([[(7919 * place + 13) % vocab for place in range(_PIECE_TOKENS + _REST_TOKENS)]])
+        ids = torch.tensor([[(7919 * index + 13) % vocab for index in range(_PIECE_TOKENS + _REST_TOKENS)]])
         ids = ids.to(self.model.device)
         whole = self.forward(ids, 0, DynamicCache(config=self.model.config))
         cache = DynamicCache(config=self.model.config)

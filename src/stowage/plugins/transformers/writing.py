@@ -1,7 +1,7 @@
 """From a cache to the store: what is complete, held and not stored yet is copied to host memory.
 
 Owns the decision of what to copy. Only whole chunks are stored; of recurrent layers the state as it stands, if it
-stands at a place where prompts can resume. Never waits: writing to lower tiers is the store's.
+stands at a position where prompts can resume. Never waits: writing to lower tiers is the store's.
 """
 
 from __future__ import annotations

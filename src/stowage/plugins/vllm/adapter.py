@@ -206,7 +206,7 @@ def uses_embeddings(request: Any) -> bool:
 
 def stop_at(request: Any, boundary: int) -> None:
     """Have vLLM end a step of this prompt there, so that the states of recurrent layers can be kept: what lies before
-    was seen in another prompt. Releases that do not know such places compute as they would.
+    was seen in another prompt. Releases that do not know such positions compute as they would.
     """
     if getattr(request, "shared_prefix_boundary", boundary) < boundary:
         request.shared_prefix_boundary = boundary

@@ -103,7 +103,7 @@ class Announcements:
 
         keys = list(islice(self._there, _AUDIT_KEYS))
         gone = np.flatnonzero(self._store.sources(self.group.index, keys) < 0)
-        hashes = [one for place in gone.tolist() for one in self._there.pop(keys[place])]
+        hashes = [one for index in gone.tolist() for one in self._there.pop(keys[index])]
         for key in keys:
             if key in self._there:
                 self._there.move_to_end(key)

@@ -86,7 +86,7 @@ def runs_of(tensor: Tensor, num_blocks: int, name: str = "") -> list[Tensor]:
     offsets = [sum(at) for at in itertools.product(*[range(0, n * stride, stride) for n, stride in reversed(outer)])]
     if len(offsets) > _RUNS_MAX:
         raise UnsupportedModelError(
-            f"The KV cache of layer {name!r} scatters a block over {len(offsets)} places. Choose another layout, such "
+            f"The KV cache of layer {name!r} scatters a block over {len(offsets)} offsets. Choose another layout, such "
             "as VLLM_KV_CACHE_LAYOUT=HND."
         )
     block_bytes = ratio * tensor.stride(0) * item
@@ -155,7 +155,7 @@ class Copies:
             (plan.offsets, 0, slab.slot_bytes // max(1, self._shared.bytes_per_block[plan.group])),
         ):
             if plan.copies and not (first <= int(values.min()) and int(values.max()) < end):
-                raise TransferError(f"a plan of group {plan.group} names places outside of [{first}, {end})")
+                raise TransferError(f"a plan of group {plan.group} names addresses outside of [{first}, {end})")
         slots = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes
         addresses: IntArray = (
             slots + plan.offsets * self._shared.bytes_per_block[plan.group] + self._offsets[plan.group]

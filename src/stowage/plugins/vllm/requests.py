@@ -126,8 +126,8 @@ class Prefixes:
                 found[group.index] = Certain()
             elif group.kind is not Kind.FULL and not self._points.everywhere:
                 chunks = range(usable // group.chunk_tokens)
-                places = np.flatnonzero(self._points.kept(strategy, chunks)).tolist()
-                found[group.index] = Certain(tuple(places), -(-group.window // group.chunk_tokens) + 1)
+                at = np.flatnonzero(self._points.kept(strategy, chunks)).tolist()
+                found[group.index] = Certain(tuple(at), -(-group.window // group.chunk_tokens) + 1)
         return found
 
     def offer(self, tracked: Tracked, held: int) -> int | None:

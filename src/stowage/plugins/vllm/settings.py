@@ -86,7 +86,7 @@ def _points(given: Any) -> str | int:
 def resume_points(options: Options, groups: Sequence[Group]) -> Points:
     """Where prompts that part from a stored one can resume. Everywhere with full attention alone, which needs none,
     and without it, since only windows see how far prompts are alike; and with both windows and states, since these are
-    not kept at the same places.
+    not kept at the same positions.
     """
     kinds = {group.kind for group in groups}
     mixed = Kind.RECURRENT in kinds and not kinds <= {Kind.FULL, Kind.RECURRENT}

@@ -22,7 +22,7 @@ from stowage.storage.format.segment import PAGE_BYTES, Entries
 __all__ = ["LENGTH_MAX", "ROWS_AT_ONCE", "Columns", "Found", "Index"]
 
 LENGTH_MAX: Final = (1 << 32) - 1
-"""Of a payload. Places are kept as 32 bits, of bytes and of pages."""
+"""Of a payload. Offsets are kept as 32 bits, of bytes and of pages."""
 ROWS_AT_ONCE: Final = 256
 _EXTENTS_AT_ONCE: Final = 512 // EXTENT
 _FIELDS: Final = np.dtype([("digest", "<u8", 2), ("mask", "<u8"), ("page", "<u4"), ("length", "<u4")])

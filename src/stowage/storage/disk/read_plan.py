@@ -1,6 +1,6 @@
 """Which chunks are to be read next: in the order of the disk, neighbours together. No I/O.
 
-    found chunks -> sorted by segment and place -> stretches (nearly no gaps) -> runs, each cut off when it is asked for
+    found chunks -> sorted by segment and offset -> stretches (nearly no gaps) -> runs, each cut off when asked for
 
 A run is what one reader reads at a time: up to 4 MiB of one stretch, or several short stretches that make up 1 MiB,
 so that scattered chunks do not cost a turn of a thread each.

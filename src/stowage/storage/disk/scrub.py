@@ -38,12 +38,12 @@ __all__ = ["Bad", "Report", "scrub"]
 LOCK_TIMEOUT_S: Final = 10.0
 LISTED_MAX: Final = 1000
 MEDIUM: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EREMOTEIO})
-"""Errors that say: this place of the disk cannot be read. Others say that something else is wrong."""
+"""Errors that say: this offset of the disk cannot be read. Others say that something else is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A chunk that cannot be used, by its place. `unreadable`: the disk refused it; else its bytes are wrong."""
+    """A chunk that cannot be used, by its offset. `unreadable`: the disk refused it; else its bytes are wrong."""
 
     segment: str
     offset: int
@@ -294,7 +294,7 @@ def _scan(file: SegmentFile, name: SegmentName) -> SegmentScan:
 
 
 def _require_medium_error(file: SegmentFile, offset: int, length: int) -> None:
-    """Reads the place again; raises the OSError unless it is one of the medium."""
+    """Reads the offset again; raises the OSError unless it is one of the medium."""
     memory = pages(min(round_up(length), RUN_BYTES_MAX))
     for at in range(offset, offset + length, memory.nbytes):
         try:

@@ -48,7 +48,7 @@ HASHED_BYTES: Final = 4 << 20
 
 @dataclass(slots=True)
 class _Piece:
-    """What one system call writes from `offset` on: payloads, parts of them, and the places of header pages between
+    """What one system call writes from `offset` on: payloads, parts of them, and the header pages between
     them. `end`: where it ends.
     """
 

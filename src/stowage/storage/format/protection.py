@@ -112,7 +112,7 @@ class Hash(Protocol):
         ...
 
     def verify(self, fields: bytes, offset: int, payload: memoryview, digest: bytes) -> bool:
-        """Whether this payload was stored with these fields at this place."""
+        """Whether this payload was stored with these fields at this offset."""
         ...
 
     def digest_all(self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview]) -> Digests:
@@ -130,7 +130,7 @@ class Stream(Protocol):
     """One payload on its way through a cipher, in parts, front to back. Used once."""
 
     def update(self, source: memoryview, target: memoryview) -> None:
-        """The next part, to a place of the same length that does not overlap it."""
+        """The next part, to memory of the same length that does not overlap it."""
         ...
 
 
@@ -213,7 +213,7 @@ class Decryption:
         self.update: Callable[[memoryview, memoryview], None] = context.update_into
 
     def verify(self) -> bool:
-        """Whether all of it is what was encrypted with these fields at this place. Ends the stream."""
+        """Whether all of it is what was encrypted with these fields at this offset. Ends the stream."""
         try:
             self._context.finalize()
         except self._refusal:
@@ -251,7 +251,7 @@ class Cipher:
     def encrypt(self, fields: bytes, offset: int, length: int) -> Encryption:
         """A stream for the payload of that length that will lie at that offset."""
         if offset < self._next:  # not an assert: `python -O` must not let it pass
-            raise AssertionError("a place in a segment is encrypted once")
+            raise AssertionError("an offset of a segment is encrypted once")
         self._next = offset + length
         context = self._cipher(self._algorithm, self._mode(_nonce(offset))).encryptor()
         context.authenticate_additional_data(fields)

@@ -213,7 +213,7 @@ def parse_batch_page(page: bytes | memoryview, segment_id: bytes, offset: int, f
     _open_page(page, b"STOWBAT1")
     _, _, count, identity, stored_offset, length = _BATCH.unpack_from(page)
     if identity != segment_id or stored_offset != offset:
-        raise FormatError("a batch header of another place")
+        raise FormatError("a batch header of another offset")
     if not 0 < count <= BATCH_CHUNKS_MAX or offset + length > file_bytes:
         raise FormatError("a batch that does not lie in the file")
     raw = np.frombuffer(page, np.uint8, count * envelope.HEADER_BYTES, envelope.HEADER_BYTES)

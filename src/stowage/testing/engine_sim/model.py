@@ -98,9 +98,9 @@ def answer(prompt: list[int], params: SamplingParams, room: int) -> Answer:
         ends = token == EOS and not params.ignore_eos
         text = tokenizer.decode(found.tokens)
         counts = len(text) > len(found.text) and len(found.tokens) > params.min_tokens
-        places = [len(text) - len(stop) for stop in params.stop if counts and text.endswith(stop)]
-        found.text = text[: min(places)] if places else text
-        if places or ends or token in params.stop_token_ids:
+        begins = [len(text) - len(stop) for stop in params.stop if counts and text.endswith(stop)]
+        found.text = text[: min(begins)] if begins else text
+        if begins or ends or token in params.stop_token_ids:
             found.reason = "stop"
         elif len(found.tokens) >= min(params.max_new_tokens, room):
             found.reason = "length"

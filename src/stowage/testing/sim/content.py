@@ -30,12 +30,12 @@ class Violation(AssertionError):
 
 def block_bytes(key: bytes, block: int, length: int) -> bytes:
     """The only bytes that block `block` of the chunk `key` may ever have."""
-    place = (key, block, length)
-    found = _known.get(place)
+    wanted = (key, block, length)
+    found = _known.get(wanted)
     if found is None:
         if len(_known) >= CACHED_MAX:
             _known.clear()
-        found = _known[place] = hashlib.shake_128(key + block.to_bytes(2, "little")).digest(length)
+        found = _known[wanted] = hashlib.shake_128(key + block.to_bytes(2, "little")).digest(length)
     return found
 
 

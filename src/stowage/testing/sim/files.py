@@ -120,7 +120,7 @@ class SimFiles:
             at += len(part)
 
     def _seen(self, inode: Inode, offset: int, length: int) -> bytes:
-        """The bytes there; or those of another place, or of an earlier time."""
+        """The bytes there; or those of another offset, or of an earlier time."""
         if self._fault_profile.strikes("read_misdirected"):
             others = [other for other in self._disk.names.values() if len(other.data) >= PAGE_BYTES]
             if others:
@@ -153,10 +153,10 @@ class SimFiles:
             raise OSError(errno.EIO, "torn")
         if self._fault_profile.strikes("write_lost"):
             return len(data)
-        inode, place = handle.inode, offset
+        inode, at = handle.inode, offset
         if self._fault_profile.strikes("write_misdirected"):
-            inode, place = self._elsewhere(inode, place, len(data))
-        self._put(inode, place, data)
+            inode, at = self._elsewhere(inode, at, len(data))
+        self._put(inode, at, data)
         if self._fault_profile.strikes("stored_rot"):
             self._disk.rot()
         return len(data)
@@ -169,11 +169,11 @@ class SimFiles:
             self._disk.write(inode, offset + at, data[at : at + 4 * PAGE_BYTES])
 
     def _elsewhere(self, inode: Inode, offset: int, length: int) -> tuple[Inode, int]:
-        """A place that holds other data; where files end, nothing is written."""
-        places = [other for other in self._disk.names.values() if len(other.data) >= length]
-        if not places:
+        """An offset that holds other data; where files end, nothing is written."""
+        files = [other for other in self._disk.names.values() if len(other.data) >= length]
+        if not files:
             return inode, offset
-        other = self._loop.chance.choice(places)
+        other = self._loop.chance.choice(files)
         return other, PAGE_BYTES * self._loop.chance.randrange((len(other.data) - length) // PAGE_BYTES + 1)
 
     def allocate(self, fd: int, length: int) -> None:

@@ -1,6 +1,6 @@
 """Memory of a fixed size that is shown at changing addresses of tensors that are larger than it.
 
-Owns a file in memory, cut into frames, and the mapping of frames into spans of addresses: a place of a span shows a
+Owns a file in memory, cut into frames, and the mapping of frames into spans of addresses: an address of a span shows a
 frame, or it is away. What is away reads as NaN, whatever the type (all bits are set), and cannot be written to. Only
 the frames take memory, so their number is a hard limit; showing one elsewhere copies nothing.
 """
@@ -17,11 +17,11 @@ import numpy as np
 from stowage.errors import StorageError
 from stowage.weights.checkpoint import PAGE_BYTES
 
-__all__ = ["Frames", "Span", "places_most", "supported"]
+__all__ = ["Frames", "Span", "mappings_most", "supported"]
 
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
-_PLACES_SHARE: Final = 0.8
+_MAPPINGS_SHARE: Final = 0.8
 """Of the mappings that a process may have; the rest is for everything else."""
 
 
@@ -30,13 +30,13 @@ def supported() -> bool:
     return hasattr(os, "memfd_create")
 
 
-def places_most() -> int:
-    """How many places the system allows a process, about."""
+def mappings_most() -> int:
+    """How many mappings the system allows a process, about."""
     try:
         with open("/proc/sys/vm/max_map_count", encoding="ascii") as limit:
-            return int(int(limit.read()) * _PLACES_SHARE)
+            return int(int(limit.read()) * _MAPPINGS_SHARE)
     except (OSError, ValueError):
-        return int(65_530 * _PLACES_SHARE)
+        return int(65_530 * _MAPPINGS_SHARE)
 
 
 class Span:
