@@ -25,7 +25,7 @@ LOGPROB_BOUND = 4e-4
 one of Qwen3-Next amplifies rounding most: against float64 plain Transformers is off by up to 1.5e-4, we by 1.3e-4.
 """
 
-INSTRUCTIONS = ["base", "avx2", "avx512", "avx512_bf16"]
+INSTRUCTIONS = ["base", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 """Sets of them that kernels are compiled for."""
 
 

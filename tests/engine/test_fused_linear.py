@@ -131,14 +131,15 @@ def test_weights_that_come_and_go_are_not_computed_ahead(net, calls):
 def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, bias, placed, monkeypatch):
     torch.manual_seed(3)
     layer = nn.Linear(40, 24, bias=bias).requires_grad_(False).to(dtype)
-    torch_is_quick = dtype is torch.float32 or native._kernel.multiplies_halves()
+    torch_is_quick = dtype is torch.float32 or torch.cpu._is_avx512_bf16_supported()
+    most = native._ROWS_FEW_BESIDE_TILES if native.outdone(dtype) else native.ROWS_FEW
     asked = []
     multiply = native._multiply
     monkeypatch.setattr(native, "_multiply", lambda x, *rest: (asked.append(len(x)), multiply(x, *rest)))
-    for rows in (native.ROWS_FEW, native.ROWS_FEW + 1):
+    for rows in (most, most + 1):
         x = torch.randn(rows, 40).to(dtype)
         ours = native.linear(x, layer.weight, layer.bias)
-        few = rows <= native.ROWS_FEW or not torch_is_quick
+        few = rows <= most or not torch_is_quick
         for exact, kernels in ((False, few), (True, True)):
             asked.clear()
             with RowInvariance(linear=True, exact=exact, placed=placed):

@@ -40,7 +40,7 @@ from stowage.engine.sequence import Sequence
 from stowage.engine.too_long import too_long
 from stowage.errors import RequestError
 from stowage.executor.block_table import BlockTable
-from stowage.executor.determinism.cuts import exactness_of, lacking
+from stowage.executor.determinism.cuts import exactness_of, lacking, slowed
 from stowage.executor.device import carrier, device_of
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
 from stowage.metrics import exposition
@@ -298,7 +298,7 @@ class Engine:
     @property
     def exactness_note(self) -> str:
         """Why answers are not exact, or cost more than they could; empty: neither."""
-        return self.parts.inexact_because or lacking(self.model)
+        return self.parts.inexact_because or lacking(self.model) or slowed(self.model)
 
     def stats(self) -> dict[str, Any]:
         """What it holds and did. ``store`` is None without host memory, ``graphs`` where no steps are recorded."""

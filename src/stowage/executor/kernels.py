@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
+from stowage.executor.tiles import NAME as TILES
+from stowage.executor.tiles import try_tiles
 from stowage.native import extension as _kernel
 from stowage.native import is_built as is_built
 from stowage.native import is_wanted
@@ -39,6 +41,8 @@ ROWS_FEW = 64
 """With more rows torch's products are quicker: it packs a matrix first, which pays then. 0.96 to 1.26 times as quick
 with 64 rows, 1.06 to 1.5 with 512 (AVX-512 with products of bfloat16, matrices of 1,024 to 5,632).
 """
+_ROWS_FEW_BESIDE_TILES = 16
+"""The same where torch has tiles of bfloat16 and the kernels do not use them."""
 TOGETHER = 8
 """Linear layers that are computed in one call, at most."""
 
@@ -51,8 +55,12 @@ def _threads_of_torch() -> int:
         return 0
 
 
+TILES_REFUSED = ""
+"""What was found against the tiles of this processor, if anything was."""
+
 if is_built():
     _kernel.use_threads(_threads_of_torch())
+    TILES_REFUSED = try_tiles(_kernel)
 
 
 def wanted(device: torch.device, dtype: torch.dtype) -> bool:
@@ -60,12 +68,13 @@ def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     return is_wanted() and device.type == "cpu" and dtype in DTYPES
 
 
-def quicker(dtype: torch.dtype) -> bool:
-    """Whether their linear layers are: where processors multiply whole tiles of bfloat16, torch has better ones."""
-    if dtype is torch.float32 or not torch.cpu._is_avx512_bf16_supported():
-        return True
-    pairs: bool = _kernel.multiplies_halves()
-    return pairs and not torch.cpu._is_amx_tile_supported()
+def outdone(dtype: torch.dtype) -> bool:
+    """Whether torch is several times as quick with many rows of this type: it has instructions of the processor for it
+    (tiles of bfloat16, or its pairs) that the kernels do not use.
+    """
+    if dtype is not torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported():
+        return False
+    return not _kernel.multiplies_halves() or (torch.cpu._is_amx_tile_supported() and instructions() != TILES)
 
 
 def instructions() -> str:
@@ -93,8 +102,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def has_few_rows(x: Tensor) -> bool:
     """Whether ``linear`` is the quicker way for ``x``; always where torch lacks instructions for its type."""
-    few = x.numel() <= ROWS_FEW * x.shape[-1]
-    return few or (x.dtype is torch.bfloat16 and not _kernel.multiplies_halves())
+    most = _ROWS_FEW_BESIDE_TILES if outdone(x.dtype) else ROWS_FEW
+    few = x.numel() <= most * x.shape[-1]
+    return few or (x.dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

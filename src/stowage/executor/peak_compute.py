@@ -45,7 +45,7 @@ def operations_per_token(model: Any) -> int:
 @torch.inference_mode()
 def matmul_operations_per_s(dtype: torch.dtype, device: torch.device) -> float:
     """Speed of one large matrix product; the best of some tries, since others may be at work."""
-    product = kernels.product if kernels.wanted(device, dtype) and kernels.quicker(dtype) else torch.matmul
+    product = kernels.product if kernels.wanted(device, dtype) else torch.matmul
     count, width = _SIZES.get(device.type, _SIZES["cpu"])
     rows = torch.ones(count, width, dtype=dtype, device=device)
     weights = torch.ones(width, width, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ SCAN_TOKENS = 64
 PIECE_TOKENS = 64
 """Of a prompt, that are computed by themselves without kernels: fewer are slow, more are shared less often."""
 TILE_PIECE_TOKENS = 256
-"""The same where torch multiplies whole tiles of bfloat16, which takes many rows to be quick."""
+"""The same where torch multiplies whole tiles of bfloat16 and the kernels do not: that takes many rows to be quick."""
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 
 
@@ -103,7 +103,7 @@ def exact_ways(model: Any) -> list[Pieces]:
         return [Pieces(math.lcm(PIECE_TOKENS, scanned), alone=True)]
     by_pieces = Pieces(math.lcm(TILE_PIECE_TOKENS, scanned), alone=True)
     by_rows = [Pieces(1), Pieces(scanned)] if whole_prompts(model) else [Pieces(scanned)]
-    return [*by_rows, by_pieces] if kernels.quicker(model.dtype) else [by_pieces, *by_rows]
+    return [by_pieces, *by_rows] if kernels.outdone(model.dtype) else [*by_rows, by_pieces]
 
 
 def settled(way: Pieces, layout: ModelLayout) -> Pieces:
@@ -126,6 +126,13 @@ def lacking(model: Any) -> str:
     if model.dtype not in kernels.DTYPES:
         return f"there are no kernels for {model.dtype}: give --dtype bfloat16 or float32."
     return "STOWAGE_PURE_PYTHON is set, which switches Stowage's kernels off: unset it."
+
+
+def slowed(model: Any) -> str:
+    """Why prompts of ``model`` are computed in a slower exact way than this processor allows; empty: they are not."""
+    if not kernels.TILES_REFUSED or not kernels.wanted(model.device, model.dtype) or not kernels.outdone(model.dtype):
+        return ""
+    return f"{kernels.TILES_REFUSED}: prompts are computed by torch, in pieces of {TILE_PIECE_TOKENS} tokens."
 
 
 def exact_name(pieces: Pieces) -> str:

@@ -99,7 +99,7 @@ def mode_of(model: Any, *, exact: bool, placed: bool = False) -> RowInvariance |
     """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike;
     ``None`` where torch is to compute them.
     """
-    linear = kernels.wanted(model.device, model.dtype) and (exact or kernels.quicker(model.dtype))
+    linear = kernels.wanted(model.device, model.dtype)
     return RowInvariance(linear=linear, exact=exact, placed=placed) if linear else None
 
 
@@ -118,6 +118,8 @@ def _linear(
     input: Tensor, weight: Any, bias: Tensor | None = None, multiply: Callable[..., Tensor] = kernels.linear
 ) -> Tensor:
     if isinstance(weight, PackedMatrix):  # while this runs the mode is off: the kernel would not be asked for its tiles
+        if multiply is kernels.product and kernels.outdone(input.dtype) and not kernels.has_few_rows(input):
+            return weight.multiply(input, bias)
         parts = weight.int8_parts() or weight.int4_parts()
         if parts is not None and input.dtype in kernels.DTYPES:
             if weight.form.group:

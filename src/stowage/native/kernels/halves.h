@@ -170,28 +170,31 @@ static void halves_panel(const Linear *job, int64_t row, int r, int64_t first, i
     }
 }
 
+/* Sums of one row, for outputs [first, first + wide), to where they belong. */
+static void halves_finish(const Linear *job, float *sums, int64_t row, int64_t first, int64_t wide)
+{
+    int64_t at = row * job->outputs + first;
+    if (job->form == INT8_HALVES)
+        scale_sums(sums, (const float *)job->scales + first, wide);
+    if (job->narrow)
+        halves_narrow(sums, (uint16_t *)job->y + at, wide);
+    else
+        memcpy((float *)job->y + at, sums, (size_t)wide * sizeof *sums);
+}
+
 /* Outputs [begin, end) of all rows: the inputs of a few rows stay in the first cache while weights pass, which come
  * from the second one after the first rows. */
 static void halves_linear(const Linear *job, int64_t begin, int64_t end)
 {
     float part[HALVES_ROWS * HALVES_PANEL] __attribute__((aligned(64)));
     __m512 kept[HALVES_ROWS * HALVES_PANEL];
-    int coded = job->form == INT8_HALVES;
     for (int64_t first = begin; first < end; first += HALVES_PANEL) {
         int64_t wide = end - first < HALVES_PANEL ? end - first : HALVES_PANEL;
         for (int64_t row = 0; row < job->rows; row += HALVES_ROWS) {
             int r = job->rows - row < HALVES_ROWS ? (int)(job->rows - row) : HALVES_ROWS;
             halves_panel(job, row, r, first, wide, kept, part);
-            for (int i = 0; i < r; i++) {
-                float *sums = part + i * HALVES_PANEL;
-                int64_t at = (row + i) * job->outputs + first;
-                if (coded)
-                    scale_sums(sums, (const float *)job->scales + first, wide);
-                if (job->narrow)
-                    halves_narrow(sums, (uint16_t *)job->y + at, wide);
-                else
-                    memcpy((float *)job->y + at, sums, (size_t)wide * sizeof *sums);
-            }
+            for (int i = 0; i < r; i++)
+                halves_finish(job, part + i * HALVES_PANEL, row + i, first, wide);
         }
     }
 }

@@ -32,6 +32,7 @@
 #define FEW 8      /* rows with which a weight's row is read to its end */
 #define PANEL 64   /* rows whose block of inputs stays in the cache */
 #define KEYS 64    /* keys that a softmax takes at a time */
+#define TILES_FEW 4 /* with more rows tiles are used, where there are any */
 #define ROWS 64    /* query rows of one head that are worked on together */
 
 enum { FULL = 0, SLIDING = 1, CHUNKED = 2 };
@@ -43,9 +44,10 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 
 /* `scales` of codes. INT8: floats, one for each output. INT4: halves, one for each `group` of inputs of an output, and
  * behind them all as many least values; byte j of an output has input j in its low half, and input j + inputs / 2 in
  * the other. `x` are floats; HALVES, where the weights are too, and INT8_HALVES: bfloat16. So is `y` if it is `narrow`,
- * which only these two can make it. */
+ * which only these two can make it. `packed`: the rows of x as tiles.h lays them out, or NULL. */
 typedef struct {
     const void *x, *scales, *w;
+    const char *packed;
     void *y;
     int64_t rows, inputs, outputs, x_row, w_row, group;
     int form, narrow;

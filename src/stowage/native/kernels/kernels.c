@@ -47,12 +47,22 @@
 #include "halves.h"
 #pragma GCC pop_options
 #endif
+#if __GNUC__ >= 11 && defined(__linux__)
+#define TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")
+#include "tiles.h"
+#pragma GCC pop_options
+#endif
 #endif
 
 typedef struct {
     const char *name;
     void (*linear)(const Linear *, int64_t, int64_t);
     void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
+    void (*tiles)(const Linear *, int64_t, int64_t);  /* the same of many rows, which lie laid out */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
     void (*norm)(const Norm *, int64_t, int64_t);
     void (*delta)(const Delta *, int64_t, int64_t, int64_t, int64_t, float *);
@@ -62,12 +72,16 @@ typedef struct {
 
 #define ALL_BUT_LINEAR(set) set##_rows, set##_norm, set##_delta, set##_scan, set##_convolve
 
-static const Instructions BASE = {"base", base_linear, NULL, ALL_BUT_LINEAR(base)};
+static const Instructions BASE = {"base", base_linear, NULL, NULL, ALL_BUT_LINEAR(base)};
 #ifdef CHOICE
-static const Instructions AVX2 = {"avx2", avx2_linear, NULL, ALL_BUT_LINEAR(avx2)};
-static const Instructions AVX512 = {"avx512", avx512_linear, NULL, ALL_BUT_LINEAR(avx512)};
+static const Instructions AVX2 = {"avx2", avx2_linear, NULL, NULL, ALL_BUT_LINEAR(avx2)};
+static const Instructions AVX512 = {"avx512", avx512_linear, NULL, NULL, ALL_BUT_LINEAR(avx512)};
 #ifdef PAIRS
-static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, ALL_BUT_LINEAR(avx512)};
+static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, NULL, ALL_BUT_LINEAR(avx512)};
+#endif
+#ifdef TILES
+static const Instructions AMX_BF16 = {"amx_bf16", avx512_linear, few_linear, tiles_linear, ALL_BUT_LINEAR(avx512)};
+static int tiles_trusted; /* chosen without being named */
 #endif
 #endif
 static const Instructions *used = &BASE;
@@ -81,8 +95,13 @@ static int choose(const char *name)
     int can_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int can_avx512 = can_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
 #ifdef PAIRS
-    if (can_avx512 && __builtin_cpu_supports("avx512vl")
-        && __builtin_cpu_supports("avx512bf16") && (name == NULL || strcmp(name, "avx512_bf16") == 0))
+    int can_pairs = can_avx512 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+#ifdef TILES
+    if (can_pairs && (name == NULL ? tiles_trusted : strcmp(name, "amx_bf16") == 0) && tiles_can())
+        found = &AMX_BF16;
+    else
+#endif
+    if (can_pairs && (name == NULL || strcmp(name, "avx512_bf16") == 0))
         found = &AVX512_BF16;
     else
 #endif
@@ -134,9 +153,58 @@ static void share_linear(void *argument)
         const Linear *job = &shares->job[at];
         int64_t begin = (share - shares->firsts[at]) * shares->each;
         int64_t end = begin + shares->each < job->outputs ? begin + shares->each : job->outputs;
-        (job->form >= HALVES ? used->halves : used->linear)(job, begin, end);
+        (job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear)(job, begin, end);
     }
 }
+
+static void spread_linear(LinearShares *shares, long threads)
+{
+    atomic_init(&shares->next, 0);
+    spread(share_linear, shares, threads);
+}
+
+#ifdef TILES
+/* Shares of laying out inputs: 16 rows. */
+
+typedef struct {
+    const Linear *job;
+    char *to;
+    atomic_long next;
+} LayShares;
+
+static void share_lay(void *argument)
+{
+    LayShares *shares = argument;
+    for (int64_t block; (block = atomic_fetch_add(&shares->next, 1)) * TILE_SIDE < shares->job->rows;)
+        tiles_lay_inputs(shares->job, block * TILE_SIDE, shares->to + block * block_bytes(shares->job->inputs));
+}
+
+/* Many rows, TILES_ROWS at a time: what they have in common is laid out first. 0: there is no memory for it. */
+static int spread_tiles(LinearShares *shares, int layers, long threads)
+{
+    Linear all[TOGETHER];
+    memcpy(all, shares->job, sizeof all);
+    int64_t rows = all[0].rows, most = rows < TILES_ROWS ? rows : TILES_ROWS;
+    char *room = aligned_alloc(64, (size_t)((most + TILE_SIDE - 1) / TILE_SIDE) * block_bytes(all[0].inputs));
+    if (room == NULL)
+        return 0;
+    for (int64_t row = 0; row < rows; row += most) {
+        for (int i = 0; i < layers; i++) {
+            Linear *job = &shares->job[i];
+            job->rows = rows - row < most ? rows - row : most;
+            job->x = (const uint16_t *)all[i].x + row * job->x_row;
+            job->y = (char *)all[i].y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
+            job->packed = room;
+        }
+        LayShares lay = {.job = shares->job, .to = room};
+        atomic_init(&lay.next, 0);
+        spread(share_lay, &lay, threads);
+        spread_linear(shares, threads);
+    }
+    free(room);
+    return 1;
+}
+#endif
 
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -174,14 +242,18 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
         outputs += own[3];
     }
     long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
-    shares.each = threads > 1 ? (outputs / (8 * threads) / 12 + 1) * 12 : outputs;
+    int tiled = common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW, step = tiled ? 32 : 12;
+    shares.each = threads > 1 ? (outputs / (8 * threads) / step + 1) * step : outputs;
     shares.firsts[0] = 0;
     for (int i = 0; i < TOGETHER; i++)
         shares.firsts[i + 1] =
             shares.firsts[i] + (i < layers ? (shares.job[i].outputs + shares.each - 1) / shares.each : 0);
-    atomic_init(&shares.next, 0);
     Py_BEGIN_ALLOW_THREADS
-    spread(share_linear, &shares, threads);
+#ifdef TILES
+    tiled = tiled && spread_tiles(&shares, layers, threads);
+#endif
+    if (!tiled)
+        spread_linear(&shares, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -334,6 +406,16 @@ static PyObject *multiplies_halves(PyObject *self, PyObject *nothing)
     return PyBool_FromLong(used->halves != NULL);
 }
 
+static PyObject *trust_tiles(PyObject *self, PyObject *nothing)
+{
+    (void)self, (void)nothing;
+#ifdef TILES
+    tiles_trusted = 1;
+#endif
+    choose(NULL);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"linear", FAST(linear), METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
@@ -342,6 +424,7 @@ static PyMethodDef methods[] = {
     {"scan", scan, METH_VARARGS, "Selective state spaces; addresses, sizes and strides."},
     {"convolve", convolve, METH_VARARGS, "Short convolutions over tokens; addresses, sizes and strides."},
     {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether `linear` takes x in bfloat16: forms 4 and 5."},
+    {"trust_tiles", trust_tiles, METH_NOARGS, "They were tried: `use_instructions(None)` takes them."},
     {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
     {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
     {NULL, NULL, 0, NULL},

@@ -1,0 +1,189 @@
+"""Many rows by tiles (AMX): the bits of few rows, with tiles emulated as Intel's reference has them; and the trial that
+decides whether a processor's own are used.
+
+The kernels are compiled again with ``tests/tiles_emulated.h`` in place of the instructions, so that a processor without
+tiles proves the layout and the order. What a real one does is tried on it, when kernels are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stowage import Engine, Memory, SamplingParams
+from stowage.executor import kernels
+from stowage.executor.determinism import cuts
+from stowage.executor.tiles import try_tiles
+from stowage.testing import tiny_models
+from tests.engine.conftest import random_prompt
+from tests.threads import using_threads
+
+SOURCE = Path(__file__).parents[1] / "tiles_emulated.c"
+FLAGS = "-shared -fPIC -O1 -std=gnu11 -ffp-contract=fast -Wno-psabi -Werror".split()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kernels with emulated tiles, as a module of Python."""
+    compiler = shutil.which("gcc")
+    if compiler is None or not kernels.is_built() or not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("emulated tiles need gcc and a processor with AVX512_BF16")
+    library = tmp_path_factory.mktemp("tiles") / "_native.so"
+    includes = [f"-I{sysconfig.get_paths()['include']}", f"-I{SOURCE.parent}"]
+    subprocess.run([compiler, *FLAGS, *includes, SOURCE, "-o", library, "-lm", "-lpthread"], check=True)
+    spec = importlib.util.spec_from_file_location("_native", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def kernel(compiled: Any) -> Iterator[Any]:
+    """The same, trusted, as what `kernels` computes linear layers with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_kernel", compiled)
+        compiled.trust_tiles()
+        yield compiled
+
+
+@pytest.mark.slow
+def test_tiles_in_another_order_are_found_out_and_left_alone(compiled):
+    """First of this module: nothing is trusted yet."""
+    assert compiled.use_instructions(None) == "avx512_bf16"
+    compiled.chain(True)
+    assert "in another way than Stowage's kernels" in try_tiles(compiled)
+    assert compiled.use_instructions(None) == "avx512_bf16"
+    compiled.chain(False)
+    assert try_tiles(compiled) == ""
+    assert compiled.use_instructions(None) == "amx_bf16"
+
+
+def test_where_there_are_no_tiles_nothing_is_against_them():
+    def refuse(name: str | None) -> str:
+        raise ValueError(name)
+
+    assert try_tiles(SimpleNamespace(use_instructions=refuse)) == ""
+
+
+def numbers(generator: torch.Generator, *shape: int, any_size: bool) -> Tensor:
+    if not any_size:
+        return torch.randn(shape, generator=generator).bfloat16()
+    bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16).view(torch.bfloat16)
+    return torch.where(bits.isfinite(), bits, 0)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 80) | st.sampled_from([511, 513, 530]),
+    inputs=st.integers(1, 80) | st.sampled_from([479, 480, 481, 511, 512, 513, 1100]),
+    outputs=st.integers(1, 70),
+    coded=st.booleans(),
+    any_size=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1 << 30),
+    data=st.data(),
+)
+def test_a_row_is_its_own_among_few_and_many(kernel, rows, inputs, outputs, coded, any_size, threads, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    x = numbers(generator, rows, inputs, any_size=any_size)
+    if coded:
+        codes = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+        scales = torch.rand(outputs, generator=generator)
+        weight = codes.double() * scales[:, None].double()
+
+        def multiply(part: Tensor) -> Tensor:
+            return kernels.linear_int8(part, codes, scales)
+    else:
+        weight = numbers(generator, outputs, inputs, any_size=any_size)
+
+        def multiply(part: Tensor) -> Tensor:
+            return kernels.linear(part, weight)
+
+    with using_threads(threads):
+        whole = multiply(x)
+        begin = data.draw(st.integers(0, rows - 1))
+        end = data.draw(st.integers(begin + 1, rows) | st.just(begin + 1))
+        part = multiply(x[begin:end])
+    same = part.view(torch.int16) == whole[begin:end].view(torch.int16)
+    assert bool((same | (part.isnan() & whole[begin:end].isnan())).all())
+    if not any_size:
+        bound = 2**-8 * (x.double().abs() @ weight.double().abs().T)
+        assert bool(((whole.double() - x.double() @ weight.double().T).abs() <= bound).all())
+
+
+@pytest.mark.slow
+def test_layers_in_one_call_and_rows_that_do_not_lie_side_by_side(kernel):
+    generator = torch.Generator().manual_seed(1)
+    x = numbers(generator, 40, 2, 600, any_size=False)[:, 1]
+    weights = [numbers(generator, outputs, 700, any_size=False)[:, 50:650] for outputs in (33, 1, 100)]
+    for out, weight in zip(kernels.linears(x, weights), weights, strict=True):
+        few = torch.cat([kernels.linear(row, weight.contiguous()) for row in x.contiguous().split(3)])
+        assert torch.equal(out, few)
+
+
+@pytest.mark.slow
+def test_an_engine_with_tiles_is_exact(kernel, tmp_path):
+    """Prompts by tiles, tokens by vectors: the same to the bit in one piece, in many, and beside others."""
+    path = tiny_models.write("llama", tmp_path, tiny_models.TinySize(context_tokens=256))
+    prompts = [random_prompt(20 + 30 * seed, seed) for seed in range(3)]
+    params = SamplingParams(temperature=0, max_new_tokens=8, logprobs=2, ignore_eos=True)
+    found = []
+    for step_tokens in (512, 19):
+        memory = Memory(kv_cache_memory="8MiB", max_num_batched_tokens=step_tokens, max_num_seqs=8)
+        with Engine(path, memory, dtype="bfloat16") as engine:
+            assert engine.exact and engine.parts.pieces.whole and "amx_bf16" in cuts.exact_name(engine.parts.pieces)
+            alone = [engine.generate([prompt], params)[0] for prompt in prompts]
+            found += [alone, engine.generate(prompts, params)]
+    bits = [[(c.token_ids, [(r.logprob, r.top) for r in c.logprobs or ()]) for c in way] for way in found]
+    assert all(way == bits[0] for way in bits)
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Play a processor with tiles, which kernels use or do not."""
+
+    def play(instructions: str, refused: str = "") -> None:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        monkeypatch.setattr(kernels, "instructions", lambda: instructions)
+        monkeypatch.setattr(kernels, "TILES_REFUSED", refused)
+        monkeypatch.setattr(
+            kernels, "_kernel", SimpleNamespace(multiplies_halves=lambda: True, use_instructions=lambda _: instructions)
+        )
+
+    return play
+
+
+def test_few_rows_are_the_kernels_and_many_are_whose_tiles_they_are(processor):
+    few, many = torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(17, 8, dtype=torch.bfloat16)
+    processor("avx512_bf16")
+    assert kernels.outdone(torch.bfloat16) and not kernels.outdone(torch.float32)
+    assert kernels.has_few_rows(few) and not kernels.has_few_rows(many)
+    assert kernels.has_few_rows(many.float())
+    processor("amx_bf16")
+    assert not kernels.outdone(torch.bfloat16) and kernels.has_few_rows(many)
+
+
+def test_what_is_said_where_tiles_failed_their_trial(processor, tmp_path):
+    """The slower exact way, and why it is slower."""
+    model = SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.bfloat16, config=SimpleNamespace(model_type="llama")
+    )
+    processor("avx512_bf16", refused="this processor's tiles add up otherwise")
+    assert "add up otherwise: prompts are computed by torch, in pieces of 256 tokens" in cuts.slowed(model)
+    processor("amx_bf16")
+    assert cuts.slowed(model) == ""
