@@ -42,7 +42,7 @@ def try_tiles(kernel: Any) -> str:
 def _same(kernel: Any, x: Tensor, weight: Tensor) -> bool:
     """Whether all rows at once give the bits of a few at a time; what is no number is one, whatever its bits."""
     many = _product(kernel, x, weight, threads=2)
-    few = torch.cat([_product(kernel, part, weight, threads=1) for part in x.split(_FEW)])
+    few = torch.cat([_product(kernel, part, weight, threads=1) for part in torch.split(x, _FEW)])
     differ = many.view(torch.int32) != few.view(torch.int32)
     return not bool((differ & ~(many.isnan() & few.isnan())).any())
 
