@@ -29,6 +29,7 @@ int add_tables(PyObject *module);
 int add_checksums(PyObject *module);
 int add_copies(PyObject *module);
 int add_kernels(PyObject *module);
+int add_lossless(PyObject *module);
 
 /* Whether a call has as many arguments as its method takes. */
 static inline int takes(const char *method, Py_ssize_t given, Py_ssize_t wanted) {

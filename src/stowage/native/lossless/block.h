@@ -1,0 +1,326 @@
+/* One block of the lossless code: up to 4,096 words of 16 bits; docs/format.md, "Packed payload".
+
+   What is read is checked against where it ends before it is read; what is written goes into memory of this file, which
+   has room for the largest block, until a block is known to be whole. So no bytes make it read or write elsewhere. */
+
+#ifndef STOWAGE_BLOCK_H
+#define STOWAGE_BLOCK_H
+
+#include "levels.h"
+
+#define WORDS_MAX 4096
+#define RAW_MAX (2 * WORDS_MAX)
+#define LEVELS_MAX 8
+#define SYMBOLS_MAX 64 /* more of them have a code in no block that is worth coding */
+#define HEADER 8
+#define LEVEL_HEADER 4
+#define FOUND_MAX 96    /* with more of them it is noise, and not worth the time to look closer */
+#define LEVEL_COST 16 /* bytes that one more level has to save: it costs time */
+#define ROOM (WORDS_MAX + 64)
+
+enum { STORED, BFLOAT16, FLOAT16, FLOAT32 };
+
+typedef struct {
+    uint8_t high[ROOM], low[ROOM], values[2][ROOM], words[RAW_MAX + 64], coded[RAW_MAX + 512];
+} Scratch;
+
+typedef struct {
+    int levels, widths[LEVELS_MAX], bytes; /* of levels, with what comes before and after them */
+    uint8_t symbols[SYMBOLS_MAX];          /* from the most frequent on, as the levels take them */
+} Shape;
+
+static inline int plane_bytes(int n) { return groups_of(n) * 8; }
+
+/* The symbols by count, and how many there are; FOUND_MAX + 1 for more. Among equals the smaller one comes first. */
+static int in_order(const uint32_t *counts, uint8_t *symbols) {
+    int found = 0;
+    for (int symbol = 0; symbol < 256; symbol++)
+        found += counts[symbol] != 0;
+    if (found > FOUND_MAX)
+        return FOUND_MAX + 1;
+    found = 0;
+    for (int symbol = 0; symbol < 256; symbol++) {
+        if (counts[symbol] == 0)
+            continue;
+        int at = found++;
+        for (; at > 0 && counts[symbols[at - 1]] < counts[symbol]; at--)
+            symbols[at] = symbols[at - 1];
+        symbols[at] = (uint8_t)symbol;
+    }
+    return found;
+}
+
+/* The levels that take fewest bytes, of `n` values: from behind, for each number of symbols that have a code already. */
+static void choose_levels(const uint32_t *counts, int n, Shape *shape) {
+    uint8_t symbols[256];
+    int left[SYMBOLS_MAX + 16], cost[SYMBOLS_MAX + 16], width[SYMBOLS_MAX + 16], depth[SYMBOLS_MAX + 16];
+    int found = in_order(counts, symbols), last = found < SYMBOLS_MAX ? found : SYMBOLS_MAX, all = 0;
+    if (found > FOUND_MAX) {
+        shape->levels = 0;
+        shape->bytes = n;
+        return;
+    }
+    int absent = 0; /* fills a level up: there is one, since this happens with fewer than 64 symbols */
+    while (absent < 255 && counts[absent] != 0)
+        absent++;
+    memset(shape->symbols, absent, SYMBOLS_MAX);
+    memcpy(shape->symbols, symbols, (size_t)last);
+    for (int i = last; i < found; i++)
+        all += (int)counts[symbols[i]];
+    for (int at = SYMBOLS_MAX + 15; at >= 0; at--) {
+        if (at < last)
+            all += (int)counts[symbols[at]];
+        left[at] = all;
+        cost[at] = all;
+        width[at] = depth[at] = 0;
+        if (at > last || all == 0)
+            continue;
+        for (int bits = 1; bits <= WIDTH_MAX; bits++) {
+            int after = at + (1 << bits) - 1;
+            if (after > SYMBOLS_MAX || depth[after] == LEVELS_MAX)
+                continue;
+            int whole = bits * plane_bytes(left[at]) + LEVEL_HEADER + (1 << bits) - 1 + LEVEL_COST + cost[after];
+            if (whole < cost[at]) {
+                cost[at] = whole;
+                width[at] = bits;
+                depth[at] = depth[after] + 1;
+            }
+        }
+    }
+    shape->levels = depth[0];
+    shape->bytes = cost[0] - LEVEL_COST * depth[0];
+    for (int at = 0, level = 0; level < shape->levels; level++) {
+        shape->widths[level] = width[at];
+        at += (1 << width[at]) - 1;
+    }
+}
+
+static void count_values(const uint8_t *values, int n, uint32_t even[256], uint32_t odd[256]) {
+    uint32_t more[2][256];
+    memset(even, 0, sizeof more[0]);
+    memset(odd, 0, sizeof more[0]);
+    memset(more, 0, sizeof more);
+    int i = 0;
+    for (; i + 4 <= n; i += 4) {
+        even[values[i]]++;
+        odd[values[i + 1]]++;
+        more[0][values[i + 2]]++;
+        more[1][values[i + 3]]++;
+    }
+    for (; i < n; i++)
+        (i & 1 ? odd : even)[values[i]]++;
+    for (i = 0; i < 256; i++) {
+        even[i] += more[0][i];
+        odd[i] += more[1][i];
+    }
+}
+
+/* The way that takes fewest bytes. `bytes`: of the block's body, without its header. */
+static int choose(const uint8_t *high, int n, Shape *shape) {
+    uint32_t even[256], odd[256], all[256];
+    count_values(high, n, even, odd);
+    for (int i = 0; i < 256; i++)
+        all[i] = even[i] + odd[i];
+    choose_levels(all, n, shape);
+    shape->bytes += n;
+    int kind = BFLOAT16;
+    if (4 * shape->bytes <= 3 * 2 * n)
+        return kind;
+    Shape other;
+    if (n % 2 == 0) {
+        choose_levels(odd, n / 2, &other);
+        other.bytes += n + n / 2;
+        if (other.bytes < shape->bytes) {
+            *shape = other;
+            kind = FLOAT32;
+        }
+    }
+    for (int i = 0; i < 256; i++)
+        all[i] = 0;
+    for (int i = 0; i < 256; i++)
+        all[i & 0xF8] += even[i] + odd[i];
+    choose_levels(all, n, &other);
+    other.bytes += n + 3 * plane_bytes(n);
+    if (other.bytes < shape->bytes) {
+        *shape = other;
+        kind = FLOAT16;
+    }
+    return shape->bytes < 2 * n ? kind : STORED;
+}
+
+static const uint8_t EIGHT[16] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+/* Codes `n` values of `high` by the shape; `at` is where levels begin in `coded`. Returns where all ends. */
+static int write_levels(const Steps *steps, Scratch *scratch, int n, const Shape *shape, int header, int at) {
+    const uint8_t *values = scratch->high, *symbols = shape->symbols;
+    uint8_t *coded = scratch->coded;
+    for (int level = 0; level < shape->levels; level++) {
+        int width = shape->widths[level], escape = (1 << width) - 1;
+        uint8_t *rest = scratch->values[level & 1];
+        int left = n == 0 ? 0 : steps->write_level(values, n, width, symbols, coded + at, rest);
+        at += width * plane_bytes(n);
+        coded[header] = (uint8_t)width;
+        coded[header + 1] = 0;
+        coded[header + 2] = (uint8_t)left;
+        coded[header + 3] = (uint8_t)(left >> 8);
+        memcpy(coded + header + LEVEL_HEADER, symbols, (size_t)escape);
+        header += LEVEL_HEADER + escape;
+        symbols += escape;
+        values = rest;
+        n = left;
+    }
+    memcpy(coded + at, values, (size_t)n);
+    return at + n;
+}
+
+/* Writes one block of `raw` bytes into `scratch->coded`, its header first. Returns its length. */
+static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw) {
+    int n = raw / 2, kind = STORED, at = HEADER, levels = 0;
+    uint8_t *coded = scratch->coded;
+    if (n > 0) {
+        Shape shape;
+        steps->split(source, n, scratch->high, scratch->low);
+        kind = choose(scratch->high, n, &shape);
+        if (kind != STORED) {
+            int header = at;
+            levels = shape.levels;
+            for (int level = 0; level < levels; level++)
+                at += LEVEL_HEADER + (1 << shape.widths[level]) - 1;
+            if (kind == FLOAT32) {
+                n /= 2;
+                for (int i = 0; i < n; i++)
+                    memcpy(coded + at + 2 * i, source + 4 * i, 2);
+                at += 2 * n;
+                for (int i = 0; i < n; i++) {
+                    scratch->high[i] = scratch->high[2 * i + 1];
+                    scratch->low[i] = scratch->low[2 * i + 1];
+                }
+            }
+            memcpy(coded + at, scratch->low, (size_t)n);
+            at += n;
+            if (kind == FLOAT16) {
+                for (int i = 0; i < n; i++) {
+                    scratch->values[0][i] = scratch->high[i] & 7;
+                    scratch->high[i] &= 0xF8;
+                }
+                steps->write_level(scratch->values[0], n, 3, EIGHT, coded + at, scratch->values[1]);
+                at += 3 * plane_bytes(n);
+            }
+            at = write_levels(steps, scratch, n, &shape, header, at);
+            if (raw % 2)
+                coded[at++] = source[raw - 1];
+        }
+    }
+    if (kind == STORED) {
+        memcpy(coded + at, source, (size_t)raw);
+        at += raw;
+    }
+    uint32_t length = (uint32_t)(at - HEADER);
+    uint8_t header[HEADER] = {(uint8_t)kind,           (uint8_t)levels,         0, 0, (uint8_t)length,
+                              (uint8_t)(length >> 8), (uint8_t)(length >> 16), (uint8_t)(length >> 24)};
+    memcpy(coded, header, HEADER);
+    return at;
+}
+
+typedef struct {
+    int width, n;
+    const uint8_t *symbols, *planes;
+} Level;
+
+/* Reads `n` values into `scratch->high`. `at` is where the levels' headers begin, `*body` where what they say is.
+   Returns 0 unless all is as a writer puts it. */
+static int read_levels(const Steps *steps, Scratch *scratch, int n, int count, const uint8_t *at, const uint8_t **body,
+                       const uint8_t *end) {
+    Level levels[LEVELS_MAX];
+    for (int i = 0; i < count; i++) { /* the headers were found to lie within the block */
+        Level *level = levels + i;
+        level->width = at[0];
+        level->n = n;
+        level->symbols = at + LEVEL_HEADER;
+        level->planes = *body;
+        if (end - *body < level->width * plane_bytes(n))
+            return 0;
+        *body += level->width * plane_bytes(n);
+        int left = at[2] | at[3] << 8;
+        if (left > n)
+            return 0;
+        n = left;
+        at += LEVEL_HEADER + (1 << level->width) - 1;
+    }
+    if (end - *body < n)
+        return 0;
+    uint8_t *rest = count ? scratch->values[count & 1] : scratch->high;
+    memcpy(rest, *body, (size_t)n);
+    *body += n;
+    for (int i = count - 1; i >= 0; i--) {
+        const Level *level = levels + i;
+        uint8_t table[16] = {0}, *out = i ? scratch->values[i & 1] : scratch->high;
+        memcpy(table, level->symbols, (size_t)((1 << level->width) - 1));
+        int taken = level->n ? steps->read_level(level->planes, level->n, level->width, table, rest, out) : 0;
+        if (taken != n)
+            return 0;
+        n = level->n;
+        rest = out;
+    }
+    return 1;
+}
+
+/* Reads the body of a block, [source, end), into `target`, `raw` bytes. Returns 0 unless it is whole. */
+static int read_block(const Steps *steps, Scratch *scratch, int kind, int count, const uint8_t *source,
+                      const uint8_t *end, uint8_t *target, int raw) {
+    int words = raw / 2, n = kind == FLOAT32 ? words / 2 : words;
+    if (kind == STORED) {
+        if (end - source != raw || count)
+            return 0;
+        memcpy(target, source, (size_t)raw);
+        return 1;
+    }
+    if (kind > FLOAT32 || count > LEVELS_MAX || n == 0 || (kind == FLOAT32 && words % 2))
+        return 0;
+    const uint8_t *headers = source;
+    for (int level = 0; level < count; level++) {
+        if (end - source < LEVEL_HEADER || source[0] < 1 || source[0] > WIDTH_MAX)
+            return 0;
+        int length = LEVEL_HEADER + (1 << source[0]) - 1;
+        if (end - source < length)
+            return 0;
+        source += length;
+    }
+    const uint8_t *even = source;
+    if (kind == FLOAT32) {
+        if (end - source < 2 * n)
+            return 0;
+        source += 2 * n;
+    }
+    const uint8_t *low = source;
+    if (end - source < n)
+        return 0;
+    source += n;
+    const uint8_t *kept = source;
+    if (kind == FLOAT16) {
+        if (end - source < 3 * plane_bytes(n))
+            return 0;
+        source += 3 * plane_bytes(n);
+    }
+    if (!read_levels(steps, scratch, n, count, headers, &source, end) || end - source != raw % 2)
+        return 0;
+    if (kind == FLOAT16) {
+        steps->read_level(kept, n, 3, EIGHT, NULL, scratch->values[0]);
+        for (int i = 0; i < n; i++)
+            scratch->high[i] |= scratch->values[0][i];
+    }
+    if (kind == FLOAT32) {
+        steps->join(scratch->high, low, n, scratch->words);
+        for (int i = 0; i < n; i++) {
+            memcpy(target + 4 * i, even + 2 * i, 2);
+            memcpy(target + 4 * i + 2, scratch->words + 2 * i, 2);
+        }
+    } else {
+        steps->join(scratch->high, low, n, target);
+    }
+    if (raw % 2)
+        target[raw - 1] = *source;
+    return 1;
+}
+
+#endif
