@@ -26,7 +26,7 @@ Place = tuple[int, int, int]
 def found_at(places: list[Place]) -> Found:
     segments, offsets, lengths = (np.array(column, np.int64) for column in zip(*places, strict=True))
     masks = np.arange(1, len(places) + 1).astype(np.uint64)
-    return Found(segments, offsets, lengths, masks, np.stack((masks, masks + np.uint64(100)), axis=1))
+    return Found(segments, offsets, lengths, masks, np.stack((masks, masks + np.uint64(100)), axis=1), masks == 0)
 
 
 def planned(places: list[Place], readers: int = 4, rest: Plan | None = None, first: int = 0) -> Plan:

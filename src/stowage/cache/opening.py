@@ -89,13 +89,25 @@ def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int) -> Iterator[T
     sealed = key_file.protection(memory.disk_protection, memory.disk_key_path)
     if memory.disk_directory is not None:
         yield DiskTier(
-            memory.disk_directory, memory.disk_bytes, name, chunk_bytes_max=chunk_bytes_max, protection=sealed
+            memory.disk_directory,
+            memory.disk_bytes,
+            name,
+            chunk_bytes_max=chunk_bytes_max,
+            protection=sealed,
+            compression=memory.compression,
         )
     if memory.valkey:
         from stowage.storage.valkey import ValkeyTier
 
         password = addresses.valkey_password(memory.valkey, memory.valkey_password_path)
-        yield ValkeyTier(memory.valkey, name, password=password, ttl_s=memory.valkey_ttl_s, protection=sealed)
+        yield ValkeyTier(
+            memory.valkey,
+            name,
+            password=password,
+            ttl_s=memory.valkey_ttl_s,
+            protection=sealed,
+            compression=memory.compression,
+        )
     if memory.object:
         from stowage.storage.objects import ObjectTier
 
@@ -105,4 +117,5 @@ def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int) -> Iterator[T
             limit_bytes=memory.object_limit_bytes,
             chunk_bytes_max=chunk_bytes_max,
             protection=sealed,
+            compression=memory.compression,
         )

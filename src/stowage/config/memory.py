@@ -41,7 +41,9 @@ _COUNT_MAX = (1 << 31) - 1
 TEXT_MAX = 4096
 """Characters of a path, an address or a name; rules for weights may be longer."""
 RULES_MAX = 1 << 16
-_TEXTS = "disk disk_protection disk_key_file valkey valkey_password_file object eviction_policy weights".split()
+_TEXTS = (
+    "disk compression disk_protection disk_key_file valkey valkey_password_file object eviction_policy weights".split()
+)
 _GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
 AUTO = "auto"
 """A size that Stowage chooses."""
@@ -50,6 +52,7 @@ _HOST_AUTO_BYTES_MAX = 4 << 30
 POLICIES = ("cost", "lru", "s3fifo", "arc")
 """Of eviction, the default first; ``cache.policy`` makes them."""
 DISK_PROTECTIONS = ("checksum", "blake3", "aes-256-gcm")
+COMPRESSIONS = ("auto", "off", "on")
 
 
 def parse_size(text: int | str, total_bytes: int | None = None) -> int:
@@ -175,17 +178,17 @@ class Memory:
     kv_cache_memory: the pool that the model computes from; ``auto`` is 1 GiB, or what the weights leave of
     device_memory. weights: what of them lies where, ``auto`` or rules such as ``model.layers.*=stream`` (see
     ``stowage.weights.placement``); in host memory they share ``host_memory`` with the arena. host_memory: the arena
-    below the pool, 0 switches it off; ``auto`` is 0, or an eighth of RAM (4 GiB at most) where there is something
-    below it, since chunks pass through it. disk: ``"DIR:SIZE"``, empty switches it off. disk_protection: what chunks
-    at rest, on disk and in shared stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum need the
-    keys of disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share, empty
-    switches them off (see ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps there,
-    0 means no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s: the
-    longest wait for a shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0: what
-    the model and the memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group
-    (full, sliding, chunked, recurrent). eviction_policy: which chunks leave the host arena when it is full (cost, lru,
-    s3fifo, arc). snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError when a value cannot
-    be used.
+    below the pool, 0 switches it off; ``auto`` is 0, or an eighth of RAM (4 GiB at most) where there is something below
+    it, since chunks pass through it. disk: ``"DIR:SIZE"``, empty switches it off. compression: of chunks at rest, to
+    the bit: auto (where it makes loads no slower), on, off. disk_protection: what chunks at rest, on disk and in shared
+    stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum need the keys of disk_key_file, which is
+    not opened here. valkey, object: addresses of stores that machines share, empty switches them off (see
+    ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps there, 0 means no limit.
+    valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s: the longest wait for a
+    shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0: what the model and the
+    memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group (full, sliding,
+    chunked, recurrent). eviction_policy: which chunks leave the host arena when it is full (cost, lru, s3fifo, arc).
+    snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError for what cannot be used.
     """
 
     kv_cache_memory: int | str = AUTO
@@ -198,6 +201,7 @@ class Memory:
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 16
     load_timeout_s: float = 30.0
+    compression: str = COMPRESSIONS[0]
     disk_protection: str = "checksum"
     disk_key_file: str = ""
     valkey: str = field(default="", repr=False)
@@ -232,10 +236,9 @@ class Memory:
             parse_disk(self.disk)
         self._check_shared(host_bytes)
         _check_protection(self.disk_protection, self.disk_key_file)
-        if self.eviction_policy not in POLICIES:
-            raise ConfigError(
-                unknown_name(f"The eviction_policy {self.eviction_policy!r}", self.eviction_policy, POLICIES)
-            )
+        for name, valid in (("eviction_policy", POLICIES), ("compression", COMPRESSIONS)):
+            if (value := getattr(self, name)) not in valid:
+                raise ConfigError(unknown_name(f"The {name} {value!r}", value, valid))
         for name in ("block_size", "chunk_blocks", "snapshot_tokens", "max_num_batched_tokens", "max_num_seqs"):
             _positive_int(name, getattr(self, name))
         if self.chunk_blocks > 64:
@@ -273,9 +276,8 @@ class Memory:
                 raise ConfigError(f"{name} is {shown_value(getattr(self, name))}: it must be a size. {SIZE_FIX}")
         if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int):
             raise ConfigError(f"max_model_len is {shown_value(self.max_model_len)}: it must be a whole number.")
-        if not isinstance(self.group_block_size, Mapping):
-            kind = type(self.group_block_size).__name__
-            raise ConfigError(f"group_block_size is a {kind}: it must be a mapping from a kind of group to tokens.")
+        if not isinstance(sizes := self.group_block_size, Mapping):
+            raise ConfigError(f"group_block_size is {shown_value(sizes)}: it must map kinds of groups to tokens.")
 
     def _check_shared(self, host_bytes: int) -> None:
         for name, url in (("valkey", self.valkey), ("object", self.object)):
@@ -372,9 +374,9 @@ def _check_protection(protection: str, key_file: str) -> None:
             f"disk_protection is {protection}, which needs a key. Make one with `stowage key new FILE`, and set "
             f"disk_key_file to that file."
         )
+    if "\0" in key_file:
+        raise ConfigError("disk_key_file holds a zero byte: that names no file.")
     if key_file:
-        if "\0" in key_file:
-            raise ConfigError("disk_key_file holds a zero byte: that names no file.")
         _expanded("disk_key_file", key_file)
 
 

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
-from stowage.config.memory import AUTO, POLICIES, SIZE_FIX, Memory, parse_tokens, shown_value, unknown_name
+from stowage.config.memory import (
+    AUTO,
+    COMPRESSIONS,
+    POLICIES,
+    SIZE_FIX,
+    Memory,
+    parse_tokens,
+    shown_value,
+    unknown_name,
+)
 from stowage.config.names import RENAMED, all_today, elsewhere, renamed_hint
 from stowage.errors import ConfigError
 
@@ -146,6 +155,14 @@ MEMORY_SETTINGS = (
     Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded", _CACHE),
     Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state", _CACHE),
     Setting("load_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a load before it is recomputed", _CACHE),
+    Setting(
+        "compression",
+        COMPRESSIONS[0],
+        _as_text,
+        "WHEN",
+        "chunks at rest in fewer bytes, to the bit: auto (where loads get no slower), on or off",
+        _CACHE,
+    ),
     Setting(
         "disk_protection",
         "checksum",

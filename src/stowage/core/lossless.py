@@ -63,10 +63,7 @@ def unpack(packed: memoryview, buffer: memoryview) -> None:
     Raises FormatError (UnknownCode) for what is not the packed form of a payload of that length; the buffer holds bytes
     that may be anything then. No bytes make it read or write anywhere else.
     """
-    if is_wanted():
-        result = _native.unpack_floats(packed, buffer)
-    else:
-        result = lossless_blocks.unpack(bytes(packed), buffer)
+    result = _native.unpack_floats(packed, buffer) if is_wanted() else lossless_blocks.unpack(bytes(packed), buffer)
     if result == lossless_blocks.UNKNOWN:
         raise UnknownCode("a payload that was packed by a code which this version does not know")
     if result != lossless_blocks.WHOLE:

@@ -137,8 +137,8 @@ def _pack_block(raw: bytes) -> bytes:
         high, low = high[1::2], low[1::2]
     before += low.tobytes()
     if kind == _FLOAT16:
-        before += _planes(high & 7, _KEPT_BITS)
-        high = high & 0xF8
+        before += _planes(high & np.uint8(7), _KEPT_BITS)
+        high = high & np.uint8(0xF8)
     headers, body = _pack_levels(high, shape)
     whole = headers + before + body + raw[2 * len(words) :]
     return _BLOCK.pack(kind, len(shape.widths), 0, len(whole)) + whole
@@ -179,7 +179,7 @@ def unpack(packed: bytes, buffer: memoryview) -> int:
     body = _Body(np.frombuffer(packed, np.uint8)[_HEAD.size :])
     try:
         for at in range(0, raw_bytes, RAW_MAX):
-            kind, levels, reserved, length = _BLOCK.unpack(body.take(_BLOCK.size))
+            kind, levels, reserved, length = _BLOCK.unpack(body.take(_BLOCK.size).tobytes())
             if reserved:
                 return DAMAGED
             _unpack_block(kind, levels, _Body(body.take(length)), target[at : at + RAW_MAX])
@@ -225,7 +225,7 @@ def _unpack_block(kind: int, levels: int, body: _Body, target: Bytes) -> None:
         raise _Damaged
     headers = []
     for _ in range(levels):
-        width, _, left = _LEVEL.unpack(body.take(_LEVEL.size))
+        width, _, left = _LEVEL.unpack(body.take(_LEVEL.size).tobytes())
         if not 1 <= width <= _WIDTH_MAX:
             raise _Damaged
         headers.append((width, left, body.take((1 << width) - 1)))

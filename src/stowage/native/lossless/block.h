@@ -21,7 +21,7 @@
 enum { STORED, BFLOAT16, FLOAT16, FLOAT32 };
 
 typedef struct {
-    uint8_t high[ROOM], low[ROOM], values[2][ROOM], words[RAW_MAX + 64], coded[RAW_MAX + 512];
+    uint8_t high[ROOM], low[ROOM], values[2][ROOM], words[RAW_MAX + 64], coded[RAW_MAX + 512], again[RAW_MAX + 64];
 } Scratch;
 
 typedef struct {
@@ -173,55 +173,6 @@ static int write_levels(const Steps *steps, Scratch *scratch, int n, const Shape
     return at + n;
 }
 
-/* Writes one block of `raw` bytes into `scratch->coded`, its header first. Returns its length. */
-static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw) {
-    int n = raw / 2, kind = STORED, at = HEADER, levels = 0;
-    uint8_t *coded = scratch->coded;
-    if (n > 0) {
-        Shape shape;
-        steps->split(source, n, scratch->high, scratch->low);
-        kind = choose(scratch->high, n, &shape);
-        if (kind != STORED) {
-            int header = at;
-            levels = shape.levels;
-            for (int level = 0; level < levels; level++)
-                at += LEVEL_HEADER + (1 << shape.widths[level]) - 1;
-            if (kind == FLOAT32) {
-                n /= 2;
-                for (int i = 0; i < n; i++)
-                    memcpy(coded + at + 2 * i, source + 4 * i, 2);
-                at += 2 * n;
-                for (int i = 0; i < n; i++) {
-                    scratch->high[i] = scratch->high[2 * i + 1];
-                    scratch->low[i] = scratch->low[2 * i + 1];
-                }
-            }
-            memcpy(coded + at, scratch->low, (size_t)n);
-            at += n;
-            if (kind == FLOAT16) {
-                for (int i = 0; i < n; i++) {
-                    scratch->values[0][i] = scratch->high[i] & 7;
-                    scratch->high[i] &= 0xF8;
-                }
-                steps->write_level(scratch->values[0], n, 3, EIGHT, coded + at, scratch->values[1]);
-                at += 3 * plane_bytes(n);
-            }
-            at = write_levels(steps, scratch, n, &shape, header, at);
-            if (raw % 2)
-                coded[at++] = source[raw - 1];
-        }
-    }
-    if (kind == STORED) {
-        memcpy(coded + at, source, (size_t)raw);
-        at += raw;
-    }
-    uint32_t length = (uint32_t)(at - HEADER);
-    uint8_t header[HEADER] = {(uint8_t)kind,           (uint8_t)levels,         0, 0, (uint8_t)length,
-                              (uint8_t)(length >> 8), (uint8_t)(length >> 16), (uint8_t)(length >> 24)};
-    memcpy(coded, header, HEADER);
-    return at;
-}
-
 typedef struct {
     int width, n;
     const uint8_t *symbols, *planes;
@@ -321,6 +272,63 @@ static int read_block(const Steps *steps, Scratch *scratch, int kind, int count,
     if (raw % 2)
         target[raw - 1] = *source;
     return 1;
+}
+
+/* Writes one block of `raw` bytes into `scratch->coded`, its header first. Returns its length. What is coded is read
+   back and compared: should memory have flipped a bit, or this code be wrong, the block is stored as it is. */
+static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw) {
+    int n = raw / 2, kind = STORED, at = HEADER, levels = 0;
+    uint8_t *coded = scratch->coded;
+    if (n > 0) {
+        Shape shape;
+        steps->split(source, n, scratch->high, scratch->low);
+        kind = choose(scratch->high, n, &shape);
+        if (kind != STORED) {
+            int header = at;
+            levels = shape.levels;
+            for (int level = 0; level < levels; level++)
+                at += LEVEL_HEADER + (1 << shape.widths[level]) - 1;
+            if (kind == FLOAT32) {
+                n /= 2;
+                for (int i = 0; i < n; i++)
+                    memcpy(coded + at + 2 * i, source + 4 * i, 2);
+                at += 2 * n;
+                for (int i = 0; i < n; i++) {
+                    scratch->high[i] = scratch->high[2 * i + 1];
+                    scratch->low[i] = scratch->low[2 * i + 1];
+                }
+            }
+            memcpy(coded + at, scratch->low, (size_t)n);
+            at += n;
+            if (kind == FLOAT16) {
+                for (int i = 0; i < n; i++) {
+                    scratch->values[0][i] = scratch->high[i] & 7;
+                    scratch->high[i] &= 0xF8;
+                }
+                steps->write_level(scratch->values[0], n, 3, EIGHT, coded + at, scratch->values[1]);
+                at += 3 * plane_bytes(n);
+            }
+            at = write_levels(steps, scratch, n, &shape, header, at);
+            if (raw % 2)
+                coded[at++] = source[raw - 1];
+        }
+    }
+    if (kind != STORED
+        && (!read_block(steps, scratch, kind, levels, coded + HEADER, coded + at, scratch->again, raw)
+            || memcmp(scratch->again, source, (size_t)raw) != 0)) {
+        kind = STORED;
+        levels = 0;
+        at = HEADER;
+    }
+    if (kind == STORED) {
+        memcpy(coded + at, source, (size_t)raw);
+        at += raw;
+    }
+    uint32_t length = (uint32_t)(at - HEADER);
+    uint8_t header[HEADER] = {(uint8_t)kind,           (uint8_t)levels,         0, 0, (uint8_t)length,
+                              (uint8_t)(length >> 8), (uint8_t)(length >> 16), (uint8_t)(length >> 24)};
+    memcpy(coded, header, HEADER);
+    return at;
 }
 
 #endif

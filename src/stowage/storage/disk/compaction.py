@@ -73,7 +73,7 @@ class Compactor:
                 yield entries
 
     def _read(self, keys: list[bytes], found: Found) -> Chunks:
-        """Those that verify."""
+        """Those that verify, as they lie."""
         lengths = found.lengths.tolist()
         memory = pages(sum(map(segment.round_up, lengths)))
         buffers = []
@@ -85,6 +85,6 @@ class Compactor:
         for run in plan_runs(keys, buffers, found, self._catalog.opened, 1):
             for n, result in enumerate(self._reader.read(run)):
                 if result is Result.OK:
-                    chunks.add(Chunks([run.keys[n]], [run.masks[n]], [run.buffers[n]]))
+                    chunks.add(Chunks([run.keys[n]], [run.masks[n]], [run.buffers[n]], [run.packed[n]]))
         self._reader.rest()
         return chunks

@@ -7,7 +7,9 @@ than the limit allows, or empty), `backed_off` (the disk failed lately). Failure
 or other files take the rest, or the directory's lock was not to be had), `enospc`, `write_errors`. Segments: `sealed`,
 `repaired` (torn, then sealed), `reclaimed`, `damaged` (no valid header or footer), `unreadable` (under another
 protection, or a key that is not in the key file), `removed_leftovers`. `rewritten`: hot chunks that outlived their
-segment; `evicted`: chunks that did not. `removed_directories`: times somebody removed the directory. `faults`: bugs.
+segment; `evicted`: chunks that did not. `packed`: chunks that were packed before they were written, which left
+`packed_bytes_saved` of them out; `unknown_codes`: chunks that a later version had packed. `removed_directories`: times
+somebody removed the directory. `faults`: bugs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ __all__ = ["Counters"]
 
 NAMES: Final = (
     "reads read_bytes read_calls writes write_bytes corrupt mismatched vanished dropped timed_out refused no_room "
-    "enospc read_errors write_errors backed_off direct_fallbacks sealed_segments repaired_segments reclaimed_segments "
+    "enospc read_errors write_errors backed_off direct_fallbacks unknown_codes packed packed_bytes_saved "
+    "sealed_segments repaired_segments reclaimed_segments "
     "removed_leftovers damaged_segments unreadable_segments removed_directories rewritten "
     "evicted faults"
 ).split()
@@ -38,6 +41,7 @@ LOGGED: Final[Words] = {
     "dropped": (logging.WARNING, "chunks were not begun because the queue is full"),
     "timed_out": (logging.WARNING, "chunks were given up because their deadline passed in the queue"),
     "refused": (logging.WARNING, "chunks are too long for the limit, or empty"),
+    "unknown_codes": (logging.WARNING, "a stored chunk is packed in a way that this version does not know"),
     "damaged_segments": (logging.WARNING, "a segment has no valid header or footer"),
     "unreadable_segments": (logging.WARNING, "a segment is under another protection, or a key that is not there"),
     "removed_directories": (logging.WARNING, "somebody removed the cache directory; it is begun anew"),

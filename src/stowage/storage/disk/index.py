@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.table import EXTENT, make_rows
-from stowage.storage.format.segment import PAGE_BYTES, Entries
+from stowage.storage.format.segment import PAGE_BYTES, Entries, are_packed
 
 __all__ = ["LENGTH_MAX", "ROWS_AT_ONCE", "Columns", "Found", "Index"]
 
-LENGTH_MAX: Final = (1 << 32) - 1
-"""Of a payload. Offsets are kept as 32 bits, of bytes and of pages."""
+LENGTH_MAX: Final = (1 << 31) - 1
+"""Of a payload: 31 bits are kept, and one that says whether it is packed."""
+PAGE_MAX: Final = (1 << 32) - 1
+_PACKED: Final = np.uint32(1 << 31)
 ROWS_AT_ONCE: Final = 256
 _EXTENTS_AT_ONCE: Final = 512 // EXTENT
 _FIELDS: Final = np.dtype([("digest", "<u8", 2), ("mask", "<u8"), ("page", "<u4"), ("length", "<u4")])
@@ -30,17 +32,28 @@ _FIELDS: Final = np.dtype([("digest", "<u8", 2), ("mask", "<u8"), ("page", "<u4"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A look-up's answer as parallel columns; `segments[i]` is -1 where the key is absent."""
+    """A look-up's answer as parallel columns; `segments[i]` is -1 where the key is absent.
+
+    Lengths and digests are those of what lies there, which may be `packed`.
+    """
 
     segments: NDArray[np.int64]
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     masks: NDArray[np.uint64]
     digests: NDArray[np.uint64]
+    packed: NDArray[np.bool_]
 
     def part(self, rows: slice | NDArray[np.int64] | NDArray[np.bool_]) -> Found:
         """Some of the rows, in the order of `rows` where these are numbers."""
-        return Found(self.segments[rows], self.offsets[rows], self.lengths[rows], self.masks[rows], self.digests[rows])
+        return Found(
+            self.segments[rows],
+            self.offsets[rows],
+            self.lengths[rows],
+            self.masks[rows],
+            self.digests[rows],
+            self.packed[rows],
+        )
 
     def and_then(self, other: Found) -> Found:
         """These rows, and those of another one."""
@@ -50,12 +63,15 @@ class Found:
             np.concatenate((self.lengths, other.lengths)),
             np.concatenate((self.masks, other.masks)),
             np.concatenate((self.digests, other.digests)),
+            np.concatenate((self.packed, other.packed)),
         )
 
 
 def _found(segments: NDArray[np.int64], fields: NDArray[np.void]) -> Found:
     offsets = fields["page"].astype(np.int64) * PAGE_BYTES
-    return Found(segments, offsets, fields["length"].astype(np.int64), fields["mask"].copy(), fields["digest"].copy())
+    packed = (fields["length"] & _PACKED) != 0
+    lengths = (fields["length"] & ~_PACKED).astype(np.int64)
+    return Found(segments, offsets, lengths, fields["mask"].copy(), fields["digest"].copy(), packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +84,12 @@ class Columns:
     @classmethod
     def of(cls, entries: Entries) -> Columns:
         """What lies too far back in a file, or is too long, is left out."""
-        fits = (entries["length"] <= LENGTH_MAX) & (entries["offset"] <= LENGTH_MAX * PAGE_BYTES)
+        fits = (entries["length"] <= LENGTH_MAX) & (entries["offset"] <= PAGE_MAX * PAGE_BYTES)
         if not fits.all():
             entries = entries[fits]
         fields = np.empty(len(entries), _FIELDS)
         fields["digest"], fields["mask"], fields["length"] = entries["digest"], entries["mask"], entries["length"]
+        fields["length"][are_packed(entries)] |= _PACKED
         fields["page"] = entries["offset"] // np.uint64(PAGE_BYTES)
         return cls(np.ascontiguousarray(entries["key"]), fields)
 

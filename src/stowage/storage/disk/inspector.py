@@ -72,7 +72,7 @@ class Inspector:
         records = segment.select(entries, header.namespace, guard.method)
         reader = Reader(self._directory, header.namespace)
         segments = np.zeros(len(records), np.int64)
-        found = Found(segments, records.offsets, records.lengths, records.masks, records.digests)
+        found = Found(segments, records.offsets, records.lengths, records.masks, records.digests, records.packed)
         for part in _windows(records.lengths):
             lengths = records.lengths[part].tolist()
             if lengths[0] > CHUNK_BYTES_MAX:

@@ -39,7 +39,12 @@ SCATTERED_BYTES_MIN: Final = 4 << 20
 SCATTERED_BYTES_PER_S: Final = 1.4e9
 """What a disk that gives twice that in one piece gives of 64 KiB here and there (docs/benchmarks.md)."""
 PATIENCE: Final = 0.25
-COUNTED: Final = {Result.CORRUPT: "corrupt", Result.GONE: "vanished", Result.FAILED: "read_errors"}
+COUNTED: Final = {
+    Result.CORRUPT: "corrupt",
+    Result.GONE: "vanished",
+    Result.FAILED: "read_errors",
+    Result.UNKNOWN: "unknown_codes",
+}
 
 
 def patience_s(scattered_bytes: int) -> float:
@@ -124,6 +129,7 @@ class Loader:
         self._transfers_max = shared.transfers_max
         self._clock = shared.system.clock
         self._timer = shared.system.timer
+        self._rates = shared.rates
         self._finish = shared.finish
         self._lock = threading.Lock()
         self._queued: deque[Flight] = deque()
@@ -311,7 +317,8 @@ class Loader:
         keys, buffers = bundle.keys[begin:], bundle.buffers[begin:]
         found = self._index.find(keys)
         lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
-        is_there = (found.segments >= 0) & (found.lengths == lengths)
+        as_long = np.where(found.packed, found.lengths < lengths, found.lengths == lengths)
+        is_there = (found.segments >= 0) & as_long
         other = np.flatnonzero((found.segments >= 0) & ~is_there)
         if len(other):
             self._counters.add("mismatched", len(other))
@@ -334,7 +341,7 @@ class Loader:
                 for flight, mine, _ in shares:
                     self._expired(flight, len(mine))
             else:
-                self._settle(shares, run, reader.read(run))
+                self._settle(shares, run, reader.load(run, self._rates))
             if not self.waiting:
                 reader.rest()  # before anybody hears of it: who does may want the segment's room
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged

@@ -37,7 +37,7 @@ class Run:
     """Chunks of one segment in ascending order. Parallel columns.
 
     `positions`: where the chunks stand in what was planned. `bounds`: where its stretches begin, and its end: [0, 4, 6]
-    are the first four chunks, then two.
+    are the first four chunks, then two. `lengths` and `digests` are those of what lies there, which may be `packed`.
     """
 
     name: SegmentName
@@ -49,6 +49,7 @@ class Run:
     lengths: list[int]
     masks: list[int]
     digests: Digests
+    packed: list[bool]
     buffers: list[memoryview]
     bounds: list[int]
 
@@ -78,6 +79,7 @@ class Run:
             self.lengths[some],
             self.masks[some],
             self.digests[some],
+            self.packed[some],
             self.buffers[some],
             [0, after - first],
         )
@@ -154,6 +156,7 @@ class Plan:
             self._found.lengths[some].tolist(),
             self._found.masks[some].tolist(),
             self._found.digests[some],
+            self._found.packed[some].tolist(),
             [buffers[position] for position in positions],
             bounds,
         )
@@ -182,7 +185,7 @@ def make_plan(positions: IntArray, found: Found, opened: Opened, readers: int, r
 def plan_runs(
     keys: Sequence[bytes], buffers: Sequence[memoryview], found: Found, opened: Opened, readers: int
 ) -> list[Run]:
-    """The chunks that were found with the length of their buffers, as runs in the order of the disk."""
+    """The chunks that lie there with the length of their buffers, as runs in the order of the disk."""
     lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
     here = np.flatnonzero((found.segments >= 0) & (found.lengths == lengths))
     plan = make_plan(here, found.part(here), opened, readers)

@@ -1,37 +1,46 @@
-"""Reads chunks: neighbours in a segment together, straight into their buffers, each verified before it counts."""
+"""Reads chunks: neighbours in a segment together, straight into their buffers, each verified before it counts.
+
+What lies packed is read into memory of the reader's own, verified there, and unpacked into its buffer.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
+from stowage.core import lossless
 from stowage.errors import FormatError
 from stowage.storage.disk.directory import Directory, SegmentFile
 from stowage.storage.disk.files import all_aligned, pages
+from stowage.storage.disk.packing import UnpackRates
 from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, Run
 from stowage.storage.format.envelope import pack_fields_of
 from stowage.storage.format.protection import Cipher
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import PAGE_BYTES, SegmentName, round_up
 
 __all__ = ["Reader", "Result"]
 
 
 class Result(enum.Enum):
-    """CORRUPT: other bytes than were stored, or too few. GONE: the segment was reclaimed. FAILED: the disk said no."""
+    """CORRUPT: other bytes than were stored, or too few. GONE: the segment was reclaimed. FAILED: the disk said no.
+    UNKNOWN: packed in a way that this version does not know.
+    """
 
     OK = enum.auto()
     CORRUPT = enum.auto()
     GONE = enum.auto()
     FAILED = enum.auto()
+    UNKNOWN = enum.auto()
 
 
 _OK: Final = Result.OK
 
 
 class Reader:
-    """Reads runs; one per thread. Owns 4 MiB of staging memory, of which only used pages exist.
+    """Reads runs; one per thread. Owns twice 4 MiB of staging memory, of which only used pages exist.
 
     Keeps the file of its last run open, because the next one is likely to be in it too, until `rest`.
     """
@@ -41,6 +50,7 @@ class Reader:
         self._namespace = namespace
         self._staging = pages(RUN_BYTES_MAX + GAP_BYTES_MAX + PAGE_BYTES)
         self._kept: tuple[SegmentName, SegmentFile] | None = None
+        self._packed: memoryview | None = None
 
     def rest(self) -> None:
         """There is nothing to read for a while: closes the file."""
@@ -56,8 +66,38 @@ class Reader:
         self._kept = name, file
         return file
 
+    def load(self, run: Run, rates: UnpackRates | None = None) -> list[Result]:
+        """As `read`, and what lies packed is unpacked: each buffer has the length of what was stored there."""
+        if not any(run.packed):
+            return self.read(run)
+        stored = self._as_it_lies(run)
+        began_s = rates.timer() if rates else 0.0
+        results = self.read(stored)
+        arrived_s = rates.timer() if rates else 0.0
+        for at, is_packed in enumerate(run.packed):
+            if is_packed and results[at] is _OK:
+                results[at] = _unpack(stored.buffers[at], run.buffers[at])
+        if rates:
+            rates.add(run, arrived_s - began_s, rates.timer() - arrived_s)
+        return results
+
+    def _as_it_lies(self, run: Run) -> Run:
+        """The run with room of its own for what is packed."""
+        total = sum(round_up(length) for length, is_packed in zip(run.lengths, run.packed, strict=True) if is_packed)
+        room = self._packed
+        if room is None or total > room.nbytes:
+            room = pages(max(total, RUN_BYTES_MAX + PAGE_BYTES))
+            if total <= room.nbytes == RUN_BYTES_MAX + PAGE_BYTES:
+                self._packed = room  # a longer one is for this run alone
+        buffers, at = list(run.buffers), 0
+        for index, (length, is_packed) in enumerate(zip(run.lengths, run.packed, strict=True)):
+            if is_packed:
+                buffers[index] = room[at : at + length]
+                at += round_up(length)
+        return replace(run, buffers=buffers)
+
     def read(self, run: Run) -> list[Result]:
-        """What became of each chunk. Never raises for what the disk or the file does."""
+        """What became of each chunk, each read as it lies. Never raises for what the disk or the file does."""
         try:
             return self._read(self._open(run.name), run)
         except FileNotFoundError:
@@ -73,7 +113,7 @@ class Reader:
     def _read(self, file: SegmentFile, run: Run) -> list[Result]:
         """Until this has said OK, a buffer holds bytes that may be anything."""
         guard = run.guard
-        fields = pack_fields_of(run.keys, self._namespace, run.masks, run.lengths, guard.method)
+        fields = pack_fields_of(run.keys, self._namespace, run.masks, run.lengths, guard.method, run.packed)
         stretches = [run] if len(run.bounds) == 2 else [run.part(*bounds) for bounds in pairwise(run.bounds)]
         if isinstance(guard, Cipher):
             streams = list(map(guard.decrypt, map(bytes, fields), run.offsets, map(bytes, run.digests)))
@@ -151,6 +191,16 @@ class Reader:
             if done < length:
                 break
         return at
+
+
+def _unpack(packed: memoryview, buffer: memoryview) -> Result:
+    try:
+        lossless.unpack(packed, buffer)
+    except lossless.UnknownCode:
+        return Result.UNKNOWN
+    except FormatError:
+        return Result.CORRUPT
+    return _OK
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -23,10 +23,12 @@ from stowage.storage.disk.catalog import Segment
 from stowage.storage.disk.compaction import Compactor
 from stowage.storage.disk.files import DISK_FULL, pages
 from stowage.storage.disk.index import LENGTH_MAX
+from stowage.storage.disk.packing import Packer
 from stowage.storage.disk.shared import Shared
 from stowage.storage.disk.write_pipeline import WritePipeline
 from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.disk.writer import STAGING_BYTES, ActiveSegment
+from stowage.storage.format.compression import Compression
 from stowage.storage.format.segment import PAGE_BYTES, Entries
 from stowage.storage.protocol import Outcome, Transfer
 
@@ -49,7 +51,14 @@ class Storer:
     """Any thread may submit. Segments take `segment_bytes` on disk, `room_bytes` if a chunk is so long."""
 
     def __init__(
-        self, shared: Shared, room: SegmentAllocator, *, segment_bytes: int, room_bytes: int, refresh_s: float
+        self,
+        shared: Shared,
+        room: SegmentAllocator,
+        *,
+        segment_bytes: int,
+        room_bytes: int,
+        refresh_s: float,
+        compression: Compression,
     ) -> None:
         self._directory = shared.directory
         self._catalog = shared.catalog
@@ -67,6 +76,7 @@ class Storer:
         self._run_jobs = shared.system.run_jobs
         self._staging = pages(STAGING_BYTES)
         self._compactor = Compactor(shared)
+        self._packer = Packer.wanted(compression, shared.counters, shared.rates)
         self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
         self._in_flight = 0
@@ -190,7 +200,7 @@ class Storer:
             self._report(first, np.zeros(len(first.keys), np.bool_), hopeless)
             return
         waiting = [first]
-        stream = WriteQueue(lambda: waiting.pop() if waiting else self._next(), self._fits)
+        stream = WriteQueue(lambda: waiting.pop() if waiting else self._next(), self._fits, self._packer)
         error = ""
         try:
             self._store(stream)

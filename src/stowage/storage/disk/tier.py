@@ -24,9 +24,11 @@ from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
 from stowage.storage.disk.index import Index
 from stowage.storage.disk.loader import Loader, patience_s
+from stowage.storage.disk.packing import UnpackRates
 from stowage.storage.disk.shared import Shared
 from stowage.storage.disk.storer import Storer
 from stowage.storage.disk.system import System
+from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
 from stowage.storage.format.segment import PAGE_BYTES, round_up
 from stowage.storage.protocol import Outcome, Transfer
@@ -53,9 +55,10 @@ class DiskTier:
     `limit_bytes` bounds the whole directory, whoever writes in it. `chunk_bytes_max` (0: not known) is the longest
     payload to be stored: the limit must hold it. `segment_bytes` is what one segment takes on disk (default: an eighth
     of the limit, up to 256 MiB). `protection`: what chunks are sealed with, a checksum by default; segments under
-    another one are left alone until their turn to go. Loads of chunks here and there wait for others that may lie
-    between, at most `patience_s` of their bytes. Memory: up to 4 MiB of staging for the writer and per reader, and what
-    `Index` says per chunk.
+    another one are left alone until their turn to go. `compression`: whether chunks are packed without loss where that
+    pays; whatever is there is read in either form. Loads of chunks here and there wait for others that may lie
+    between, at most `patience_s` of their bytes. Memory: up to 4 MiB of staging for the writer and
+    8 MiB per reader, what is being written packed (up to about 64 MiB), and what `Index` says per chunk.
 
     Raises DirectoryError for a directory that cannot be trusted or used, BudgetError for a limit that is too small.
     """
@@ -76,6 +79,7 @@ class DiskTier:
         refresh_s: float = 1.0,
         patience_s: Callable[[int], float] = patience_s,
         protection: Protection | None = None,
+        compression: str = Compression.AUTO,
         system: System | None = None,
     ) -> None:
         assert len(namespace) == 32 and readers > 0 and transfers_max > 0
@@ -111,10 +115,16 @@ class DiskTier:
             transfers_max,
             self._system,
             self._finish,
+            UnpackRates(self._system.timer),
         )
         self._loader = Loader(shared, readers=readers, patience_s=patience_s)
         self._storer = Storer(
-            shared, room, segment_bytes=self._segment_bytes, room_bytes=limit_bytes - OWN_BYTES, refresh_s=refresh_s
+            shared,
+            room,
+            segment_bytes=self._segment_bytes,
+            room_bytes=limit_bytes - OWN_BYTES,
+            refresh_s=refresh_s,
+            compression=Compression(compression),
         )
 
     def _finish(self, outcome: Outcome) -> None:

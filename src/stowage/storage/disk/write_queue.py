@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.storage.disk.packing import ROOM_BYTES, Packer
 from stowage.storage.protocol import Transfer
 
 __all__ = ["Chunks", "PendingStore", "WriteQueue"]
@@ -27,6 +29,7 @@ class Chunks:
     keys: list[bytes] = field(default_factory=list)
     masks: list[int] = field(default_factory=list)
     payloads: list[memoryview] = field(default_factory=list)
+    packed: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -38,19 +41,21 @@ class Chunks:
 
     def part(self, first: int, after: int) -> Chunks:
         """Those from `first` on, before `after`."""
-        return Chunks(self.keys[first:after], self.masks[first:after], self.payloads[first:after])
+        some = slice(first, after)
+        return Chunks(self.keys[some], self.masks[some], self.payloads[some], self.packed[some])
 
     def add(self, others: Chunks) -> None:
         """Others come after these."""
         self.keys += others.keys
         self.masks += others.masks
         self.payloads += others.payloads
+        self.packed += others.packed
 
 
 @dataclass(slots=True, eq=False)
 class PendingStore:
     """A transfer, and those of its chunks that can be written: they stand at `indices` in it. So many of them were
-    `taken`, and so many `written`.
+    `taken`, and so many `written`. The first `ready` are in the form in which they are written.
     """
 
     transfer: Transfer
@@ -59,17 +64,24 @@ class PendingStore:
     indices: list[int]
     taken: int = 0
     written: int = 0
+    ready: int = 0
+    rooms: deque[tuple[int, memoryview]] = field(default_factory=deque)
+    """What packed payloads lie in: each until so many chunks are written."""
 
 
 class WriteQueue:
     """Chunks of one transfer after the other, in the order of `more`, which gives the next one or says that none is
-    there now. `fits`: whether a payload of that length can be written at all. `unfinished`: transfers that did not come
-    out of `settled` yet, oldest first. `refused`: chunks that will not be written.
+    there now. `fits`: whether a payload of that length can be written at all. `packer` packs what comes next.
+    `unfinished`: transfers that did not come out of `settled` yet, oldest first. `refused`: chunks that will not be
+    written.
     """
 
-    def __init__(self, more: Callable[[], Transfer | None], fits: Callable[[int], bool]) -> None:
+    def __init__(
+        self, more: Callable[[], Transfer | None], fits: Callable[[int], bool], packer: Packer | None = None
+    ) -> None:
         self._more = more
         self._fits = fits
+        self._packer = packer
         self.unfinished: deque[PendingStore] = deque()
         self.refused = 0
         self._dry = False  # nothing waited when it was last asked for
@@ -78,14 +90,36 @@ class WriteQueue:
         """The chunks that come next, up to so many; they stay there. Empty: there is nothing to write."""
         found = Chunks()
         for writing in self.unfinished:
-            found.add(writing.chunks.part(writing.taken, writing.taken + count - len(found)))
+            if not self._add_ahead(writing, found, count):
+                return found
         while len(found) < count:
             transfer = self._more()
             self._dry = transfer is None
             if transfer is None:
                 break
-            found.add(self._add(transfer).chunks.part(0, count - len(found)))
+            if not self._add_ahead(self._add(transfer), found, count):
+                break
         return found
+
+    def _add_ahead(self, writing: PendingStore, found: Chunks, count: int) -> bool:
+        """The next ones of a transfer, until there are `count`. False: the rest of it is not ready now."""
+        wanted = after = min(writing.taken + count - len(found), len(writing.indices))
+        if self._packer is not None and wanted > writing.ready:
+            self._make_ready(writing, wanted, self._packer)
+            after = min(wanted, writing.ready)
+        found.add(writing.chunks.part(writing.taken, after))
+        return after == wanted
+
+    def _make_ready(self, writing: PendingStore, after: int, packer: Packer) -> None:
+        """Packs the chunks before `after` that are not ready; only some of them where they are long."""
+        chunks = writing.chunks
+        sizes = accumulate(payload.nbytes for payload in chunks.payloads[writing.ready : after])
+        after = writing.ready + max(1, sum(size <= ROOM_BYTES for size in sizes))
+        some = slice(writing.ready, after)
+        room, chunks.payloads[some], chunks.packed[some] = packer.pack(chunks.payloads[some])
+        if room is not None:
+            writing.rooms.append((after, room))
+        writing.ready = after
 
     def awaits(self, count: int) -> bool:
         """Whether nothing more waits, and so many chunks that were written now would settle the oldest transfer."""
@@ -103,13 +137,14 @@ class WriteQueue:
         indices = [
             at for at, (mask, length) in enumerate(zip(masks, lengths, strict=True)) if mask and length in fitting
         ]
-        chunks = Chunks(transfer.keys, masks, transfer.buffers)
+        chunks = Chunks(transfer.keys, masks, list(transfer.buffers), [False] * len(masks))
         if len(indices) < len(lengths):
             self.refused += len(lengths) - len(indices)
             chunks = Chunks(
                 [transfer.keys[at] for at in indices],
                 [masks[at] for at in indices],
                 [transfer.buffers[at] for at in indices],
+                [False] * len(indices),
             )
         writing = PendingStore(transfer, np.zeros(len(lengths), np.bool_), chunks, indices)
         self.unfinished.append(writing)
@@ -130,6 +165,8 @@ class WriteQueue:
             writing.ok[writing.indices[writing.written : writing.written + some]] = True
             writing.written += some
             count -= some
+            while self._packer is not None and writing.rooms and writing.rooms[0][0] <= writing.written:
+                self._packer.give_back(writing.rooms.popleft()[1])
         assert count == 0, "more than were taken"
 
     def settled(self) -> list[PendingStore]:

@@ -105,7 +105,9 @@ class ActiveSegment:
     def batch(self, chunks: Chunks, offset: int) -> Batch:
         """Chunks that are to be written there."""
         lengths = chunks.lengths
-        fields = envelope.pack_fields_of(chunks.keys, self._namespace, chunks.masks, lengths, self._guard.method)
+        fields = envelope.pack_fields_of(
+            chunks.keys, self._namespace, chunks.masks, lengths, self._guard.method, chunks.packed
+        )
         return Batch(offset, offset + segment.batch_bytes(lengths), chunks, lengths, fields)
 
     def goes_straight(self, batch: Batch) -> bool:

@@ -2,7 +2,7 @@
 
 Layout: docs/format.md, "Envelope". A header is parsed without its payload (so that an index can be read alone), which
 says nothing about the payload; `verify` does. Unknown versions and flags are refused, never guessed. The flags are the
-method of protection (`protection`): besides `pack_fields`, all here is for method 0, the checksum.
+method of protection (`protection`), and whether the payload is packed: besides `pack_fields`, all here is for flags 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from stowage.storage.format.batch import DIGEST_BYTES, FIELD_BYTES, Fields
 __all__ = [
     "DIGEST_BYTES",
     "HEADER_BYTES",
+    "PACKED",
     "VERSION",
     "Envelope",
     "checksum",
@@ -33,6 +34,8 @@ __all__ = [
 
 HEADER_BYTES: Final = 128
 VERSION: Final = 1
+PACKED: Final = 0x100
+"""Of the flags: the payload is packed (`core.lossless`). Length and digest are those of the packed bytes."""
 MAGIC: Final = b"STWC"
 
 _FIELDS: Final = struct.Struct("<4sHH32s32sQQ24x")  # everything that the checksum covers besides the payload
@@ -50,21 +53,26 @@ class Envelope:
     digest: bytes
 
 
-def pack_fields(key: bytes, namespace: bytes, mask: int, length: int, method: int = 0) -> bytes:
+def pack_fields(key: bytes, namespace: bytes, mask: int, length: int, flags: int = 0) -> bytes:
     """A header without its digest. Key and namespace have 32 bytes; mask and length are not 0."""
     assert len(key) == 32 and len(namespace) == 32 and mask and length
-    return _FIELDS.pack(MAGIC, VERSION, method, key, namespace, mask, length)
+    return _FIELDS.pack(MAGIC, VERSION, flags, key, namespace, mask, length)
 
 
 def pack_fields_of(
-    keys: Sequence[bytes], namespace: bytes, masks: Sequence[int], lengths: Sequence[int], method: int = 0
+    keys: Sequence[bytes],
+    namespace: bytes,
+    masks: Sequence[int],
+    lengths: Sequence[int],
+    method: int = 0,
+    packed: Sequence[bool] | None = None,
 ) -> Fields:
-    """`pack_fields` of each of some chunks."""
+    """`pack_fields` of each of some chunks. `packed`: which of them are; none by default."""
     assert len(namespace) == 32 and {*map(len, keys)} <= {32} and all(masks) and all(lengths)
     pack = _FIELDS.pack
     rows = [
-        pack(MAGIC, VERSION, method, key, namespace, mask, length)
-        for key, mask, length in zip(keys, masks, lengths, strict=True)
+        pack(MAGIC, VERSION, method | PACKED if is_packed else method, key, namespace, mask, length)
+        for key, mask, length, is_packed in zip(keys, masks, lengths, packed or [False] * len(keys), strict=True)
     ]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, _FIELDS.size)
 

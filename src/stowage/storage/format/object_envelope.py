@@ -14,8 +14,9 @@ from typing import Final
 
 import numpy as np
 
+from stowage.core import lossless
 from stowage.errors import FormatError
-from stowage.storage.format.envelope import DIGEST_BYTES, HEADER_BYTES, pack_fields
+from stowage.storage.format.envelope import DIGEST_BYTES, HEADER_BYTES, PACKED, pack_fields
 from stowage.storage.format.protection import NO_MARK, Cipher, Guard, Mark, Method, Protection
 
 __all__ = ["HEAD_BYTES", "VERSION", "Head", "Unreadable", "parse_head", "seal", "sealed_bytes", "unseal"]
@@ -26,6 +27,8 @@ ID_BYTES: Final = 8
 
 _PREFACE: Final = struct.Struct("<8sHH4x8s8s16s16x")
 _MASK_AND_LENGTH: Final = struct.Struct("<QQ")
+_FLAGS: Final = struct.Struct("<H")
+_FLAGS_OFFSET: Final = _PREFACE.size + 6
 _MASK_OFFSET: Final = _PREFACE.size + 72
 HEAD_BYTES: Final = _PREFACE.size + HEADER_BYTES
 """What stands before the payload."""
@@ -42,6 +45,7 @@ class Head:
 
     mask: int
     length: int
+    packed: bool
     fields: bytes
     digest: bytes
     guard: Guard
@@ -59,13 +63,18 @@ def seal(
     payload: memoryview,
     protection: Protection,
     random_bytes: Callable[[int], bytes],
+    *,
+    packed: bool = False,
 ) -> bytearray:
-    """The envelope, a copy of its own. Key and namespace have 32 bytes; mask and payload are not empty."""
+    """The envelope, a copy of its own. Key and namespace have 32 bytes; mask and payload are not empty. `packed`: the
+    payload is (`core.lossless`).
+    """
     mark = protection.new_mark(random_bytes)
     object_id = bytes(ID_BYTES) if mark == NO_MARK else random_bytes(ID_BYTES)
     guard = protection.guard(object_id, mark)
     assert guard is not None, "a protection does not know the key that it writes with"
-    fields = pack_fields(key, namespace, mask, payload.nbytes, protection.method)
+    flags = protection.method | PACKED if packed else protection.method
+    fields = pack_fields(key, namespace, mask, payload.nbytes, flags)
     sealed = bytearray(sealed_bytes(payload.nbytes))
     room = memoryview(sealed)[HEAD_BYTES:]
     if isinstance(guard, Cipher):
@@ -102,23 +111,29 @@ def parse_head(head: memoryview, key: bytes, namespace: bytes, protection: Prote
     mask, length = _MASK_AND_LENGTH.unpack_from(head, _MASK_OFFSET)
     if not mask or not length:
         raise FormatError("an object envelope without blocks or payload")
-    fields = pack_fields(key, namespace, mask, length, method)
+    packed = bool(_FLAGS.unpack_from(head, _FLAGS_OFFSET)[0] & PACKED)
+    fields = pack_fields(key, namespace, mask, length, method | PACKED if packed else method)
     if head[_PREFACE.size : _DIGEST_OFFSET] != fields:
         raise FormatError("an object envelope of another key or namespace")
-    return Head(mask, length, fields, bytes(head[_DIGEST_OFFSET:]), guard)
+    return Head(mask, length, packed, fields, bytes(head[_DIGEST_OFFSET:]), guard)
 
 
 def unseal(
     object_envelope: memoryview, key: bytes, namespace: bytes, protection: Protection, buffer: memoryview
 ) -> int:
-    """Brings the payload to `buffer`, and returns its valid blocks. Raises FormatError (Unreadable).
+    """Brings the payload to `buffer`, unpacked, and returns its valid blocks. Raises FormatError (Unreadable).
 
-    After an error the buffer holds bytes that may be anything, unless nothing is encrypted: then it is untouched.
+    After an error the buffer holds bytes that may be anything, unless nothing is encrypted or packed: then it is
+    untouched. Nothing is unpacked before it has been verified.
     """
     head = parse_head(object_envelope[:HEAD_BYTES], key, namespace, protection)
     payload = object_envelope[HEAD_BYTES:]
-    if payload.nbytes != head.length or buffer.nbytes != head.length:
+    fits = head.length < buffer.nbytes if head.packed else head.length == buffer.nbytes
+    if payload.nbytes != head.length or not fits:
         raise FormatError(f"a payload of {payload.nbytes} bytes, said to be {head.length}, for {buffer.nbytes}")
+    if head.packed:
+        _unpack(head, payload, buffer)
+        return head.mask
     if isinstance(head.guard, Cipher):
         stream = head.guard.decrypt(head.fields, HEAD_BYTES, head.digest)
         stream.update(payload, buffer)
@@ -130,6 +145,22 @@ def unseal(
     if not exact:
         raise FormatError("a payload that was not stored under this key")
     return head.mask
+
+
+def _unpack(head: Head, payload: memoryview, buffer: memoryview) -> None:
+    if isinstance(head.guard, Cipher):
+        room = memoryview(bytearray(head.length))
+        stream = head.guard.decrypt(head.fields, HEAD_BYTES, head.digest)
+        stream.update(payload, room)
+        payload, exact = room, stream.verify()
+    else:
+        exact = head.guard.verify(head.fields, HEAD_BYTES, payload, head.digest)
+    if not exact:
+        raise FormatError("a payload that was not stored under this key")
+    try:
+        lossless.unpack(payload, buffer)
+    except lossless.UnknownCode as error:
+        raise Unreadable(str(error)) from error
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

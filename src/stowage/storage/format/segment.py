@@ -30,6 +30,7 @@ __all__ = [
     "SegmentHeader",
     "SegmentName",
     "Trailer",
+    "are_packed",
     "batch_bytes",
     "batch_entries",
     "fitting",
@@ -133,13 +134,16 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Chunks found in a segment, as parallel columns. `digests` is [n, 2] u64: the 16 checksum bytes as they lie."""
+    """Chunks found in a segment, as parallel columns. `digests` is [n, 2] u64: the 16 checksum bytes as they lie.
+    `lengths` and `digests` are those of what lies there, which may be `packed`.
+    """
 
     keys: list[bytes]
     masks: NDArray[np.uint64]
     lengths: NDArray[np.int64]
     offsets: NDArray[np.int64]
     digests: NDArray[np.uint64]
+    packed: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -289,11 +293,24 @@ def _padded(lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def fitting(entries: Entries, namespace: bytes, method: int = 0) -> Entries:
     """The entries that this version can read, of the namespace and with that method of protection."""
     words = entries.view(_WORDS)
-    expected = np.frombuffer(envelope.MAGIC + struct.pack("<HH", envelope.VERSION, method), "<u8")[0]
-    fit = (words["begin"] == expected) & (words["mask"] != 0) & (words["length"] != 0)
+    raw, packed = (_begin(method | flag) for flag in (0, envelope.PACKED))
+    fit = (words["begin"] == raw) | (words["begin"] == packed)
+    fit &= (words["mask"] != 0) & (words["length"] != 0)
     for column, word in enumerate(np.frombuffer(namespace, "<u8")):
         fit &= words["namespace"][:, column] == word
     return entries if fit.all() else entries[fit]
+
+
+def _begin(flags: int) -> np.uint64:
+    """The first eight bytes of an envelope with those flags."""
+    begin: np.uint64 = np.frombuffer(envelope.MAGIC + struct.pack("<HH", envelope.VERSION, flags), "<u8")[0]
+    return begin
+
+
+def are_packed(entries: Entries) -> NDArray[np.bool_]:
+    """Which payloads are."""
+    packed: NDArray[np.bool_] = (entries["flags"] & envelope.PACKED) != 0
+    return packed
 
 
 def select(entries: Entries, namespace: bytes, method: int = 0) -> Records:
@@ -306,4 +323,5 @@ def select(entries: Entries, namespace: bytes, method: int = 0) -> Records:
         entries["length"].astype(np.int64),
         entries["offset"].astype(np.int64),
         entries["digest"].astype(np.uint64),
+        are_packed(entries),
     )

@@ -63,7 +63,9 @@ class Backend(Protocol):
         ...
 
     async def get(self, names: Sequence[str], lengths: Sequence[int]) -> Sequence[Answer]:
-        """Each value. Of one that is longer than said, any part that shows it; never much more than that in memory."""
+        """Each value, which may be shorter than said. Of one that is longer, any part that shows it; never much more
+        than that in memory.
+        """
         ...
 
     async def put(self, names: Sequence[str], values: Sequence[bytearray]) -> Sequence[Failure | None]:

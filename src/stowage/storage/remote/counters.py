@@ -5,8 +5,9 @@ Chunks that were read and verified (`reads`, `read_bytes`) or written (`writes`,
 there: `vanished` (evicted, or never stored), `corrupt` (other bytes than were stored), `unreadable` (another version or
 protection, or a key that is not in the key file), `read_errors` (no answer, or one of trouble). Chunks not begun:
 `dropped` (queue full), `timed_out` (or given up at the deadline), `backed_off` (the store had just been full),
-`refused` (empty). Chunks not kept: `no_room` (the store is full), `write_errors`. `probes` of prompts asked about
-`probe_keys` chunks; `probe_errors` of these got no answer. `retries`: chunks that were asked for, or sent, once more.
+`refused` (empty). Chunks not kept: `no_room` (the store is full), `write_errors`. `packed`: chunks that were sent
+packed, which left `packed_bytes_saved` of them out. `probes` of prompts asked about `probe_keys` chunks; `probe_errors`
+of these got no answer. `retries`: chunks that were asked for, or sent, once more.
 `faults`: bugs.
 """
 
@@ -22,7 +23,8 @@ __all__ = ["Counters"]
 
 NAMES: Final = (
     "reads read_bytes read_calls writes write_bytes write_calls already_there vanished corrupt unreadable read_errors "
-    "dropped timed_out backed_off refused no_room write_errors probes probe_keys probe_errors retries faults"
+    "dropped timed_out backed_off refused no_room write_errors packed packed_bytes_saved probes probe_keys "
+    "probe_errors retries faults"
 ).split()
 
 LOGGED: Final[Words] = {

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.log import Trouble
+from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
 from stowage.storage.protocol import Inquiry, Outcome, Probe, Transfer
 from stowage.storage.remote.backend import Backend
@@ -57,6 +58,7 @@ class RemoteTier:
         absent_s: float,
         request_timeout_s: float,
         transfers_max: int = 64,
+        compression: str = Compression.AUTO,
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -68,7 +70,7 @@ class RemoteTier:
         self._protection = protection or Protection()
         self._presence = Presence(absent_s, clock)
         self._counters = Counters(Trouble(f"stowage.{name}"))
-        identity = Identity(namespace, self._protection, name_of, random_bytes)
+        identity = Identity(namespace, self._protection, name_of, random_bytes, Compression(compression))
         self._transfers = RemoteTransfers(backend, identity, self._presence, self._counters, clock, request_timeout_s)
         self._transfers_max = transfers_max
         self._outcomes: deque[Outcome] = deque()

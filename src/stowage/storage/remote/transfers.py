@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from stowage.core.prefix_search import Search
 from stowage.errors import FormatError
 from stowage.storage.format import object_envelope
+from stowage.storage.format.compression import Compression, packed_payload
 from stowage.storage.format.protection import Protection
 from stowage.storage.protocol import Inquiry, Outcome, Transfer
 from stowage.storage.remote.backend import Answer, Backend, Cause, Failure
@@ -58,12 +59,13 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Under which name and in which seal chunks lie in the store."""
+    """Under which name, in which seal and in which form chunks lie in the store."""
 
     namespace: bytes
     protection: Protection
     name_of: Callable[[bytes], str]
     random_bytes: Callable[[int], bytes]
+    compression: Compression
 
 
 class RemoteTransfers:
@@ -157,17 +159,7 @@ class RemoteTransfers:
         lengths = [object_envelope.sealed_bytes(transfer.buffers[index].nbytes) for index in lacking]
         async with self._writes.passing(sum(lengths)):
             names = [identity.name_of(transfer.keys[index]) for index in lacking]
-            values = [
-                object_envelope.seal(
-                    transfer.keys[index],
-                    identity.namespace,
-                    int(transfer.masks[index]),
-                    transfer.buffers[index],
-                    identity.protection,
-                    identity.random_bytes,
-                )
-                for index in lacking
-            ]
+            values = [self._sealed(transfer, index) for index in lacking]
 
             def put(some: list[int]) -> Awaitable[Sequence[Failure | None]]:
                 self._counters.add("write_calls")
@@ -176,6 +168,22 @@ class RemoteTransfers:
             answers = await self._ask(put, len(lacking))
         for index, answer in zip(lacking, answers, strict=True):
             self._sent(flight, index, answer)
+
+    def _sealed(self, transfer: Transfer, index: int) -> bytearray:
+        identity, payload = self._identity, transfer.buffers[index]
+        packed = packed_payload(payload) if identity.compression.is_wanted else None
+        if packed is not None:
+            self._counters.add("packed")
+            self._counters.add("packed_bytes_saved", payload.nbytes - packed.nbytes)
+        return object_envelope.seal(
+            transfer.keys[index],
+            identity.namespace,
+            int(transfer.masks[index]),
+            payload if packed is None else packed,
+            identity.protection,
+            identity.random_bytes,
+            packed=packed is not None,
+        )
 
     def _sent(self, flight: Flight, index: int, answer: Answer) -> None:
         if isinstance(answer, Failure):

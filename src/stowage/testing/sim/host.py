@@ -37,6 +37,8 @@ class Shape:
     segment_bytes: int
     chunk_bytes_max: int
     protection: Protection
+    compressions: tuple[str, ...]
+    """One of them is each process's."""
     policy: str
 
 
@@ -121,6 +123,7 @@ class Host:
             refresh_s=chance.choice((0.2, 1.0)),
             patience_s=chance.choice((lambda _: 0.0, lambda scattered: 0.004 * (scattered > 0))),
             protection=self._shape.protection,
+            compression=chance.choice(self._shape.compressions),
             system=system,
         )
 

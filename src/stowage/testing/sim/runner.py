@@ -23,7 +23,7 @@ BRANCHES: Final = """
     timeouts fetch_timeouts disk.breaker_opened disk.corrupt disk.vanished disk.read_errors disk.dropped disk.timed_out
     disk.backed_off disk.no_room disk.enospc disk.write_errors disk.direct_fallbacks disk.sealed_segments
     disk.repaired_segments disk.reclaimed_segments disk.removed_leftovers disk.damaged_segments disk.rewritten
-    kill power_cut limit
+    disk.packed kill power_cut limit
 """.split()
 """Counters of store, disk tier and world that some world must have raised: what is never reached proves nothing."""
 

@@ -84,7 +84,8 @@ class World:
         host_bytes = chance.choice((2, 6, 24)) * sum(round_up(g.bytes_per_chunk, PAGE_BYTES) for g in geometry.groups)
         protection = draw_protection(chance)
         policy = list(POLICIES)[seed % len(POLICIES)]
-        self.shape = Shape(geometry, host_bytes, segment_bytes, chunk_bytes_max, protection, policy)
+        compressions = chance.choice((("off",), ("off",), ("on",), ("on", "off")))
+        self.shape = Shape(geometry, host_bytes, segment_bytes, chunk_bytes_max, protection, compressions, policy)
         self.fault_profile = FaultProfile.draw(chance)
         self.limit_least = least_limit_bytes(chunk_bytes_max)
         limit = self.limit_least + chance.choice((0, 1, 3, 10)) * segment_bytes
