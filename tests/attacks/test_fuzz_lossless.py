@@ -20,7 +20,7 @@ def test_no_damaged_payload_makes_it_read_or_write_elsewhere(tmp_path: Path) -> 
     program = tmp_path / "fuzz"
     build = [compiler, "-g", "-O1", "-std=gnu11", *SANITIZERS, f"-I{SOURCES}", str(HERE / "fuzz_lossless.c")]
     built = subprocess.run([*build, "-o", str(program)], capture_output=True, text=True)
-    if built.returncode and "sanitize" in built.stderr + built.stdout or "asan" in built.stderr:
+    if built.returncode and ("sanitize" in built.stderr or "asan" in built.stderr):
         pytest.skip("this compiler has no sanitizers")
     assert built.returncode == 0, built.stderr
     ended = subprocess.run([str(program), "3000", "29"], capture_output=True, text=True, timeout=120)

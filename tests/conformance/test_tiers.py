@@ -76,6 +76,23 @@ class TestTinyDiskTier(TierConformance):
 
 
 @pytest.mark.slow
+class TestPackedDiskTier(TierConformance):
+    """Small segments, packed wherever that saves a page, read back by tiers of either kind."""
+
+    persistent = True
+    lengths = (5000, 8 * KIB, 20_480)
+    examples = 60
+    opened = 0
+
+    def make_tier(self, directory: Path) -> DiskTier:
+        type(self).opened += 1
+        compression = "on" if self.opened % 3 else "off"
+        return DiskTier(
+            directory, 400 * KIB, NAMESPACE, readers=2, segment_bytes=128 * KIB, refresh_s=0.01, compression=compression
+        )
+
+
+@pytest.mark.slow
 class TestEncryptedDiskTier(TierConformance):
     """Everything passes through the staging memory."""
 

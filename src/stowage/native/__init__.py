@@ -3,6 +3,7 @@
     policy/       the inner loops of the default eviction policy     cache.policy.native
     tables/       keys to slots, and keys to rows                    core.table.native
     checksums.c   checksums of many payloads in one call             storage.format.batch
+    lossless/     floating-point numbers in fewer bytes              core.lossless
     copies.c      many runs of bytes between two memories            transfer.cpu
     kernels/      linear layers, attention, norms, recurrences       executor.kernels
 

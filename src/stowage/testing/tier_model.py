@@ -38,8 +38,15 @@ def key_of(number: int) -> bytes:
 
 
 def content_of(number: int, serial: int, length: int) -> bytes:
-    """What store `serial` puts under key `number`: bytes that no other store has."""
-    return hashlib.shake_128(b"%d %d" % (number, serial)).digest(length)
+    """What store `serial` puts under key `number`: bytes that no other store has. Every second one is noise, the others
+    are numbers that a tier may pack.
+    """
+    content = hashlib.shake_128(b"%d %d" % (number, serial)).digest(length)
+    if serial % 2:
+        numbers = bytearray(content)
+        numbers[1::2] = bytes(0x3C + byte % 8 // 2 for byte in content[1::2])
+        content = bytes(numbers)
+    return content
 
 
 @dataclass(slots=True, eq=False)
