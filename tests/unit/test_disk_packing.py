@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from stowage.core import lossless
 from stowage.native import is_built
 from stowage.native.switches import PURE_PYTHON
-from stowage.storage.disk import packing
 from stowage.storage.disk.packing import UnpackRates
 from stowage.storage.disk.scrub import scrub
 from stowage.storage.format.protection import Method, Protection, SecretKey
@@ -48,7 +48,7 @@ KEYS = [key(n) for n in range(len(LENGTHS))]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("direct", [True, False])
 def test_they_take_less_and_come_back_exactly(tmp_path: Path, method: Method, direct: bool) -> None:
-    options = {"protection": protection(method), "direct": direct}
+    options: dict[str, Any] = {"protection": protection(method), "direct": direct}
     with Client(tmp_path / "c", compression="on", **options) as client:
         assert client.store(KEYS, LENGTHS).ok.all()
         assert client.load(KEYS, LENGTHS).ok.all()
@@ -93,11 +93,14 @@ def test_damage_is_found_before_anything_is_unpacked(tmp_path: Path, monkeypatch
             byte = file.read(1)[0]
             file.seek(-1, 1)
             file.write(bytes([byte ^ 4]))
-    asked = []
+    asked: list[int] = []
     unpack = lossless.unpack
-    monkeypatch.setattr(
-        lossless, "unpack", lambda packed, buffer: (asked.append(buffer.nbytes), unpack(packed, buffer))
-    )
+
+    def watched(packed: memoryview, buffer: memoryview) -> None:
+        asked.append(buffer.nbytes)
+        unpack(packed, buffer)
+
+    monkeypatch.setattr(lossless, "unpack", watched)
     report = scrub(tmp_path / "c", check=True)
     assert (report.good, report.bad) == (1, 2) and not asked
     with Client(tmp_path / "c") as client:
@@ -134,7 +137,7 @@ def test_what_cannot_be_unpacked_is_a_miss(
         return length
 
     with Client(tmp_path / "c", compression="on") as client:
-        monkeypatch.setattr(packing.lossless, "pack", pack_strangely)
+        monkeypatch.setattr(lossless, "pack", pack_strangely)
         assert client.store(KEYS[:1], LENGTHS[:1]).ok.all()
         monkeypatch.undo()
         monkeypatch.setattr("tests.disk_client.payload", numbers)
