@@ -83,6 +83,7 @@ host_bytes           host_bytes                    memory of the host arena
 
 TIER: Final = _rows("""
 bytes_used           tier_used_bytes                 bytes in use, as the limit counts them
+bytes_filled         tier_filled_bytes               of them, bytes that chunks were written to; the rest is set aside
 bytes_limit          tier_limit_bytes                the limit
 chunks               tier_chunks                     chunks that can be found
 segments             tier_segments                   segment files

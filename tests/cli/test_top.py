@@ -42,7 +42,17 @@ STATE = {
     "memory": {
         "device": {
             "weights_bytes": 1 << 20,
-            "groups": [{"kind": "sliding", "blocks": 100, "used": 25, "cached": 50, "bytes": 1 << 21}],
+            "groups": [
+                {
+                    "kind": "sliding",
+                    "blocks": 100,
+                    "used": 25,
+                    "cached": 50,
+                    "bytes": 1 << 21,
+                    "used_bytes": 1 << 19,
+                    "cached_bytes": 1 << 20,
+                }
+            ],
         },
         "host": {"slabs": [{"kinds": ["full", "sliding"], "bytes_used": 1 << 19, "bytes": 1 << 20}]},
         "tiers": [
@@ -101,7 +111,7 @@ def test_a_frame_says_everything() -> None:
         "1 min 15 s",
         "87.5 %",
         "1,234 tokens/s",
-        "25 in use, 50 kept, of 100 blocks, 2 MiB",
+        "512 KiB in use, 1 MiB kept, of 2 MiB",
         "██████▓▓▓▓▓▓▓▓▓▓▓▓░░░░░░",
         "full attention and sliding window",
         "512 KiB of 1 MiB",

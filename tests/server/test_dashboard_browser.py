@@ -59,8 +59,9 @@ def number(browser: Browser, name: str) -> str:
     return browser.text(f'[data-metric="{name}"]')
 
 
-def row(browser: Browser, hold: str, name: str) -> str:
-    return browser.text(f'[data-key="{hold}"] [data-key="{name}"] .say')
+def part(browser: Browser, memory: str, name: str) -> int:
+    """Bytes of a part of a memory's bar, as its legend has them."""
+    return int(browser.see(f'document.querySelector(\'[data-key="{memory}"] [data-key="{name}"] b\').dataset.value'))
 
 
 def test_its_numbers_are_those_of_the_metrics(page: Browser, server: Server) -> None:
@@ -80,22 +81,50 @@ def test_its_numbers_are_those_of_the_metrics(page: Browser, server: Server) -> 
     assert number(page, "corrupt_chunks") == f"{metric('tier_corrupt_chunks_total', tier='disk'):,}" == "0"
     asked = sum(v for (n, at), v in metrics.items() if n == "stowage_http_requests_total" and "completions" in str(at))
     assert f"{asked:,.0f} requests, {total('answer_tokens_total'):,} answer tokens" in page.text("#tiles")
-    blocks = [metric("device_blocks" + name, group="0", kind="full") for name in ("_used", "_cached", "")]
-    assert row(page, "device", "group0") == "{:,} in use, {:,} kept, of {:,} blocks".format(*blocks)
-    for hold, name, used, limit in (
-        ("host", "slab0", metric("host_slab_used_bytes", slab="0"), metric("host_slab_bytes", slab="0")),
-        ("tier disk", "chunks", metric("tier_used_bytes", tier="disk"), metric("tier_limit_bytes", tier="disk")),
+    used, kept, blocks = (metric("device_blocks" + name, group="0", kind="full") for name in ("_used", "_cached", ""))
+    pool = metric("device_bytes", group="0", kind="full")
+    each = pool // blocks
+    assert part(page, "device", "KV in use") == used * each and part(page, "device", "KV kept") == kept * each > 0
+    assert part(page, "device", "free") == pool - (used + kept) * each
+    for memory, name, held, limit in (
+        ("host", "chunks", metric("host_slab_used_bytes", slab="0"), metric("host_slab_bytes", slab="0")),
+        ("tier disk", "chunks", metric("tier_filled_bytes", tier="disk"), metric("tier_limit_bytes", tier="disk")),
     ):
-        shown = page.see(f'document.querySelector(\'[data-key="{hold}"] [data-key="{name}"] .say\').dataset.value')
-        assert int(shown) == used > 0
-        share = page.see(f'document.querySelector(\'[data-key="{hold}"] [data-key="{name}"] i\').style.width')
-        assert float(share.rstrip("%")) == pytest.approx(100 * used / limit, abs=0.001)
+        aside = metric("tier_used_bytes", tier="disk") - held if memory == "tier disk" else 0
+        assert part(page, memory, name) == held > 0 and part(page, memory, "free") == limit - held - aside
+        share = page.see(f"document.querySelector('[data-key=\"{memory}\"] .bar i').style.width")
+        assert float(share.rstrip("%")) == pytest.approx(100 * held / limit, abs=0.001)
     assert f"{metric('tier_chunks', tier='disk'):,} chunks" in page.text('[data-key="tier disk"]')
     transfers = page.text("#transfers")
     assert f"{metric('chunks_promoted_total'):,} chunk" in transfers
     assert f"{metric('chunks_spilled_total'):,} chunk" in transfers
     assert page.text("#now .say") == f"0 of {metric('choices_limit')}"
     assert page.call("troubles") == []
+
+
+def test_bars_are_to_one_scale(page: Browser, server: Server) -> None:
+    """The longest is the whole width; a tier far beyond the machine's memory is drawn shorter, and says so."""
+    memory = httpx.get(server.url + "/v1/stowage/state").json()["memory"]
+    device = memory["device"]["weights_bytes"] + sum(group["bytes"] for group in memory["device"]["groups"])
+    sizes = {"device": device, "host": memory["host"]["bytes"], "tier disk": memory["tiers"][0]["bytes_limit"]}
+    scale = min(max(sizes.values()), 8 * max(sizes["device"], sizes["host"]))
+    for key, size in sizes.items():
+        width = page.see(f"document.querySelector('[data-key=\"{key}\"] .bar').style.width")
+        assert float(width.rstrip("%")) == pytest.approx(min(100, 100 * size / scale), abs=0.001)
+        said = page.text(f'[data-key="{key}"] .size')
+        assert ("times too short" in said) == (size > scale)
+
+
+def test_what_was_saved_has_a_price(page: Browser, server: Server) -> None:
+    saved = httpx.get(server.url + "/v1/stowage/state").json()["totals"]["seconds_saved"]
+    page.call("fill", "#price", "36000")
+    page.until("document.querySelector('#tiles').textContent.includes('worth')")
+    assert f"worth {10 * saved:.2f}" in page.text("#tiles")
+    page.call("reload")
+    page.until(LIVE)
+    assert page.see("document.querySelector('#price').value") == "36000" and "worth" in page.text("#tiles")
+    before, now = (page.see(f"Number(document.querySelectorAll('#before .say')[{n}].dataset.value)") for n in (0, 1))
+    assert before > now > 0, "reuse brings first tokens sooner"
 
 
 def test_requests_and_where_their_prefixes_came_from(page: Browser, server: Server) -> None:
@@ -105,8 +134,8 @@ def test_requests_and_where_their_prefixes_came_from(page: Browser, server: Serv
     assert page.see(f"{rows}.map(row => row.querySelector('a').title)") == [one["id"] for one in ended[:12]]
     said = page.see(f"{rows}.map(row => row.querySelector('.from .say').textContent)")
     for one, words in zip(ended, said, strict=False):
-        places = [f"{place} {tokens}" for place, tokens in one["reused_tokens"].items() if tokens]
-        assert words == " · ".join([*places, f"computed {one['computed_tokens']}"])
+        origins = [f"{tier} {tokens}" for tier, tokens in one["reused_tokens"].items() if tokens]
+        assert words == " · ".join([*origins, f"computed {one['computed_tokens']}"])
     page.call("click", "#more")
     assert page.see(f"{rows}.length") == 30 and page.text("#more") == "Show the newest 12"
     page.call("click", "#more")
@@ -208,11 +237,11 @@ def test_the_page_of_a_request(page: Browser, server: Server) -> None:
     ended = httpx.get(server.url + "/v1/stowage/state").json()["requests"]["ended"]
     one = next(one for one in ended if sum(one["reused_tokens"].values()))
     page.call("goto", f"{server.url}/#/requests/{one['id']}")
-    page.until("!document.querySelector('#request').hidden && document.querySelector('[data-part=places] tr')")
-    places = [[place, f"{tokens:,}"] for place, tokens in one["reused_tokens"].items() if tokens]
-    cells = "[...document.querySelectorAll('[data-part=places] tr')]"
+    page.until("!document.querySelector('#request').hidden && document.querySelector('[data-part=origins] tr')")
+    origins = [[tier, f"{tokens:,}"] for tier, tokens in one["reused_tokens"].items() if tokens]
+    cells = "[...document.querySelectorAll('[data-part=origins] tr')]"
     cells += ".map(row => [...row.children].slice(0, 2).map(cell => cell.textContent))"
-    assert page.see(cells) == [*places, ["computed", str(one["computed_tokens"])]]
+    assert page.see(cells) == [*origins, ["computed", str(one["computed_tokens"])]]
     names = page.see("[...document.querySelectorAll('[data-part=times] .name')].map(n => n.textContent)")
     assert names == [
         "Reading the request", "Waiting in the queue", "Fetching its prefix", "Computing the prompt", "Answering",

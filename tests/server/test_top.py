@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from stowage.cli.app import app
+from stowage.config.memory import format_size
 from tests.engine.conftest import random_prompt
 from tests.nursery import wait_until
 from tests.server.process import Server
@@ -50,8 +51,10 @@ def test_its_numbers_are_those_of_the_metrics(guarded: Server) -> None:
     assert reused == 192 and re.search(rf"│ {reused} +│", shown.stdout)
     assert f"{100 * reused / (reused + computed):.1f} %" in shown.stdout
     labels = (("group", "0"), ("kind", "full"))
-    blocks = [int(metrics["stowage_device_blocks" + name, labels]) for name in ("_used", "_cached", "")]
-    assert "{:,} in use, {:,} kept, of {:,} blocks".format(*blocks) in shown.stdout
+    used, kept, blocks = (int(metrics["stowage_device_blocks" + name, labels]) for name in ("_used", "_cached", ""))
+    pool = int(metrics["stowage_device_bytes", labels])
+    sizes = (format_size(part) for part in (used * (pool // blocks), kept * (pool // blocks), pool))
+    assert "{} in use, {} kept, of {}".format(*sizes) in shown.stdout
     identity = answer.headers["x-request-id"]
     (line,) = [line for line in shown.stdout.splitlines() if identity in line]
     assert "done" in line and "device 192 computed 8" in line

@@ -133,8 +133,8 @@ def _memory(memory: State, look: Look) -> Table:
             (group["used"] / group["blocks"], "device", False),
             (group["cached"] / group["blocks"], "device", True),
         ]
-        text = f"{group['used']:,} in use, {group['cached']:,} kept, of {group['blocks']:,} blocks"
-        text += f", {format_size(group['bytes'])}" if look.wide else ""
+        used, kept, whole = (format_size(group[name]) for name in ("used_bytes", "cached_bytes", "bytes"))
+        text = f"{used} in use, {kept} kept, of {whole}"
         table.add_row("", f"KV, {_kind(group['kind'])}", _bar(parts, look), text)
     for number, slab in enumerate(host["slabs"] if host else ()):
         name = " and ".join(map(_kind, slab["kinds"]))
@@ -160,7 +160,7 @@ def _tier(tier: State, look: Look) -> Sequence[RenderableType]:
 
 
 def _transfers(state: State, before: State | None) -> Table:
-    table = _table("Transfers", "loads", "stores", "read", "written", numbers=True)
+    table = _table("Transfers", "loading now", "storing now", "read", "written", numbers=True)
     moved = state["transfers"]
     for tier in state["memory"]["tiers"]:
         speeds = [_speed(state, before, tier["name"], name) for name in ("read_bytes", "write_bytes")]

@@ -1,4 +1,4 @@
-"""What lies where: weights and KV of a running engine by hold, for people and for ``--json``."""
+"""What lies where: weights and KV of a running engine by tier, for people and for ``--json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stowage.weights.source import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """One thing in one hold: ``capacity_bytes`` is what it may take, ``tokens`` how many tokens of KV fit there (0: not
+    """One thing in one tier: ``capacity_bytes`` is what it may take, ``tokens`` how many tokens of KV fit there (0: not
     KV).
     """
 
@@ -60,7 +60,7 @@ def _weights(source: WeightSource) -> list[TierUse]:
 
 
 def placement(engine: Engine) -> list[TierUse]:
-    """The holds of ``engine``, device first."""
+    """The tiers of ``engine``, device first."""
     found = _weights(engine.weights) if engine.weights is not None else []
     found = found or [TierUse("device", "weights, resident", weights_bytes(engine))]
     for pool in engine.parts.pools:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.engine.engine import Engine
-from stowage.engine.placement_report import shared_tiers, weights_bytes
+from stowage.engine.placement_report import placement, shared_tiers, weights_bytes
 
 __all__ = ["Fixed", "sample", "sample_names", "totals", "transfers"]
 
@@ -20,7 +20,7 @@ TRANSFER_NUMBERS: Final = (
 Stats = Mapping[str, Any]
 _USED: Final = "used."
 TIER_NUMBERS: Final = (
-    "bytes_used bytes_limit chunks loads_under_way stores_under_way reads read_bytes writes write_bytes corrupt "
+    "bytes_used bytes_filled bytes_limit chunks loads_under_way stores_under_way reads read_bytes writes write_bytes corrupt "
     "read_errors write_errors timed_out"
 ).split()
 
@@ -31,6 +31,8 @@ class Fixed:
     def __init__(self, engine: Engine) -> None:
         groups = engine.parts.layout.groups
         self._weights_bytes = weights_bytes(engine)
+        uses = placement(engine)
+        self._host_weights_bytes = sum(one.capacity_bytes for one in uses if one.tier == "host" and not one.tokens)
         self._groups = [
             {"kind": group.kind.value, "layers": len(group.layers), "block_tokens": group.block_tokens}
             for group in groups
@@ -52,7 +54,9 @@ class Fixed:
         }
 
     def _pool(self, pool: Mapping[str, Any]) -> dict[str, Any]:
-        return {**pool, **self._groups[pool["group"]]}
+        each = pool["bytes"] // pool["blocks"]
+        held = {"used_bytes": pool["used"] * each, "cached_bytes": pool["cached"] * each}
+        return {**pool, **held, **self._groups[pool["group"]]}
 
     def _host(self, store: Mapping[str, Any]) -> dict[str, Any]:
         slabs = [
@@ -65,7 +69,8 @@ class Fixed:
             }
             for number, groups in enumerate(self._slabs)
         ]
-        return {"bytes": store["host_bytes"], "chunks_pinned": store["chunks_pinned"], "slabs": slabs}
+        weights = {"weights_bytes": self._host_weights_bytes}
+        return {"bytes": store["host_bytes"], "chunks_pinned": store["chunks_pinned"], "slabs": slabs, **weights}
 
     @staticmethod
     def _tier(store: Mapping[str, Any], name: str, shared: bool) -> dict[str, Any]:

@@ -11,14 +11,14 @@ function chartsOf(names, tiers) {
     const count = now[at[number]] - before[at[number]];
     return count > 0 ? (now[at[sum]] - before[at[sum]]) / count : null;
   };
-  const places = ["device", "host", ...tiers].filter((place) => "used." + place in at);
+  const held = ["device", "host", ...tiers].filter((tier) => "used." + tier in at);
   const charts = [
     {
       title: "Prompt tokens", unit: "tokens/s", stacked: true, show: (n) => rate(n, "tokens/s"),
       lines: [["not recomputed", "reused", grown("tokens_reused")], ["computed", "computed", grown("prompt_tokens_computed")]],
     },
     { title: "Time to first token", show: seconds, lines: [["mean", "device", mean("first_token_s", "first_tokens")]] },
-    { title: "Memory that holds something", most: 1, show: percent, lines: places.map((place) => [place, tone(place), share(place)]) },
+    { title: "Memory that holds something", most: 1, show: percent, lines: held.map((tier) => [tier, tone(tier), share(tier)]) },
   ];
   if ("promoted_bytes" in at) {
     charts.push({

@@ -56,6 +56,14 @@ function rate(n, unit) {
   return (unit === "B" ? size(n) : n > 0 && n < 9.95 ? n.toFixed(1) : whole(n)) + (unit === "B" ? "/s" : " " + unit);
 }
 
+function money(amount) {
+  return amount.toFixed(amount < 10 ? 2 : 0);
+}
+
+function capital(text) {
+  return text[0].toUpperCase() + text.slice(1);
+}
+
 function clock(epoch_s) {
   return new Date(epoch_s * 1000).toLocaleTimeString("en-GB");
 }
@@ -65,9 +73,9 @@ function plural(n, word, words = word + "s") {
 }
 
 const KINDS = { full: "full attention", sliding: "sliding window", chunked: "chunked-local", recurrent: "recurrent state" };
-const TONES = ["device", "host", "disk", "valkey", "object", "computed", "reused"];
+const TONES = ["weights", "device", "host", "disk", "valkey", "object", "computed", "reused"];
 
-// The class that gives a place its color.
-function tone(place) {
-  return TONES.includes(place) ? place : "other";
+// The class that gives a tier its color.
+function tone(tier) {
+  return TONES.includes(tier) ? tier : "other";
 }

@@ -106,10 +106,11 @@ function show() {
   } else {
     showTiles(totals);
     showMemory(memory);
+    showBefore(totals);
     showNow(server, totals);
     showTransfers(memory.tiers, transfers, speeds(seen.totals.at(-1), seen.totals[0]));
     showCharts(history.names, memory.tiers.map((tier) => tier.name), server.now_s);
-    showPlaces(memory);
+    showOrigins(memory);
     showRequests(open, seen.ended.filter((one) => !open.some((other) => other.id === one.id)), server.now_s, view.all);
   }
   document.title = wanted ? `Request ${wanted.slice(0, 12)} · Stowage` : `${server.model} · Stowage`;
@@ -125,9 +126,9 @@ function turned(wanted) {
   if (wanted) scrollTo(0, 0);
 }
 
-function showPlaces(memory) {
-  const places = ["device", ...(memory.host ? ["host"] : []), ...memory.tiers.map((tier) => tier.name), "computed"];
-  list(byId("places"), places, (place) => place, (place) => make("span.key." + tone(place), {}, place), () => {});
+function showOrigins(memory) {
+  const origins = ["device", ...(memory.host ? ["host"] : []), ...memory.tiers.map((tier) => tier.name), "computed"];
+  list(byId("origins"), origins, (tier) => tier, (tier) => make("span.key." + tone(tier), {}, tier), () => {});
 }
 
 function showCharts(names, tiers, now_s) {
@@ -162,6 +163,15 @@ for (const button of document.querySelectorAll("[data-span]")) {
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   byId("main").focus();
+});
+byId("price").value = storedPrice();
+byId("price").addEventListener("input", () => {
+  try {
+    localStorage.setItem("stowage.price", byId("price").value);
+  } catch {
+    return; // a browser that keeps nothing
+  }
+  show();
 });
 addEventListener("hashchange", show);
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : view.paused || ask()));

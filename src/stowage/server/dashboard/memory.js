@@ -1,11 +1,11 @@
-// What was gained, where every byte lies, and what moves between the places.
+// What was gained, where every byte lies, and what moves between the tiers.
 
 function showTiles(totals) {
   const prompts = totals.tokens_reused + totals.prompt_tokens_computed;
   const waited = totals.tiers_waited_s >= 0.0005 ? `less ${seconds(totals.tiers_waited_s)} of waiting for tiers` : "nothing waited for tiers";
   const tiles = [
     ["tokens_reused", "Tokens not recomputed", count(totals.tokens_reused), `of ${count(prompts)} prompt tokens`, totals.tokens_reused ? "good" : ""],
-    ["seconds_saved", "Compute time saved", seconds(totals.seconds_saved), waited, ""],
+    ["seconds_saved", "Compute time saved", seconds(totals.seconds_saved), [waited, moneyOf(totals)].filter(Boolean).join("; "), ""],
     ["hit_rate", "Hit rate", percent(totals.hit_rate), `${plural(totals.requests, "request")}, ${count(totals.answer_tokens)} answer tokens`, ""],
     [
       "corrupt_chunks", "Corrupt chunks", count(totals.corrupt_chunks),
@@ -23,58 +23,147 @@ function showTiles(totals) {
   );
 }
 
-function holdsOf(memory) {
-  const { device, host, tiers } = memory;
-  const groups = device.groups.map(deviceRow);
-  const total = device.weights_bytes + device.groups.reduce((sum, group) => sum + group.bytes, 0);
-  const weights = { key: "weights", name: "Weights", parts: [{ share: 1, tone: "device" }], text: size(device.weights_bytes), value: device.weights_bytes };
-  const holds = [{ key: "device", title: "Device", size: size(total), rows: [weights, ...groups] }];
-  if (host) holds.push({ key: "host", title: "Host", size: size(host.bytes), rows: host.slabs.map(hostRow) });
-  return holds.concat(tiers.map(tierHold));
+// What an hour of this machine costs, as whoever looks has said; kept by the browser.
+function hourlyPrice() {
+  const price = Number(storedPrice());
+  return price > 0 && price < 1e6 ? price : 0;
 }
 
-function deviceRow(group) {
-  const parts = [{ share: group.used / group.blocks, tone: "device" }, { share: group.cached / group.blocks, tone: "device", faint: true }];
-  const text = `${whole(group.used)} in use, ${whole(group.cached)} kept, of ${plural(group.blocks, "block")}`;
-  return {
-    key: "group" + group.group, name: "KV, " + KINDS[group.kind], parts, text, value: group.used,
-    about: `${plural(group.layers, "layer")}, ${size(group.bytes)}, ${group.block_tokens} tokens per block`,
-  };
+function storedPrice() {
+  try {
+    return localStorage.getItem("stowage.price") || "";
+  } catch {
+    return ""; // a browser that keeps nothing
+  }
 }
 
-function hostRow(slab) {
-  const kinds = slab.kinds.map((kind) => KINDS[kind]).join(" and ");
-  const text = `${size(slab.bytes_used)} of ${size(slab.bytes)}`;
-  const name = kinds[0].toUpperCase() + kinds.slice(1);
-  return { key: "slab" + slab.slab, name, parts: [{ share: slab.bytes_used / slab.bytes, tone: "host" }], text, value: slab.bytes_used };
+function moneyOf(totals) {
+  const price = hourlyPrice();
+  return price ? `worth ${money((totals.seconds_saved / 3600) * price)}` : "";
+}
+
+// Every memory as one bar: {key, title, bytes, parts: [{name, bytes, tone, faint, about}], rows: [{key, name, text}]}.
+// What no part has is free.
+function memoriesOf({ device, host, tiers }) {
+  return [deviceMemory(device), ...(host ? [hostMemory(host)] : []), ...tiers.map(tierMemory)];
+}
+
+function sumOf(items, name) {
+  return items.reduce((sum, item) => sum + item[name], 0);
+}
+
+function deviceMemory(device) {
+  const { groups, weights_bytes } = device;
+  const parts = [
+    { name: "weights", bytes: weights_bytes, tone: "weights", about: "what the model computes with" },
+    { name: "KV in use", bytes: sumOf(groups, "used_bytes"), tone: "device", about: "of requests that are being computed" },
+    { name: "KV kept", bytes: sumOf(groups, "cached_bytes"), tone: "device", faint: true, about: "of earlier prompts, reused at once" },
+  ];
+  const rows = groups.map((group) => ({
+    key: "group" + group.group, name: "KV, " + KINDS[group.kind], value: group.used_bytes,
+    text: `${size(group.used_bytes)} in use, ${size(group.cached_bytes)} kept, of ${size(group.bytes)}`,
+    about: `${plural(group.layers, "layer")}; ${plural(group.blocks, "block")} of ${group.block_tokens} tokens`,
+  }));
+  return { key: "device", title: "Device", bytes: weights_bytes + sumOf(groups, "bytes"), parts, rows };
+}
+
+function hostMemory(host) {
+  const chunks = { name: "chunks", bytes: sumOf(host.slabs, "bytes_used"), tone: "host", about: "of earlier prompts" };
+  const weights = { name: "weights", bytes: host.weights_bytes, tone: "weights", about: "on their way to the device for every step" };
+  const rows = host.slabs.map((slab) => ({
+    key: "slab" + slab.slab, name: capital(slab.kinds.map((kind) => KINDS[kind]).join(" and ")), value: slab.bytes_used,
+    text: `${size(slab.bytes_used)} of ${size(slab.bytes)}`,
+  }));
+  return { key: "host", title: "Host", bytes: host.weights_bytes + host.bytes, parts: host.weights_bytes ? [weights, chunks] : [chunks], rows };
 }
 
 const BREAKERS = { open: ["left alone for a while", "bad"], "half-open": ["being tried again", "warn"] };
 
-function tierHold(tier) {
+function tierMemory(tier) {
   const bounded = tier.bytes_limit > 0 && tier.bytes_used != null;
-  const parts = bounded ? [{ share: tier.bytes_used / tier.bytes_limit, tone: tier.name }] : [];
-  const text = bounded ? `${size(tier.bytes_used)} of ${size(tier.bytes_limit)}` : "no limit of ours";
-  const name = tier.chunks == null ? "Chunks" : plural(tier.chunks, tier.shared ? "known chunk" : "chunk");
+  const filled = tier.bytes_filled ?? tier.bytes_used;
+  const parts = [{ name: "chunks", bytes: filled, tone: tier.name, about: "of earlier prompts" }];
+  if (filled < tier.bytes_used) {
+    parts.push({ name: "set aside", bytes: tier.bytes_used - filled, tone: tier.name, faint: true, about: "files that the next chunks are written to" });
+  }
+  const count = tier.chunks == null ? "" : plural(tier.chunks, tier.shared ? "known chunk" : "chunk");
   return {
-    key: "tier " + tier.name, title: tier.name[0].toUpperCase() + tier.name.slice(1), size: bounded ? size(tier.bytes_limit) : "",
+    key: "tier " + tier.name, title: capital(tier.name), bytes: bounded ? tier.bytes_limit : 0,
     badges: [tier.shared ? ["shared", ""] : null, BREAKERS[tier.breaker] || null].filter(Boolean),
-    rows: [{ key: "chunks", name, parts, text, value: bounded ? tier.bytes_used : tier.chunks }],
+    parts: bounded ? parts : [],
+    rows: [{ key: "chunks", name: "Holds", text: [count, bounded ? "" : "no limit of ours"].filter(Boolean).join(", ") || NONE, value: tier.chunks }],
   };
 }
 
+// All bars are to one scale. A tier that is far larger than the memory of the machine is drawn shorter, and says so.
+const LONGEST = 8;
+
+function scaleOf(memories) {
+  const inMemory = Math.max(...memories.filter(({ key }) => key === "device" || key === "host").map(({ bytes }) => bytes));
+  return Math.min(Math.max(...memories.map(({ bytes }) => bytes)), LONGEST * inMemory);
+}
+
 function showMemory(memory) {
+  const memories = memoriesOf(memory);
+  const scale = scaleOf(memories);
   list(
-    byId("memory"), holdsOf(memory), (hold) => hold.key,
-    () => make("div.hold", {}, make("div.hold-head", {}, make("h3"), make("span"), make("span.size")), make("div")),
-    (node, hold) => {
-      const [title, badges, room] = node.firstElementChild.children;
-      say(title, hold.title);
-      say(room, hold.size);
-      list(badges, hold.badges || [], ([text]) => text, ([text]) => make("span.badge", {}, text), (badge, [, mood]) => mark(badge, "data-tone", mood));
-      list(node.children[1], hold.rows, (row) => row.key, makeRow, (row, what) => updateRow(row, what, hold));
+    byId("memory"), memories, (one) => one.key,
+    () => make("div.memory", {}, make("div.memory-head", {}, make("h3"), make("span"), make("span.size")), make("div.bar"), make("p.legend"), make("div")),
+    (node, one) => {
+      const [head, bar, legend, rows] = node.children;
+      const [title, badges, room] = head.children;
+      const cut = one.bytes > scale;
+      say(title, one.title);
+      say(room, one.bytes ? size(one.bytes) + (cut ? `, drawn ${Math.round(one.bytes / scale)} times too short` : "") : "");
+      list(badges, one.badges || [], ([text]) => text, ([text]) => make("span.badge", {}, text), (badge, [, mood]) => mark(badge, "data-tone", mood));
+      bar.hidden = legend.hidden = !one.bytes;
+      const free = Math.max(0, one.bytes - sumOf(one.parts, "bytes"));
+      const said = [...one.parts, { name: "free", bytes: free, tone: "free", about: "within the limit" }];
+      bar.style.width = (100 * Math.min(1, Math.max(0.01, one.bytes / scale))).toFixed(3) + "%";
+      mark(bar, "class", cut ? "bar big cut" : "bar big");
+      fill(bar, one.parts.map((part) => ({ ...part, share: part.bytes / one.bytes })), `${one.title}: ${said.map(({ name, bytes }) => `${name} ${size(bytes)}`).join(", ")}`);
+      list(legend, said, ({ name }) => name, makePart, (part, what) => tell(part.lastElementChild, size(what.bytes), what.bytes));
+      list(rows, one.rows.length > 1 || !one.bytes || one.key.startsWith("tier") ? one.rows : [], (row) => row.key, makeDetail, updateDetail);
     },
   );
+}
+
+function makePart({ name, tone: look, faint, about }) {
+  const key = look === "free" ? "key.key-free" : "key." + tone(look) + (faint ? ".key-cached" : "");
+  return make("span." + key, { title: about }, make("span", {}, name + " "), make("b"));
+}
+
+function makeDetail() {
+  return make("div.detail-row", {}, make("span.name.clip"), make("span.say"));
+}
+
+function updateDetail(node, row) {
+  const [name, text] = node.children;
+  say(name, row.name);
+  mark(name, "title", row.about || row.name);
+  tell(text, row.text, row.value);
+}
+
+// How long people wait for an answer to begin, and would wait if every prompt were computed whole.
+function showBefore(totals) {
+  const parent = byId("before");
+  if (!totals.first_tokens) {
+    list(parent, ["none"], (one) => one, () => make("p.empty", {}, "No answer has begun yet."), () => {});
+    return;
+  }
+  const now = totals.first_token_s / totals.first_tokens;
+  const before = (totals.first_token_s + totals.seconds_saved) / totals.first_tokens;
+  const rows = [
+    { name: "Without reuse", tone: "computed", s: before }, { name: "With reuse", tone: "reused", s: now },
+  ].map((one) => ({ ...one, parts: [{ share: one.s / before, tone: one.tone }], text: seconds(one.s), value: one.s }));
+  list(parent, ["rows", "notes"], (part) => part, (part) => make(part === "rows" ? "div" : "p.dim.small"), () => {});
+  list(parent.firstElementChild, rows, (row) => row.name, makeBrief, (node, row) => updateRow(node, row, { title: "Mean time to first token" }));
+  const times = before / now;
+  say(parent.children[1], `Mean of ${plural(totals.first_tokens, "answer")}${times > 1.05 ? `, ${times.toFixed(times < 10 ? 1 : 0)} times as quick` : ""}. Without reuse: plus the time that computing the reused tokens takes here.`);
+}
+
+function makeBrief() {
+  return make("div.row.brief", { role: "listitem" }, ...makeRow().children);
 }
 
 function makeRow() {
@@ -94,7 +183,7 @@ function showNow(server, totals) {
   const rows = [{ ...open, text: `${whole(server.choices_open)} of ${whole(server.choices_limit)}`, value: server.choices_open }];
   const parent = byId("now");
   list(parent, ["rows", "notes"], (part) => part, (part) => make(part === "rows" ? "div" : "ul.notes", { role: "list" }), () => {});
-  list(parent.firstElementChild, rows, (row) => row.name, () => make("div.row.brief", { role: "listitem" }, ...makeRow().children), (node, row) => updateRow(node, row, { title: "Now" }));
+  list(parent.firstElementChild, rows, (row) => row.name, makeBrief, (node, row) => updateRow(node, row, { title: "Now" }));
   const notes = [
     `${whole(server.max_num_seqs)} are computed at a time; a sequence may have ${whole(server.max_model_len)} tokens`,
     totals.prefill_tokens_per_s ? `Prompts are computed at ${rate(totals.prefill_tokens_per_s, "tokens/s")}` : "",
@@ -130,9 +219,8 @@ function showTransfers(tiers, transfers, moved) {
     const [, loads, stores, reads, writes] = row.children;
     tell(loads, count(tier.loads_under_way), tier.loads_under_way);
     tell(stores, count(tier.stores_under_way), tier.stores_under_way);
-    tell(reads, speed.read ? rate(speed.read, "B") : size(tier.read_bytes), tier.read_bytes);
-    tell(writes, speed.write ? rate(speed.write, "B") : size(tier.write_bytes), tier.write_bytes);
-    mark(row, "title", `${tier.name}: ${size(tier.read_bytes)} read and ${size(tier.write_bytes)} written since the start`);
+    tellMoved(reads, tier.read_bytes, speed.read);
+    tellMoved(writes, tier.write_bytes, speed.write);
   });
   const notes = [
     `${plural(transfers.transfers_under_way, "transfer")} under way; ${plural(transfers.spills_waiting, "chunk")} to be written`,
@@ -143,12 +231,20 @@ function showTransfers(tiers, transfers, moved) {
   list(parent.children[1], notes.filter(Boolean), (note) => notes.indexOf(note), () => make("li"), say);
 }
 
+// Bytes since the start, and below them the speed of now.
+function tellMoved(cell, bytes, speed) {
+  const [total, now] = cell.children;
+  tell(total, size(bytes), bytes);
+  say(now, speed ? rate(speed, "B") : "");
+}
+
 function tableOfTransfers() {
-  const heads = ["Tier", "Loads", "Stores", "Read", "Written"].map((text, n) => make(n ? "th.num" : "th", { scope: "col" }, text));
+  const heads = ["Tier", "Loads now", "Stores now", "Read in all", "Written in all"].map((text, n) => make(n ? "th.num" : "th", { scope: "col" }, text));
   return make("table", {}, make("thead", {}, make("tr", {}, ...heads)), make("tbody"));
 }
 
 function rowOfTransfers(tier) {
   const name = make("span.key." + tone(tier.name), {}, tier.name);
-  return make("tr", {}, make("th", { scope: "row" }, name), ...Array.from({ length: 4 }, () => make("td.num")));
+  const moved = () => make("td.num", {}, make("span"), make("span.speed"));
+  return make("tr", {}, make("th", { scope: "row" }, name), make("td.num"), make("td.num"), moved(), moved());
 }

@@ -5,16 +5,16 @@ const STATES = {
 };
 const FIRST_SHOWN = 12;
 
-// Where the tokens of a prompt came from: [place, tokens], fastest first; what was computed is the last.
+// Where the tokens of a prompt came from: [tier, tokens], fastest first; what was computed is the last.
 function origins(request) {
-  const places = Object.entries(request.reused_tokens).filter(([, tokens]) => tokens > 0);
-  return request.computed_tokens > 0 ? [...places, ["computed", request.computed_tokens]] : places;
+  const tiers = Object.entries(request.reused_tokens).filter(([, tokens]) => tokens > 0);
+  return request.computed_tokens > 0 ? [...tiers, ["computed", request.computed_tokens]] : tiers;
 }
 
 function barOf(request) {
   const parts = origins(request);
-  const words = parts.map(([place, tokens]) => `${place} ${whole(tokens)}`).join(" · ");
-  return { parts: parts.map(([place, tokens]) => ({ share: tokens / request.prompt_tokens, tone: place })), words: words || "not known yet" };
+  const words = parts.map(([tier, tokens]) => `${tier} ${whole(tokens)}`).join(" · ");
+  return { parts: parts.map(([tier, tokens]) => ({ share: tokens / request.prompt_tokens, tone: tier })), words: words || "not known yet" };
 }
 
 function stateOf(request) {
@@ -102,7 +102,7 @@ function showRequest(request, now_s, started_at) {
   say(part("when"), `${clock(started_at + request.arrived_s)}, ${ago(Math.max(0, now_s - request.arrived_s))}`);
   fill(part("bar"), parts, words);
   const reused = Object.values(request.reused_tokens).reduce((sum, tokens) => sum + tokens, 0);
-  list(part("places"), origins(request), ([place]) => place, rowOfPlace, (row, [, tokens]) => {
+  list(part("origins"), origins(request), ([tier]) => tier, rowOfOrigin, (row, [, tokens]) => {
     tell(row.children[1], whole(tokens), tokens);
     say(row.children[2], percent(tokens / request.prompt_tokens));
   });
@@ -143,13 +143,13 @@ function pageOfRequest(request) {
     "div.about-request", {}, make("h1", { tabindex: "-1" }, "Request ", make("span.id", {}, request.id)),
     make("span.state", { "data-part": "state" }), make("span.dim", { "data-part": "when" }),
   );
-  const columns = ["Place", "Tokens", "Share"].map((text, n) => make(n ? "th.num" : "th", { scope: "col" }, text));
-  const places = make("table", {}, make("thead", {}, make("tr", {}, ...columns)), make("tbody", { "data-part": "places" }));
+  const columns = ["From", "Tokens", "Share"].map((text, n) => make(n ? "th.num" : "th", { scope: "col" }, text));
+  const table = make("table", {}, make("thead", {}, make("tr", {}, ...columns)), make("tbody", { "data-part": "origins" }));
   const section = (title, ...parts) => make("section.card", {}, make("div.card-head", {}, make("h2", {}, title)), ...parts);
   return make(
     "div", {}, make("a.back", { href: "#/" }, "← All requests"), head,
     make("div.columns", {},
-      section("Where its prompt came from", make("div.bar.big", { "data-part": "bar" }), places),
+      section("Where its prompt came from", make("div.bar.big", { "data-part": "bar" }), table),
       section("Timeline", make("div", { "data-part": "times" }))),
     section("Facts", make("dl.facts", { "data-part": "facts" })),
   );
@@ -162,8 +162,8 @@ function pageOfNone() {
   );
 }
 
-function rowOfPlace([place]) {
-  return make("tr", {}, make("th", { scope: "row" }, make("span.key." + tone(place), {}, place)), make("td.num"), make("td.num"));
+function rowOfOrigin([tier]) {
+  return make("tr", {}, make("th", { scope: "row" }, make("span.key." + tone(tier), {}, tier)), make("td.num"), make("td.num"));
 }
 
 function rowOfStretch([name, look]) {

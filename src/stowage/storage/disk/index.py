@@ -101,6 +101,7 @@ class Index:
         self._lock = threading.Lock()
         self._rows = make_rows(_FIELDS.itemsize)
         self._extents_of: dict[int, list[int]] = {}
+        self._ends: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -135,6 +136,8 @@ class Index:
                     keys, fields = keys[found == copied_from], fields[found == copied_from]
                 if len(keys):
                     self._rows.insert(segment, self._extents_of.setdefault(segment, []), keys, fields)
+                    end = int((fields["page"] * np.int64(PAGE_BYTES) + fields["length"]).max())
+                    self._ends[segment] = max(end, self._ends.get(segment, 0))
 
     def mark_hits(self, keys: list[bytes]) -> None:
         """These chunks were read and verified: they are worth keeping when their segment goes."""
@@ -156,6 +159,12 @@ class Index:
             fields += more_fields
             begin += len(some)
         return keys, _found(np.full(len(keys), segment, np.int64), np.frombuffer(fields, _FIELDS))
+
+    @property
+    def filled_bytes(self) -> int:
+        """Of all segments, up to the end of the last chunk of each; what is behind it is set aside for chunks to come."""
+        with self._lock:
+            return sum(self._ends.values())
 
     def segments(self) -> set[int]:
         """The segments that have rows."""
@@ -186,6 +195,7 @@ class Index:
                 del extents[len(extents) - len(some) :]
                 if not extents:
                     self._extents_of.pop(segment, None)
+                    self._ends.pop(segment, None)
                     return lost
 
     def check(self) -> None:

@@ -176,6 +176,7 @@ class DiskTier:
         """Counters since opening (chunks, unless their name says otherwise) and gauges."""
         return {
             "bytes_used": self._catalog.bytes_used,
+            "bytes_filled": min(self._index.filled_bytes, self._catalog.bytes_used),
             "bytes_limit": self._limit_bytes,
             "segment_bytes": self._segment_bytes,
             "segments": len(self._catalog),
