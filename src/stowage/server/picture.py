@@ -20,8 +20,8 @@ TRANSFER_NUMBERS: Final = (
 Stats = Mapping[str, Any]
 _USED: Final = "used."
 TIER_NUMBERS: Final = (
-    "bytes_used bytes_filled bytes_limit chunks loads_under_way stores_under_way reads read_bytes writes write_bytes corrupt "
-    "read_errors write_errors timed_out"
+    "bytes_used bytes_filled bytes_limit chunks loads_under_way stores_under_way reads read_bytes writes write_bytes "
+    "corrupt read_errors write_errors timed_out"
 ).split()
 
 

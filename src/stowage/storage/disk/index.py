@@ -162,7 +162,7 @@ class Index:
 
     @property
     def filled_bytes(self) -> int:
-        """Of all segments, up to the end of the last chunk of each; what is behind it is set aside for chunks to come."""
+        """Of all segments, up to the end of the last chunk of each; what is behind it is set aside."""
         with self._lock:
             return sum(self._ends.values())
 
