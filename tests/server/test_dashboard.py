@@ -28,6 +28,7 @@ from stowage.server.engines import Engines
 from stowage.server.front import STATE, Visit
 from stowage.server.journal import KEPT_MAX, SHOWN_MAX, Journal
 from stowage.server.limits import Limits
+from stowage.server.served import Served
 from stowage.server.watch import EVERY_S, KEPT_S, History, Watch
 from tests.engine.conftest import random_prompt
 from tests.nursery import wait_until
@@ -382,7 +383,7 @@ def test_the_journal_is_bounded() -> None:
 @pytest.fixture
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bridge, Engine]]:
     monkeypatch.setattr("stowage.server.watch._PATIENCE_S", 0.05)
-    bridge = Bridge(Engines(lambda: engine), "tiny", Limits())
+    bridge = Bridge(Engines(lambda: engine), Served("tiny"), Limits())
     yield bridge, engine
     bridge.close()
 

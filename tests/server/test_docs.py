@@ -28,11 +28,13 @@ def examples(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "tokens of the prompt were not computed again"), (1, "a ship of")], ids=["reuse", "schema"]
+    ("number", "said"),
+    [(0, "tokens of the prompt were not computed again"), (1, "call weather for"), (2, "a ship of")],
+    ids=["reuse", "tools", "schema"],
 )
 def test_the_python_examples(number: int, said: str, server: Server, tmp_path: Path) -> None:
     program = examples("python")[number]
-    assert WRITTEN in program and len(examples("python")) == 2
+    assert WRITTEN in program and len(examples("python")) == 3
     (tmp_path / "example.py").write_text(program.replace(WRITTEN, server.url))
     done = subprocess.run([sys.executable, str(tmp_path / "example.py")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -60,7 +62,7 @@ def test_every_flag_with_its_default(name: str) -> None:
 def test_every_status_that_the_code_can_give() -> None:
     source = Path(refusal.__file__).parent
     given = {
-        int(status) for path in source.glob("*.py") for status in re.findall(r"ApiError\(\s*(\d{3})", path.read_text())
+        int(status) for path in source.rglob("*.py") for status in re.findall(r"ApiError\(\s*(\d{3})", path.read_text())
     }
     listed = {int(status) for status in re.findall(r"^\| (\d{3}) \|", SERVING, re.MULTILINE)}
     assert given - listed == set()

@@ -23,6 +23,7 @@ from stowage.server.auth import ApiKeys
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.serve import run
+from stowage.server.served import Served
 from tests.nursery import wait_until
 
 TEXT = "/v1/completions"
@@ -39,7 +40,7 @@ class Here:
         self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         ready = threading.Event()
-        serving = run(engines, "tiny", place, Limits(shutdown_timeout_s=1), ApiKeys([]), self._stop, ready.set)
+        serving = run(engines, Served("tiny"), place, Limits(shutdown_timeout_s=1), ApiKeys([]), self._stop, ready.set)
         self.found: bool | None = None
 
         def work() -> None:
@@ -129,7 +130,7 @@ def test_a_bug_of_one_request(here: Here, engine: Engine, monkeypatch: pytest.Mo
 
 
 def test_a_bug_in_the_middle_of_a_stream(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stowage.server.answers import TextAnswer
+    from stowage.server.apis.completions import TextAnswer
 
     real, calls = TextAnswer._grown, []
 

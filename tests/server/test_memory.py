@@ -19,6 +19,7 @@ from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.memory import SMALL_BYTES, RequestMemory, Reservation, bytes_to_read
 from stowage.server.refusal import ApiError
+from stowage.server.served import Served
 from stowage.server.turns import Turns
 from tests.nursery import wait_until
 from tests.server.wire import connected, request
@@ -185,7 +186,7 @@ def test_processor_time_of_a_client() -> None:
 def test_an_answer_that_nobody_takes_ends_and_others_go_on(engine) -> None:
     """The one that holds most: a client that asks for many log-probabilities, and reads nothing."""
     limits = Limits(max_body_size=1024, request_memory="1MiB")
-    bridge = Bridge(Engines(lambda: engine), "tiny", limits)
+    bridge = Bridge(Engines(lambda: engine), Served("tiny"), limits)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
     async def ask() -> None:

@@ -16,8 +16,8 @@ from stowage.config.settings import SERVER_GROUP, Settings
 from stowage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stowage.engine.engine import Engine
     from stowage.server.auth import ApiKeys
+    from stowage.server.engines import Engines
     from stowage.server.listen import ListenAddress
 
 FAILED = 70
@@ -47,6 +47,7 @@ def serve(
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
     from stowage.server.limits import Limits
+    from stowage.server.served import Served, origins
 
     limits = Limits(**{item.name: settings[item.name] for item in fields(Limits)})
     path = settings["api_key_file"]
@@ -58,12 +59,15 @@ def serve(
             "it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or --host 127.0.0.1. --insecure serves everybody."
         )
     name = settings["served_model_name"] or _name_of(model)
+    parsers = settings["tool_call_parser"], settings["reasoning_parser"]
+    served = Served(name, *parsers, origins(settings["allowed_origins"]))
     adapters = _named(adapter or [], name)
     from stowage.server.engines import Engines
     from stowage.server.serve import serve as run
 
     with Engines(partial(open_engine, model, settings, adapters, chat_template), limits.max_reopens) as engines:
-        if not run(engines, name, address, limits, keys, lambda: _tell(engines.engine, name, address, keys, json=json)):
+        ready = partial(_tell, engines, name, address, keys, json=json)
+        if not run(engines, served, address, limits, keys, ready):
             complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
             raise typer.Exit(FAILED)
         note("Stopping: writing what is held to the tiers below ..." if settings["disk"] else "Stopping.")
@@ -88,10 +92,11 @@ def _name_of(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _tell(engine: "Engine | None", name: str, address: "ListenAddress", keys: "ApiKeys", *, json: bool) -> None:
+def _tell(engines: "Engines", name: str, address: "ListenAddress", keys: "ApiKeys", *, json: bool) -> None:
     """Says what is served, where, and what lies in which hold."""
     from stowage.engine.placement_report import placement
 
+    engine = engines.engine
     assert engine is not None, "the first one"
     lines = placement(engine)
     if json:

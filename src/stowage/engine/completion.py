@@ -90,4 +90,5 @@ def complete(sequence: Sequence, reason: str) -> Completion:
         prompt_logprobs=sequence.prompt_logprobs or None,
         preemptions=sequence.preemptions,
         exact=sequence.exact,
+        stop_text=sequence.text.stop_text,
     )

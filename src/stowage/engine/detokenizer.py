@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from stowage.engine.sampling_params import SamplingParams
+
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
 
@@ -21,12 +23,21 @@ class Detokenizer:
         tokenizer: a Transformers tokenizer, or ``None``: then there is no text, and stop strings never match.
         prompt: the prompt's tokens; the last few give the first piece its context (leading spaces depend on it).
         min_tokens: a stop string that is whole with so many tokens does not count.
+        ends: None: special tokens are left out of the text; else only these are.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        ends: frozenset[int] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = [_Stop(text) for text in stop]
-        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._skips = ends is None
+        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ())) if ends is None else ends
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._begin = 0
         self._read = len(self._tokens)
@@ -35,6 +46,8 @@ class Detokenizer:
         self._unstoppable = min_tokens
         """Tokens that are still to come before a stop string counts; below zero: it does."""
         self.stopped = False
+        self.stop_text: str | None = None
+        """The stop string that ended the text."""
 
     @property
     def text(self) -> str:
@@ -46,7 +59,7 @@ class Detokenizer:
         if self._tokenizer is None or self.stopped:
             return ""
         self._unstoppable -= 1
-        if token in self._silent and not self._decode([token]):
+        if token in self._silent and not (self._skips and self._decode([token])):
             return ""  # left out of every text: any number of them costs nothing
         self._tokens.append(token)
         before = self._decode(self._tokens[self._begin : self._read])
@@ -66,7 +79,7 @@ class Detokenizer:
         return self._give(len(self._text))
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
         return text
 
     def _add(self, piece: str) -> None:
@@ -77,15 +90,23 @@ class Detokenizer:
             for stop in self._stops:
                 stop.pass_over(piece)
             return
-        begins = [begin + end - len(stop.text) for stop in self._stops if (end := stop.feed(piece)) is not None]
+        ended = [(stop.text, end) for stop in self._stops if (end := stop.feed(piece)) is not None]
+        begins = [(begin + end - len(text), text) for text, end in ended]
         if begins:
-            self._text = self._text[: min(begins)]
+            at, self.stop_text = min(begins)
+            self._text = self._text[:at]
             self.stopped = True
 
     def _give(self, end: int) -> str:
         piece = self._text[self._given : end]
         self._given = max(self._given, end)
         return piece
+
+
+def detokenizer(tokenizer: Any, prompt: Sequence[int], params: SamplingParams, eos: frozenset[int]) -> Detokenizer:
+    """The text of a request's answer; ``eos``: tokens that end one."""
+    ends = None if params.skip_special_tokens else eos.union(params.stop_token_ids)
+    return Detokenizer(tokenizer, prompt, params.stop, params.min_tokens, ends)
 
 
 class _Stop:

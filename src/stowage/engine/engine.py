@@ -28,7 +28,7 @@ from stowage.engine.adapters import chosen, install, memory_beside, namespace_wi
 from stowage.engine.assembly import Parts, assemble
 from stowage.engine.border import check_request, checked_engine, listed_prompts
 from stowage.engine.completion import namespace_of, progress_of
-from stowage.engine.detokenizer import Detokenizer
+from stowage.engine.detokenizer import detokenizer
 from stowage.engine.grammar import Grammars
 from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import left, weights_budget
@@ -257,7 +257,7 @@ class Engine:
             adapter=adapter,
             tables=[BlockTable() for _ in self.parts.pools],
             sampler=Sampler(params, tokens, self._eos, grammar),
-            text=Detokenizer(self.tokenizer, tokens, params.stop, params.min_tokens),
+            text=detokenizer(self.tokenizer, tokens, params, self._eos),
             prompt_tokens=len(tokens),
             own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),
             new_tokens_max=min(params.max_new_tokens, room),

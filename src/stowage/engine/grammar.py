@@ -12,19 +12,23 @@ import re
 import threading
 from collections.abc import Callable
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stowage.engine.sampling_params import StructuredOutputs
+from stowage.engine.endless_schema import endless
+from stowage.engine.sampling_params import StructuredOutputs, Thinking
 from stowage.errors import RequestError
 
 __all__ = ["GrammarState", "Grammars"]
 
 KEPT: Final = 64
 """Compiled grammars that are remembered: requests of one kind have the same."""
+SOUND_KEPT: Final = 4096
+"""Schemas that are remembered as usable, by digest."""
 _WHITESPACE: Final = r"[ \n]{0,20}"
 """Between the tokens of JSON: a small model that may write any number of spaces does."""
 _LIMITS: Final = {
@@ -38,34 +42,47 @@ _SHOWN_CHARACTERS: Final = 300
 
 
 class GrammarState:
-    """Where one answer stands in its grammar."""
+    """Where one answer stands in its grammar; while the model thinks, nowhere."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, thinking: Thinking | None = None) -> None:
         self._matcher = matcher
+        self._thinking = thinking
+        self._thinks = thinking is not None and thinking.begun
+        self._may_think = thinking is not None and not thinking.begun
 
     def mask(self, logits: Tensor) -> None:
         """Set the logits ``[vocab]`` of tokens that may not come next to minus infinity. Raises RequestError when the
         grammar is too much work.
         """
+        if self._thinks:
+            return
+        thought = logits[self._thinking.begin].clone() if self._thinking is not None and self._may_think else None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(np.bool_)
         logits[: len(allowed)].masked_fill_(torch.from_numpy(~allowed), -torch.inf)
         logits[len(allowed) :] = -torch.inf
+        if self._thinking is not None and thought is not None:
+            logits[self._thinking.begin] = thought
 
     def drawn(self, token: int) -> None:
         """``token`` was drawn. Raises RequestError as ``mask``."""
+        thinking = self._thinking
+        if self._thinks or (self._may_think and thinking is not None and token == thinking.begin):
+            self._thinks, self._may_think = thinking is not None and token != thinking.end, False
+            return
+        self._may_think = False
         self._matcher.consume_token(token)
         self._check()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing may follow."""
-        return bool(self._matcher.is_stopped())
+        return not self._thinks and bool(self._matcher.is_stopped())
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            what = str(self._matcher.get_error())[:_SHOWN_CHARACTERS]
+            what = _reason(self._matcher.get_error())
             raise RequestError(f"this structured output cannot go on ({what}): give a simpler schema or grammar.")
 
 
@@ -76,6 +93,7 @@ class Grammars:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, eos
         self._lock = threading.Lock()
         self._ours: Any = None
+        self._sound: set[bytes] = set()
         self._compiled = lru_cache(KEPT)(self._compile)
 
     def begin(self, wanted: StructuredOutputs) -> GrammarState:
@@ -85,7 +103,34 @@ class Grammars:
         installed.
         """
         with self._lock:
-            return GrammarState(self._compiled(wanted).deep_copy())
+            return GrammarState(self._compiled(wanted).deep_copy(), wanted.thinking)
+
+    def check(self, schema: str) -> None:
+        """Whether a JSON schema can be used as a part of a larger grammar. Raises RequestError as ``begin``."""
+        digest = blake2b(schema.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            if digest not in self._sound:
+                self._compile(StructuredOutputs(json=schema))
+                if len(self._sound) >= SOUND_KEPT:
+                    self._sound.clear()
+                self._sound.add(digest)
+
+    def literal(self, text: str) -> str:
+        """``text`` in a grammar of Lark's notation, where special tokens of this tokenizer stand by their ids. Raises
+        RequestError as ``begin``.
+        """
+        with self._lock:
+            self._library()
+            added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        special = {token.content: at for at, token in added.items() if self._ours.is_special_token(at)}
+        if not special:
+            return json.dumps(text, ensure_ascii=False)
+        pieces = re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", text)
+        return " ".join(
+            f"<[{special[piece]}]>" if piece in special else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         matcher_of, limits = self._library()
@@ -93,9 +138,14 @@ class Grammars:
             grammar = _GRAMMARS[wanted.kind](matcher_of, wanted.text)
             if error := matcher_of.validate_grammar(grammar, self._ours, limits=limits):
                 raise ValueError(error)
-            return matcher_of(self._ours, grammar, limits=limits)
+            compiled = matcher_of(self._ours, grammar, limits=limits)
+            trial = compiled.deep_copy()
+            trial.compute_bitmask()  # some that never end are found out only here
+            if trial.is_error():
+                raise ValueError(trial.get_error())
+            return compiled
         except (ValueError, TypeError, RecursionError) as error:
-            what = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
+            what = _reason(error)
             raise RequestError(f"structured_outputs.{wanted.kind} cannot be used: {what}.") from error
 
     def _library(self) -> tuple[Any, Any]:
@@ -117,12 +167,23 @@ class Grammars:
         return llguidance.LLMatcher, llguidance.LLParserLimits(**_LIMITS)
 
 
+def _reason(error: object) -> str:
+    """What `llguidance` says, without the state that it shows."""
+    return " ".join(str(error).partition("<state>")[0].split())[:_SHOWN_CHARACTERS]
+
+
 def _choices(matcher_of: Any, text: str) -> Any:
     listed = "|".join(re.escape(choice) for choice in json.loads(text))
     return matcher_of.grammar_from_regex(f"({listed})")
 
 
 def _of_schema(matcher_of: Any, text: str) -> Any:
+    try:
+        reference = endless(json.loads(text))
+    except ValueError:
+        reference = ""  # no JSON: what compiles it says so
+    if reference:
+        raise ValueError(f"no JSON that ends is of this schema: {reference!r} leads in circles")
     return matcher_of.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
 
 

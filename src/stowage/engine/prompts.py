@@ -27,6 +27,7 @@ _CHARACTERS_PER_TOKEN: Final = 6
 _SURELY: Final = 2
 """A text has some more tokens when it is cut into pieces: so many times too many of them are surely too many."""
 _TRIAL: Final = "stowage"
+_NO_TOKENIZER: Final = "this model has no tokenizer; give the prompt as token ids."
 PLAINLY: Final[Mapping[str, Any]] = MappingProxyType({})
 """What a chat template is given besides the messages: nothing."""
 Begin = Callable[[int], None]
@@ -87,17 +88,18 @@ class Prompts:
             listed = prompt
             if all(isinstance(token, int) for token in prompt):
                 return list(prompt)
-        if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer; give the prompt as token ids.")
         if isinstance(prompt, str):
-            return self._tokens(prompt, most, begin)
+            return self.text(prompt, most, begin)
         if not listed or not all(map(_is_message, listed)):
             raise RequestError("a prompt is text, a list of token ids, or a list of messages with role and content.")
         if len(listed) > most:
             raise PromptTooLong(f"{len(listed)} messages", most)
-        return self._tokens(self._apply_chat_template(list(listed), template), most, begin, add_special_tokens=False)
+        return self.text(self._apply_chat_template(list(listed), template), most, begin, add_special_tokens=False)
 
-    def _tokens(self, text: str, most: int, begin: Begin, *, add_special_tokens: bool = True) -> list[int]:
+    def text(self, text: str, most: int, begin: Begin = unasked, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text. Raises as ``read``."""
+        if self._tokenizer is None:
+            raise RequestError(_NO_TOKENIZER)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -131,6 +133,8 @@ class Prompts:
         from jinja2 import TemplateError
 
         tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError(_NO_TOKENIZER)
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError(
                 "this model's tokenizer has no chat template: give the prompt as text, or --chat-template FILE."
@@ -146,6 +150,7 @@ class Prompts:
             ValueError,
             LookupError,
             AttributeError,
+            RecursionError,
         ) as error:  # as values in it may be odd
             raise RequestError(f"the model's chat template refuses these messages: {error}") from error
 

@@ -18,6 +18,7 @@ class Completion:
     """A finished request.
 
     ``finish_reason``: ``stop`` (end of sequence, stop token or stop string), ``length``, ``cancelled``.
+    ``stop_text``: the stop string that ended it.
     ``reused_tokens``: prompt tokens that were not computed, by where they came from (``device``, ``host``, ``disk``).
     ``prompt_logprobs``: one for each prompt token, ``None`` where there is none: the first, and those before
     ``prompt_logprobs_from``. ``ttft_s``: seconds from submission to the first token. ``decode_tokens_per_s``: tokens
@@ -36,6 +37,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     preemptions: int = 0
     exact: bool = False
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

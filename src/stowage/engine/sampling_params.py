@@ -15,7 +15,7 @@ from typing import Any
 from stowage.config.arguments import items_of
 from stowage.errors import RequestError
 
-__all__ = ["LOGIT_BIAS_MAX", "LOGPROBS_MAX", "SamplingParams", "StructuredOutputs"]
+__all__ = ["LOGIT_BIAS_MAX", "LOGPROBS_MAX", "SamplingParams", "StructuredOutputs", "Thinking"]
 
 LOGPROBS_MAX = 50
 STOPS_MAX = 64
@@ -31,10 +31,21 @@ _SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """Tokens around what a model thinks before it answers. ``begun``: the prompt ends with ``begin``; else an answer
+    may begin with it.
+    """
+
+    begin: int
+    end: int
+    begun: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """What an answer must be; one of these, under vLLM's names. ``json``: of this JSON schema, an object or its text;
     ``regex``: of this pattern; ``choice``: one of these texts; ``grammar``: of this grammar in Lark's notation;
-    ``json_object``: any JSON object.
+    ``json_object``: any JSON object. ``thinking``: what may come before, and is free.
 
     Raises ``RequestError`` for none or several of them, and for one of the wrong type; whether it can be compiled is
     found when a request has it.
@@ -45,6 +56,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = field(default=None, compare=False)
     grammar: str | None = field(default=None, compare=False)
     json_object: bool = field(default=False, compare=False)
+    thinking: Thinking | None = field(default=None, compare=False)
     kind: str = field(init=False)
     text: str = field(init=False)
     """What is given for ``kind``, as text: by both it is compared and remembered."""
@@ -98,7 +110,7 @@ class SamplingParams:
     by ``presence_penalty`` (once) and ``frequency_penalty`` (each time; both -2 to 2, 0 off, as OpenAI defines them);
     what prompt or answer have, by ``repetition_penalty`` (0.01 to 10, 1 off; Keskar et al., arXiv:1909.05858).
     Only tokens that ``structured_outputs`` allows are drawn. Log-probabilities are those of the model, before all of
-    this.
+    this. ``skip_special_tokens`` false: special tokens are part of the text, but for the one that ends it.
 
     Raises ``RequestError`` for a value of the wrong type or out of range, with the field's name.
     """
@@ -121,6 +133,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool = True
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -143,8 +156,9 @@ class SamplingParams:
             raise RequestError(
                 f"structured_outputs must be StructuredOutputs or None, not {_shown(self.structured_outputs)}."
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}.")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}.")
         problems = {
             f"max_new_tokens must be at least 1, not {self.max_new_tokens}": self.max_new_tokens < 1,
             f"temperature must be a finite number from 0, not {self.temperature}": not 0 <= self.temperature < math.inf,

@@ -6,10 +6,12 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
@@ -18,17 +20,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stowage import __version__
 from stowage.engine.engine import Delta
 from stowage.server import page
-from stowage.server.answers import Answer, ChatAnswer, Scores, TextAnswer
+from stowage.server.apis import chat, completions, tokenization
+from stowage.server.apis.answer import Answer, Scores
+from stowage.server.apis.ask import Ask
 from stowage.server.auth import ApiKeys
-from stowage.server.bridge import Bridge, Exchange
+from stowage.server.bridge import Bridge, Exchange, Read
 from stowage.server.counts import CHAT, COMPLETIONS, Counts, tasks
 from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
 from stowage.server.journal import Journal
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
-from stowage.server.openai import Ask
 from stowage.server.refusal import ApiError, bad
-from stowage.server.stream import ClientLeft, Events, encoded, patiently, send_json, while_connected
+from stowage.server.stream import DONE, ClientLeft, Events, encoded, patiently, send_json, while_connected
 from stowage.server.watch import Watch
 
 
@@ -45,9 +48,12 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         Route("/metrics", plain.metrics),
         Route("/v1/models", plain.models),
         Route("/v1/models/{model:path}", plain.model),
-        Route(COMPLETIONS, Generation(bridge, limits, counts, bodies, journal, chat=False), methods=["POST"]),
-        Route(CHAT, Generation(bridge, limits, counts, bodies, journal, chat=True), methods=["POST"]),
+        *(
+            Route(route, Generation(api, bridge, limits, counts, bodies, journal), methods=["POST"])
+            for route, api in APIS
+        ),
     ]
+    routes += [Route(path, Lookup(read, bridge, limits, bodies), methods=["POST"]) for path, read in LOOKUPS]
     loop = asyncio.get_running_loop()
     counts.watch(
         bridge.stats,
@@ -60,7 +66,14 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         server_tasks=("tasks of the server's event loop", tasks(loop)),
     )
     router = Router(routes, redirect_slashes=False)
-    return Front(router, bridge, keys, counts, [route.path for route in routes], host)
+    front = Front(router, bridge, keys, counts, [route.path for route in routes], host)
+    if not bridge.served.allowed_origins:
+        return front
+    methods, shown = ("GET", "POST"), ("x-request-id", "retry-after")
+    origins = bridge.served.allowed_origins
+    return CORSMiddleware(
+        front, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=shown
+    )
 
 
 class Plain:
@@ -133,18 +146,38 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One that generates: how its requests are read, and what answers them."""
+
+    read: Read[Ask]
+    answer: type[Answer]
+
+
+APIS: Final = (
+    (COMPLETIONS, Api(completions.read, completions.TextAnswer)),
+    (CHAT, Api(chat.read, chat.ChatAnswer)),
+)
+
+
+LOOKUPS: Final[tuple[tuple[str, Read[dict[str, Any]]], ...]] = (
+    ("/tokenize", tokenization.tokenize),
+    ("/detokenize", tokenization.detokenize),
+)
+
+
 class Generation:
-    """/v1/completions and /v1/chat/completions: an ASGI application."""
+    """One API that generates: an ASGI application."""
 
     def __init__(
-        self, bridge: Bridge, limits: Limits, counts: Counts, bodies: Bodies, journal: Journal, *, chat: bool
+        self, api: Api, bridge: Bridge, limits: Limits, counts: Counts, bodies: Bodies, journal: Journal
     ) -> None:
+        self._api = api
         self._bridge = bridge
         self._limits = limits
         self._counts = counts
         self._bodies = bodies
         self._journal = journal
-        self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit: Visit = scope[VISIT]
@@ -154,13 +187,12 @@ class Generation:
             async with asyncio.timeout(self._limits.request_timeout_s):
                 body = await self._bodies.read(Request(scope, receive), hold)
                 hold.take(bytes_to_read(body))
-                ask = await while_connected(receive, self._bridge.read(self._chat, body, hold))
+                ask = await while_connected(receive, self._bridge.read(self._api.read, body, hold))
                 del body
                 hold.shrink(bytes_asked(ask))
                 await while_connected(receive, self._serve(ask, visit, send, hold))
         except TimeoutError as error:
-            what = f"The answer took longer than the {self._limits.request_timeout_s:g} s that a request may take."
-            raise ApiError(504, what, code="timeout") from error
+            raise _took_too_long(self._limits) from error
         finally:
             hold.close()
 
@@ -169,7 +201,7 @@ class Generation:
         exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt), hold)
         self._journal.begin(visit, exchange)
         try:
-            answer = (ChatAnswer if self._chat else TextAnswer)(ask, exchange.vocabulary, exact=exchange.exact)
+            answer = self._api.answer(ask, exchange.vocabulary, exact=exchange.exact)
             await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
         finally:
             exchange.close()
@@ -183,23 +215,23 @@ class Generation:
         await send_json(send, 200, await self._bridge.run(lambda: encoded(answer.whole(exchange.scores))))
 
     async def _stream(self, exchange: Exchange, answer: Answer, visit: Visit, send: Send) -> None:
-        events = visit.events = Events(send)
+        events = visit.events = Events(send, answer.failure)
         await events.begin()
-        for opening in answer.opening():
-            await events.event(encoded(opening))
+        for name, opening in answer.opening():
+            await events.event(encoded(opening), name)
         ask, pieces = exchange.ask, self._pieces(exchange, answer, visit)
-        while (found := await patiently(lambda: anext(pieces, None), events.still_there)) is not None:
-            choice, delta = found
+        while (piece := await patiently(lambda: anext(pieces, None), events.still_there)) is not None:
+            choice, delta = piece
             scores = exchange.scores.get(choice // ask.n, ())
             if scores:  # with them a piece may be long
-                event = await self._bridge.run(partial(_event, answer, choice, delta, scores))
+                found = await self._bridge.run(partial(_events, answer, choice, delta, scores))
             else:
-                event = _event(answer, choice, delta, ())
-            if event:
-                await events.event(event)
-        if ask.include_usage:
-            await events.event(encoded(answer.last()))
-        await events.end()
+                found = _events(answer, choice, delta, ())
+            for name, event in found:
+                await events.event(event, name)
+        for name, last in answer.closing():
+            await events.event(encoded(last), name)
+        await events.end(DONE if answer.done_event else b"")
 
     async def _pieces(self, exchange: Exchange, answer: Answer, visit: Visit) -> AsyncIterator[tuple[int, Delta]]:
         """The exchange's pieces; notes in passing what is counted, and which choices have ended."""
@@ -213,9 +245,37 @@ class Generation:
             yield choice, delta
 
 
-def _event(answer: Answer, choice: int, delta: Delta, scores: Scores) -> bytes:
-    piece = answer.piece(choice, delta, scores)
-    return b"" if piece is None else encoded(piece)
+def _events(answer: Answer, choice: int, delta: Delta, scores: Scores) -> list[tuple[str, bytes]]:
+    return [(name, encoded(value)) for name, value in answer.events(choice, delta, scores)]
+
+
+class Lookup:
+    """A question that is answered without the engine: an ASGI application. `read` understands the body and answers."""
+
+    def __init__(self, read: Read[dict[str, Any]], bridge: Bridge, limits: Limits, bodies: Bodies) -> None:
+        self._read = read
+        self._bridge = bridge
+        self._limits = limits
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit: Visit = scope[VISIT]
+        hold = Reservation(self._bridge.memory, visit.client)
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                body = await self._bodies.read(Request(scope, receive), hold)
+                hold.take(bytes_to_read(body))
+                found = await while_connected(receive, self._bridge.read(self._read, body, hold))
+                await send_json(send, 200, await self._bridge.run(lambda: encoded(found)))
+        except TimeoutError as error:
+            raise _took_too_long(self._limits) from error
+        finally:
+            hold.close()
+
+
+def _took_too_long(limits: Limits) -> ApiError:
+    what = f"The answer took longer than the {limits.request_timeout_s:g} s that a request may take."
+    return ApiError(504, what, code="timeout")
 
 
 class Bodies:

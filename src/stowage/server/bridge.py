@@ -20,17 +20,22 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from stowage.engine.engine import Delta, Engine, Request
+from stowage.engine.prompts import Begin
 from stowage.engine.sampling import TokenLogprob
 from stowage.errors import ConfigError, RequestError, StowageError
+from stowage.server.apis.ask import Ask
+from stowage.server.apis.reader import Reader
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory, Reservation, bytes_of_piece
-from stowage.server.openai import Ask, Reader
 from stowage.server.refusal import ApiError, bad, busy, internal, reopening, stopping
+from stowage.server.served import Served
 from stowage.server.turns import Job, Turns
 from stowage.server.vocabulary import Vocabulary
 
 T = TypeVar("T")
+Read = Callable[[Reader, bytes | bytearray, Begin], T]
+"""Understands the body of a request."""
 logger = logging.getLogger("stowage.server")
 _RETRY_AFTER_S_MAX: Final = 60
 SHORT_BYTES: Final = 1 << 16
@@ -40,9 +45,9 @@ SHORT_BYTES: Final = 1 << 16
 class Bridge:
     """One engine at a time, for one event loop. All methods are called on the loop's thread."""
 
-    def __init__(self, engines: Engines, name: str, limits: Limits) -> None:
+    def __init__(self, engines: Engines, served: Served, limits: Limits) -> None:
         self.engines = engines
-        self.name = name
+        self.served, self.name = served, served.name
         self._limits = limits
         self._adopt(self.engine)
         self._stats: dict[str, Any] = {}
@@ -103,19 +108,19 @@ class Bridge:
 
     def _adopt(self, engine: Engine) -> None:
         self.tokens_max = engine.sequence_tokens_max
-        self.reader = Reader(engine, self.name, self._limits)
+        self.reader = Reader(engine, self.served, self._limits)
         self.vocabulary = Vocabulary(engine.tokenizer)
 
-    async def read(self, chat: bool, body: bytes | bytearray, hold: Reservation) -> Ask:
-        """Understand a body, when it is the turn of its client. Until that is done it counts as one choice. Raises
-        ApiError.
+    async def read(self, read: Read[T], body: bytes | bytearray, hold: Reservation) -> T:
+        """Understand a body with one of the APIs' functions, when it is the turn of its client. Until that is done it
+        counts as one choice. Raises ApiError.
         """
         self.refuse_if_full()
         turns = self._reading if len(body) <= SHORT_BYTES else self._reading_long
-        read = self.reader.chat if chat else self.reader.completion
+        reader = self.reader
 
-        def work(job: Job) -> Ask:
-            return read(body, hold.tokenizing(job.check))
+        def work(job: Job) -> T:
+            return read(reader, body, hold.tokenizing(job.check))
 
         self.choices_open += 1
         try:
@@ -297,6 +302,8 @@ class Exchange:
             come.setdefault(choice, []).append(delta)
         merged = {choice: _merged(deltas) for choice, deltas in come.items()}
         for delta in merged.values():
+            if isinstance(delta.error, RequestError):  # a grammar that is too much work: only this request's
+                raise bad(str(delta.error)) from delta.error
             if delta.error is not None:
                 raise internal() from delta.error
             if delta.completion is not None and delta.completion.finish_reason == "cancelled":

@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 from stowage.engine.engine import Completion
 from stowage.metrics import Collector
-from stowage.server.openai import Ask
+from stowage.server.apis.ask import Ask
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"

@@ -16,7 +16,7 @@ from typing import Final
 
 from stowage.engine.engine import Delta
 from stowage.engine.sampling import TokenLogprob
-from stowage.server.openai import Ask
+from stowage.server.apis.ask import Ask
 from stowage.server.refusal import ApiError
 
 SMALL_BYTES: Final = 1 << 20

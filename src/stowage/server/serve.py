@@ -29,6 +29,7 @@ from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.listen import ListenAddress, cannot_listen
 from stowage.server.refusal import stopping
+from stowage.server.served import Served
 from stowage.server.watch import Watch
 
 logger = logging.getLogger("stowage.server")
@@ -41,10 +42,10 @@ _LOOK_S: Final = 0.2
 
 
 def serve(
-    engines: Engines, name: str, address: ListenAddress, limits: Limits, keys: ApiKeys, ready: Callable[[], None]
+    engines: Engines, served: Served, address: ListenAddress, limits: Limits, keys: ApiKeys, ready: Callable[[], None]
 ) -> bool:
-    """Serve an engine as `name` until SIGINT or SIGTERM, or until it has failed and no other may be opened: then False.
-    Calls `ready` when requests are taken in. Raises ConfigError.
+    """Serve an engine as `served` says until SIGINT or SIGTERM, or until it has failed and no other may be opened: then
+    False. Calls `ready` when requests are taken in. Raises ConfigError.
 
     On the main thread, because signals come there.
     """
@@ -54,7 +55,7 @@ def serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _first_signal, loop, stop)
-        return await run(engines, name, address, limits, keys, stop, ready)
+        return await run(engines, served, address, limits, keys, stop, ready)
 
     return asyncio.run(until_signal())
 
@@ -68,7 +69,7 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 async def run(
     engines: Engines,
-    name: str,
+    served: Served,
     address: ListenAddress,
     limits: Limits,
     keys: ApiKeys,
@@ -76,7 +77,7 @@ async def run(
     ready: Callable[[], None],
 ) -> bool:
     """`serve` without signals, until `stop` is set."""
-    bridge, counts = Bridge(engines, name, limits), Counts()
+    bridge, counts = Bridge(engines, served, limits), Counts()
     watch = Watch(bridge, counts)
     guarded = len(keys) or address.loopback
     app = build(bridge, keys, limits, counts, watch, address.host if guarded else None)

@@ -1,4 +1,4 @@
-"""Sends answers over ASGI: whole ones, and server-sent events, one JSON object each, closed by `[DONE]`.
+"""Sends answers over ASGI: whole ones, and server-sent events, one JSON object each; OpenAI's are closed by `[DONE]`.
 
 data: {"id": ..., "choices": [{"index": 0, "delta": {"content": "Hel"}, ...}]}
 """
@@ -57,10 +57,13 @@ def encoded(value: Mapping[str, Any]) -> bytes:
 
 
 class Events:
-    """A stream of events, begun when it is made use of. After `fail` or `end` nothing may follow."""
+    """A stream of events, begun when it is made use of. After `fail` or `end` nothing may follow. `failure`: the event
+    that tells of an error.
+    """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, failure: Callable[[ApiError], tuple[str, Mapping[str, Any]]]) -> None:
         self._send = send
+        self._failure = failure
 
     async def begin(self) -> None:
         headers = {
@@ -70,19 +73,20 @@ class Events:
         }
         await self._send(_start(200, headers))
 
-    async def event(self, value: bytes) -> None:
+    async def event(self, value: bytes, name: str = "") -> None:
         """One event; `value` is what `encoded` made."""
-        await self._part(b"data: " + value + b"\n\n")
+        await self._part(_event(name, value))
 
     async def still_there(self) -> None:
         await self._part(STILL_THERE)
 
-    async def end(self) -> None:
-        await self._part(DONE, more=False)
+    async def end(self, done: bytes = DONE) -> None:
+        await self._part(done, more=False)
 
     async def fail(self, error: ApiError) -> None:
         """Tells a client that has its status already; without `[DONE]`, so that none takes the answer for whole."""
-        await self._part(b"data: " + error.encoded + b"\n\n", more=False)
+        name, value = self._failure(error)
+        await self._part(_event(name, encoded(value)), more=False)
 
     async def _part(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
@@ -97,6 +101,10 @@ async def patiently(wait: Callable[[], Awaitable[T]], meanwhile: Callable[[], Aw
         return waiting.result()
     finally:
         waiting.cancel()
+
+
+def _event(name: str, value: bytes) -> bytes:
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + value + b"\n\n"
 
 
 def _start(status: int, headers: Mapping[str, str]) -> Message:

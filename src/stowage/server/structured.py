@@ -1,38 +1,40 @@
 """What an answer must be, as clients of OpenAI and vLLM ask: `response_format`, `structured_outputs`, `guided_*`.
 
-Owns the names. Whether a schema can be compiled is asked of the engine's grammars here, off its thread.
+Owns the names. Whether it can be compiled is found out by whoever reads a request, off the engine's thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
-from stowage.engine.grammar import Grammars
 from stowage.engine.sampling_params import STRUCTURES, StructuredOutputs
 from stowage.errors import RequestError
 from stowage.server.fields import Fields
 from stowage.server.refusal import bad
 
-__all__ = ["structured_outputs"]
+__all__ = ["made_of", "of_schema", "structured_outputs"]
 
 _GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _FORMATS: Final = "text, json_object, json_schema"
 
 
-def structured_outputs(fields: Fields, grammars: Grammars) -> StructuredOutputs | None:
-    """What a request wants; None: any text. Raises ApiError for what cannot be used, with the field and the reason."""
+def structured_outputs(fields: Fields) -> tuple[str, StructuredOutputs] | None:
+    """The field, and what a request wants in it; None: any text. Raises ApiError for what cannot be used."""
     found = [one for one in (_of_format(fields), _of_vllm(fields), *_guided(fields)) if one is not None]
     if not found:
         return None
     if len(found) > 1:
         raise bad(f"{found[0][0]!r} and {found[1][0]!r} exclude each other; give one of them.", found[1][0])
-    param, given = found[0]
+    return made_of(*found[0])
+
+
+def made_of(param: str, given: Mapping[str, Any]) -> tuple[str, StructuredOutputs]:
+    """What `given` in the field `param` asks for. Raises ApiError."""
     try:
-        wanted = StructuredOutputs(**given)
-        grammars.begin(wanted)
+        return param, StructuredOutputs(**given)
     except RequestError as error:
         raise bad(f"In {param!r}: {error}", param) from error
-    return wanted
 
 
 def _of_format(fields: Fields) -> tuple[str, dict[str, Any]] | None:
@@ -51,12 +53,17 @@ def _of_format(fields: Fields) -> tuple[str, dict[str, Any]] | None:
         return "response_format", {"json_object": True}
     if schema is None:
         raise bad("You must give 'response_format.json_schema'.", "response_format.json_schema")
+    return "response_format.json_schema", of_schema(schema)
+
+
+def of_schema(schema: Fields) -> dict[str, Any]:
+    """A named schema, as OpenAI's APIs have it."""
     schema.text("name")
     schema.text("description")
     schema.flag("strict")
     found = schema.mapping("schema")
     schema.finish()
-    return "response_format.json_schema", {"json": found}
+    return {"json": found}
 
 
 def _of_vllm(fields: Fields) -> tuple[str, dict[str, Any]] | None:

@@ -1,0 +1,63 @@
+"""One request, understood: prompts of tokens, parameters for the engine, and what its answer may consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from stowage.engine.sampling_params import SamplingParams
+from stowage.server.tools.offer import NOTHING, Offer
+from stowage.server.tools.parser import PLAIN, Speech
+
+__all__ = ["SEEDS", "Ask", "Prompt"]
+
+SEEDS: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as tokens; `text` is what `echo` repeats."""
+
+    tokens: list[int]
+    text: str
+    new_tokens_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, understood. `n` choices of each prompt; choice i of prompt p has the index p * n + i.
+
+    logprobs: how many likeliest tokens are reported beside each token; None: no log-probabilities at all. silent:
+    nothing is to be generated, which the engine cannot do: it draws a token that is not shown. speech: what the text of
+    an answer may consist of; offer: the tools that it may call. said: fields that an API repeats in its answers.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    n: int
+    params: SamplingParams
+    cache_salt: str
+    stream: bool
+    include_usage: bool
+    logprobs: int | None = None
+    echo: bool = False
+    silent: bool = False
+    speech: Speech = PLAIN
+    offer: Offer = NOTHING
+    said: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    def params_of(self, choice: int) -> SamplingParams:
+        """Of one choice: choices of one prompt must not all be drawn with the same seed."""
+        prompt, number = divmod(choice, self.n)
+        seed = self.params.seed
+        return replace(
+            self.params,
+            max_new_tokens=max(1, self.prompts[prompt].new_tokens_max),
+            seed=None if seed is None else (seed + number) % SEEDS,
+            prompt_logprobs=None if number else self.params.prompt_logprobs,  # the same for all choices of a prompt
+        )

@@ -1,0 +1,154 @@
+"""`/v1/chat/completions`, as OpenAI defines it: answers a conversation, also with calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stowage.engine.engine import Completion, Delta
+from stowage.engine.prompts import Begin, unasked
+from stowage.engine.sampling import TokenLogprob
+from stowage.server.apis.answer import Event, OpenAIAnswer, Scores, number
+from stowage.server.apis.ask import Ask
+from stowage.server.apis.conversation import messages
+from stowage.server.apis.reader import LOGPROBS_MAX, TOKENS_MOST, Conversation, Reader
+from stowage.server.apis.spoken import Spoken, Voices
+from stowage.server.fields import Fields, parse_object
+from stowage.server.refusal import bad
+from stowage.server.structured import structured_outputs
+from stowage.server.tools.offer import Offer, Tool, chosen, function, listed, offered
+from stowage.server.tools.parser import Part
+from stowage.server.vocabulary import Vocabulary
+
+__all__ = ["ChatAnswer", "read", "tools"]
+
+_CHOICES = {"none": "none", "auto": "auto", "required": "required"}
+
+
+def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
+    """A request. `begin`: see `Prompts.read`. Raises ApiError."""
+    fields = Fields(parse_object(body))
+    fields.without_effect("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
+    fields.without_effect("store", "service_tier", "prediction")
+    fields.neutral("functions", [])
+    fields.neutral("function_call", "none", "auto")
+    fields.neutral("modalities", ["text"])
+    for name in ("audio", "verbosity", "web_search_options"):
+        fields.neutral(name)
+    template = reader.template_options(fields)
+    model, n = reader.model(fields), reader.n(fields)
+    old = fields.whole("max_tokens", None, 1, TOKENS_MOST)
+    new_tokens = fields.whole("max_completion_tokens", old, 1, TOKENS_MOST)
+    if old not in (None, new_tokens):
+        raise bad("'max_tokens' and 'max_completion_tokens' differ; give one of them.", "max_tokens")
+    wants, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, LOGPROBS_MAX)
+    if top is not None and not wants:
+        raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    logprobs = (top or 0) if wants else None
+    params, wanted = reader.sampling(fields, logprobs), structured_outputs(fields)
+    stream, include_usage = reader.stream(fields)
+    offer = tools(fields)
+    cache_salt, raw = fields.text("cache_salt", "") or "", fields.take("messages")
+    fields.finish()
+    reader.count_choices(1, n)
+    talk = Conversation(messages(raw), "messages", new_tokens, offer, template, wanted)
+    prompt, params, speech = reader.conversation(talk, params, begin)
+    return Ask(model, (prompt,), n, params, cache_salt, stream, include_usage, logprobs, speech=speech, offer=offer)
+
+
+def tools(fields: Fields) -> Offer:
+    """The tools of a request, in OpenAI's form. Raises ApiError."""
+    found = tuple(_tool(inside, where) for inside, where in listed(fields))
+    choice, name = chosen(fields, _CHOICES, "function")
+    return offered(found, choice, name, parallel=fields.flag("parallel_tool_calls", True))
+
+
+def _tool(fields: Fields, where: str) -> Tool:
+    kind = fields.text("type", "function")
+    if kind != "function":
+        raise bad(
+            f"'{where}.type' is {str(kind)[:40]!r}; only 'function' is supported by this server.", f"{where}.type"
+        )
+    inside = fields.inside("function")
+    if inside is None:
+        raise bad(f"You must give '{where}.function'.", f"{where}.function")
+    fields.finish()
+    return function(inside, f"{where}.function")
+
+
+class ChatAnswer(OpenAIAnswer):
+    """Its answers."""
+
+    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
+        super().__init__(ask, vocabulary, exact=exact)
+        self._voices = Voices(ask, "call_")
+
+    def opening(self) -> list[Event]:
+        start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [("", self._piece([{"index": choice} | start])) for choice in range(self.ask.choices)]
+
+    def _choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:
+        spoken = self._voices.whole(index, completion)
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in spoken.calls
+        ]
+        content = None if calls and not spoken.content else spoken.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"reasoning_content": spoken.reasoning} if spoken.reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(completion.logprobs or ()),
+            "finish_reason": self._ending(completion, spoken),
+        }
+
+    def _grown(self, choice: int, delta: Delta, scores: Scores) -> list[dict[str, Any]]:
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        before = len(self._voices.spoken(choice).calls)
+        deltas = self._deltas(choice, self._voices.grown(choice, delta), before)
+        if not deltas and logprobs is None and delta.completion is None:
+            return []
+        found: list[dict[str, Any]] = [
+            {"delta": one, "logprobs": None, "finish_reason": None} for one in deltas or [{}]
+        ]
+        found[0]["logprobs"] = logprobs
+        found[-1]["finish_reason"] = self._ending(delta.completion, self._voices.spoken(choice))
+        return found
+
+    def _deltas(self, choice: int, parts: list[Part], calls: int) -> list[dict[str, Any]]:
+        """`calls`: how many had begun before."""
+        found: list[dict[str, Any]] = []
+        for part in parts:
+            if part.kind == "call":
+                call = self._voices.spoken(choice).calls[calls]
+                begun = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+                found.append({"tool_calls": [{"index": calls} | begun]})
+                calls += 1
+            elif part.kind == "arguments":
+                found.append({"tool_calls": [{"index": calls - 1, "function": {"arguments": part.text}}]})
+            else:
+                found.append({"content" if part.kind == "content" else "reasoning_content": part.text})
+        return found
+
+    def _ending(self, completion: Completion | None, spoken: Spoken) -> str | None:
+        reason = self._reason(completion)
+        return "tool_calls" if reason == "stop" and spoken.calls else reason
+
+    def _logprobs(self, reports: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self.ask.logprobs is None:
+            return None
+        count = self.ask.logprobs
+        content = [
+            self._named(report.token_id, report.logprob)
+            | {"top_logprobs": [self._named(*pair) for pair in report.top[:count]]}
+            for report in reports
+        ]
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._vocabulary.bytes_of(token)
+        return {"token": self._vocabulary.text_of(token), "logprob": number(logprob), "bytes": list(raw)}

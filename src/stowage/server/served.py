@@ -1,0 +1,49 @@
+"""What a server serves, under which name, and how the answers of its chats are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from stowage.config.memory import unknown_name
+from stowage.errors import ConfigError
+from stowage.server.tools.formats import AUTO, FORMATS, REASONING
+
+__all__ = ["Served", "origins"]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """name: the model's, for clients. tool_call_parser, reasoning_parser: formats of calls and thoughts, under vLLM's
+    names; `auto`: what the chat template says. allowed_origins: web pages that may ask, `*`: all.
+
+    Raises ConfigError.
+    """
+
+    name: str
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    allowed_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, known in (("tool_call_parser", (AUTO, *FORMATS)), ("reasoning_parser", REASONING)):
+            value = getattr(self, name)
+            if value not in known:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(unknown_name(f"{flag} {value!r}", value, known))
+        for origin in self.allowed_origins:
+            if origin != "*" and ("://" not in origin or origin.endswith("/")):
+                raise ConfigError(f"allowed_origins has {origin!r}: write https://HOST, https://HOST:PORT or *.")
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Of a setting: separated by commas, or a list in JSON, as vLLM has it. Raises ConfigError."""
+    if not text.strip().startswith("["):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"allowed_origins is no JSON list: {error}. Or separate origins by commas.") from error
+    if not all(isinstance(item, str) for item in found):
+        raise ConfigError("allowed_origins must be texts, as https://HOST.")
+    return tuple(found)

@@ -1,0 +1,181 @@
+"""Grammars of answers that call tools: so that what must be a call is one, with arguments of the tool's schema.
+
+    calls    required, or a function is named
+    mixed    any text; but where a call begins, it is a call of a tool, and of `strict` tools the schema holds
+    answer   what `response_format` asks for, unless it is calls
+
+Owns how these are put together, in llguidance's Lark notation. They are compiled where the request is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from stowage.engine.grammar import Grammars
+from stowage.engine.sampling_params import StructuredOutputs, Thinking
+from stowage.errors import RequestError
+from stowage.server.refusal import ApiError, bad
+from stowage.server.tools.formats import ToolFormat
+from stowage.server.tools.offer import Offer, Tool
+
+__all__ = ["enforced"]
+
+_TEXT: Final = "/(.|\\n)*/"
+_NO_BRACE: Final = "/([^{ \\n](.|\\n)*)?/"
+_WHITESPACE: Final = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,20}"}}
+_ANYTHING: Final = {"type": "object"}
+Literal = Callable[[str], str]
+
+
+def enforced(
+    form: ToolFormat,
+    offer: Offer,
+    asked: tuple[str, StructuredOutputs] | None,
+    grammars: Grammars,
+    thinking: Thinking | None,
+) -> StructuredOutputs | None:
+    """What the answer to a request must be; None: any text. Compiled, so that it can be used. asked: what is wanted of
+    an answer that calls nothing, and the field that says so.
+
+    Raises ApiError with the place of what cannot be.
+    """
+    param, wanted = ("tools", None) if asked is None or offer.is_forced else asked
+    forced, strict = offer.is_forced, any(tool.strict for tool in offer.callable)
+    try:
+        if not forced and wanted is None and not strict:
+            return None
+        for tool in offer.callable:
+            if forced or tool.strict:
+                _check(tool, grammars)
+        if not offer.callable and not form.harmony and wanted is not None:
+            made = replace(wanted, thinking=thinking)
+        else:
+            lark = _Lark(form, offer, grammars.literal).whole(wanted)
+            made = StructuredOutputs(grammar=lark, thinking=thinking)
+        grammars.begin(made)
+    except ApiError:
+        raise
+    except RequestError as error:
+        raise bad(f"In {param!r}: {error}", param) from error
+    return made
+
+
+def _check(tool: Tool, grammars: Grammars) -> None:
+    try:
+        grammars.check(json.dumps(tool.parameters))
+    except RequestError as error:
+        place = f"{tool.where}.{tool.schema}"
+        raise bad(f"In {place!r} (tool {tool.name[:80]!r}): {error}", place) from error
+
+
+class _Lark:
+    """One grammar, rule by rule."""
+
+    def __init__(self, form: ToolFormat, offer: Offer, literal: Literal) -> None:
+        self._form, self._offer, self._tools = form, offer, offer.callable
+        self._literal = literal
+        self._rules: list[str] = []
+
+    def whole(self, wanted: StructuredOutputs | None) -> str:
+        form, offer = self._form, self._offer
+        answer = None if wanted is None else self._answer(wanted)
+        if self._tools:
+            self._arguments()
+        if form.harmony:
+            start = self._channels(answer)
+        elif offer.is_forced:
+            start = self._calls("")
+        elif answer is not None:
+            start = f"({self._calls('')}) | {answer}"
+        elif form.trigger:
+            start = f"({self._lead()} {self._calls(form.trigger)})? TEXT"
+        else:
+            start = f"({self._calls('')}) | NOCALL"
+            self._rules.append(f"NOCALL: {_NO_BRACE}")
+        return "\n".join([f"start: {start}", f"TEXT: {_TEXT}", *self._rules]) + "\n"
+
+    def _lead(self) -> str:
+        """Text up to where calls begin."""
+        trigger = self._literal(self._form.trigger)
+        if trigger.startswith("<["):
+            return f"TEXT {trigger}"
+        self._rules.append(f"lead[lazy]: TEXT {trigger}")
+        return "lead"
+
+    def _calls(self, said: str) -> str:
+        """All calls, but for `said`, with which they begin."""
+        form = self._form
+        opening = form.opening.removeprefix(said)
+        first = "" if form.opening else said
+        parts = [self._maybe(opening), self._one("first", first)]
+        if self._offer.parallel and self._offer.choice != "named":
+            parts.append(f"({self._maybe(form.between)} {self._one('next', '')})*")
+        return " ".join([*parts, self._maybe(form.closing)]).strip()
+
+    def _one(self, rule: str, said: str) -> str:
+        """Any one call, as a rule."""
+        options = []
+        for at, tool in enumerate(self._tools):
+            before = self._form.before.replace("NAME", tool.name).removeprefix(said)
+            options.append(f"{self._maybe(before)} arguments_{at} {self._maybe(self._form.after)}".strip())
+        self._rules.append(f"{rule}: " + " | ".join(options))
+        return rule
+
+    def _arguments(self) -> None:
+        for at, tool in enumerate(self._tools):
+            self._rules.append(f"arguments_{at}: %json {json.dumps(self._schema(tool))}")
+
+    def _schema(self, tool: Tool) -> dict[str, Any]:
+        if not (tool.strict or self._offer.is_forced):
+            return _WHITESPACE | _ANYTHING
+        schema = _WHITESPACE | _ANYTHING | tool.parameters
+        if schema.get("properties") is not None or schema.keys() <= {"type", "x-guidance"}:
+            schema.setdefault("additionalProperties", False)  # what is not named is of no use to the tool
+        return schema
+
+    def _channels(self, answer: str | None) -> str:
+        """gpt-oss: thoughts and remarks in channels of their own, then a call, or what is said at last."""
+        text = self._literal
+        ends = f'{text("<|end|>")} {text("<|start|>")} "assistant"'
+        self._rules.append(f'say: {text("<|channel|>")} ("analysis" | "commentary") {text("<|message|>")} TEXT {ends}')
+        last = f'{text("<|channel|>")} "final" {text("<|message|>")} {answer or "TEXT"}'
+        options = [] if self._offer.is_forced else [last]
+        if self._tools:
+            options.append(self._one("call", ""))
+        return f"say* ({' | '.join(options)})"
+
+    def _answer(self, wanted: StructuredOutputs) -> str:
+        self._rules.append(f"answer: {_BODIES[wanted.kind](wanted.text)}")
+        return "answer"
+
+    def _maybe(self, text: str) -> str:
+        return self._literal(text) if text else ""
+
+
+def _json_body(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"this JSON schema is no JSON: {error}.") from error
+    return f"%json {json.dumps(_WHITESPACE | schema if isinstance(schema, dict) else schema)}"
+
+
+def _choice_body(text: str) -> str:
+    choices: Sequence[str] = json.loads(text)
+    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _no_grammar(_text: str) -> str:
+    raise RequestError("a grammar cannot be used together with tools, nor with models that answer in channels.")
+
+
+_BODIES: Final[dict[str, Callable[[str], str]]] = {
+    "json": _json_body,
+    "json_object": lambda _: f"%json {json.dumps(_WHITESPACE | _ANYTHING)}",
+    "choice": _choice_body,
+    "regex": lambda text: "/" + text.replace("/", "\\/") + "/",
+    "grammar": _no_grammar,
+}

@@ -1,0 +1,121 @@
+"""What a model's chat template knows: tools, thoughts, efforts. Owns how a conversation with tools is told to one that
+knows none: as words in the system message, and calls and their results as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Final
+
+from stowage.engine.sampling_params import Thinking
+from stowage.server.tools.formats import AUTO, FORMATS, of_template
+from stowage.server.tools.offer import Offer
+from stowage.server.tools.parser import THINK_BEGIN, THINK_END
+
+__all__ = ["ChatStyle"]
+
+_TAIL_TOKENS: Final = 8
+_INTRODUCTION: Final = """# Tools
+
+You can call these functions. Each line describes one of them:
+<tools>
+{tools}
+</tools>
+
+To call a function, answer with its name and arguments as JSON between <tool_call> and </tool_call>, like this:
+<tool_call>
+{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
+</tool_call>"""
+
+
+class ChatStyle:
+    """Of one model. `tool_parser` and `reasoning_parser`: names of formats, or `auto`: what the template says."""
+
+    def __init__(self, tokenizer: Any, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        self._tokenizer = tokenizer
+        found: Any = getattr(tokenizer, "chat_template", None) or ""
+        self.template = found if isinstance(found, str) else "\n".join(map(str, found.values()))
+        self.format = of_template(self.template, tool_parser)
+        if reasoning_parser == "openai_gptoss":
+            self.format = FORMATS["openai"]
+        self._knows_tools = "tools" in self.template
+        self._forced = reasoning_parser == "deepseek_r1"
+        tagged = reasoning_parser in ("deepseek_r1", "qwen3") or (
+            reasoning_parser == AUTO and (THINK_END in self.template or THINK_BEGIN in self.template)
+        )
+        self._tagged = tagged and not self.format.harmony
+
+    def knows(self, name: str) -> bool:
+        """Whether the template looks at a value of this name."""
+        return name in self.template
+
+    @cached_property
+    def hides_markers(self) -> bool:
+        """Whether some of what calls and thoughts are found by are special tokens, which texts do not show."""
+        texts = [*self.format.markers, THINK_BEGIN, THINK_END]
+        return any(self._is_special(text) for text in texts if text)
+
+    def told(
+        self, messages: list[dict[str, Any]], offer: Offer, template: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Messages and values for the template."""
+        if self._knows_tools:
+            described = [tool.described for tool in offer.tools]
+            return messages, dict(template) | ({"tools": described} if described else {})
+        return _in_words(messages, offer), dict(template)
+
+    def thoughts(self, prompt: list[int]) -> tuple[bool, bool]:
+        """Whether an answer may have thoughts, and whether it begins with them."""
+        if not self._tagged:
+            return False, False
+        tail = str(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)).rstrip()
+        if tail.endswith(THINK_BEGIN):
+            return True, True
+        return not tail.endswith(THINK_END), self._forced and not tail.endswith(THINK_END)
+
+    def thinking(self, *, thinks: bool, begun: bool) -> Thinking | None:
+        """The tokens around thoughts, before which no grammar begins; None: they are no tokens by themselves."""
+        begin, end = self._token(THINK_BEGIN), self._token(THINK_END)
+        return Thinking(begin, end, begun) if thinks and begin is not None and end is not None else None
+
+    def _token(self, text: str) -> int | None:
+        found = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return int(found[0]) if len(found) == 1 else None
+
+    def _is_special(self, text: str) -> bool:
+        token = self._token(text)
+        return token is not None and not self._tokenizer.decode([token], skip_special_tokens=True)
+
+
+def _in_words(messages: list[dict[str, Any]], offer: Offer) -> list[dict[str, Any]]:
+    """For templates that know roles and texts only."""
+    told: list[dict[str, Any]] = []
+    results = False
+    for message in messages:
+        content, role = message["content"], message["role"]
+        if role == "tool":
+            response = f"<tool_response>\n{content}\n</tool_response>"
+            if results:
+                told[-1]["content"] += "\n" + response
+            else:
+                told.append({"role": "user", "content": response})
+        else:
+            calls = [_written(call["function"]) for call in message.get("tool_calls", ())]
+            told.append(
+                {key: value for key, value in message.items() if key != "tool_calls"}
+                | {"content": "\n".join([*([content] if content or not calls else []), *calls])}
+            )
+        results = role == "tool"
+    if offer.tools:
+        words = _INTRODUCTION.format(tools="\n".join(json.dumps(tool.described) for tool in offer.tools))
+        if told[0]["role"] == "system":
+            told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{words}"}
+        else:
+            told.insert(0, {"role": "system", "content": words})
+    return told
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    return "<tool_call>\n" + json.dumps(dict(function), ensure_ascii=False) + "\n</tool_call>"

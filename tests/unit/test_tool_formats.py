@@ -1,0 +1,143 @@
+"""What models write becomes texts, thoughts and calls, the same however it is cut; what is none of them stays text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from stowage.server.tools.formats import FORMATS, of_template
+from stowage.server.tools.parser import OutputParser, Part, Speech
+
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+NESTED = '{"a": "}{\\"", "b": [1, {}]}'
+TWO = [("call", "f"), ("arguments", NESTED), ("call", "g"), ("arguments", "{}")]
+CHANNEL = "<|channel|>{}<|message|>{}"
+HEAD = "commentary to=functions.f <|constrain|>json"
+
+CASES = [
+    (
+        "hermes",
+        f'Look: <tool_call>\n{{"name": "f", "arguments": {NESTED}}}\n</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        [("content", "Look: "), *TWO],
+    ),
+    ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "g"}', [("call", "g"), ("arguments", '{"x": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', [("call", "f"), ("arguments", '{"a')]),
+    ("hermes", '<tool_call>{"name": "\\u0066", "arguments": {}}', [("call", "f"), ("arguments", "{}")]),
+    ("hermes", "<tool_call> odd </tool_call> x <tool_c", [("content", "<tool_call>odd </tool_call> x <tool_c")]),
+    ("hermes", "at the end <tool_call>", [("content", "at the end <tool_call>")]),
+    ("hermes", '{"name": "f", "arguments": {}}', [("content", '{"name": "f", "arguments": {}}')]),
+    ("llama3_json", f'{{"name": "f", "parameters": {NESTED}}}; {{"name": "g", "parameters": {{}}}}', TWO),
+    ("llama3_json", f'<|python_tag|>{{"name": "f", "parameters": {NESTED}}}', TWO[:2]),
+    ("llama3_json", '{"ship": {"name": "f"}}', [("content", '{"ship": {"name": "f"}}')]),
+    ("llama3_json", " Hello {", [("content", " Hello {")]),
+    ("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {NESTED}}}, {{"name": "g", "arguments": {{}}}}]', TWO),
+    ("mistral", f"x[TOOL_CALLS]f[ARGS]{NESTED}[TOOL_CALLS]g{{}}", [("content", "x"), *TWO]),
+    ("deepseek_v3", DEEPSEEK.format(V3.format("f", NESTED) + "\n" + V3.format("g", "{}")), TWO),
+    ("deepseek_v31", DEEPSEEK.format(V31.format("f", NESTED) + V31.format("g", "{}")), TWO),
+    (
+        "openai",
+        CHANNEL.format("analysis", "Hm.") + "<|end|><|start|>assistant" + CHANNEL.format(HEAD, NESTED),
+        [("reasoning", "Hm."), *TWO[:2]],
+    ),
+    (
+        "openai",
+        CHANNEL.format("analysis", "Hm.") + "<|end|><|start|>assistant" + CHANNEL.format("final", "Yes."),
+        [("reasoning", "Hm."), ("content", "Yes.")],
+    ),
+    ("openai", "no channel", [("content", "no channel")]),
+]  # fmt: skip
+
+
+def read(speech: Speech, text: str, cuts: random.Random | None = None) -> list[tuple[str, str]]:
+    parser, at, parts = OutputParser(speech), 0, list[Part]()
+    while at < len(text):
+        end = len(text) if cuts is None else at + cuts.choice((1, 1, 2, 3, 9))
+        parts += parser.push(text[at:end])
+        at = end
+    found: list[tuple[str, str]] = []
+    for part in parts + parser.finish():
+        if found and found[-1][0] == part.kind != "call":
+            found[-1] = (part.kind, found[-1][1] + part.text)
+        else:
+            found.append((part.kind, part.text))
+    return found
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_parts_of_an_answer(name: str, text: str, expected: list[tuple[str, str]]) -> None:
+    speech = Speech(FORMATS[name], harmony=name == "openai")
+    assert read(speech, text) == expected
+    for seed in range(100):
+        assert read(speech, text, random.Random(seed)) == expected, seed
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "expected"),
+    [
+        ("<think>\nwhy</think>\n\nHello", False, [("reasoning", "\nwhy"), ("content", "Hello")]),
+        ("why</thin</think>Hello", True, [("reasoning", "why</thin"), ("content", "Hello")]),
+        ("Hello <think>", False, [("content", "Hello <think>")]),
+        ("why", True, [("reasoning", "why")]),
+        ("<think>a</think>\n" + CASES[0][1], False, [("reasoning", "a"), ("content", "Look: "), *TWO]),
+        ('<think><tool_call>{"name": "f"', False, [("reasoning", '<tool_call>{"name": "f"')]),
+    ],
+)
+def test_thoughts(text: str, begun: bool, expected: list[tuple[str, str]]) -> None:
+    speech = Speech(FORMATS["hermes"], thinks=True, begun=begun)
+    for cuts in (None, *map(random.Random, range(50))):
+        assert read(speech, text, cuts) == expected
+
+
+def test_only_the_first_call_counts_where_one_is_wanted() -> None:
+    assert read(Speech(FORMATS["hermes"], parallel=False), CASES[0][1]) == CASES[0][2][:3]
+
+
+def test_random_texts_lose_nothing_but_markers() -> None:
+    """Whatever a model writes comes out, but for what calls and channels consist of."""
+    chance = random.Random(3)
+    words = [
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "f", ',
+        '"arguments": ',
+        "{",
+        "}",
+        '"',
+        "\\",
+        "[TOOL_CALLS]",
+        "x",
+        "[",
+        "<",
+    ]
+    for name in FORMATS:
+        speech = Speech(FORMATS[name], thinks=name != "openai", harmony=name == "openai")
+        for _ in range(300):
+            text = "".join(chance.choices(words, k=chance.randrange(1, 9)))
+            whole = read(speech, text)
+            assert read(speech, text, chance) == whole
+            assert not ("x" in text and name != "openai" and not any("x" in part for _, part in whole)), (
+                name,
+                text,
+                whole,
+            )
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ('{{ tools }} {"name": x, "parameters": y} <|python_tag|>', "llama3_json"),
+        ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("<｜tool▁calls▁begin｜>```json", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+        ("<|channel|>analysis functions.", "openai"),
+        ("{{ messages }}", "hermes"),
+    ],
+)
+def test_the_template_says_which_format(template: str, name: str) -> None:
+    assert of_template(template).name == name
+    assert of_template(template, "mistral").name == "mistral"
