@@ -1,0 +1,165 @@
+"""Matrices in the format in which they were published, and the modules that compute with them.
+
+A linear layer has a parameter for each tensor of its format in the place of its weight (``q4_k``; ``mxfp4_blocks`` and
+``mxfp4_scales``; ``fp8_codes`` ...), stacked experts the same with the experts in front. Their bytes are those of the
+checkpoint, wherever they lie; ``executor.kernels`` multiplies with them as they are, and without kernels some outputs
+at a time become numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stowage.weights.quantized.codes import PackedMatrix
+from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantized, outputs_of
+
+__all__ = ["BlockLinear", "BlockMatrix", "BlockStack", "parameter_names", "put_linear", "put_stacks"]
+
+_TILE_ELEMENTS: Final = 1 << 19
+
+
+def parameter_names(spec: Spec, own: str = "") -> dict[str, str]:
+    """What the parameters of each part are called, instead of ``own`` of stacked experts or of a layer's weight."""
+    before = f"{own}_" if own else ""
+    return {part: f"{before}{spec.name}_{part}".removesuffix("_") for part in spec.tensors()}
+
+
+class BlockMatrix(PackedMatrix):
+    """``parts``, the tensors of ``spec``, in the place of a weight that is multiplied with."""
+
+    __slots__ = ("parts", "spec")
+
+    def __init__(
+        self, spec: Spec, parts: Mapping[str, Tensor], values_dtype: torch.dtype, transposed: bool = False
+    ) -> None:
+        self.spec, self.parts, self.values_dtype, self.transposed = spec, parts, values_dtype, transposed
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = (self.spec.outputs, self.spec.inputs)
+        return torch.Size(sizes[::-1] if self.transposed else sizes)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the bytes are in memory; what is away has no strides."""
+        return all(part.is_contiguous() for part in self.parts.values())
+
+    @torch.no_grad()
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """``x`` (..., inputs) with the transpose of the matrix, plus ``bias``: (..., outputs). See PackedMatrix."""
+        product = linear or nn.functional.linear
+        out = x.new_empty(*x.shape[:-1], self.spec.outputs)
+        for begin, end in self._tiles():
+            out[..., begin:end] = product(x, self._values(begin, end, x.dtype))
+        return out if bias is None else out.add_(bias)
+
+    @torch.no_grad()
+    def unpacked(self) -> Tensor:
+        """The weights as one tensor, new memory: for whoever does more with them than multiply."""
+        spec = self.spec
+        device = next(iter(self.parts.values())).device
+        whole = torch.empty(spec.outputs, spec.inputs, dtype=self.values_dtype, device=device)
+        for begin, end in self._tiles():
+            whole[begin:end] = self._values(begin, end, self.values_dtype)
+        return whole.t() if self.transposed else whole
+
+    def _tiles(self) -> list[tuple[int, int]]:
+        together = max(OUTPUTS_TOGETHER, self.spec.tall)
+        step = max(1, _TILE_ELEMENTS // self.spec.inputs // together) * together
+        return [(at, min(at + step, self.spec.outputs)) for at in range(0, self.spec.outputs, step)]
+
+    def _values(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        return dequantized(*outputs_of(self.spec, self.parts, begin, end), dtype)
+
+
+class BlockLinear(nn.Module):
+    """A linear layer whose weight is the tensors of ``spec``."""
+
+    def __init__(self, spec: Spec, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec, self.dtype = spec, dtype
+        self.in_features, self.out_features = spec.inputs, spec.outputs
+        self._names = parameter_names(spec)
+        _register(self, spec, "", ())
+        self.register_parameter("bias", bias)
+        self._is_hf_initialized = True  # Transformers would fill what it knows with random numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix: Any = self.matrix  # a mode of torch that has its own product is asked first
+        return nn.functional.linear(x, matrix, self._parameters["bias"])
+
+    @property
+    def matrix(self) -> BlockMatrix:
+        return BlockMatrix(self.spec, _parts(self, self._names), self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """As numbers, in memory of their own: for code that does more with them than a linear layer does."""
+        return self.matrix.unpacked()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.spec.name}"
+
+
+class BlockStack:
+    """``parts`` with experts in front, as what a model's loop over experts takes one matrix after the other from."""
+
+    __slots__ = ("dtype", "parts", "spec", "transposed")
+
+    def __init__(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype, transposed: bool) -> None:
+        self.spec, self.parts, self.dtype, self.transposed = spec, parts, dtype, transposed
+
+    def __getitem__(self, expert: Tensor | int) -> BlockMatrix:
+        own = {part: values[int(expert)] for part, values in self.parts.items()}
+        return BlockMatrix(self.spec, own, self.dtype, self.transposed)
+
+
+def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype) -> BlockLinear:
+    """A layer of ``spec``, without values yet, in the place of the linear layer at ``path``; values in ``dtype``."""
+    parent, _, own = path.rpartition(".")
+    plain: Any = model.get_submodule(path)
+    layer = BlockLinear(spec, plain.bias, dtype)
+    setattr(model.get_submodule(parent), own, layer)
+    return layer
+
+
+def put_stacks(module: nn.Module, stacks: Mapping[str, tuple[Spec, bool]], dtype: torch.dtype) -> None:
+    """Parameters of a spec each, without values yet, in the place of those stacks of experts of ``module`` that are
+    named; whether the module takes a matrix for (inputs, outputs). The module runs its own loop then.
+    """
+    plain: Any = type(module)
+    for own, (spec, _) in stacks.items():
+        experts = len(getattr(module, own))
+        delattr(module, own)
+        _register(module, spec, own, (experts,))
+    module._is_hf_initialized = True  # type: ignore[assignment]  # see above
+    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items())))
+
+
+@functools.lru_cache(maxsize=256)
+def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, tuple[Spec, bool]], ...]) -> type[nn.Module]:
+    def stack_of(own: str, spec: Spec, transposed: bool) -> property:
+        names = parameter_names(spec, own)
+        return property(lambda self: BlockStack(spec, _parts(self, names), dtype, transposed))
+
+    members: dict[str, Any] = {own: stack_of(own, *how) for own, how in stacks}
+    members["forward"] = plain.forward.__wrapped__
+    return type(f"Block{plain.__name__}", (plain,), members)
+
+
+def _register(module: nn.Module, spec: Spec, own: str, before: tuple[int, ...]) -> None:
+    names = parameter_names(spec, own)
+    for part, (shape, dtype) in spec.tensors().items():
+        empty = torch.empty((*before, *shape), dtype=dtype, device="meta")
+        module.register_parameter(names[part], nn.Parameter(empty, requires_grad=False))
+
+
+def _parts(module: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    return {part: module._parameters[name] for part, name in names.items()}  # type: ignore[misc]

@@ -1,0 +1,344 @@
+"""Published block formats: the tensors that each keeps a matrix in, and what their bytes mean, exactly.
+
+A matrix of ``outputs`` x ``inputs`` lies row by row; along a row, some values share a scale. GGUF keeps such a block's
+scale and codes side by side, in one tensor of bytes; the others keep them in several tensors:
+
+    GGUF                 ""        uint8 (outputs, bytes of a row)
+    mxfp4 (gpt-oss)      blocks    uint8 (outputs, inputs / 32, 16)
+                         scales    uint8 (outputs, inputs / 32)
+    fp8                  codes     float8_e4m3fn (outputs, inputs)
+                         scales    float32 (outputs / tall, inputs / group)
+    int4 (compressed-    codes     int32 (outputs, inputs / 8)
+        tensors)         scales    (outputs, inputs / group)
+                         zeros     int32 (outputs / 8, inputs / group)
+    gptq                 codes     int32 (inputs / 8, outputs)
+                         scales    (inputs / group, outputs)
+                         zeros     int32 (inputs / group, outputs / 8)
+    awq                  codes     int32 (inputs, outputs / 8)
+                         scales and zeros as gptq
+
+``dequantized`` is the reference that kernels are held to: values in float32, each computed as ggml, Transformers and
+compressed-tensors do; what is computed with in bfloat16 is those values rounded once to the nearest.
+
+Sources: ggml's ``ggml-quants.c`` and the ``gguf`` package; OCP Microscaling Formats 1.0; Transformers'
+``integrations/mxfp4.py`` and ``finegrained_fp8.py``; compressed-tensors' ``pack_quantized``; AutoGPTQ; AutoAWQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stowage.errors import CheckpointError
+
+__all__ = ["BLOCKS", "FORMATS", "OUTPUTS_TOGETHER", "BlockFormat", "Spec", "dequantized", "outputs_of"]
+
+_SUPER: Final = 256
+_FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Output 8 j + i of AWQ is in the nibble of this number, counted from the lowest bits."""
+OUTPUTS_TOGETHER: Final = 128
+"""A matrix can be cut at multiples of so many outputs, or of those that share a scale if these are more."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """``values`` of a row lie in ``nbytes`` of it. ``ggml``: the type's number in a GGUF file; -1 for those that none
+    has, whose codes alone are counted.
+    """
+
+    name: str
+    values: int
+    nbytes: int
+    ggml: int = -1
+
+    def row_bytes(self, inputs: int) -> int:
+        """Raises CheckpointError for a row that is no whole number of blocks."""
+        if inputs % self.values:
+            raise CheckpointError(
+                f"a row of {inputs} values is no whole number of {self.name} blocks of {self.values}: the file is "
+                "damaged, or was written by another program than it says; download it again."
+            )
+        return inputs // self.values * self.nbytes
+
+
+FORMATS: Final[Mapping[str, BlockFormat]] = {
+    each.name: each
+    for each in (
+        BlockFormat("f32", 1, 4, 0),
+        BlockFormat("f16", 1, 2, 1),
+        BlockFormat("q4_0", 32, 18, 2),
+        BlockFormat("q4_1", 32, 20, 3),
+        BlockFormat("q5_0", 32, 22, 6),
+        BlockFormat("q5_1", 32, 24, 7),
+        BlockFormat("q8_0", 32, 34, 8),
+        BlockFormat("q4_k", _SUPER, 144, 12),
+        BlockFormat("q5_k", _SUPER, 176, 13),
+        BlockFormat("q6_k", _SUPER, 210, 14),
+        BlockFormat("bf16", 1, 2, 30),
+        BlockFormat("mxfp4_block", 32, 17, 39),
+        BlockFormat("mxfp4", 32, 16),
+        BlockFormat("fp8", 1, 1),
+        BlockFormat("int4", 8, 4),
+        BlockFormat("gptq", 8, 4),
+        BlockFormat("awq", 8, 4),
+    )
+}
+BLOCKS: Final = tuple(name for name, each in FORMATS.items() if each.ggml >= 0)
+"""Those of one tensor of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A matrix of ``outputs`` x ``inputs`` in the format called ``name``.
+
+    ``group``: inputs that share a scale (fp8, int4, gptq, awq; 0 is all of them); ``tall``: outputs that do (fp8; 0 is
+    all of them). ``zeros``: whether there are zero points (int4; gptq and awq have them). ``scale_dtype``: of the
+    scales, where formats differ.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    group: int = 0
+    tall: int = 1
+    zeros: bool = False
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def format(self) -> BlockFormat:
+        return FORMATS[self.name]
+
+    @property
+    def wide(self) -> int:
+        """Inputs that share a scale."""
+        return self.group or self.inputs
+
+    @property
+    def high(self) -> int:
+        """Outputs that share a scale."""
+        return self.tall or self.outputs
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each tensor, by its part; see the module. Raises CheckpointError for what does not fit."""
+        row, n, k = self.format.row_bytes(self.inputs), self.outputs, self.inputs
+        if self.name in BLOCKS:
+            return {"": ((n, row), torch.uint8)}
+        if self.name == "mxfp4":
+            return {"blocks": ((n, k // 32, 16), torch.uint8), "scales": ((n, k // 32), torch.uint8)}
+        groups = -(-k // self.wide)
+        if self.name == "fp8":
+            scales = (-(-n // self.high), groups)
+            return {"codes": ((n, k), torch.float8_e4m3fn), "scales": (scales, self.scale_dtype)}
+        self._check_groups()
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        if self.name == "int4":
+            parts = {"codes": ((n, k // 8), torch.int32), "scales": ((n, groups), self.scale_dtype)}
+            return parts | ({"zeros": ((-(-n // 8), groups), torch.int32)} if self.zeros else {})
+        codes = (k // 8, n) if self.name == "gptq" else (k, n // 8)
+        parts = {"codes": (codes, torch.int32), "scales": ((groups, n), self.scale_dtype)}
+        return parts | {"zeros": ((groups, n // 8), torch.int32)}
+
+    def _check_groups(self) -> None:
+        if self.wide % 32 or self.inputs % self.wide or (self.name != "int4" and self.outputs % 8):
+            raise CheckpointError(
+                f"a matrix of {self.outputs} x {self.inputs} in {self.name} with groups of {self.wide} is not read: "
+                "groups are whole, of a multiple of 32 inputs, and outputs a multiple of 8. Take the original "
+                "checkpoint, or one with groups of 32, 64 or 128."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        total = 0
+        for shape, dtype in self.tensors().values():
+            count = dtype.itemsize
+            for size in shape:
+                count *= size
+            total += count
+        return total
+
+
+def dequantized(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The matrix (outputs, inputs) that ``parts``, of the shapes of ``spec.tensors()``, mean: computed in float32, and
+    rounded to ``dtype`` at the end.
+    """
+    whole = _MEANINGS[spec.name](spec, parts) if spec.name not in BLOCKS else _of_blocks(spec, parts[""])
+    return whole.reshape(spec.outputs, spec.inputs).to(dtype)
+
+
+def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) -> tuple[Spec, dict[str, Tensor]]:
+    """Outputs from ``begin``, a multiple of ``OUTPUTS_TOGETHER``, to ``end``, or all, as a matrix of their own."""
+    cut = {part: values[begin:end] for part, values in parts.items()}
+    if spec.name == "fp8":
+        assert spec.tall == 0 or begin % spec.tall == 0, "outputs with one scale stay together"
+        cut["scales"] = (
+            parts["scales"] if spec.tall == 0 else parts["scales"][begin // spec.tall : -(-end // spec.tall)]
+        )
+    elif spec.name in ("gptq", "awq"):
+        eighth = slice(begin // 8, -(-end // 8))
+        cut = {part: values[:, begin:end] for part, values in parts.items()}
+        cut["zeros"] = parts["zeros"][:, eighth]
+        if spec.name == "awq":
+            cut["codes"] = parts["codes"][:, eighth]
+    elif spec.zeros:
+        cut["zeros"] = parts["zeros"][begin // 8 : -(-end // 8)]
+    return replace(spec, outputs=min(end, spec.outputs) - begin), cut
+
+
+def _of_blocks(spec: Spec, raw: Tensor) -> Tensor:
+    if spec.name in _PLAIN:
+        return raw.contiguous().view(_PLAIN[spec.name]).float()
+    return _IN_BLOCKS[spec.name](raw.reshape(-1, spec.format.nbytes))
+
+
+_PLAIN: Final = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _half(raw: Tensor) -> Tensor:
+    """Two bytes of each block as a number (blocks, 1)."""
+    return raw.contiguous().view(torch.float16).float()
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """The low halves of bytes, then their high halves: (blocks, 2 x bytes)."""
+    return torch.cat([codes & 15, codes >> 4], dim=-1)
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """32 bits in 4 bytes of each block, as 16 where set."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
+    return (((raw[..., None] >> shifts) & 1) << 4).flatten(1)
+
+
+def _q8_0(raw: Tensor) -> Tensor:
+    return _half(raw[:, :2]) * raw[:, 2:].contiguous().view(torch.int8).float()
+
+
+def _q4_0(raw: Tensor) -> Tensor:
+    return _half(raw[:, :2]) * (_halves(raw[:, 2:]).float() - 8)
+
+
+def _q4_1(raw: Tensor) -> Tensor:
+    return _half(raw[:, :2]) * _halves(raw[:, 4:]).float() + _half(raw[:, 2:4])
+
+
+def _q5_0(raw: Tensor) -> Tensor:
+    return _half(raw[:, :2]) * ((_halves(raw[:, 6:]) | _fifth_bits(raw[:, 2:6])).float() - 16)
+
+
+def _q5_1(raw: Tensor) -> Tensor:
+    codes = _halves(raw[:, 8:]) | _fifth_bits(raw[:, 4:8])
+    return _half(raw[:, :2]) * codes.float() + _half(raw[:, 2:4])
+
+
+def _scales_k(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and least values (blocks, 8, 1) of a block of 256: two halves, and eight pairs of 6 bits in 12 bytes."""
+    bits = raw[:, 4:16]
+    first, second, mixed = bits[:, :4], bits[:, 4:8], bits[:, 8:]
+    scales = torch.cat([first & 63, (mixed & 15) | ((first >> 6) << 4)], dim=1).float()
+    leasts = torch.cat([second & 63, (mixed >> 4) | ((second >> 6) << 4)], dim=1).float()
+    return (_half(raw[:, :2]) * scales)[..., None], (_half(raw[:, 2:4]) * leasts)[..., None]
+
+
+def _q4_k(raw: Tensor) -> Tensor:
+    scales, leasts = _scales_k(raw)
+    return scales * _halves(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32).float() - leasts
+
+
+def _q5_k(raw: Tensor) -> Tensor:
+    scales, leasts = _scales_k(raw)
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
+    fifth = ((raw[:, None, 16:48] >> shifts) & 1) << 4
+    codes = _halves(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | fifth
+    return scales * codes.float() - leasts
+
+
+def _q6_k(raw: Tensor) -> Tensor:
+    low = _halves(raw[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device)[:, None]
+    high = ((raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
+    scales = _half(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8).float()
+    return scales[..., None] * ((low | high).reshape(-1, 16, 16).float() - 32)
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """2^(e - 127) of bytes (E8M0; 255 is no number)."""
+    wide = exponents.to(torch.int32)
+    bits = torch.where(wide == 0, 1 << 22, wide << 23)
+    return torch.where(wide == 255, torch.nan, bits.view(torch.float32))
+
+
+def _mxfp4_block(raw: Tensor) -> Tensor:
+    return _power(raw[:, :1]) * _fp4(_halves(raw[:, 1:]))
+
+
+def _fp4(codes: Tensor) -> Tensor:
+    return torch.tensor(_FP4, dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+_IN_BLOCKS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "q8_0": _q8_0,
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q4_k": _q4_k,
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
+    "mxfp4_block": _mxfp4_block,
+}
+
+
+def _mxfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
+    blocks = parts["blocks"].reshape(spec.outputs, -1, 16)
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)
+    return _fp4(codes) * _power(parts["scales"].reshape(spec.outputs, -1))[..., None]
+
+
+def _fp8(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
+    scales = parts["scales"].float().reshape(-(-spec.outputs // spec.high), -1)
+    tall = scales.repeat_interleave(spec.high, dim=0)[: spec.outputs]
+    return parts["codes"].float() * tall.repeat_interleave(spec.wide, dim=1)[:, : spec.inputs]
+
+
+def _nibbles(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Codes 0 to 15 in int32 words, eight along ``dim`` in the place of each; ``order``: which nibble is the next."""
+    shifts = torch.tensor([4 * nibble for nibble in order], dtype=torch.int32, device=words.device)
+    return (words.movedim(dim, -1)[..., None] >> shifts & 15).flatten(-2).movedim(-1, dim)
+
+
+def _int4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
+    codes = _nibbles(parts["codes"], 1).float().view(spec.outputs, -1, spec.wide)
+    zeros: Tensor | float = 8.0
+    if spec.zeros:
+        zeros = _nibbles(parts["zeros"], 0)[: spec.outputs].float()[..., None]
+    return (codes - zeros) * parts["scales"].float()[..., None]
+
+
+def _gptq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
+    """Zero points are one less than what they mean, as AutoGPTQ's first format has it."""
+    return _by_inputs(spec, parts, _nibbles(parts["codes"], 0), _nibbles(parts["zeros"], 1) + 1)
+
+
+def _awq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
+    codes, zeros = (_nibbles(parts[part], 1, _AWQ_ORDER) for part in ("codes", "zeros"))
+    return _by_inputs(spec, parts, codes, zeros)
+
+
+def _by_inputs(spec: Spec, parts: Mapping[str, Tensor], codes: Tensor, zeros: Tensor) -> Tensor:
+    grouped = codes.float().view(-1, spec.wide, spec.outputs)
+    return ((grouped - zeros.float()[:, None]) * parts["scales"].float()[:, None]).reshape(-1, spec.outputs).t()
+
+
+_MEANINGS: Final[Mapping[str, Callable[[Spec, Mapping[str, Tensor]], Tensor]]] = {
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "int4": _int4,
+    "gptq": _gptq,
+    "awq": _awq,
+}

@@ -1,0 +1,180 @@
+"""Published block formats mean what their authors say: the gguf package and Transformers read the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from stowage.errors import CheckpointError
+from stowage.weights.quantized import blocks
+from stowage.weights.quantized.blocks import BlockMatrix, parameter_names, put_linear
+from stowage.weights.quantized.formats import BLOCKS, FORMATS, Spec, dequantized
+
+
+def raw_bytes(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_blocks_of_ggml_mean_what_its_package_says() -> None:
+    gguf = pytest.importorskip("gguf")
+    for name in BLOCKS:
+        each = FORMATS[name]
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(each.ggml)] == (each.values, each.nbytes), name
+        spec = Spec(name, 7, 512)
+        raw = raw_bytes(7, each.row_bytes(512), seed=len(name))
+        if name == "mxfp4_block":  # 255 is no number to us, as the standard has it
+            raw[raw == 255] = 130
+        with np.errstate(all="ignore"):
+            if name == "bf16":
+                expected = raw.view(torch.bfloat16).float()
+            else:
+                found = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType(each.ggml))
+                expected = torch.from_numpy(np.ascontiguousarray(found))
+        values = dequantized(spec, {"": raw})
+        assert torch.equal(values.isnan(), expected.isnan()), name
+        assert torch.equal(values.nan_to_num(), expected.nan_to_num()), name
+
+
+def test_mxfp4_means_what_transformers_makes_of_gpt_oss() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = raw_bytes(2, 9, 4, 16), raw_bytes(2, 9, 4, seed=1) % 128 + 64
+    expected = convert_moe_packed_tensors(blocks, scales)  # (experts, inputs, outputs)
+    for expert in range(2):
+        values = dequantized(Spec("mxfp4", 9, 128), {"blocks": blocks[expert], "scales": scales[expert]})
+        assert torch.equal(values.bfloat16(), expected[expert].t()), expert
+
+
+@pytest.mark.parametrize(("tall", "group"), [(128, 128), (1, 0), (0, 0)])
+def test_fp8_means_what_transformers_makes_of_it(tall: int, group: int) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    spec = Spec("fp8", 256, 384, group, tall)
+    shape, _ = spec.tensors()["scales"]
+    codes = raw_bytes(256, 384).masked_fill(raw_bytes(256, 384) % 128 == 127, 3).view(torch.float8_e4m3fn)
+    scales = torch.rand(shape, generator=torch.Generator().manual_seed(3)) * 1e-3
+    values = dequantized(spec, {"codes": codes, "scales": scales}, torch.bfloat16)
+    if group:
+        expected = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+    else:
+        expected = (codes.float() * scales).bfloat16()
+    assert torch.equal(values, expected)
+
+
+def test_the_last_blocks_of_fp8_may_be_cut() -> None:
+    spec = Spec("fp8", 130, 200, 128, 128)
+    codes = torch.ones(130, 200).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    values = dequantized(spec, {"codes": codes, "scales": scales})
+    assert values[0, 0] == 1 and values[127, 128] == 2 and values[128, 127] == 3 and values[129, 199] == 4
+
+
+def packed(codes: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight codes along ``dim`` in a word: code ``order[i]`` of them in nibble ``i``."""
+    eights = codes.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))
+    word = sum(eights[..., code] << (4 * nibble) for nibble, code in enumerate(order))
+    assert isinstance(word, Tensor)
+    return word.to(torch.int32).movedim(-1, dim)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_four_bits_in_words_mean_a_code_less_its_zero_times_its_scale(group: int) -> None:
+    n, k = 16, 256
+    codes, zeros = raw_bytes(n, k) % 16, raw_bytes(n, k // group, seed=2) % 15
+    scales = torch.rand(n, k // group, generator=torch.Generator().manual_seed(1)).half()
+    wide = scales.float().repeat_interleave(group, 1)
+    expected = (codes.float() - zeros.repeat_interleave(group, 1).float()) * wide
+    symmetric = Spec("int4", n, k, group, scale_dtype=torch.float16)
+    parts = {"codes": packed(codes, 1), "scales": scales}
+    assert torch.equal(dequantized(symmetric, parts), (codes.float() - 8) * wide)
+    with_zeros = Spec("int4", n, k, group, zeros=True, scale_dtype=torch.float16)
+    assert torch.equal(dequantized(with_zeros, parts | {"zeros": packed(zeros, 0)}), expected)
+    by_inputs = {"scales": scales.t().contiguous()}
+    for name, spelled in (
+        ("gptq", {"codes": packed(codes.t(), 0), "zeros": packed((zeros.int() - 1).t() & 15, 1)}),
+        # AutoAWQ packs outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up
+        ("awq", {part: packed(v.t(), 1, (0, 2, 4, 6, 1, 3, 5, 7)) for part, v in (("codes", codes), ("zeros", zeros))}),
+    ):
+        spec = Spec(name, n, k, group, scale_dtype=torch.float16)
+        found = by_inputs | spelled
+        assert {part: (tuple(t.shape), t.dtype) for part, t in found.items()} == spec.tensors(), name
+        matters = zeros.repeat_interleave(group, 1) > 0 if name == "gptq" else torch.ones(n, k, dtype=torch.bool)
+        assert torch.equal(dequantized(spec, found)[matters], expected[matters]), name
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="no whole number of q4_k blocks of 256"):
+        Spec("q4_k", 4, 320).tensors()
+    for spec in (Spec("int4", 8, 96, 64), Spec("gptq", 12, 64, 32), Spec("awq", 8, 64, 16)):
+        with pytest.raises(CheckpointError, match="groups are whole"):
+            spec.tensors()
+
+
+def test_sizes_are_those_of_the_tensors() -> None:
+    assert Spec("q4_k", 10, 512).nbytes == 10 * 2 * 144
+    assert Spec("mxfp4", 10, 64).nbytes == 10 * 2 * 17
+    assert Spec("fp8", 130, 200, 128, 128).nbytes == 130 * 200 + 4 * 4
+    assert Spec("int4", 8, 64, 32, zeros=True, scale_dtype=torch.bfloat16).nbytes == 8 * 32 + 8 * 2 * 2 + 4 * 2
+
+
+def parts_of(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
+    """Bytes at random that mean numbers."""
+    parts = {}
+    for number, (part, (shape, dtype)) in enumerate(spec.tensors().items()):
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            parts[part] = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            continue
+        raw = raw_bytes(*shape[:-1], shape[-1] * dtype.itemsize, seed=seed + number)
+        raw = raw % 112 if dtype is torch.float8_e4m3fn else raw % 16 + 115 if part == "scales" else raw
+        parts[part] = raw.view(dtype)
+    if "" in parts:  # scales of a block, wherever they lie, are then no infinities
+        parts[""] &= 0xBB
+    return parts
+
+
+SPECS = [
+    *(Spec(name, 300, 512) for name in BLOCKS),
+    Spec("mxfp4", 300, 512),
+    *(Spec("fp8", 300, 512, group, tall) for group, tall in ((128, 128), (0, 1), (0, 0))),
+    *(Spec("int4", 304, 512, 64, zeros=zeros, scale_dtype=torch.bfloat16) for zeros in (False, True)),
+    *(Spec(name, 304, 512, 128, scale_dtype=torch.float16) for name in ("gptq", "awq")),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+def test_matrices_are_what_their_formats_mean_and_are_multiplied_with_in_pieces(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_TILE_ELEMENTS", 1)
+    parts = parts_of(spec)
+    expected = dequantized(spec, parts)
+    assert bool(expected.isfinite().all()) and expected.std() > 0
+    matrix: Any = BlockMatrix(spec, parts, torch.float32)
+    assert matrix.is_here and torch.equal(matrix.unpacked(), expected)
+    x, bias = torch.randn(3, spec.inputs), torch.randn(spec.outputs)
+    exact = torch.nn.functional.linear(x, expected, bias)
+    assert torch.allclose(torch.nn.functional.linear(x, matrix, bias), exact, rtol=1e-4, atol=1e-5 * exact.abs().max())
+    turned: Any = BlockMatrix(spec, parts, torch.float32, True)
+    assert turned.shape == expected.t().shape and torch.equal(turned.unpacked(), expected.t())
+
+
+def test_a_linear_layer_has_the_tensors_of_its_format_and_computes_with_them() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 48))
+    for spec in (Spec("q5_0", 48, 128), Spec("mxfp4", 48, 128)):
+        bias = torch.nn.Parameter(torch.randn(48), requires_grad=False)
+        model[0] = torch.nn.Linear(128, 48)
+        model[0].bias = bias
+        layer = put_linear(model, "0", spec, torch.float32)
+        parts = parts_of(spec)
+        names = parameter_names(spec)
+        assert {*dict(layer.named_parameters())} == {"bias", *names.values()}
+        for part, values in parts.items():
+            setattr(layer, names[part], torch.nn.Parameter(values, requires_grad=False))
+        x = torch.randn(5, 128)
+        expected = torch.nn.functional.linear(x, dequantized(spec, parts), bias)
+        assert torch.allclose(model(x), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        assert torch.equal(layer.weight, dequantized(spec, parts)) and spec.name in repr(layer)
