@@ -15,9 +15,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
-ORDINARY := "not vllm and not cuda and not device and not lmeval and not browser and not commands and not real"
+ORDINARY := "not vllm and not cuda and not device and not lmeval and not clients and not browser and not commands and not real"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
+CLIENTS_STAMP := .clients/.installed
 TRITON_STAMP := .triton/.installed
 REAL_MODEL := .real-model/SmolLM2-135M-Instruct
 DEPLOY_STAMP := .deploy-tools/.installed
@@ -31,7 +32,7 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval deploy-tools browser commands vllm vllm-env real real-model clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,6 +118,15 @@ $(TRITON_STAMP): requirements/second-device.txt | $(ENV_STAMP)
 cuda: $(ENV_STAMP) ## test what needs a CUDA device
 	$(PY) -m pytest -m cuda tests
 
+clients: $(CLIENTS_STAMP) $(REAL_MODEL)/config.json ## ask the server with the clients that people use: LangChain, Anthropic's, litellm and others
+	$(PY) -m pytest -m clients tests/server
+
+$(CLIENTS_STAMP): $(ENV_STAMP) requirements/clients.txt
+	@echo "Installing clients of the API into .clients: some 250 MB."
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/clients.txt
+	@touch $@
+
 lm-eval: $(LM_EVAL_STAMP) ## score tasks through a real server with lm-eval, and compare with Transformers
 	$(PY) -m pytest -m lmeval tests/server
 
@@ -187,7 +197,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src/stowage -name "*.so" -delete
 	rm -rf src/*.egg-info mutants htmlcov .coverage

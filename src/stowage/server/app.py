@@ -20,12 +20,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stowage import __version__
 from stowage.engine.engine import Delta
 from stowage.server import page
-from stowage.server.apis import chat, completions, tokenization
+from stowage.server.apis import (
+    chat,
+    completions,
+    embeddings,
+    messages,
+    openapi,
+    response_events,
+    responses,
+    tokenization,
+)
 from stowage.server.apis.answer import Answer, Scores
 from stowage.server.apis.ask import Ask
 from stowage.server.auth import ApiKeys
 from stowage.server.bridge import Bridge, Exchange, Read
-from stowage.server.counts import CHAT, COMPLETIONS, Counts, tasks
+from stowage.server.counts import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Counts, tasks
 from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
 from stowage.server.journal import Journal
 from stowage.server.limits import Limits
@@ -45,6 +54,7 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         Route(STATE, dashboard.state),
         Route("/health", plain.health),
         Route("/version", plain.version),
+        Route("/openapi.json", plain.openapi),
         Route("/metrics", plain.metrics),
         Route("/v1/models", plain.models),
         Route("/v1/models/{model:path}", plain.model),
@@ -92,6 +102,9 @@ class Plain:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi.described(self._bridge.name))
 
     async def metrics(self, request: Request) -> Response:
         return Response(await self._bridge.look(self._counts.text), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -157,10 +170,14 @@ class Api:
 APIS: Final = (
     (COMPLETIONS, Api(completions.read, completions.TextAnswer)),
     (CHAT, Api(chat.read, chat.ChatAnswer)),
+    (MESSAGES, Api(messages.read, messages.MessageAnswer)),
+    (RESPONSES, Api(responses.read, response_events.ResponseAnswer)),
 )
 
 
 LOOKUPS: Final[tuple[tuple[str, Read[dict[str, Any]]], ...]] = (
+    (MESSAGES + "/count_tokens", messages.count),
+    ("/v1/embeddings", embeddings.read),
     ("/tokenize", tokenization.tokenize),
     ("/detokenize", tokenization.detokenize),
 )

@@ -21,7 +21,9 @@ from stowage.server.apis.ask import Ask
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
-GENERATION: Final = (COMPLETIONS, CHAT)
+MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
+GENERATION: Final = (COMPLETIONS, CHAT, MESSAGES, RESPONSES)
 CLIENT_LEFT: Final = 499
 """Counted in place of a status where the client had left before there was one."""
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

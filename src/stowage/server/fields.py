@@ -51,6 +51,10 @@ class Fields:
         self._read.add(name)
         return self._left.pop(name, None)
 
+    def peek(self, name: str) -> Any:
+        """The field as it is, which is still to be read."""
+        return self._left.get(name)
+
     def given(self, name: str) -> bool:
         return name in self._left
 

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stowage.server.auth import ApiKeys, Tenant
 from stowage.server.bridge import Bridge
-from stowage.server.counts import CLIENT_LEFT, Counts
-from stowage.server.refusal import ApiError, bad, internal
-from stowage.server.stream import ClientLeft, Events, send_json
+from stowage.server.counts import CLIENT_LEFT, MESSAGES, Counts
+from stowage.server.refusal import ApiError, anthropic_body, bad, internal
+from stowage.server.stream import ClientLeft, Events, encoded, send_json
 
 logger = logging.getLogger("stowage.server")
 OPEN_TO_ALL: Final = "/health"
@@ -105,7 +105,10 @@ class Front:
                 self._check_host(headers.get(b"host"))
                 if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
                     raise bad("The header 'authorization' was given more than once: send one key.", code="invalid_http")
-                visit.tenant = self._who(headers.get(b"authorization"), visit.route, scope["method"])
+                given = headers.get(b"authorization")
+                if given is None and b"x-api-key" in headers:  # as Anthropic's clients send it
+                    given = b"Bearer " + headers[b"x-api-key"]
+                visit.tenant = self._who(given, visit.route, scope["method"])
             await self._app(scope, receive, send)
         except ApiError as error:
             await self._answer(send, visit, error)
@@ -122,7 +125,8 @@ class Front:
         if visit.events is not None:
             await visit.events.fail(error)
         elif not visit.status:
-            await send_json(send, error.status, error.encoded, error.headers)
+            body = anthropic_body(error) if visit.route.startswith(MESSAGES) else error.body
+            await send_json(send, error.status, encoded(body), error.headers)
 
     def _who(self, authorization: bytes | None, route: str, method: str) -> Tenant:
         tenant = self._keys.tenant(authorization, basic=route in FOR_BROWSERS and method in ("GET", "HEAD"))

@@ -19,7 +19,7 @@ from typing import Any, Final
 from stowage.engine.engine import Progress
 from stowage.server.auth import Tenant
 from stowage.server.bridge import Exchange
-from stowage.server.counts import CHAT, CLIENT_LEFT
+from stowage.server.counts import CLIENT_LEFT, COMPLETIONS
 from stowage.server.front import Visit
 
 __all__ = ["KEPT_MAX", "SHOWN_MAX", "Journal", "Times"]
@@ -84,7 +84,7 @@ class Journal:
         times = _times(visit, submitted_s, ahead[0] if ahead else None, ended=ended)
         return {
             "id": visit.id,
-            "kind": "chat" if visit.route == CHAT else "completion",
+            "kind": "completion" if visit.route == COMPLETIONS else "chat",
             "stream": ask.stream,
             "choices": ask.choices,
             "state": _end_of(visit) if ended else _foremost(progress),

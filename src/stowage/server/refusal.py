@@ -43,6 +43,14 @@ class ApiError(RequestError):
         return json.dumps(self.body).encode("ascii")
 
 
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The same refusal as Anthropic's clients read it."""
+    kinds = {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+    kind = kinds.get(error.status) or _TYPES.get(error.status)
+    kind = kind or ("api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The commonest refusal: a field that cannot be used."""
     return ApiError(400, message, param=param, code=code)

@@ -37,6 +37,12 @@ class Vocabulary:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def count(self, text: str) -> int:
+        """How many tokens a text is."""
+        if self._tokenizer is None or not text:
+            return 0
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def shown(self, token: int) -> bytes:
         """The bytes that the token adds to an answer: none, where it is a special one."""
         return b"" if self._tokenizer is None or token in self._special else self.bytes_of(token)

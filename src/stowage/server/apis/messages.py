@@ -1,0 +1,261 @@
+"""`/v1/messages`, as Anthropic defines it: conversations in blocks of text, thoughts, calls of tools and results.
+
+Owns its fields and the shapes of its answers. `input_tokens` are those that were computed; those that were not are in
+`cache_read_input_tokens`, without being asked for: `cache_control` has no effect.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stowage.engine.engine import Completion, Delta
+from stowage.engine.prompts import Begin, unasked
+from stowage.server.apis.answer import Answer, Event, Scores
+from stowage.server.apis.ask import Ask
+from stowage.server.apis.conversation import texts
+from stowage.server.apis.reader import TOKENS_MOST, Conversation, Reader
+from stowage.server.apis.spoken import Spoken, Voices
+from stowage.server.fields import Fields, parse_object
+from stowage.server.refusal import ApiError, anthropic_body, bad
+from stowage.server.tools.offer import Offer, Tool, function, listed, offered
+from stowage.server.vocabulary import Vocabulary
+
+__all__ = ["MessageAnswer", "count", "read"]
+
+_CHOICES: Final = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+
+
+def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
+    """A request. `begin`: see `Prompts.read`. Raises ApiError."""
+    return _read(reader, body, begin, counted=False)
+
+
+def count(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> dict[str, Any]:
+    """`/v1/messages/count_tokens`: how many tokens a request's prompt has. Raises ApiError."""
+    return {"input_tokens": len(_read(reader, body, begin, counted=True).prompts[0].tokens)}
+
+
+def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: bool) -> Ask:
+    fields = Fields(parse_object(body))
+    fields.without_effect("metadata", "service_tier", "inference_geo")
+    model = reader.model(fields)
+    if not counted and not fields.given("max_tokens"):
+        raise bad("You must give 'max_tokens'.", "max_tokens")
+    new_tokens = fields.whole("max_tokens", None, 1, TOKENS_MOST)
+    template = _thinking(fields.inside("thinking"), reader)
+    params = reader.sampling(fields, stop="stop_sequences")
+    stream, offer = fields.flag("stream"), _tools(fields)
+    cache_salt, system, raw = fields.text("cache_salt", "") or "", _system(fields), fields.take("messages")
+    fields.finish()
+    told = _messages(raw)
+    goes_on = told[-1]["role"] == "assistant" and not told[-1].get("tool_calls")
+    template |= {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    talk = Conversation([*system, *told], "messages", new_tokens, offer, template)
+    prompt, params, speech = reader.conversation(talk, params, begin)
+    return Ask(model, (prompt,), 1, params, cache_salt, stream, False, speech=speech, offer=offer)
+
+
+def _thinking(inside: Fields | None, reader: Reader) -> dict[str, Any]:
+    """As templates know it that ask whether to think."""
+    if inside is None:
+        return {}
+    kind = inside.needed_text("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise bad("'thinking.type' must be enabled, disabled or adaptive.", "thinking.type")
+    inside.without_effect("budget_tokens", "display")
+    inside.finish()
+    return {"enable_thinking": kind != "disabled"} if reader.style.knows("enable_thinking") else {}
+
+
+def _system(fields: Fields) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": texts(fields, "system")}] if fields.given("system") else []
+
+
+def _tools(fields: Fields) -> Offer:
+    found = tuple(_tool(inside, where) for inside, where in listed(fields))
+    choice = fields.inside("tool_choice")
+    if choice is None:
+        return offered(found, "auto", "", parallel=True)
+    kind, name = choice.needed_text("type"), choice.text("name", "") or ""
+    if kind not in _CHOICES:
+        raise bad(f"'tool_choice.type' is {kind[:40]!r}; use one of {', '.join(_CHOICES)}.", "tool_choice.type")
+    parallel = not choice.flag("disable_parallel_tool_use")
+    choice.finish()
+    return offered(found, _CHOICES[kind], name, parallel=parallel)
+
+
+def _tool(inside: Fields, where: str) -> Tool:
+    kind = inside.text("type", "custom")
+    if kind != "custom":
+        raise bad(f"'{where}.type' is {str(kind)[:40]!r}; only 'custom' is supported by this server.", f"{where}.type")
+    inside.without_effect("cache_control", "input_examples")
+    if not inside.given("input_schema"):
+        raise bad(f"You must give '{where}.input_schema'.", f"{where}.input_schema")
+    return function(inside, where, schema="input_schema")
+
+
+def _messages(raw: Any) -> list[dict[str, Any]]:
+    if not isinstance(raw, list) or not raw:
+        raise bad("'messages' must be a list of messages with 'role' and 'content'; it may not be empty.", "messages")
+    return [message for at, item in enumerate(raw) for message in _message(item, f"messages[{at}]")]
+
+
+def _message(raw: Any, where: str) -> list[dict[str, Any]]:
+    """As templates know them: results of tools are messages of their own."""
+    if not isinstance(raw, dict):
+        raise bad(f"{where!r} must be an object with 'role' and 'content'.", where)
+    fields = Fields(raw, where)
+    role, content = fields.needed_text("role"), fields.take("content")
+    if role not in ("user", "assistant"):
+        raise bad(f"'{where}.role' is {role[:40]!r}; use user or assistant, and 'system' beside 'messages'.", where)
+    fields.finish()
+    if isinstance(content, str):
+        return [{"role": role, "content": fields.as_text("content", content)}]
+    place = f"{where}.content"
+    if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
+        raise bad(f"{place!r} must be text, or a list of blocks.", place)
+    blocks = [_block(Fields(block, f"{place}[{at}]"), role) for at, block in enumerate(content)]
+    results = [block for kind, block in blocks if kind == "result"]
+    said = {
+        "role": role,
+        "content": "\n".join(block["text"] for kind, block in blocks if kind == "text"),
+        "tool_calls": [block for kind, block in blocks if kind == "call"],
+        "reasoning_content": "".join(block["text"] for kind, block in blocks if kind == "thought"),
+    }
+    kept = {name: value for name, value in said.items() if value or name in ("role", "content")}
+    return results + ([kept] if len(kept) > 2 or kept["content"] or not results else [])
+
+
+def _block(fields: Fields, role: str) -> tuple[str, dict[str, Any]]:
+    where = fields.path("type")
+    kind = fields.needed_text("type")
+    fields.without_effect("cache_control", "citations", "signature", "caller")
+    found: tuple[str, dict[str, Any]]
+    if kind == "text":
+        found = "text", {"text": fields.needed_text("text")}
+    elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+        fields.without_effect("data")
+        found = "thought", {"text": fields.text("thinking", "") or ""}
+    elif kind == "tool_use" and role == "assistant":
+        called: dict[str, Any] = {"name": fields.needed_text("name"), "arguments": fields.mapping("input")}
+        found = "call", {"id": fields.needed_text("id"), "type": "function", "function": called}
+    elif kind == "tool_result" and role == "user":
+        fields.without_effect("is_error")
+        content = texts(fields) if fields.given("content") and fields.peek("content") != [] else ""
+        fields.take("content")
+        found = "result", {"role": "tool", "tool_call_id": fields.needed_text("tool_use_id"), "content": content}
+    else:
+        raise bad(f"{where!r} is {kind[:40]!r}, which this server does not support in messages of {role}.", where)
+    fields.finish()
+    return found
+
+
+class MessageAnswer(Answer):
+    """Its answers: one choice, in blocks."""
+
+    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
+        super().__init__(ask, vocabulary, exact=exact)
+        self._id = "msg_" + secrets.token_hex(12)
+        self._voices = Voices(ask, "toolu_")
+        self._open: str = ""
+        self._blocks = 0
+
+    def whole(self, scores: Mapping[int, Scores]) -> dict[str, Any]:
+        completion = self._ended[0]
+        spoken = self._voices.whole(0, completion)
+        return self._frame(_content(spoken)) | self._ending(completion, spoken) | {"usage": self._usage()}
+
+    def opening(self) -> list[Event]:
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
+        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        started = self._frame([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        return [_event("message_start", message=started)]
+
+    def events(self, choice: int, delta: Delta, scores: Scores) -> list[Event]:
+        spoken, found = self._voices.spoken(0), list[Event]()
+        calls = len(spoken.calls)
+        for part in self._voices.grown(0, delta):
+            if part.kind == "call":
+                call = spoken.calls[calls]
+                calls += 1
+                found += self._begin("call", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            elif part.kind == "arguments":
+                found.append(self._delta({"type": "input_json_delta", "partial_json": part.text}))
+            elif part.kind == "reasoning":
+                found += self._begin("thought", {"type": "thinking", "thinking": "", "signature": ""})
+                found.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
+            else:
+                found += self._begin("text", {"type": "text", "text": ""})
+                found.append(self._delta({"type": "text_delta", "text": part.text}))
+        return found
+
+    def closing(self) -> list[Event]:
+        ending = self._ending(self._ended[0], self._voices.spoken(0))
+        return [*self._end(), _event("message_delta", delta=ending, usage=self._usage()), _event("message_stop")]
+
+    def failure(self, error: ApiError) -> Event:
+        return "error", anthropic_body(error)
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> list[Event]:
+        """A block of another kind; every call is one of its own."""
+        if self._open == kind != "call":
+            return []
+        ended = self._end()
+        self._open = kind
+        return [*ended, _event("content_block_start", index=self._blocks, content_block=block)]
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _end(self) -> list[Event]:
+        if not self._open:
+            return []
+        self._open = ""
+        self._blocks += 1
+        return [_event("content_block_stop", index=self._blocks - 1)]
+
+    def _frame(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self.ask.model, "content": content}
+
+    def _ending(self, completion: Completion, spoken: Spoken) -> dict[str, Any]:
+        reason = "max_tokens" if completion.finish_reason == "length" else "end_turn"
+        if completion.stop_text is not None:
+            reason = "stop_sequence"
+        elif spoken.calls and reason == "end_turn":
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": completion.stop_text}
+
+    def _usage(self) -> dict[str, Any]:
+        cached = self.cached_tokens
+        return {
+            "input_tokens": self.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self.answer_tokens,
+        }
+
+
+def _content(spoken: Spoken) -> list[dict[str, Any]]:
+    """Blocks. A call whose arguments are no JSON object, because it was cut or is not enforced, is shown as text."""
+    found: list[dict[str, Any]] = []
+    if spoken.reasoning:
+        found.append({"type": "thinking", "thinking": spoken.reasoning, "signature": ""})
+    if spoken.content or not (spoken.calls or spoken.reasoning):
+        found.append({"type": "text", "text": spoken.content})
+    for call in spoken.calls:
+        try:
+            given = json.loads(call.arguments)
+        except (ValueError, RecursionError):
+            given = None
+        if isinstance(given, dict):
+            found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        else:
+            found.append({"type": "text", "text": f"{call.name}({call.arguments}"})
+    return found
+
+
+def _event(name: str, **told: Any) -> Event:
+    return name, {"type": name} | told
