@@ -23,6 +23,7 @@ TRITON_STAMP := .triton/.installed
 REAL_MODEL := .real-model/SmolLM2-135M-Instruct
 DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
+COMPAT := .compat
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 # What is compiled when the package is installed.
 KERNEL := $(wildcard src/stowage/native/*.[ch] src/stowage/native/*/*.[ch])
@@ -31,8 +32,12 @@ CODE := src tests benchmarks scripts docs/examples
 CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["pytest_add_cli_args_test_selection"])')
 
+# What tells one series of Transformers from another: caches, attention, recurrent layers, loading.
+COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.py tests/engine/test_reuse.py \
+	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model compat clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -136,6 +141,15 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
 
+compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed ## the oldest and the newest series of Transformers: parity, reuse, library
+	for end in oldest newest; do \
+		PYTHONPATH=$(COMPAT)/$$end $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY) $(COMPAT_TESTS) || exit 1; done
+
+$(COMPAT)/%/.installed: requirements/compat-%.txt | $(ENV_STAMP)
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement $<
+	@touch $@
+
 real: $(REAL_MODEL)/config.json ## answers of a real model, from every tier: the same to the bit; PROMPTS=64 asks more
 	REAL_PROMPTS=$(PROMPTS) $(PY) -m pytest -m real tests/real_model
 
@@ -197,7 +211,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(COMPAT) .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src/stowage -name "*.so" -delete
 	rm -rf src/*.egg-info mutants htmlcov .coverage

@@ -83,7 +83,15 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'stowage' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    try:
+        value = getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        from stowage.extras import absent
+
+        told = absent(error)
+        if told is None:
+            raise
+        raise told from error
     globals()[name] = value
     return value
 

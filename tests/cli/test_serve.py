@@ -114,7 +114,7 @@ def test_settings_of_the_environment(call: Stowage, monkeypatch: pytest.MonkeyPa
 
 def test_without_the_extra_it_says_how_to_get_it(call: Stowage, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr("stowage.cli.serve.find_spec", lambda name: None if name == "uvicorn" else real(name))
+    monkeypatch.setattr("stowage.extras.find_spec", lambda name: None if name == "uvicorn" else real(name))
     words = refused(call)
     assert "needs uvicorn" in words and "pip install 'stowage[server]'" in words
 

@@ -15,6 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A room is a folder, or a file at the top. It may import the rooms named here, itself, and errors.
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "extras": set(),
     "log": set(),
     "metrics": set(),
     "openmp": set(),
@@ -68,6 +69,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "evaluation",
         "executor",
+        "extras",
         "log",
         "models",
         "openmp",
@@ -78,7 +80,7 @@ ROOMS: dict[str, set[str]] = {
         "testing",
     },
     "__main__": {"cli"},
-    "__init__": {"config", "engine", "plugins"},
+    "__init__": {"config", "engine", "extras", "plugins"},
 }
 CORE_PACKAGES = {"numpy", "blake3"}
 PINNING = SOURCE / "transfer" / "pinning.py"

@@ -24,6 +24,7 @@ from stowage.cli.command import Command
 from stowage.cli.options import wants_traceback
 from stowage.cli.output import complain
 from stowage.errors import StowageError
+from stowage.extras import absent
 
 
 class _Group(TyperGroup):
@@ -34,6 +35,12 @@ class _Group(TyperGroup):
             if wants_traceback(ctx):
                 raise
             complain(str(error))
+            raise typer.Exit(2) from error
+        except ModuleNotFoundError as error:
+            told = absent(error)
+            if told is None or wants_traceback(ctx):
+                raise
+            complain(str(told))
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(130) from interrupt

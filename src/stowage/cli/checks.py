@@ -21,6 +21,8 @@ from stowage.config.addresses import shown, valkey_password
 from stowage.config.memory import DISK_PROTECTIONS, Memory, format_size, parse_disk, ram_total_bytes
 from stowage.config.settings import Settings
 from stowage.errors import ConfigError, StowageError
+from stowage.extras import EXTRA_OF
+from stowage.models.compat import NEWEST, OLDEST, series
 
 if TYPE_CHECKING:
     from stowage.storage.remote.tier import RemoteTier
@@ -67,19 +69,23 @@ def check_packages(version_of: Callable[[str], str]) -> list[Check]:
     checks = []
     for name, wanted, fits in (
         ("torch", "2.11 or newer", lambda v: v >= (2, 11)),
-        ("transformers", "5.17", lambda v: v == (5, 17)),
+        ("transformers", series(OLDEST) + " or newer", lambda v: v >= OLDEST),
         ("safetensors", "any", lambda v: True),
         ("blake3", "any", lambda v: True),
         ("xxhash", "any", lambda v: True),
     ):
-        fix = "Run `make env`, or reinstall Stowage with pip in this environment."
+        extra = f"stowage[{EXTRA_OF[name]}]" if name in EXTRA_OF else "stowage"
+        fix = f"Run `make env` in a checkout, or: pip install '{extra}'"
         try:
             version = version_of(name)
         except importlib.metadata.PackageNotFoundError:
             checks.append(Check(name, "problem", "not installed", fix))
             continue
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-        if fits(numbers):
+        if name == "transformers" and numbers > NEWEST:
+            fix = f"If something fails: pip install 'transformers=={series(NEWEST)}.*'"
+            checks.append(Check(name, "note", f"{version}; tested up to {series(NEWEST)}", fix))
+        elif fits(numbers):
             checks.append(Check(name, "ok", version))
         else:
             checks.append(Check(name, "problem", f"{version}; this version needs {wanted}", fix))

@@ -3,7 +3,6 @@
 import os
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from stowage.cli.output import complain, note, print_json
 from stowage.cli.run import open_engine
 from stowage.config.settings import SERVER_GROUP, Settings
 from stowage.errors import ConfigError
+from stowage.extras import need
 
 if TYPE_CHECKING:
     from stowage.server.auth import ApiKeys
@@ -41,9 +41,7 @@ def serve(
     json: Json = False,
 ) -> None:
     """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once."""
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"The server needs {' and '.join(missing)}. Way out: pip install 'stowage[server]'")
+    need("server", "The server")
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
     from stowage.server.limits import Limits

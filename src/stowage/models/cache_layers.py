@@ -13,6 +13,7 @@ layers as they come from here, or refuses some: ``paged_layout``, ``fallback_lay
                                     tokens that are not compressed yet, and what      recurrent: small, and known by
                                     the next entry takes from the last window         the number of tokens alone
     with linear attention           convolution and recurrent states                  recurrent
+    that only stands in for one     nothing                                           none
 
 A chunked-local layer is a sliding one here: Transformers keeps the same tokens for both. Counters (tokens seen, entries
 made) follow from the number of tokens, so none is kept.
@@ -34,6 +35,7 @@ from transformers.cache_utils import (
 
 from stowage.core.geometry import Kind
 from stowage.errors import UnsupportedModelError
+from stowage.models import compat
 from stowage.models.layout import Layer, LayerTensor, State
 
 _KNOWN = (
@@ -77,6 +79,8 @@ def states_of(kept: Any) -> tuple[State, ...]:
 
 
 def _parts(index: int, kept: Any) -> Iterator[Layer]:
+    if compat.keeps_nothing(kept):
+        return
     compressing = _is_compressing(kept)
     if not compressing and type(kept) not in _KNOWN and not _is_indexed(kept):
         raise UnsupportedModelError(f"layer {index} has a cache of class {type(kept).__name__}, which is not known.")

@@ -8,6 +8,7 @@ gap with random numbers and answer.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
-from stowage.models import adapters, identity, layout
+from stowage.models import adapters, compat, identity, layout
 from stowage.models.hub import find, no_gguf
 from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
 from stowage.models.whole import towers, trial_inputs, whole_part
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from stowage.weights.loading import Budget
     from stowage.weights.source import WeightSource
 
+logger = logging.getLogger("stowage.models")
 _REASON_CHARACTERS = 200
 _UNCALLED_MOST = 5
 """How often a model is loaded to find out which modules must be resident."""
@@ -69,6 +71,7 @@ def load(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")
+    compat.warn_if_untested()
     if not isinstance(model, str | Path):
         return _in_memory(model, tokenizer, budget, device, whole)
     directory = find(str(model))
@@ -297,6 +300,12 @@ def _config_of_architecture(file: Path) -> Any:
         if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return None
         config_class = getattr(transformers, architecture).config_class
+        logger.warning(
+            "Transformers does not know the model type %r; the model is run as a %s, as its config.json says. Compare "
+            "an answer with one that you trust.",
+            entries.get("model_type"),
+            architecture,
+        )
         return config_class(**{k: v for k, v in entries.items() if k not in ("model_type", "auto_map")})
     except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError):
         return None

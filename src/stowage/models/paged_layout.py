@@ -17,6 +17,7 @@ import torch
 from stowage.core.geometry import Kind
 from stowage.errors import UnsupportedModelError
 from stowage.models.cache_layers import layers_of
+from stowage.models.compat import declared_layer_types
 from stowage.models.layout import (
     Layer,
     LayerTensor,
@@ -58,9 +59,7 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
 
 def layers_read(config: Any, seen: Probe) -> list[Layer]:
     """What the model of ``config`` keeps for the paged executor."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
-
-    declared, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    declared = declared_layer_types(config.get_text_config(decoder=True))
     layers: list[Layer] = []
     for layer in layers_of(seen.cache):
         name = declared[layer.index] if layer.index < len(declared) else "full_attention"

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from stowage.errors import UnsupportedModelError
+from stowage.models import compat
 from stowage.models.cache_layers import states_of
 from stowage.models.layout import State
 
@@ -260,9 +261,8 @@ def _forwards(
 
 
 def cache_name(model: Any) -> str:
-    """What the model calls its cache: Mamba has a name of its own for it."""
-    own = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in own and "past_key_values" not in own else "past_key_values"
+    """What the model calls its cache."""
+    return compat.cache_argument(list(inspect.signature(model.forward).parameters))
 
 
 def takes_rows(model: Any) -> bool:

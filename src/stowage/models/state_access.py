@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from stowage.models import compat
 from stowage.models.probing import cache_name, takes_rows
 
 
@@ -60,9 +61,8 @@ class _Positions(Keeper):
     """Qwen4 (experimental) notes on its cache where all tokens stand; that cache is one for all prompts here."""
 
     def hand(self, model: Any, cache: DynamicCache, begin: int) -> dict[str, Any]:
-        vars(cache).pop("position_ids", None)
-        if begin:
-            cache.position_ids = torch.arange(begin, device=model.device).expand(3, 1, begin)
+        known = torch.arange(begin, device=model.device).expand(3, 1, begin) if begin else None
+        compat.put_indexer_positions(cache, known)
         return super().hand(model, cache, begin)
 
 
@@ -132,7 +132,7 @@ class _Tuples(Keeper):
             own = object.__new__(xLSTMCache)  # its states are there already, and they are large
             own.rnn_state = {index: _in_order(layer) for index, layer in enumerate(cache.layers)}
         own.seqlen_offset = torch.tensor([begin], device=model.device)
-        return {"cache_params": own}
+        return {cache_name(model): own}
 
 
 class _Columns(Keeper):

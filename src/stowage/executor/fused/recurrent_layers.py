@@ -25,6 +25,7 @@ from stowage.executor import kernels
 from stowage.executor.batch import current
 from stowage.executor.fused import recurrent_kernels
 from stowage.executor.replay.recorded_calls import one_call
+from stowage.models.compat import in_value_heads
 
 Call = Callable[..., Any]
 
@@ -126,7 +127,8 @@ class _Delta:
 
     @staticmethod
     def takes(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *rest: Any, **more: Any) -> bool:
-        heads = query.shape[:3] == key.shape[:3] == value.shape[:3] == beta.shape == g.shape[:3]
+        grouped = query.shape[:3] == key.shape[:3] and key.shape[2] > 0 and value.shape[2] % key.shape[2] == 0
+        heads = grouped and value.shape[:3] == beta.shape == g.shape[:3] and key.shape[:2] == value.shape[:2]
         if rest:
             return False
         if more.get("initial_state") is not None and not more.get("output_final_state", False):
@@ -135,6 +137,7 @@ class _Delta:
 
     @staticmethod
     def compute(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **more: Any) -> Any:
+        query, key = in_value_heads(query, key, value)
         state = more.get("initial_state")
         if state is None:
             state = torch.zeros((query.shape[0], query.shape[2], query.shape[3], value.shape[3]))
@@ -146,14 +149,15 @@ class _Delta:
     def agrees(own: Call) -> bool:
         more: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
         agreed = False
-        for tokens, keys in ((1, False), (70, False), (1, True), (70, True)):
-            args = [_numbers(2, tokens, 2, width, seed=at) for at, width in enumerate((8, 8, 12))]
-            decay = -_numbers(2, tokens, 2, *([8] if keys else []), seed=3).abs()
-            args += [decay, _numbers(2, tokens, 2, seed=4).sigmoid()]
-            state = _numbers(2, 2, 8, 12, seed=5)
+        kinds = ((1, False, 2), (70, False, 2), (1, True, 2), (70, True, 2), (1, False, 4), (70, False, 4))
+        for tokens, keys, heads in kinds:
+            args = [_numbers(2, tokens, 2, 8, seed=at) for at in range(2)] + [_numbers(2, tokens, heads, 12, seed=2)]
+            decay = -_numbers(2, tokens, heads, *([8] if keys else []), seed=3).abs()
+            args += [decay, _numbers(2, tokens, heads, seed=4).sigmoid()]
+            state = _numbers(2, heads, 8, 12, seed=5)
             try:
                 expected = own(*args, initial_state=state.clone(), **more)
-            except (RuntimeError, ValueError, TypeError, IndexError):  # it knows the other kind of decay only
+            except (RuntimeError, ValueError, TypeError, IndexError):  # not this kind of decay, or of heads
                 continue
             agreed = _same(expected, _Delta.compute(*args, initial_state=state.clone(), **more))
             if not agreed:

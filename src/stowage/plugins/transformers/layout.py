@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 from stowage.core.geometry import Kind
 from stowage.errors import UnsupportedModelError
 from stowage.models.cache_layers import layers_of, refuse_small_windows, states_of
+from stowage.models.compat import keeps_nothing
 from stowage.models.layout import BlockLayout, ModelLayout, lay_out_groups, refuse_positions
 
 _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
@@ -58,7 +59,7 @@ def classify(cache: DynamicCache, block_tokens: Mapping[Kind, int], chunk_blocks
     ``block_tokens``: tokens per block for each kind of group. Raises ``UnsupportedModelError``.
     """
     for index, kept in enumerate(cache.layers):
-        if type(kept) not in _KNOWN:
+        if type(kept) not in _KNOWN and not keeps_nothing(kept):
             raise UnsupportedModelError(
                 f"layer {index} has a cache of class {type(kept).__name__}, which is not supported yet."
             )

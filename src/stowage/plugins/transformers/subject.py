@@ -21,6 +21,7 @@ from stowage.core.geometry import Kind
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.models import identity
+from stowage.models.probing import cache_name
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
 from stowage.weights.away import AwayParameter
 
@@ -62,7 +63,8 @@ class Subject:
         logits of the last, ``[rows, vocab]``. Waits until the device is done.
         """
         positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
-        out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        given = {cache_name(self.model): cache}
+        out = self.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
         last: Tensor = out.logits[:, -1]
         float(last[0, 0])
         return last
