@@ -12,6 +12,7 @@ NAMES = (
     "prefix_reuse",
     "integrity",
     "tiers",
+    "lossless",
     "load_or_compute",
     "shared_tiers",
     "two_machines",

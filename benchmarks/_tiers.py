@@ -26,16 +26,19 @@ class Stowage:
 
     `open` without a directory is the host tier alone: `store` copies from the device, `load` copies to it. With one,
     `store` is from host memory to disk and `load` from disk to host memory, both verified as always. A chunk carries
-    its number in its first bytes; what was loaded is compared outside of the time that is counted.
+    its number in its first bytes; what was loaded is compared outside of the time that is counted. `content`: bytes
+    that fill the pool, again and again; noise without.
     """
 
-    def __init__(self, chunk_bytes: int, count: int) -> None:
+    def __init__(self, chunk_bytes: int, count: int, content: torch.Tensor | None = None) -> None:
         self.chunk_bytes, self.count = chunk_bytes, count
         group = Group(0, Kind.FULL, 16, BLOCKS_PER_CHUNK, chunk_bytes // BLOCKS_PER_CHUNK)
         self.geometry = Geometry((group,))
-        content = torch.randint(0, 255, (chunk_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         self.device, self.target = memory(count, chunk_bytes), memory(count, chunk_bytes)
-        self.device[:] = content
+        noise = torch.Generator().manual_seed(0)
+        self.device[:] = torch.randint(0, 255, (chunk_bytes,), dtype=torch.uint8, generator=noise)
+        if content is not None:
+            self.device.view(-1)[:] = content.repeat(-(-self.device.numel() // content.numel()))[: self.device.numel()]
         self.device[:, :8] = torch.arange(count).view(-1, 1).view(torch.uint8)
         self.target[:] = 0
         self.masks = np.full(count, group.full_mask, np.uint64)
@@ -43,14 +46,17 @@ class Stowage:
         self.store_of: TieredStore | None = None
         self.directory: Path | None = None
 
-    def open(self, directory: Path | None) -> None:
+    def open(self, directory: Path | None, compression: str = "auto") -> None:
         """An empty store. Host memory has been touched once, as that of an engine that has run for a while."""
         self.close()
         self.directory = directory
         tiers: list[Tier] = []
         total = self.chunk_bytes * self.count
         if directory is not None:
-            tiers.append(DiskTier(directory, 2 * total + (1 << 30), bytes(32), chunk_bytes_max=self.chunk_bytes))
+            limit = 2 * total + (1 << 30)
+            tiers.append(
+                DiskTier(directory, limit, bytes(32), chunk_bytes_max=self.chunk_bytes, compression=compression)
+            )
         self.store_of = TieredStore(self.geometry, total, tiers)
         self.transfer = CpuTransfer(self.store_of.arena.numpy(), self.store_of.slabs)
         self.store_of.arena.numpy()[:] = 0

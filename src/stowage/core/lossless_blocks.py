@@ -31,6 +31,8 @@ _LEVELS_MAX: Final = 8
 _SYMBOLS_MAX: Final = 64
 _FOUND_MAX: Final = 96
 _LEVEL_COST: Final = 16
+_SAMPLED: Final = 4
+_COUNTED_WHOLE: Final = 1024
 _KEPT_BITS: Final = 3
 _PADDING: Final = 4096
 
@@ -61,14 +63,13 @@ def pack(payload: bytes) -> bytes:
     return _HEAD.pack(_MAGIC, _CODE, 0, len(payload)) + b"".join(blocks)
 
 
-def _shape(counts: NDArray[np.int64], extra: int) -> _Shape:
-    """The levels that take fewest bytes, with `extra` bytes beside them."""
+def _shape(counts: NDArray[np.int64], n: int, extra: int) -> _Shape:
+    """The levels that take fewest bytes, of n values, with `extra` bytes beside them."""
     order = [symbol for symbol in sorted(range(256), key=lambda symbol: (-counts[symbol], symbol)) if counts[symbol]]
     if len(order) > _FOUND_MAX:
-        return _Shape([], [], int(counts.sum()) + extra)
+        return _Shape([], [], n + extra)
     last = min(len(order), _SYMBOLS_MAX)
-    absent = next((symbol for symbol in range(255) if not counts[symbol]), 255)
-    symbols = order[:last] + [absent] * (_SYMBOLS_MAX - last)
+    symbols = order[:last] + [order[last - 1]] * (_SYMBOLS_MAX - last)  # those that are repeated are not used
     size = _SYMBOLS_MAX + 16
     left = [int(sum(counts[symbol] for symbol in order[at if at < last else last :])) for at in range(size)]
     cost, width, depth = left.copy(), [0] * size, [0] * size
@@ -88,16 +89,25 @@ def _shape(counts: NDArray[np.int64], extra: int) -> _Shape:
     return _Shape(widths, symbols, cost[0] - _LEVEL_COST * depth[0] + extra)
 
 
-def _choose(high: Bytes) -> tuple[int, _Shape]:
-    n = len(high)
-    kind, shape = _BFLOAT16, _shape(np.bincount(high, minlength=256), n)
+def _sample(high: Bytes) -> tuple[Bytes, int]:
+    """A quarter of the values, groups of 64, and how many each stands for; of a short block all."""
+    if len(high) < _COUNTED_WHOLE:
+        return high, 1
+    return high[np.arange(len(high)) // 64 % _SAMPLED == 0], _SAMPLED
+
+
+def _choose(all_high: Bytes) -> tuple[int, _Shape]:
+    """The kind and the shape that take fewest bytes, as far as a sample tells."""
+    n = len(all_high)
+    high, weight = _sample(all_high)
+    kind, shape = _BFLOAT16, _shape(np.bincount(high, minlength=256) * weight, n, n)
     if 4 * shape.bytes <= 3 * 2 * n:
         return kind, shape
     if n % 2 == 0:
-        other = _shape(np.bincount(high[1::2], minlength=256), n + n // 2)
+        other = _shape(np.bincount(high[1::2], minlength=256) * weight, n // 2, n + n // 2)
         if other.bytes < shape.bytes:
             kind, shape = _FLOAT32, other
-    other = _shape(np.bincount(high & 0xF8, minlength=256), n + _KEPT_BITS * _plane_bytes(n))
+    other = _shape(np.bincount(high & 0xF8, minlength=256) * weight, n, n + _KEPT_BITS * _plane_bytes(n))
     if other.bytes < shape.bytes:
         kind, shape = _FLOAT16, other
     return (kind, shape) if shape.bytes < 2 * n else (_STORED, shape)
@@ -115,7 +125,8 @@ def _pack_levels(values: Bytes, shape: _Shape) -> tuple[bytes, bytes]:
     for width in shape.widths:
         escape = (1 << width) - 1
         code_of = np.full(256, escape, np.uint8)
-        code_of[symbols[:escape]] = range(escape)
+        used = dict.fromkeys(symbols[:escape])
+        code_of[[*used]] = range(len(used))
         codes = code_of[values]
         body += _planes(codes, width)
         values = values[codes == escape]
@@ -141,6 +152,8 @@ def _pack_block(raw: bytes) -> bytes:
         high = high & np.uint8(0xF8)
     headers, body = _pack_levels(high, shape)
     whole = headers + before + body + raw[2 * len(words) :]
+    if len(whole) >= len(raw):
+        return _BLOCK.pack(_STORED, 0, 0, len(raw)) + raw
     return _BLOCK.pack(kind, len(shape.widths), 0, len(whole)) + whole
 
 

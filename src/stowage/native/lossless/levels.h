@@ -5,6 +5,7 @@
        write_level   values -> codes of `width` bits, bit by bit in planes, and the values that have none
        read_level    back; returns how many values had no code
 
+   Of symbols that are the same the first one counts: only the last ones of a level are.
    A plane has a bit for each value, in groups of 64. Code 2^width - 1 says that a value is an escape. Whatever is read
    or written by groups of 64 has room for the last group. `n` is never 0. */
 
@@ -23,6 +24,14 @@ typedef struct {
     int (*write_level)(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes, uint8_t *rest);
     int (*read_level)(const uint8_t *planes, int n, int width, const uint8_t *table, const uint8_t *rest, uint8_t *out);
 } Steps;
+
+/* How many of a level's symbols are used. */
+static inline int used_of(const uint8_t *symbols, int width) {
+    int used = 1;
+    while (used < (1 << width) - 1 && symbols[used] != symbols[used - 1])
+        used++;
+    return used;
+}
 
 static inline int groups_of(int n) { return (n + 63) / 64; }
 
@@ -60,7 +69,7 @@ static int base_write_level(const uint8_t *values, int n, int width, const uint8
     int groups = groups_of(n), escape = (1 << width) - 1, left = 0;
     uint8_t code_of[256];
     memset(code_of, escape, sizeof code_of);
-    for (int code = 0; code < escape; code++)
+    for (int code = 0, used = used_of(symbols, width); code < used; code++)
         code_of[symbols[code]] = (uint8_t)code;
     for (int group = 0; group < groups; group++) {
         uint64_t bits[WIDTH_MAX] = {0};
@@ -154,13 +163,13 @@ static void avx2_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *w
 
 static int avx2_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
                             uint8_t *rest) {
-    int groups = groups_of(n), escape = (1 << width) - 1;
+    int groups = groups_of(n), used = used_of(symbols, width);
     uint8_t *end = rest;
     for (int group = 0; group < groups; group++) {
         uint64_t bits[WIDTH_MAX] = {0}, covered = 0, valid = valid_from(group * 64, n);
         __m256i a = _mm256_loadu_si256((const void *)(values + group * 64));
         __m256i b = _mm256_loadu_si256((const void *)(values + group * 64 + 32));
-        for (int code = 0; code < escape; code++) {
+        for (int code = 0; code < used; code++) {
             __m256i symbol = _mm256_set1_epi8((char)symbols[code]);
             uint64_t here = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(a, symbol))
                             | (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(b, symbol)) << 32;
@@ -253,12 +262,12 @@ static void avx512_join(const uint8_t *high, const uint8_t *low, int n, uint8_t 
 
 static int avx512_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
                               uint8_t *rest) {
-    int groups = groups_of(n), escape = (1 << width) - 1;
+    int groups = groups_of(n), used = used_of(symbols, width);
     uint8_t *end = rest;
     for (int group = 0; group < groups; group++) {
         uint64_t bits[WIDTH_MAX] = {0}, covered = 0, valid = valid_from(group * 64, n);
         __m512i some = _mm512_loadu_si512(values + group * 64);
-        for (int code = 0; code < escape; code++) {
+        for (int code = 0; code < used; code++) {
             uint64_t here = _mm512_cmpeq_epi8_mask(some, _mm512_set1_epi8((char)symbols[code]));
             covered |= here;
             for (int plane = 0; plane < width; plane++)

@@ -8,7 +8,8 @@ packing saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Final
 
 from stowage.core import lossless
@@ -27,6 +28,11 @@ HOPELESS: Final = 32
 """So many chunks in a row that did not pay, and only one in as many is tried."""
 _NEW_SHARE: Final = 0.1
 """How much a new measurement counts."""
+
+PackAtOnce = Callable[
+    [Callable[[tuple[memoryview, memoryview]], int], Sequence[tuple[memoryview, memoryview]]], Iterator[int]
+]
+"""`System.pack_at_once`."""
 
 
 class UnpackRates:
@@ -57,57 +63,74 @@ def _mixed(old: float, new: float) -> float:
     return new if old == 0.0 else old + _NEW_SHARE * (new - old)
 
 
+def _pack(work: tuple[memoryview, memoryview]) -> int:
+    """Packs a payload into a room; the length there in whole pages, 0 where that saves none. Any thread."""
+    payload, room = work
+    length = payload.nbytes
+    most = min(lossless.worth_bytes(length), round_up(length) - PAGE_BYTES)
+    packed = lossless.pack(payload, room[:most]) if most > 0 else 0
+    whole = round_up(packed)
+    room[packed:whole] = bytes(whole - packed)
+    return whole
+
+
 class Packer:
     """Used by one thread, the tier's writer."""
 
-    def __init__(self, counters: TierCounters, rates: UnpackRates | None) -> None:
+    def __init__(self, counters: TierCounters, rates: UnpackRates | None, at_once: PackAtOnce) -> None:
         self._counters = counters
         self._rates = rates
+        self._at_once = at_once
         self._free: list[memoryview] = []
         self._failed = 0
 
     @classmethod
-    def wanted(cls, compression: Compression, counters: TierCounters, rates: UnpackRates) -> Packer | None:
+    def wanted(
+        cls, compression: Compression, counters: TierCounters, rates: UnpackRates, at_once: PackAtOnce
+    ) -> Packer | None:
         """None: chunks are written as they are."""
         if not compression.is_wanted:
             return None
-        return cls(counters, rates if compression is Compression.AUTO else None)
+        return cls(counters, rates if compression is Compression.AUTO else None, at_once)
 
     def pack(self, payloads: list[memoryview]) -> tuple[memoryview | None, list[memoryview], list[bool]]:
         """What is to be written of each, and whether that is packed. The memory that packed ones lie in, to be given
         back, if there are any.
         """
-        room = self._room(sum(round_up(payload.nbytes) for payload in payloads))
-        at, saved = 0, 0
-        written, packed = [], []
-        for payload in payloads:
-            length = self._pack(payload, room[at:])
-            packed.append(length > 0)
-            written.append(room[at : at + length] if length else payload)
-            at += length
-            saved += payload.nbytes - length if length else 0
-        if not at:
+        *starts, total = accumulate((round_up(payload.nbytes) for payload in payloads), initial=0)
+        room = self._room(total)
+        tried = [self._is_tried() for _ in payloads]
+        work = [
+            (payload, room[start:]) if is_tried else (payload[:0], room[:0])
+            for payload, start, is_tried in zip(payloads, starts, tried, strict=True)
+        ]
+        lengths = list(self._at_once(_pack, work))
+        paying = [self._pays(*each) for each in zip(payloads, lengths, tried, strict=True)]
+        written = [
+            room[start : start + length] if pays else payload
+            for payload, start, length, pays in zip(payloads, starts, lengths, paying, strict=True)
+        ]
+        if not any(paying):
             self.give_back(room)
-            return None, written, packed
-        self._counters.add("packed", sum(packed))
+            return None, written, paying
+        self._counters.add("packed", sum(paying))
+        saved = sum(payload.nbytes for payload in payloads) - sum(part.nbytes for part in written)
         self._counters.add("packed_bytes_saved", saved)
-        return room, written, packed
+        return room, written, paying
 
-    def _pack(self, payload: memoryview, room: memoryview) -> int:
-        """The length in whole pages; 0: it does not pay."""
-        if self._failed >= HOPELESS and self._failed % HOPELESS:
-            self._failed += 1
-            return 0
-        length = payload.nbytes
-        most = min(lossless.worth_bytes(length), round_up(length) - PAGE_BYTES)
-        packed = lossless.pack(payload, room[:most]) if most > 0 else 0
-        whole = round_up(packed)
-        if not packed or (self._rates is not None and not self._rates.pays(length, whole)):
-            self._failed += 1
-            return 0
-        self._failed = 0
-        room[packed:whole] = bytes(whole - packed)
-        return whole
+    def _is_tried(self) -> bool:
+        """Whether the next one is worth trying."""
+        if self._failed < HOPELESS:
+            return True
+        self._failed += 1
+        return self._failed % HOPELESS == 0
+
+    def _pays(self, payload: memoryview, packed_bytes: int, is_tried: bool) -> bool:
+        if not is_tried:
+            return False
+        pays = packed_bytes > 0 and (self._rates is None or self._rates.pays(payload.nbytes, packed_bytes))
+        self._failed = 0 if pays else self._failed + (self._failed < HOPELESS)
+        return pays
 
     def _room(self, wanted: int) -> memoryview:
         if wanted > ROOM_BYTES:

@@ -76,7 +76,7 @@ class Storer:
         self._run_jobs = shared.system.run_jobs
         self._staging = pages(STAGING_BYTES)
         self._compactor = Compactor(shared)
-        self._packer = Packer.wanted(compression, shared.counters, shared.rates)
+        self._packer = Packer.wanted(compression, shared.counters, shared.rates, shared.system.pack_at_once)
         self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
         self._in_flight = 0

@@ -110,6 +110,7 @@ class Host:
             random_bytes=chance.randbytes,
             worker_pool=self._worker_pool,
             ahead=one_by_one,
+            pack_at_once=one_by_one,
             run_jobs=SimJobRunner(self.process),
         )
         return DiskTier(

@@ -1,0 +1,286 @@
+"""Lossless compression: bytes at rest of real KV, loads and stores above the disk's own rate, and what codes there are.
+
+    python -m benchmarks.lossless [--json] [--rounds 5] [--total-mib 512] [--model .real-model/SmolLM2-135M-Instruct]
+
+KV is that of a real model (`make real-model`) in the engine's own chunks, of five documents: prose in English, German
+and French, source code, JSON. Its weights are dequantised 4-bit values, which any code flatters, so weights are those
+of the demo (trained in bfloat16) and random normal ones. Disk: the chunks of `benchmarks.tiers` filled with that KV,
+written as they are and packed, in turn, in each round beside writing and reading one file of the same raw bytes with
+direct I/O. Effective rates count raw bytes. Codes: each on the same bytes, ratio and raw bytes per second of
+one thread's processor time; those whose package is not installed (zstandard, lz4, zipnn) are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from stowage import openmp
+
+openmp.wait_briefly()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+
+from benchmarks._report import describe_machine, median_spread, write_result  # noqa: E402
+from benchmarks._tiers import Stowage  # noqa: E402
+from benchmarks.tiers import Limits, drop_page_cache, parts_of  # noqa: E402
+from stowage.config.memory import Memory  # noqa: E402
+from stowage.core import lossless  # noqa: E402
+from stowage.demo import corpus  # noqa: E402
+from stowage.engine.engine import Engine  # noqa: E402
+from stowage.engine.sampling_params import SamplingParams  # noqa: E402
+
+MIB = 1 << 20
+MODEL = Path(".real-model/SmolLM2-135M-Instruct")
+CHUNKS = (1024, 4096)
+GERMAN = """Am Morgen lag Nebel über dem Hafen, und die Kräne standen still wie Tiere, die auf etwas warten. Der Lotse
+trank seinen Kaffee im Stehen, sah auf die Uhr und auf das Wasser und sagte, vor neun laufe heute nichts
+aus. Also blieben die Matrosen an Bord, flickten Leinen, schrieben Karten nach Hause und stritten darüber,
+wie man eine Ladung so verteilt, dass ein Schiff auch bei schwerer See ruhig liegt. Das Schwere nach unten,
+sagte der Älteste, und was zuerst gebraucht wird, nach oben; wer es umgekehrt macht, räumt in jedem Hafen
+alles zweimal um. Der Jüngste fragte, woher man denn wisse, was zuerst gebraucht werde. Darauf wusste keiner
+eine gute Antwort, nur der Koch: Man merke sich, was beim letzten Mal gefehlt habe. Gegen zehn riss der
+Nebel auf, die Sonne stand weiß über den Speichern, und alles begann auf einmal."""
+FRENCH = """Le vieux libraire rangeait ses livres selon un ordre que lui seul comprenait. Les romans de voyage
+touchaient les traités de cuisine, parce que, disait-il, on ne part jamais loin sans penser à ce que l'on
+mangera. Les clients s'en plaignaient d'abord, puis ils prenaient goût à ces rencontres: on venait chercher
+une carte des Alpes et l'on repartait avec un recueil de fables. Un jour une étudiante lui proposa de tout
+classer par auteur, avec des fiches et un ordinateur. Il réfléchit longtemps, servit du thé, puis répondit
+que l'on trouverait certes plus vite ce que l'on cherchait, mais que l'on ne trouverait plus jamais ce que
+l'on ne cherchait pas. Elle rit, posa ses fiches, et revint chaque samedi. Après quelques mois elle
+connaissait les rayons mieux que lui, et les passants croyaient qu'elle en était la patronne. La boutique
+existe encore, entre le fleuriste et la gare, et rien n'y a changé de place."""
+
+
+def documents() -> dict[str, str]:
+    """Text by what it is."""
+    results = Path(__file__).parent / "results"
+    records = next(iter(sorted(results.glob("*.json"))), None)
+    return {
+        "English": corpus.document_text(),
+        "German": GERMAN,
+        "French": FRENCH,
+        "code": Path(__file__).read_text(encoding="utf-8"),
+        "JSON": records.read_text(encoding="utf-8")
+        if records
+        else json.dumps([{"id": n, "v": n / 7} for n in range(400)]),
+    }
+
+
+def real_kv(model: Path, directory: Path, tokens: int) -> tuple[dict[str, float], bytes]:
+    """Bytes at rest over raw bytes, by document, as the disk tier counts them; and raw chunks of all of them."""
+    shares, chunks = {}, bytearray()
+    total = saved = 0
+    for what, text in documents().items():
+        path = directory / what
+        engine = Engine(
+            str(model), Memory(kv_cache_memory="256MiB", host_memory="256MiB", disk=f"{path}:1GiB", compression="on")
+        )
+        try:
+            assert engine.tokenizer is not None
+            prompt = list(engine.tokenizer.encode(text))[:tokens]
+            engine.generate([prompt], SamplingParams(max_new_tokens=1))
+            store = engine.parts.store
+            assert store is not None and store.flush(60.0)
+            stats = store.stats()
+            raw = int(stats["disk.write_bytes"]) + int(stats["disk.packed_bytes_saved"])
+            shares[what] = int(stats["disk.write_bytes"]) / raw
+            total, saved = total + raw, saved + int(stats["disk.packed_bytes_saved"])
+            chunks += payloads(store)
+        finally:
+            engine.close()
+    return {**shares, "all": 1 - saved / total}, bytes(chunks)
+
+
+def payloads(store: Any) -> bytes:
+    """What lies in the host arena, chunk after chunk."""
+    arena = store.arena.numpy()
+    used = np.flatnonzero(arena.reshape(-1, 4096).any(axis=1))
+    return arena.reshape(-1, 4096)[used].tobytes()
+
+
+def codes() -> Iterator[tuple[str, Callable[[bytes], bytes], Callable[[bytes, int], Any]]]:
+    """Name, packing, unpacking."""
+
+    room, buffer = memoryview(bytearray(MIB + 4096)), memoryview(bytearray(MIB))  # used again, as the tiers do
+
+    def pack(raw: bytes) -> bytes:
+        return bytes(room[: lossless.pack(memoryview(raw), room)])
+
+    def unpack(packed: bytes, length: int) -> memoryview:
+        lossless.unpack(memoryview(packed), buffer[:length])
+        return buffer[:length]
+
+    yield "ours", pack, unpack
+    for name, squeeze, expand in general_codes():
+        yield name, squeeze, expand
+        yield f"{name} of planes", *of_planes(squeeze, expand)
+
+
+def general_codes() -> Iterator[tuple[str, Callable[[bytes], bytes], Callable[[bytes, int], Any]]]:
+    try:
+        import zstandard
+
+        packer, unpacker = zstandard.ZstdCompressor(1), zstandard.ZstdDecompressor()
+        yield "zstd -1", packer.compress, lambda packed, length: unpacker.decompress(packed, length)
+    except ImportError:
+        pass
+    try:
+        import lz4.block
+
+        yield "lz4", lz4.block.compress, lambda packed, _: lz4.block.decompress(packed)
+    except ImportError:
+        pass
+
+
+def of_planes(
+    squeeze: Callable[[bytes], bytes], expand: Callable[[bytes, int], Any]
+) -> tuple[Callable[[bytes], bytes], Callable[[bytes, int], Any]]:
+    """The same for exponents alone, apart from sign and mantissa."""
+
+    def pack(raw: bytes) -> bytes:
+        words = np.frombuffer(raw, "<u2")
+        turned = words << 1 | words >> 15
+        return turned.astype(np.uint8).tobytes() + squeeze((turned >> 8).astype(np.uint8).tobytes())
+
+    def unpack(packed: bytes, length: int) -> bytes:
+        low = np.frombuffer(packed[: length // 2], np.uint8)
+        high = np.frombuffer(expand(packed[length // 2 :], length // 2), np.uint8)
+        turned = high.astype("<u2") << 8 | low
+        return (turned >> 1 | turned << 15).astype("<u2").tobytes()
+
+    return pack, unpack
+
+
+def measure_codes(samples: dict[str, bytes], rounds: int) -> list[dict[str, Any]]:
+    """Each code on 1 MiB pieces of each sample: share of bytes, raw GB/s both ways by one thread."""
+    rows = []
+    for name, pack, unpack in codes():
+        for what, raw in samples.items():
+            pieces = [raw[at : at + MIB] for at in range(0, len(raw), MIB)]
+            packed = [pack(piece) for piece in pieces]
+            assert all(unpack(one, len(piece)) == piece for one, piece in zip(packed, pieces, strict=True))
+            pack_s, unpack_s = [], []
+            for _ in range(rounds):
+                began_s = time.thread_time()
+                for piece in pieces:
+                    pack(piece)
+                middle_s = time.thread_time()
+                for one, piece in zip(packed, pieces, strict=True):
+                    unpack(one, len(piece))
+                unpack_s.append(time.thread_time() - middle_s)
+                pack_s.append(middle_s - began_s)
+            share = sum(map(len, packed)) / len(raw)
+            rates = {"pack": len(raw) / min(pack_s) / 1e9, "unpack": len(raw) / min(unpack_s) / 1e9}
+            rows.append({"code": name, "bytes": what, "share": share, **rates})
+    return rows
+
+
+def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path) -> dict[str, Any]:
+    """Effective rates over the disk's own in the same round, as they lie and packed; processor seconds per GB."""
+    count = max(4, total // (kib << 10))
+    ours = Stowage(kib << 10, count, torch.frombuffer(bytearray(kv), dtype=torch.uint8))
+    limits = Limits(ours, directory)
+    found: dict[str, list[float]] = {}
+    parts = parts_of(count, "in order", 1)
+    for _ in range(rounds):
+        limit = limits.of_disk()
+        for compression in ("off", "on"):
+            place = directory / "tier"
+            gc.collect()
+            ours.open(place, compression)
+            began_s = time.process_time()
+            stored_s = ours.store(parts)
+            middle_s = time.process_time()
+            drop_page_cache(place)
+            before_s = time.process_time()
+            loaded_s = ours.load(parts)
+            after_s = time.process_time()
+            ours.close()
+            shutil.rmtree(place)
+            name = "packed" if compression == "on" else "raw"
+            nbytes = count * (kib << 10)
+            for what, seconds in (("store", stored_s), ("load", loaded_s)):
+                found.setdefault(f"{name} {what} GB/s", []).append(nbytes / seconds / 1e9)
+                own_s = limit["write" if what == "store" else "read"]
+                found.setdefault(f"{name} {what} over the disk's", []).append(own_s / seconds)
+            found.setdefault(f"{name} store processor s/GB", []).append((middle_s - began_s) / nbytes * 1e9)
+            found.setdefault(f"{name} load processor s/GB", []).append((after_s - before_s) / nbytes * 1e9)
+    limits.close()
+    return {what: median_spread(values) for what, values in found.items()}
+
+
+def weights_samples(length: int) -> dict[str, bytes]:
+    """bfloat16 of the demo's trained matrices, and random normal ones."""
+    drawn = torch.randn(length // 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    trained = bytearray()
+    with safe_open(corpus.model_path() / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            trained += file.get_tensor(name).to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+    return {"random weights": drawn.view(torch.uint8).numpy().tobytes(), "demo weights": bytes(trained[:length])}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lossless", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--total-mib", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=768, help="of each document, at most")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--directory", type=Path, help="where to measure (a temporary directory)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="stowage-lossless-") as name:
+        directory = Path(name)
+        shares, kv = real_kv(options.model, directory, options.tokens)
+        samples = {"KV": kv[: 16 * MIB], **weights_samples(16 * MIB)}
+        found = {
+            "kv_share": shares,
+            "codes": measure_codes(samples, 3),
+            "disk": {
+                f"{kib} KiB": measure_disk(kib, options.total_mib * MIB, kv, options.rounds, directory)
+                for kib in CHUNKS
+            },
+        }
+    keys = summary(found)
+    write_result("lossless", {**keys, **found})
+    print(json.dumps({**keys, "machine": describe_machine()}) if options.json else table(keys, found))
+    return 0
+
+
+def summary(found: dict[str, Any]) -> dict[str, float]:
+    """The worse one of the chunk sizes."""
+    disk = found["disk"].values()
+    return {
+        "disk_load_share_of_raw_limit": min(case["packed load over the disk's"].median for case in disk),
+        "disk_store_share_of_raw_limit": min(case["packed store over the disk's"].median for case in disk),
+        "kv_bytes_share": found["kv_share"]["all"],
+        "weights_bytes_share": median(
+            row["share"] for row in found["codes"] if row["code"] == "ours" and "weights" in row["bytes"]
+        ),
+    }
+
+
+def table(keys: dict[str, float], found: dict[str, Any]) -> str:
+    lines = [f"{name:32} {value:.3f}" for name, value in keys.items()]
+    lines += [f"KV of {what:10} {share:.3f}" for what, share in found["kv_share"].items()]
+    lines += [
+        f"{row['code']:18} {row['bytes']:15} {row['share']:.3f}  {row['pack']:5.2f} and {row['unpack']:5.2f} GB/s"
+        for row in found["codes"]
+    ]
+    for kib, case in found["disk"].items():
+        lines += [f"{kib:9} {what:32} {spread.median:.2f}" for what, spread in case.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
