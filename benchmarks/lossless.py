@@ -30,15 +30,20 @@ openmp.wait_briefly()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from benchmarks._report import describe_machine, median_spread, write_result  # noqa: E402
 from benchmarks._tiers import Stowage  # noqa: E402
+from benchmarks.limits import direct_reread_bytes_per_s, huge_pages  # noqa: E402
 from benchmarks.tiers import Limits, drop_page_cache, parts_of  # noqa: E402
 from stowage.config.memory import Memory  # noqa: E402
 from stowage.core import lossless  # noqa: E402
 from stowage.demo import corpus  # noqa: E402
 from stowage.engine.engine import Engine  # noqa: E402
 from stowage.engine.sampling_params import SamplingParams  # noqa: E402
+from stowage.weights.checkpoint import Checkpoint  # noqa: E402
+from stowage.weights.lossless import writer  # noqa: E402
+from stowage.weights.reader import Read, Readers  # noqa: E402
 
 MIB = 1 << 20
 MODEL = Path(".real-model/SmolLM2-135M-Instruct")
@@ -220,6 +225,38 @@ def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path) 
     return {what: median_spread(values) for what, values in found.items()}
 
 
+def measure_weights(rounds: int, directory: Path) -> dict[str, Any]:
+    """Random normal bfloat16 tensors, read by the prefetcher's threads into the memory that a layer computes from, as
+    they are and packed: raw bytes per second over those of direct reads of the raw file in the same round. Nothing is
+    computed beside it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"w{n}": torch.randn(16 * MIB, generator=generator).to(torch.bfloat16) for n in range(8)}
+    files = [directory / kind / "model.safetensors" for kind in ("raw", "packed")]
+    for path in files:
+        path.parent.mkdir()
+    save_file(tensors, files[0])
+    writer.write(files[:1], files[1].parent, lambda _done, _all: None)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    into, readers = huge_pages(nbytes // len(tensors)), Readers()
+    found: dict[str, list[float]] = {"packed over raw bytes": [files[1].stat().st_size / files[0].stat().st_size]}
+    for _ in range(rounds):
+        limit = direct_reread_bytes_per_s(files[0])
+        for path in files:
+            checkpoint = Checkpoint([path])
+            began_s = time.perf_counter()
+            for segment in checkpoint.tensors.values():
+                ticket = readers.start([Read(segment.file, segment.offset, into[: segment.length])])
+                ticket.wait(60.0)
+                ticket.raise_error()
+            rate = nbytes / (time.perf_counter() - began_s)
+            checkpoint.close()
+            found.setdefault(f"{path.parent.name} GB/s", []).append(rate / 1e9)
+            found.setdefault(f"{path.parent.name} over the disk's", []).append(rate / limit)
+    readers.close()
+    return {what: median_spread(values) for what, values in found.items()}
+
+
 def weights_samples(length: int) -> dict[str, bytes]:
     """bfloat16 of the demo's trained matrices, and random normal ones."""
     drawn = torch.randn(length // 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -250,6 +287,7 @@ def main() -> int:
                 f"{kib} KiB": measure_disk(kib, options.total_mib * MIB, kv, options.rounds, directory)
                 for kib in CHUNKS
             },
+            "weights": measure_weights(options.rounds, directory),
         }
     keys = summary(found)
     write_result("lossless", {**keys, **found})
@@ -264,6 +302,7 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
         "disk_load_share_of_raw_limit": min(case["packed load over the disk's"].median for case in disk),
         "disk_store_share_of_raw_limit": min(case["packed store over the disk's"].median for case in disk),
         "kv_bytes_share": found["kv_share"]["all"],
+        "weights_cold_share_of_raw_limit": found["weights"]["packed over the disk's"].median,
         "weights_bytes_share": median(
             row["share"] for row in found["codes"] if row["code"] == "ours" and "weights" in row["bytes"]
         ),
@@ -277,6 +316,7 @@ def table(keys: dict[str, float], found: dict[str, Any]) -> str:
         f"{row['code']:18} {row['bytes']:15} {row['share']:.3f}  {row['pack']:5.2f} and {row['unpack']:5.2f} GB/s"
         for row in found["codes"]
     ]
+    lines += [f"weights   {what:32} {spread.median:.2f}" for what, spread in found["weights"].items()]
     for kib, case in found["disk"].items():
         lines += [f"{kib:9} {what:32} {spread.median:.2f}" for what, spread in case.items()]
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.memory import Memory
+from stowage.core.lossless import is_quick
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
@@ -28,7 +29,7 @@ from stowage.models import hub, layout, loading
 from stowage.weights.quantized.codes import FORMS, GROUPS
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, marked
 
-__all__ = ["Packed", "Perplexity", "pack", "perplexity", "reads_text"]
+__all__ = ["Packed", "Perplexity", "pack", "pack_lossless", "perplexity", "reads_text"]
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _NOT_COPIED = ("config.json", "adapter_config.json")
@@ -102,6 +103,40 @@ def pack(
         os.rename(part, directory)
     before = sum(path.stat().st_size for path in files)
     return Packed(str(directory), form, group, before, written.nbytes, written.packed, written.weights, written.kept)
+
+
+def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what, _done, _all: None) -> Packed:
+    """Write ``model`` to ``directory``, which is new, in fewer bytes of the very same weights.
+
+    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError.
+    """
+    if directory.exists() or directory.is_symlink():
+        raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
+    if not is_quick():
+        raise ConfigError(
+            "--lossless needs the compiled part of Stowage, which was not built here: install a C compiler, "
+            "and Stowage again."
+        )
+    source = hub.find(model)
+    files = loading.check_files(source)
+    layout.refuse_unsupported(loading.part_of(source).config)
+    from stowage.weights.lossless import writer
+
+    with _part(directory) as part:
+        written = writer.write(files, part, partial(progress, "packing"))
+        if not written.packed:
+            raise UnsupportedModelError(f"{source} has no weights that take fewer bytes packed: run it as it is.")
+        for path in sorted(source.iterdir()):
+            if path.is_file() and (_is_copied(path.name) or path.name.endswith(".index.json")):
+                shutil.copyfile(path, part / path.name)
+        shutil.copyfile(source / "config.json", part / "config.json")
+        progress("checking", 0, 1)
+        _prove(part)
+        progress("checking", 1, 1)
+        (part / _LOCK).unlink()
+        os.rename(part, directory)
+    before, after = written.bytes_before, written.bytes_after
+    return Packed(str(directory), "lossless", 0, before, after, {"lossless": written.packed}, 0, written.kept)
 
 
 def _refuse_quantized(source: Path, config: Any) -> None:

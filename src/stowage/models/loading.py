@@ -316,22 +316,24 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
     import torch
     from safetensors import SafetensorError
 
+    from stowage.weights.lossless.readable import readable
     from stowage.weights.quantized import modules
 
     if modules.marked(part.config):
         options = {**options, "variant": modules.VARIANT}
     try:
-        model, report = load_with(part).from_pretrained(
-            directory,
-            config=part.config,
-            key_mapping=part.renamed,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        with readable(sorted(directory.glob("*.safetensors"))):
+            model, report = load_with(part).from_pretrained(
+                directory,
+                config=part.config,
+                key_mapping=part.renamed,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
     complaints = ["missing_keys", "mismatched_keys", "error_msgs"]

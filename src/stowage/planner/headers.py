@@ -17,7 +17,7 @@ from typing import Any
 
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError
-from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields
+from stowage.planner.model_config import ITEM_BYTES, LOSSLESS, PACKED, Fields
 from stowage.planner.shapes import (
     ATTENTION,
     MLP,
@@ -86,10 +86,18 @@ def read_header(path: Path) -> list[Tensor]:
             if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
                 raise ValueError(f"its header is said to take {length} bytes")
             entries = json.loads(file.read(length))
-        packed = json.loads((entries.pop("__metadata__", None) or {}).get(PACKED, "{}"))
-        return [_tensor(name, entry, size - 8 - length, packed.get(name, 0)) for name, entry in entries.items()]
+        metadata = entries.pop("__metadata__", None) or {}
+        packed, lossless = (json.loads(metadata.get(name, "{}")) for name in (PACKED, LOSSLESS))
+        found = [_tensor(name, entry, size - 8 - length, packed.get(name, 0)) for name, entry in entries.items()]
+        return [_unpacked(tensor, lossless[tensor.name]) if tensor.name in lossless else tensor for tensor in found]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole safetensors file ({error}); download it again.") from error
+
+
+def _unpacked(tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    """As it is in memory, where it lies packed without loss."""
+    shape, dtype = tuple(int(n) for n in entry["shape"]), str(entry["dtype"])
+    return Tensor(tensor.name, dtype, shape, prod(shape) * _FLOATS[dtype])
 
 
 def _tensor(name: str, entry: Mapping[str, Any], data_bytes: int, packed: Any) -> Tensor:

@@ -14,6 +14,8 @@ from stowage.errors import CheckpointError, ConfigError, ModelError
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3fn": 1}
 """Bytes of one element, by name of the type."""
+LOSSLESS = "stowage-lossless"
+"""In the metadata of a file whose tensors lie packed to the bit (``weights.lossless``)."""
 PACKED = "stowage_pack"
 """How a checkpoint that `stowage pack` wrote is quantised: its tensors are in memory as they are in its file."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {

@@ -7,7 +7,6 @@ end. What is found was compared to the last byte.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 
 import numpy as np
@@ -57,7 +56,7 @@ class Locator:
         heads = defaultdict(list)
         for name, segment in self._checkpoint.tensors.items():
             if segment.length >= _HEAD_BYTES:
-                heads[os.pread(segment.file.fd, _HEAD_BYTES, segment.offset)].append((name, segment))
+                heads[segment.file.pread(_HEAD_BYTES, segment.offset)].append((name, segment))
         self._heads = dict(heads)
         return self._heads
 
@@ -70,7 +69,7 @@ def _alike(one: str, other: str) -> int:
 def _same(segment: Segment, raw: NDArray[np.uint8]) -> bool:
     at = 0
     while at < segment.length:
-        read = os.pread(segment.file.fd, min(_COMPARED_BYTES, segment.length - at), segment.offset + at)
+        read = segment.file.pread(min(_COMPARED_BYTES, segment.length - at), segment.offset + at)
         if not read or not np.array_equal(np.frombuffer(read, np.uint8), raw[at : at + len(read)]):
             return False
         at += len(read)

@@ -72,7 +72,8 @@ class ParameterLocation:
     @property
     def mappable(self) -> bool:
         """Whether a view over the mapped file is the parameter."""
-        return len(self.segments) == 1 and self.segments[0].offset % self.dtype.itemsize == 0
+        segment = self.segments[0] if len(self.segments) == 1 else None
+        return segment is not None and not segment.file.is_packed and segment.offset % self.dtype.itemsize == 0
 
     @property
     def in_page(self) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 from stowage.errors import StorageError
 from stowage.weights.checkpoint import PAGE_BYTES, File
+from stowage.weights.lossless.packed_tensor import PackedTensor
 
 _LATE: Final = (
     "weights were not read within {:g} s: the disk does not answer. The request failed; the next one tries again."
@@ -33,6 +34,7 @@ READ_BYTES: Final = 1 << 20
 """Per system call at least, of long reads: so that several threads share a small module evenly."""
 READ_BYTES_MAX: Final = 4 << 20
 """Of a large module: fewer calls leave more of the processor to who computes (8 to 10 % of a step, with 1 MiB)."""
+_AROUND_BYTES: Final = PackedTensor.around_bytes(READ_BYTES)
 _BUFFERED_BYTES: Final = 64 << 10
 """Shorter reads, as of an embedding's rows, are left to the page cache."""
 
@@ -199,7 +201,7 @@ def _run(work: _Work) -> None:
 
 
 def _parts(read: Read, part_bytes: int) -> list[Read]:
-    if not _in_whole_pages(read):
+    if _is_packed(read.source) or not _in_whole_pages(read):
         part_bytes = READ_BYTES  # they go through a thread's buffer, which is no larger
     return [
         Read(read.source, read.offset + at, read.into[at : at + part_bytes])
@@ -214,13 +216,17 @@ class _Buffer:
         self._memory: mmap.mmap | None = None
 
     def taken(self, nbytes: int) -> memoryview:
-        assert nbytes <= READ_BYTES + 2 * PAGE_BYTES
-        self._memory = self._memory or mmap.mmap(-1, READ_BYTES + 2 * PAGE_BYTES)
+        assert nbytes <= _AROUND_BYTES
+        self._memory = self._memory or mmap.mmap(-1, _AROUND_BYTES)
         return memoryview(self._memory)[:nbytes]
 
 
 def _copy(source: memoryview, into: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # others compute meanwhile
+
+
+def _is_packed(source: File | memoryview) -> bool:
+    return isinstance(source, PackedTensor)
 
 
 def _in_whole_pages(read: Read) -> bool:
@@ -231,6 +237,9 @@ def _in_whole_pages(read: Read) -> bool:
 def _fill(read: Read, buffer: _Buffer) -> None:
     if isinstance(read.source, memoryview):
         _copy(read.source[read.offset : read.offset + read.into.nbytes], read.into)
+        return
+    if isinstance(read.source, PackedTensor):
+        read.source.fill(read.offset, read.into, buffer.taken(PackedTensor.around_bytes(read.into.nbytes)))
         return
     whole_pages = _in_whole_pages(read)
     if read.source.direct >= 0 and not whole_pages and read.into.nbytes >= _BUFFERED_BYTES:

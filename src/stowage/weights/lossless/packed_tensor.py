@@ -1,0 +1,123 @@
+"""A tensor that lies packed without loss in a safetensors file, as a file of the tensor's own bytes.
+
+A packed tensor is bytes (``U8``) under its own name, and the file's metadata ``stowage-lossless`` says what it is:
+``{name: {"dtype", "shape", "phase", "frames"}}``. ``phase`` is its address modulo 64 where the original was mapped
+(``weights.parameter_location`` says what for). ``frames`` are the lengths of its parts at rest, one after the other:
+each holds 128 KiB of the tensor's bytes (the last one what is left), packed by ``core.lossless``; one that is as long
+as its bytes lies as it is. So any part of a tensor can be read alone. Whatever loads such a file without knowing this
+finds tensors of another shape, and refuses them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from stowage.core import lossless
+from stowage.core.geometry import PAGE_BYTES
+from stowage.errors import FormatError
+from stowage.weights.file import File
+
+__all__ = ["ALIGNED_BYTES", "FRAME_BYTES", "ITEM_BYTES", "METADATA", "PackedTensor"]
+
+METADATA: Final = "stowage-lossless"
+FRAME_BYTES: Final = 128 << 10
+ALIGNED_BYTES: Final = 64
+_AT_ONCE_BYTES: Final = 1 << 20
+ITEM_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
+
+
+class PackedTensor(File):
+    """``entry``: what the metadata says of a tensor that lies at ``offset`` of ``file``, ``length`` bytes of it.
+
+    Raises ValueError, KeyError and TypeError for an entry that cannot be right.
+    """
+
+    __slots__ = ("_at", "_file", "dtype", "phase", "shape")
+
+    def __init__(self, file: File, offset: int, length: int, entry: Mapping[str, Any]) -> None:
+        super().__init__(file.path, -1, -1)
+        self.dtype, self.shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        self.phase = int(entry["phase"]) % ALIGNED_BYTES
+        nbytes = prod(self.shape) * ITEM_BYTES[self.dtype]
+        frames = np.array(entry["frames"], np.int64)
+        if min(self.shape, default=0) < 0 or frames.ndim != 1 or len(frames) != -(-nbytes // FRAME_BYTES):
+            raise ValueError("frames of another tensor")
+        if len(frames) and (frames.min() < 1 or frames.max() > FRAME_BYTES or int(frames.sum()) > length):
+            raise ValueError("frames that do not lie in their tensor")
+        self._file = file
+        self._mark = (nbytes, 0)
+        self._at = offset + np.concatenate((np.zeros(1, np.int64), np.cumsum(frames)))
+
+    @property
+    def is_packed(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        self._file.check()
+
+    def pread(self, length: int, offset: int) -> bytes:
+        raw = bytearray(max(0, min(length, self.length - offset)))
+        if raw:
+            self.fill(offset, memoryview(raw), memoryview(mmap.mmap(-1, self.around_bytes(len(raw)))))
+        return bytes(raw)
+
+    def fill_all(self, into: memoryview) -> None:
+        """All of it, by this thread."""
+        around = memoryview(mmap.mmap(-1, self.around_bytes(_AT_ONCE_BYTES)))
+        for at in range(0, self.length, _AT_ONCE_BYTES):
+            self.fill(at, into[at : at + _AT_ONCE_BYTES], around)
+
+    @staticmethod
+    def around_bytes(length: int) -> int:
+        """Memory for what ``length`` bytes of the tensor are unpacked from, at most."""
+        return length + 2 * FRAME_BYTES + 2 * PAGE_BYTES
+
+    def fill(self, offset: int, into: memoryview, around: memoryview) -> None:
+        """Unpack ``into`` from ``offset`` on. ``around``: see `around_bytes`; direct reads go to a whole page of it.
+
+        Raises OSError for what cannot be read, FormatError for what was not packed.
+        """
+        end = min(offset + into.nbytes, self.length)
+        first, last = offset // FRAME_BYTES, -(-end // FRAME_BYTES)
+        begin, stop = int(self._at[first]), int(self._at[last])
+        page = begin // PAGE_BYTES * PAGE_BYTES
+        packed = around[: -(-stop // PAGE_BYTES) * PAGE_BYTES - page]
+        done, wanted = 0, stop - page
+        fd = self._file.direct if self._file.direct >= 0 else self._file.fd
+        while done < wanted:
+            count = os.preadv(fd, [packed[done:]], page + done)
+            if not count:
+                raise OSError(f"{self.path} ends too early")
+            done += count
+            if done % PAGE_BYTES:
+                fd = self._file.fd  # direct reads cannot go on from within a page
+        for frame in range(first, last):
+            at, length = int(self._at[frame]) - page, int(self._at[frame + 1] - self._at[frame])
+            self._unpack(packed[at : at + length], frame * FRAME_BYTES, offset, end, into)
+
+    def _unpack(self, packed: memoryview, begin: int, offset: int, end: int, into: memoryview) -> None:
+        """One frame, which begins at ``begin`` of the tensor: as much of it as is wanted."""
+        raw_bytes = min(FRAME_BYTES, self.length - begin)
+        first, last = max(begin, offset), min(begin + raw_bytes, end)
+        target = into[first - offset : last - offset]
+        whole = target.nbytes == raw_bytes
+        if packed.nbytes == raw_bytes:
+            _copy(packed[first - begin : last - begin], target)
+            return
+        room = target if whole else memoryview(bytearray(raw_bytes))
+        try:
+            lossless.unpack(packed, room)
+        except FormatError as error:
+            raise FormatError(f"{self.path} is damaged ({error}); pack the checkpoint again.") from error
+        if not whole:
+            _copy(room[first - begin : last - begin], target)
+
+
+def _copy(source: memoryview, into: memoryview) -> None:
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # others compute meanwhile

@@ -1,0 +1,180 @@
+"""Writes a checkpoint's shards again with their tensors packed without loss, one tensor at a time.
+
+A shard keeps its name, its tensors theirs; what does not pay lies as it is. Packed tensors come first, in multiples of
+64 bytes, so that the others stay aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from stowage.core import lossless
+from stowage.core.geometry import PAGE_BYTES
+from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
+from stowage.weights.file import File
+from stowage.weights.lossless.packed_tensor import ALIGNED_BYTES, FRAME_BYTES, ITEM_BYTES, METADATA
+
+__all__ = ["Written", "write"]
+
+_LEAST_BYTES: Final = 64 << 10
+"""Smaller tensors, norms and biases, stay as they are."""
+_THREADS: Final = 4
+_FRAMES_AT_ONCE: Final = 64
+
+
+@dataclass(slots=True)
+class Written:
+    """``packed`` and ``kept`` tensors, and the files' bytes before and after."""
+
+    packed: int = 0
+    kept: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+def write(files: Sequence[Path], directory: Path, progress: Callable[[int, int], None]) -> Written:
+    """Each of ``files`` to ``directory``, where none of them is. ``progress`` is told how many tensors are done, of how
+    many. Raises CheckpointError, StorageError, and UnsupportedModelError for what is packed already.
+    """
+    written = Written()
+    headers = [_header(path) for path in files]
+    count = sum(len(header) - ("__metadata__" in header) for _, header in headers)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "stowage-pack") as pool:
+        for path, (data_at, header) in zip(files, headers, strict=True):
+            try:
+                _Shard(path, directory / path.name, data_at, header, pool, written).write(
+                    lambda: progress(written.packed + written.kept, count)
+                )
+            except OSError as error:
+                raise StorageError(
+                    f"{directory} does not take the packed weights: {error.strerror or error}."
+                ) from error
+    return written
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors begin, and the header; the file was found whole."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    if METADATA in (header.get("__metadata__") or {}):
+        raise UnsupportedModelError(f"{path} is packed already: give the checkpoint that it was made from.")
+    return 8 + length, header
+
+
+class _Shard:
+    def __init__(
+        self, source: Path, path: Path, data_at: int, header: dict[str, Any], pool: ThreadPoolExecutor, written: Written
+    ) -> None:
+        self._source, self._path = source, path
+        self._source_at = data_at
+        self._metadata = dict(header.get("__metadata__") or {})
+        self._tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self._pool, self._written = pool, written
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._packed: dict[str, dict[str, Any]] = {}
+        self._end = 0
+        frames = sum(-(-_length(entry) // FRAME_BYTES) for entry in self._tensors.values())
+        room = len(json.dumps(header)) * 4 + 512 + frames * 12
+        self._data_at = -(-(8 + room) // PAGE_BYTES) * PAGE_BYTES
+
+    def write(self, done: Callable[[], None]) -> None:
+        file = File.open(self._source)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            kept = []
+            for name, entry in sorted(self._tensors.items(), key=lambda each: each[1]["data_offsets"]):
+                large = entry["dtype"] in ITEM_BYTES and _length(entry) >= _LEAST_BYTES
+                if large and self._pack(file, fd, name, entry):
+                    self._written.packed += 1
+                    done()
+                else:
+                    kept.append((name, entry))
+            for name, entry in sorted(kept, key=lambda each: _length(each[1]) % ALIGNED_BYTES > 0):
+                self._keep(file, fd, name, entry)
+                self._written.kept += 1
+                done()
+            self._finish(fd)
+            self._written.bytes_before += file.length
+            self._written.bytes_after += self._data_at + self._end
+        finally:
+            os.close(fd)
+            file.close()
+
+    def _pack(self, file: File, fd: int, name: str, entry: dict[str, Any]) -> bool:
+        """Whether that paid."""
+        length, begin = _length(entry), self._source_at + entry["data_offsets"][0]
+        lengths: list[int] = []
+        end = self._end
+        step = _FRAMES_AT_ONCE * FRAME_BYTES
+        for at in range(0, length, step):
+            raw = memoryview(_read(file, begin + at, min(step, length - at)))
+            frames = [raw[part : part + FRAME_BYTES] for part in range(0, len(raw), FRAME_BYTES)]
+            for packed in self._pool.map(_packed, frames):
+                _write_all(fd, packed, self._data_at + end)
+                lengths.append(len(packed))
+                end += len(packed)
+        padded = self._end + -(-(end - self._end) // ALIGNED_BYTES) * ALIGNED_BYTES
+        if padded - self._end > lossless.worth_bytes(length):
+            return False  # written over by what comes next
+        _write_all(fd, memoryview(bytes(padded - end)), self._data_at + end)
+        self._entries[name] = {"dtype": "U8", "shape": [padded - self._end], "data_offsets": [self._end, padded]}
+        self._packed[name] = {
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "phase": begin % ALIGNED_BYTES,
+            "frames": lengths,
+        }
+        self._end = padded
+        return True
+
+    def _keep(self, file: File, fd: int, name: str, entry: dict[str, Any]) -> None:
+        length, begin = _length(entry), self._source_at + entry["data_offsets"][0]
+        for at in range(0, length, FRAME_BYTES * _FRAMES_AT_ONCE):
+            raw = _read(file, begin + at, min(FRAME_BYTES * _FRAMES_AT_ONCE, length - at))
+            _write_all(fd, memoryview(raw), self._data_at + self._end + at)
+        self._entries[name] = {**entry, "data_offsets": [self._end, self._end + length]}
+        self._end += length
+
+    def _finish(self, fd: int) -> None:
+        metadata = {**self._metadata, METADATA: json.dumps(self._packed, separators=(",", ":"))}
+        header = json.dumps({"__metadata__": metadata, **self._entries}, separators=(",", ":")).encode()
+        room = self._data_at - 8
+        assert len(header) <= room
+        _write_all(fd, memoryview(room.to_bytes(8, "little") + header.ljust(room)), 0)
+        os.ftruncate(fd, self._data_at + self._end)
+        os.fsync(fd)
+
+
+def _length(entry: dict[str, Any]) -> int:
+    begin, end = entry["data_offsets"]
+    return int(end) - int(begin)
+
+
+def _packed(frame: memoryview) -> memoryview:
+    """In fewer bytes, or as it is."""
+    room = memoryview(bytearray(frame.nbytes))
+    length = lossless.pack(frame, room[: frame.nbytes - 1])
+    return room[:length] if length else frame
+
+
+def _read(file: File, offset: int, length: int) -> bytes:
+    raw = bytearray()
+    while len(raw) < length:
+        part = file.pread(length - len(raw), offset + len(raw))
+        if not part:
+            raise CheckpointError(f"{file.path} ends too early; download the checkpoint again.")
+        raw += part
+    return bytes(raw)
+
+
+def _write_all(fd: int, content: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(fd, content[done:], offset + done)
