@@ -56,6 +56,8 @@ $(ENV_STAMP): requirements/runtime.txt requirements/dev.txt pyproject.toml $(KER
 	@touch $@
 
 demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk after a restart
+	@$(MAKE) --no-print-directory real-model || \
+		echo "SmolLM2 is not to be had here: the demo asks the small model of this repository instead." >&2
 	$(PY) -m stowage.demo
 
 test: $(ENV_STAMP) ## run the whole test suite

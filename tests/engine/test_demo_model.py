@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from stowage.config.memory import Memory
+from stowage.demo import __main__ as demo
 from stowage.demo.__main__ import main
 from stowage.demo.corpus import heldout_text, model_path
 from stowage.engine.engine import Engine
@@ -48,11 +50,25 @@ def test_perplexity_is_the_same_through_every_tier(tmp_path):
             assert perplexity(engine, windows, tier) == pytest.approx(expected, rel=1e-5)
 
 
+def test_demo_without_a_model(tmp_path, monkeypatch):
+    """As where the wheel was installed, which has none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "model_path", lambda: tmp_path / "model")
+    with pytest.raises(SystemExit, match=r"python -m stowage\.testing\.real_model"):
+        main([])
+    with pytest.raises(SystemExit, match="no checkpoint"):
+        main(["--model", str(tmp_path)])
+
+
+REAL = Path(__file__).parents[2] / demo.REAL_MODEL
+
+
 @pytest.mark.slow
-def test_demo(tmp_path, capsys):
-    assert main(["--directory", str(tmp_path)]) == 0
+@pytest.mark.parametrize("model", [model_path(), pytest.param(REAL, marks=pytest.mark.real)], ids=lambda m: m.name)
+def test_demo(model, tmp_path, capsys):
+    assert main(["--directory", str(tmp_path), "--model", str(model)]) == 0
     shown = capsys.readouterr().out
-    for text in ("Placement", "after a restart", "from disk", "identical: yes"):
+    for text in ("Placement", "after a restart", "from disk", "to the last bit: yes"):
         assert text in shown
     numbers = json.loads((tmp_path / "demo.json").read_text())
     first, second = (run["answers"][0] for run in numbers["runs"])

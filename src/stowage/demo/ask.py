@@ -1,7 +1,7 @@
 """One process of the demo: load the model, ask every question over the document, say what each answer cost.
 
-Run as ``python -m stowage.demo.ask CACHE RESULT``; writes ``RESULT`` as JSON. The demo runs it twice with the same
-cache directory: what the second process knows, it knows from disk.
+Run as ``python -m stowage.demo.ask MODEL CACHE RESULT``; writes ``RESULT`` as JSON. The demo runs it twice with
+the same cache directory: what the second process knows, it knows from disk.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from typing import Any
 
 from stowage.config.memory import Memory
 from stowage.demo.corpus import document_text, model_path
-from stowage.demo.prompts import NEW_TOKENS, QUESTIONS, SEED, TEMPERATURE
+from stowage.demo.prompts import CHAT, CONTINUE
 from stowage.engine.engine import Engine
 from stowage.engine.placement_report import placement
-from stowage.engine.sampling import SamplingParams
 
-DISK_LIMIT = "256MiB"
+DISK_LIMIT = "512MiB"
 
 
 def memory(cache: Path) -> Memory:
     """The demo's budgets."""
-    return Memory(kv_cache_memory="64MiB", host_memory="64MiB", disk=f"{cache}:{DISK_LIMIT}")
+    return Memory(kv_cache_memory="128MiB", host_memory="128MiB", disk=f"{cache}:{DISK_LIMIT}")
 
 
-def ask(cache: Path) -> dict[str, Any]:
+def ask(model: Path, cache: Path) -> dict[str, Any]:
     """Ask every question, in order; each answer with its cost."""
-    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE, seed=SEED, logprobs=1)
+    script = CONTINUE if model == model_path() else CHAT
     document = document_text().rstrip("\n")
-    with Engine(model_path(), memory(cache), dtype="float32") as engine:
-        engine.generate("A short prompt, so that nobody's first answer pays for warming up.", params)
+    with Engine(str(model), memory(cache), dtype=script.dtype) as engine:
+        engine.generate("A short prompt, so that nobody's first answer pays for warming up.", script.params)
         answers = []
-        for question in QUESTIONS:
-            (completion,) = engine.generate(document + "\n\n" + question, params)
+        for question in script.questions:
+            (completion,) = engine.generate([script.prompt(document, question, engine.tokenizer)], script.params)
             answers.append(
                 {
                     "question": question,
@@ -56,4 +55,4 @@ def ask(cache: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(ask(Path(sys.argv[1]))), encoding="utf-8")
+    Path(sys.argv[3]).write_text(json.dumps(ask(Path(sys.argv[1]), Path(sys.argv[2]))), encoding="utf-8")

@@ -254,5 +254,5 @@ def document_text() -> str:
 
 
 def model_path() -> Path:
-    """The folder of the committed model, for ``AutoModelForCausalLM.from_pretrained``."""
+    """The folder of the committed model, for ``AutoModelForCausalLM.from_pretrained``: in a clone, not in a wheel."""
     return HERE / "model"
