@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--dtype", default=models.native_dtype())
-    parser.add_argument("--directory", type=Path, default=Path.location() / ".cache")
+    parser.add_argument("--directory", type=Path, default=Path.home() / ".cache")
     parser.add_argument("--checkpoint", type=Path, default=None, help="of an earlier run; it is made where it is not")
     parser.add_argument("--add", action="store_true", help="to the rounds that the result's file has")
     asked = parser.parse_args()

@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="of the model; 0: about 1.7 GB")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--directory", type=Path, default=Path.location() / ".cache")
+    parser.add_argument("--directory", type=Path, default=Path.home() / ".cache")
     parser.add_argument("--name", default="weights", help="of the result's file")
     asked = parser.parse_args()
     ways = asked.ways.split(",")

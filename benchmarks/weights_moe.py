@@ -35,7 +35,7 @@ def main() -> None:
         "--small", type=Path, default=None, help="a model that was trained before (benchmarks.moe_model)"
     )
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--directory", type=Path, default=Path.location() / ".cache")
+    parser.add_argument("--directory", type=Path, default=Path.home() / ".cache")
     asked = parser.parse_args()
     from transformers import AutoModelForCausalLM
 

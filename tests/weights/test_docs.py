@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import stowage
 from stowage.cli.app import app
 from stowage.testing import tiny_models
 
@@ -28,6 +33,27 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert said is not None
     assert int(said[1]) <= 500 << 10
     assert int(said[2]) > 0
+
+
+def test_an_adapter_is_trained_by_the_trainer_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: the same program, with all weights in memory."""
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    tiny_models.write("llama", tmp_path / "tiny")
+    program = (DOCS / "examples" / "lora_training.py").read_text()
+    assert program in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    before = torch.get_rng_state()
+    found: list[dict[str, torch.Tensor]] = []
+    for load in (stowage.offload, lambda name, **_: AutoModelForCausalLM.from_pretrained(name)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(stowage, "offload", load)
+            torch.manual_seed(0)
+            runpy.run_path(str(DOCS / "examples" / "lora_training.py"))
+        found.append(load_file(tmp_path / "my-lora" / "adapter_model.safetensors"))
+    torch.set_rng_state(before)
+    ours, whole = found
+    assert ours.keys() == whole.keys() and all(torch.equal(ours[name], whole[name]) for name in whole)
+    assert any(bool(ours[name].any()) for name in ours if "lora_B" in name), "it has learned something"
 
 
 def test_the_command_answers_the_same(checkpoints: Callable[..., Path]) -> None:

@@ -217,7 +217,6 @@ WISHES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "half": (lambda m, _: m.half(), "without a budget"),
     "bfloat16": (lambda m, _: m.to(torch.bfloat16), "without a budget"),
     "train": (lambda m, _: m.train(), "cannot be trained"),
-    "checkpointing": (lambda m, _: m.gradient_checkpointing_enable(), "no gradients"),
     "push": (lambda m, to: m.save_pretrained(to, push_to_hub=True), "no hub"),
     "a dict of one's own": (lambda m, to: m.save_pretrained(to, state_dict={}), "takes no state_dict"),
 }

@@ -101,9 +101,9 @@ def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], 
     handles += [layer.register_forward_pre_hook(sometimes, prepend=True) for layer in layers[::2]]
     wrong, counts, targets = list[object](), dict.fromkeys(("right", "interrupted", "raised", "told"), 0), {}
 
-    def compute(seed: int) -> None:
-        chance, mine = random.Random(seed), threading.get_ident()
-        for _ in range(FORWARDS // (2 * THREADS)):
+    def compute(chance: random.Random, left: Iterator[int]) -> None:
+        mine = threading.get_ident()
+        for _ in left:
             ids, expected = chance.choice(wanted)
             try:
                 targets[mine] = True
@@ -124,9 +124,10 @@ def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], 
             torch.set_grad_enabled(True)
 
     def guarded(seed: int) -> None:
+        chance, left = random.Random(seed), iter(range(FORWARDS // (2 * THREADS)))
         while True:
             try:
-                return compute(seed)
+                return compute(chance, left)
             except Interrupted:  # it came between two forwards
                 continue
 

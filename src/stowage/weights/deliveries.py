@@ -19,6 +19,7 @@ from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, nbytes_
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
 from stowage.weights.experts.table import ExpertTable
+from stowage.weights.gradients import Gradients
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.passes import Passes
 from stowage.weights.placement import Delivery, Placement
@@ -51,6 +52,7 @@ class Deliveries:
         self._handles: list[Any] = []
         self._readers = Readers()
         self._passes = Passes(self)
+        self._gradients = Gradients(self._slot, self._give_back, self._passes.go_back, self._go_round)
         self._row_bytes = 0
         self._asked: list[int] = []
         self._before: list[int] = []
@@ -156,6 +158,7 @@ class Deliveries:
             self._device_prefetcher.reset()
         if self._ring is not None:
             self._ring.reset()
+        self._gradients.reset()
         if self._experts is not None and forked:
             self._experts.forked()
         elif self._experts is not None:
@@ -177,7 +180,9 @@ class Deliveries:
         order, self._asked = self._asked, []
         if self._device_prefetcher is not None:
             self._device_prefetcher.end_pass()
-        if whole and order and (order == self._before or not self._before):
+        if whole and self._passes.learns:
+            self._gradients.forwards(order)
+        elif whole and order and (order == self._before or not self._before):
             self._follow(order)
         self._before = order
 
@@ -223,22 +228,29 @@ class Deliveries:
         stream, ring, device_prefetcher = self._streams[number], self._ring, self._device_prefetcher
         in_ring = self._in_ring.index(number) if number in self._in_ring else -1
 
+        passes, gradients = self._passes, self._gradients
+        shown: list[Tensor] = []
+
         def slot() -> list[Tensor]:
-            assert ring is not None
-            found = ring.take(in_ring)
-            try:
-                stream.check()
-            except BaseException:
-                ring.give_back(in_ring)
-                raise
-            return stream.views(found.number, found.memory)
+            return self._slot(number)
 
         def bring(_args: Any, _kwargs: Any) -> None:
+            nonlocal shown
+            if passes.backward is not None:
+                stream.deliver(gradients.lend(number))
+                return
             self._asked.append(number)
-            stream.deliver(slot() if device_prefetcher is None else device_prefetcher.take(number, slot))
+            shown = slot() if device_prefetcher is None else device_prefetcher.take(number, slot)
+            if passes.learns:
+                gradients.know(number, shown)
+            stream.deliver(shown)
 
         def take_back() -> None:
             stream.take_back()
+            if passes.backward is not None:
+                return
+            if passes.learns:
+                gradients.check(number, shown)
             if device_prefetcher is not None:
                 device_prefetcher.computed(number)
             elif ring is not None:
@@ -282,6 +294,24 @@ class Deliveries:
             return (ids, *args[1:]), kwargs
 
         return bring, rows.take_back
+
+    def _slot(self, number: int) -> list[Tensor]:
+        """The parameters of a unit in the ring, lent until ``_give_back``."""
+        assert self._ring is not None
+        stream, in_ring = self._streams[number], self._in_ring.index(number)
+        found = self._ring.take(in_ring)
+        try:
+            stream.check()
+        except BaseException:
+            self._ring.give_back(in_ring)
+            raise
+        return stream.views(found.number, found.memory)
+
+    def _go_round(self, order: list[int]) -> None:
+        """Forwards and backwards, a model that learns asks so."""
+        self._before = []
+        if self._ring is not None and order:
+            self._ring.follow([self._in_ring.index(number) for number in order])
 
     def _give_back(self, number: int) -> None:
         assert self._ring is not None

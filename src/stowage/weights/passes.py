@@ -65,6 +65,10 @@ class Passes:
         self._unsettled = False
         self._changing = False
         self._shown = 0
+        self.learns = False
+        """Whether the forward that runs, or the backward pass, is one that something learns from."""
+        self.backward: Claim | None = None
+        """Of the backward pass that runs."""
 
     # Whole forwards, and whatever else needs the weights for itself
 
@@ -80,19 +84,18 @@ class Passes:
         finally:
             self._leave(claim, whole)
 
-    def around(self, forward: Callable[..., Any], asked: Callable[[], None]) -> Callable[..., Any]:
-        """``forward`` of the whole model, in its turn, and without gradients; ``asked`` is told when they were asked
-        for, and may refuse.
+    def around(self, forward: Callable[..., Any], learns: Callable[[], Any]) -> Callable[..., Any]:
+        """``forward`` of the whole model, in its turn. Where gradients are asked for, ``learns`` says what wraps a
+        forward that something learns from, or ``None`` where nothing does: then it has no gradients. It may refuse.
         """
 
         @functools.partial(torch.compiler.disable, reason=_COMPILED)
         def in_turn(*args: Any, **kwargs: Any) -> Any:
             gradients = torch.is_grad_enabled()
-            if gradients:
-                asked()
+            within = learns() if gradients else None
             try:
-                torch._C._set_grad_enabled(False)
-                return self._run(sys._getframe(), forward, args, kwargs)
+                torch._C._set_grad_enabled(within is not None)
+                return self._run(sys._getframe(), forward if within is None else within(forward), args, kwargs)
             finally:  # first of all, and in one step: an interrupt comes before it or after
                 torch._C._set_grad_enabled(gradients)
 
@@ -106,6 +109,7 @@ class Passes:
         claim = self._enter(frame)
         whole, began_s = False, time.perf_counter()
         try:
+            self.learns = torch.is_grad_enabled()
             self._delivery.begin_pass()
             output = forward(*args, **kwargs)
             if self._changing or self.turn.held() is not claim:
@@ -130,7 +134,7 @@ class Passes:
                 self._unsettled = True
                 self._delivery.settle(forked=forked)
                 self._shown, self._changing, self._pid = 0, False, os.getpid()
-            self._unsettled = True
+            self._unsettled, self.learns, self.backward = True, False, None
         except BaseException:
             self.turn.give_back(claim)
             raise
@@ -143,6 +147,24 @@ class Passes:
             else:
                 self._delivery.hide()
         self.turn.give_back(claim)
+
+    def go_back(self, end: Callable[[], None]) -> None:
+        """This thread is in a backward pass, which has its turn from now until autograd's call returns; ``end`` is
+        called when it has gone well. Nothing, when it has its turn already. Raises ModelError inside of a forward.
+        """
+        held = self.turn.held()
+        if held is not None and held is self.backward:
+            return
+        claim = self._enter(_differentiates())
+        self.learns, self.backward = True, claim
+
+        def ended() -> None:
+            if self.turn.held() is claim and self.backward is claim:
+                end()
+                self.backward = None
+                self._leave(claim, True)
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def end(self, frame: FrameType) -> Claim:
         """No forward begins any more, and none runs. The turn that this takes may be kept."""
@@ -163,8 +185,9 @@ class Passes:
 
         def before(_module: Any, args: Any, kwargs: Any) -> Any:
             nonlocal claim, own
-            refuse_gradients()
             held = self.turn.held()
+            if held is None or not self.learns:
+                refuse_gradients()
             here = held or self._enter(_caller())
             if self._changing:
                 raise ModelError(_INTERRUPTED)
@@ -203,6 +226,20 @@ def refuse_gradients() -> None:
             "weights that come and go have no gradients: call the whole model, or this part of it under "
             "torch.no_grad()."
         )
+
+
+def _differentiates() -> FrameType:
+    """The call that computes gradients, the outermost one: it runs until all of them are there."""
+    found, frame = None, sys._getframe(1).f_back
+    while frame is not None:
+        found = frame if frame.f_code.co_name == "_engine_run_backward" else found
+        frame = frame.f_back
+    if found is None:
+        raise ModelError(
+            "weights that come and go are asked for by a backward pass that this thread did not begin: compute "
+            "gradients with loss.backward() or torch.autograd.grad()."
+        )
+    return found
 
 
 def _caller() -> FrameType:

@@ -1,5 +1,5 @@
-"""What a model whose weights come and go says to those who want more of it than answers: that it can be saved, or why
-not. Every method here takes the place of the model's own, on this one object.
+"""What a model whose weights come and go says to those who want more of it than answers: that it can be saved, or be
+trained with what was added to it, or why not. Every method here takes the place of the model's own, on this one object.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stowage.errors import ModelError
 from stowage.weights import saving
@@ -17,16 +17,23 @@ from stowage.weights.away import AwayParameter
 
 __all__ = ["guard"]
 
+_MERGE = (
+    "the weights that it would be added to lie in the checkpoint's files. Save the adapter, and merge it in memory: "
+    "PeftModel.from_pretrained(BASE, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
+)
 _WHOLE = "Load it without a budget for that, or with device_memory so large that everything stays."
 _NAMES = (
     "save_pretrained", "state_dict", "load_state_dict", "resize_token_embeddings", "train", "_apply",
-    "gradient_checkpointing_enable", "enable_input_require_grads", "add_adapter", "load_adapter", "share_memory",
+    "gradient_checkpointing_enable", "add_adapter", "load_adapter", "share_memory",
     "__deepcopy__", "__getstate__",
 )  # fmt: skip
 
 
-def guard(model: Any, read: saving.Read, away: bool) -> None:
-    """Put them there. ``read`` gives a copy of a parameter or buffer by its name; ``away``: whether some are away."""
+def guard(model: Any, read: saving.Read, away: bool, learns: Callable[[], Any], checkpoint: Callable[..., Any]) -> None:
+    """Put them there. ``read`` gives a copy of a parameter or buffer by its name; ``away``: whether some are away.
+    ``learns`` gives something where a forward would compute gradients, and may refuse; ``checkpoint`` computes a layer
+    and, for its gradients, computes it again.
+    """
     own: dict[str, Any] = {name: getattr(model, name, None) for name in _NAMES}
     told = {
         "state_dict": (
@@ -35,16 +42,16 @@ def guard(model: Any, read: saving.Read, away: bool) -> None:
         ),
         "load_state_dict": f"its weights are read from the checkpoint's files. {_WHOLE}",
         "resize_token_embeddings": f"its embeddings are read from the checkpoint's files. {_WHOLE}",
-        "gradient_checkpointing_enable": f"its weights have no gradients. {_WHOLE}",
-        "enable_input_require_grads": f"its weights have no gradients. {_WHOLE}",
-        "add_adapter": f"an adapter that is put into it has no gradients and cannot be saved with it. {_WHOLE}",
-        "load_adapter": f"adapters are not put on weights that come and go yet. {_WHOLE}",
+        "add_adapter": "an adapter inside of it is not saved with it. Put it around: peft.get_peft_model(model, ...).",
+        "load_adapter": "give the adapter when the model is loaded (stowage.offload(MODEL, adapter=DIR)), or put it "
+        "around: peft.PeftModel.from_pretrained(model, DIR, is_trainable=True).",
         "share_memory": f"its memory is this process's. Load it in each process. {_WHOLE}",
         "__deepcopy__": f"a copy would share its files and memory. Load it again instead. {_WHOLE}",
         "__getstate__": "its weights are in files. Save it with model.save_pretrained(DIR), and load it from there.",
     }
+    whole_state = told.pop("state_dict")
     if not away:
-        del told["state_dict"], told["load_state_dict"]
+        del told["load_state_dict"]
     for name, why in told.items():
         if own[name] is not None or name.startswith("__"):
             _put(model, name, own[name], functools.partial(_refuse, name, why))
@@ -56,7 +63,12 @@ def guard(model: Any, read: saving.Read, away: bool) -> None:
             saving.save(model, read, plain, save_directory, **given)
 
         _put(model, "save_pretrained", plain, save_pretrained)
-    _put(model, "train", own["train"], functools.partial(_train, own["train"]))
+    if away and own["state_dict"] is not None:
+        _put(model, "state_dict", own["state_dict"], functools.partial(_state, own["state_dict"], whole_state))
+    _put(model, "train", own["train"], functools.partial(_train, model, own["train"], learns, away))
+    if own["gradient_checkpointing_enable"] is not None:
+        enable = functools.partial(_checkpoint, model, own["gradient_checkpointing_enable"], checkpoint)
+        _put(model, "gradient_checkpointing_enable", own["gradient_checkpointing_enable"], enable)
     _put(model, "_apply", own["_apply"], functools.partial(_apply, model, own["_apply"]))
 
 
@@ -71,10 +83,43 @@ def _refuse(what: str, why: str, *_args: Any, **_kwargs: Any) -> Any:
     raise ModelError(f"a model whose weights come and go cannot {done.get(what, f'do {what}()')}: {why}")
 
 
-def _train(own: Callable[[bool], Any], mode: bool = True) -> Any:
-    if mode:
-        raise ModelError(f"weights that come and go have no gradients, so the model cannot be trained. {_WHOLE}")
+def _state(own: Callable[..., Any], why: str, *args: Any, **given: Any) -> Any:
+    """What is around the model, as PEFT's adapters are, may ask for a dictionary of everything, and take its own from
+    it. In that a weight is what it is in the model: one that is away says so to who reads it.
+    """
+    if given.get("destination") is None:
+        _refuse("state_dict", why)
+    found = own(*args, **{**given, "keep_vars": True})
+    if not given.get("keep_vars"):
+        for name, value in found.items():
+            if isinstance(value, Tensor) and not isinstance(value, AwayParameter):
+                found[name] = value.detach()
+    return found
+
+
+def _train(
+    model: nn.Module, own: Callable[[bool], Any], learns: Callable[[], Any], away: bool, mode: bool = True
+) -> Any:
+    if mode and learns() is None:
+        raise ModelError(
+            "weights that come and go have no gradients, so the model cannot be trained as it is. What is added to it "
+            "can, LoRA for example, while its weights are frozen: peft.get_peft_model(model, LoraConfig(...)). "
+            f"{_WHOLE}"
+        )
+    for module in model.modules() if away else ():
+        if hasattr(module, "base_layer") and hasattr(module, "merge"):  # PEFT's
+            module.__dict__["merge"] = functools.partial(_refuse, "merge", _MERGE)
     return own(mode)
+
+
+def _checkpoint(
+    model: nn.Module, own: Callable[..., Any], checkpoint: Callable[..., Any], *args: Any, **given: Any
+) -> None:
+    """As Transformers does it, and weights are there when a layer is computed again."""
+    own(*args, **given)
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module.__dict__["_gradient_checkpointing_func"] = checkpoint
 
 
 def _apply(model: nn.Module, own: Callable[..., Any], fn: Callable[[Any], Any], recurse: bool = True) -> Any:

@@ -23,6 +23,7 @@ from stowage.weights.delivery import Load, copied
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.placement import Delivery, Placement
+from stowage.weights.quantized.modules import packed_forms
 from stowage.weights.refusals import guard
 from stowage.weights.repacked import Image
 from stowage.weights.saving import names
@@ -59,8 +60,9 @@ class WeightSource(Deliveries):
         """Names the weights, where they have a name."""
         self._own = {id(parameter): parameter for parameter in model.parameters()}
         if any(load.delivery is not Delivery.RESIDENT for load in loads):
-            model.forward = self._passes.around(model.forward, self._refuse_training)
-            guard(model, self.read, any(load.delivery is not Delivery.MAPPED for load in loads))
+            model.forward = self._passes.around(model.forward, self._learning)
+            away = any(load.delivery is not Delivery.MAPPED for load in loads)
+            guard(model, self.read, away, self._learning, self._gradients.checkpoint)
 
     @property
     def waits(self) -> bool:
@@ -171,15 +173,47 @@ class WeightSource(Deliveries):
         for name in names(self._model):
             yield name, self.read(name)
 
-    def _refuse_training(self) -> None:
-        """A forward that asks for gradients gets answers without; but who added something to train must know."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._own:
+    def _learning(self) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+        """What a forward is wrapped in from which something learns: parameters that were added, or that stay in memory,
+        while all that come and go are frozen. Where these are not, as they are loaded, it gets answers without
+        gradients (``None``); but who added something to train is told.
+        """
+        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        if not trained:
+            return None
+        moving = [load for load in self._loads if load.delivery is not Delivery.RESIDENT]
+        free = next((n for load in moving for n, p in load.unit.parameters.items() if p.requires_grad), "")
+        if free:
+            added = next(
+                (n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._own), ""
+            )
+            if added:
                 raise ModelError(
-                    f"{name} was added to a model whose weights come and go, and would get no gradient: an adapter "
-                    "cannot be trained on them. Load the model without a budget to train it; for answers call it under "
-                    "torch.no_grad()."
+                    f"{added} was added to a model whose weights come and go, and would get no gradient, because "
+                    f"{free} is not frozen. Freeze its weights first: model.requires_grad_(False), as "
+                    "peft.get_peft_model() does; for answers call it under torch.no_grad()."
                 )
+            return None
+        self._refuse_to_train(moving)
+        return self._differentiable
+
+    def _refuse_to_train(self, moving: Sequence[Load]) -> None:
+        why = ""
+        if self._carrier is not None:
+            why = f"weights that cross over to {self.device} are not brought backwards yet. Train on the CPU"
+        elif any(load.delivery is Delivery.EXPERTS for load in moving):
+            why = "a cache of experts has no backward pass. Let whole layers come and go, weights='*=stream'"
+        elif packed_forms(self._model):
+            why = "packed weights have no backward pass. Train on the checkpoint that they were packed from"
+        if why:
+            raise ModelError(f"{why}, or load the model without a budget; for answers use torch.no_grad().")
+
+    def _differentiable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def differentiable(*args: Any, **kwargs: Any) -> Any:
+            with self._gradients.hooks():
+                return forward(*args, **kwargs)
+
+        return differentiable
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ModelError("what delivers the weights of a model cannot be copied: load the model again.")
@@ -202,7 +236,7 @@ class WeightSource(Deliveries):
         self._passes.turn.give_back(claim)
 
     def __del__(self) -> None:
-        if not getattr(self, "_gone", True):
+        if not getattr(self, "_gone", True) and not sys.is_finalizing():  # then the process gives everything back
             # Garbage is collected anywhere, also under modes of other people's forwards: they are not about this one.
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 self.close()

@@ -54,8 +54,19 @@ class Claim:
 
     @property
     def alive(self) -> bool:
-        """Whether its forward runs."""
-        return _runs(self._frame, sys._current_frames().get(self._thread))
+        """Whether its forward runs. The frame itself says so: those above it come and go while another thread looks,
+        and generators' lose the ones below them. After a fork, frames of threads that are gone stay as they were.
+        """
+        frame = self._frame
+        return frame is not None and self._thread in sys._current_frames() and _executes(frame)
+
+
+def _executes(frame: FrameType) -> bool:
+    try:
+        frame.clear()
+    except RuntimeError:  # it cannot be cleared while it is executed
+        return True
+    return False
 
 
 def _runs(frame: FrameType | None, at: FrameType | None) -> bool:
