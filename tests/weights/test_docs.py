@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,10 +48,8 @@ def test_an_adapter_is_trained_by_the_trainer_as_in_memory(tmp_path: Path, monke
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(stowage, "offload", load)
             torch.manual_seed(0)
-            if found:
-                importlib.reload(example)
-            else:
-                example = importlib.import_module("docs.examples.lora_training")
+            sys.modules.pop("docs.examples.lora_training", None)
+            importlib.import_module("docs.examples.lora_training")
         found.append(load_file(tmp_path / "my-lora" / "adapter_model.safetensors"))
     torch.set_rng_state(before)
     ours, whole = found
