@@ -13,10 +13,7 @@ from stowage.errors import CheckpointError
 from stowage.weights.quantized import blocks
 from stowage.weights.quantized.blocks import BlockMatrix, parameter_names, put_linear
 from stowage.weights.quantized.formats import BLOCKS, FORMATS, Spec, dequantized
-
-
-def raw_bytes(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+from tests.block_formats import SPECS, parts_of, raw_bytes
 
 
 def test_blocks_of_ggml_mean_what_its_package_says() -> None:
@@ -119,30 +116,6 @@ def test_sizes_are_those_of_the_tensors() -> None:
     assert Spec("mxfp4", 10, 64).nbytes == 10 * 2 * 17
     assert Spec("fp8", 130, 200, 128, 128).nbytes == 130 * 200 + 4 * 4
     assert Spec("int4", 8, 64, 32, zeros=True, scale_dtype=torch.bfloat16).nbytes == 8 * 32 + 8 * 2 * 2 + 4 * 2
-
-
-def parts_of(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
-    """Bytes at random that mean numbers."""
-    parts = {}
-    for number, (part, (shape, dtype)) in enumerate(spec.tensors().items()):
-        if dtype.is_floating_point and dtype.itemsize > 1:
-            parts[part] = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            continue
-        raw = raw_bytes(*shape[:-1], shape[-1] * dtype.itemsize, seed=seed + number)
-        raw = raw % 112 if dtype is torch.float8_e4m3fn else raw % 16 + 115 if part == "scales" else raw
-        parts[part] = raw.view(dtype)
-    if "" in parts:  # scales of a block, wherever they lie, are then no infinities
-        parts[""] &= 0xBB
-    return parts
-
-
-SPECS = [
-    *(Spec(name, 300, 512) for name in BLOCKS),
-    Spec("mxfp4", 300, 512),
-    *(Spec("fp8", 300, 512, group, tall) for group, tall in ((128, 128), (0, 1), (0, 0))),
-    *(Spec("int4", 304, 512, 64, zeros=zeros, scale_dtype=torch.bfloat16) for zeros in (False, True)),
-    *(Spec(name, 304, 512, 128, scale_dtype=torch.float16) for name in ("gptq", "awq")),
-]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")

@@ -1,6 +1,6 @@
 """Linear layers, norms and paged attention in C: every row is summed in an order of its own.
 
-    linear   y = x w^T         weights in float32, bfloat16, int8 and 4 bits, sums in float32
+    linear   y = x w^T         weights in float32, bfloat16, int8, 4 bits and block formats, sums in float32
     norm     root mean square norms
     attend   softmax attention over a pool's blocks, in place: full, sliding, chunked; soft-capping, sinks, latents
 
@@ -29,12 +29,22 @@ from stowage.executor.tiles import try_tiles
 from stowage.native import extension as _kernel
 from stowage.native import is_built as is_built
 from stowage.native import is_wanted
+from stowage.weights.quantized.blocks import BlockMatrix
 
 _KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 _HALVES = {torch.bfloat16: 4, torch.int8: 5}
 """The same, times inputs in bfloat16."""
+_FORMATS = {
+    name: number
+    for number, name in enumerate(
+        "q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq".split(), 1
+    )
+}
+"""What the kernel calls the formats of ``weights.quantized.formats``."""
+_SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
+_NO_FORMAT = (0, 0, 1, 0)
 REVISION = 3
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
 ROWS_FEW = 64
@@ -128,6 +138,51 @@ def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tens
     return _linear(x, codes, scales, bias, group)
 
 
+def takes_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
+    """Whether ``linear_blocks`` can do it: the bytes are there, and scales change at multiples of 32 inputs at most."""
+    spec = matrix.spec
+    on_cpu = all(part.device.type == "cpu" for part in matrix.parts.values())
+    return x.dtype in DTYPES and on_cpu and matrix.is_here and (spec.wide % 32 == 0 or spec.wide == spec.inputs)
+
+
+def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:
+    """``x`` ``[..., inputs]`` times a matrix in the format that it was published in, plus ``bias``; see
+    ``takes_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
+    """
+    spec, parts = matrix.spec, matrix.parts
+    halves = x.dtype is torch.bfloat16 and _kernel.multiplies_halves()
+    form = _HALVES[torch.bfloat16] if halves else _FORMS[x.dtype]
+    codes = next(iter(parts.values()))
+    scales, zeros = parts.get("scales"), parts.get("zeros")
+    narrow = halves and bias is None
+    out = x.new_empty((*x.shape[:-1], spec.outputs), dtype=x.dtype if narrow else torch.float32)
+    rows = x.reshape(-1, spec.inputs)
+    rows = (rows if halves else rows.float()).contiguous()
+    if rows.numel():
+        _kernel.linear(
+            rows.data_ptr(),
+            rows.shape[0],
+            spec.inputs,
+            rows.stride(0),
+            32 if spec.name == "mxfp4" else spec.wide,
+            form,
+            narrow,
+            torch.get_num_threads(),
+            codes.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            out.data_ptr(),
+            spec.outputs,
+            codes.stride(0) * codes.element_size(),
+            _FORMATS[spec.name],
+            0 if zeros is None else zeros.data_ptr(),
+            spec.high,
+            0 if scales is None else _SCALES[scales.dtype],
+        )
+    if bias is not None:
+        out += bias
+    return out if out.dtype is x.dtype else out.to(x.dtype)
+
+
 def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """``linear`` with each of up to ``TOGETHER`` ``weights`` of one type, without biases, in one call."""
     form, halves = _form(x, weights[0])
@@ -170,7 +225,7 @@ def _multiply(x: Tensor, layers: list[tuple[Tensor, int, Tensor]], form: int, gr
         return
     each: list[int] = []
     for weight, scales, out in layers:
-        each += (weight.data_ptr(), scales, out.data_ptr(), weight.shape[0], weight.stride(0))
+        each += (weight.data_ptr(), scales, out.data_ptr(), weight.shape[0], weight.stride(0), *_NO_FORMAT)
     count, threads = rows.shape[0], torch.get_num_threads()
     _kernel.linear(rows.data_ptr(), count, inputs, rows.stride(0), group, form, narrow, threads, *each)
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from stowage.executor import kernels
 from stowage.executor.fused.linear import FusedLinear
+from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import PackedMatrix
 
 _GRAIN = 32768
@@ -117,6 +118,9 @@ def _functions() -> list[Any]:
 def _linear(
     input: Tensor, weight: Any, bias: Tensor | None = None, multiply: Callable[..., Tensor] = kernels.linear
 ) -> Tensor:
+    if isinstance(weight, BlockMatrix):
+        ours = kernels.takes_blocks(input, weight)
+        return kernels.linear_blocks(input, weight, bias) if ours else weight.multiply(input, bias, _linear)
     if isinstance(weight, PackedMatrix):  # while this runs the mode is off: the kernel would not be asked for its tiles
         if multiply is kernels.product and kernels.outdone(input.dtype) and not kernels.has_few_rows(input):
             return weight.multiply(input, bias)

@@ -44,13 +44,17 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 
 /* `scales` of codes. INT8: floats, one for each output. INT4: halves, one for each `group` of inputs of an output, and
  * behind them all as many least values; byte j of an output has input j in its low half, and input j + inputs / 2 in
  * the other. `x` are floats; HALVES, where the weights are too, and INT8_HALVES: bfloat16. So is `y` if it is `narrow`,
- * which only these two can make it. `packed`: the rows of x as tiles.h lays them out, or NULL. */
+ * which only these two can make it. `packed`: the rows of x as tiles.h lays them out, or NULL.
+ *
+ * `format`: weights lie in one of the formats of formats_common.h, rows `w_row` bytes apart, and become numbers of the
+ * form. Their scales are of a `kind`, one for `tall` outputs by `group` inputs; `zeros`: zero points, or NULL. */
 typedef struct {
-    const void *x, *scales, *w;
+    const void *x, *scales, *w, *zeros;
     const char *packed;
     void *y;
     int64_t rows, inputs, outputs, x_row, w_row, group;
-    int form, narrow;
+    int64_t tall;
+    int form, narrow, format, kind;
 } Linear;
 
 /* What is left to do of sums over codes of 8 bits. */

@@ -1,11 +1,13 @@
 /* Kernels: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
 
+#include "formats_common.h"
 #include "kernel.h"
 #include "team.h"
 
 #define LANES 4
 #define NAME(x) base_##x
 #include "vectors.h"
+#include "formats.h"
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
@@ -21,6 +23,7 @@
 #define LANES 8
 #define NAME(x) avx2_##x
 #include "vectors.h"
+#include "formats.h"
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
@@ -33,6 +36,7 @@
 #define LANES 16
 #define NAME(x) avx512_##x
 #include "vectors.h"
+#include "formats.h"
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
@@ -45,6 +49,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma")
 #include "halves.h"
+#include "coded.h"
 #pragma GCC pop_options
 #endif
 #if __GNUC__ >= 11 && defined(__linux__)
@@ -132,14 +137,28 @@ static void spread(Share share, void *job, long threads)
 
 /* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
 
-enum { TOGETHER = 8, COMMON = 8, EACH = 5 }; /* layers at most; arguments of all, and of each */
+enum { TOGETHER = 8, COMMON = 8, EACH = 9 }; /* layers at most; arguments of all, and of each */
 
 typedef struct {
     Linear job[TOGETHER];
     int64_t firsts[TOGETHER + 1]; /* how many shares are before each layer */
     int64_t each;
     atomic_long next;
+    atomic_int failed;
 } LinearShares;
+
+/* Outputs [begin, end) of one layer; 0: there is no memory for it. */
+static int multiply(const Linear *job, int64_t begin, int64_t end)
+{
+    void (*work)(const Linear *, int64_t, int64_t) =
+        job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear;
+#ifdef PAIRS
+    if (job->format != PLAIN && job->form >= HALVES)
+        return coded_linear(job, begin, end, work);
+#endif
+    work(job, begin, end);
+    return 1;
+}
 
 static void share_linear(void *argument)
 {
@@ -153,7 +172,8 @@ static void share_linear(void *argument)
         const Linear *job = &shares->job[at];
         int64_t begin = (share - shares->firsts[at]) * shares->each;
         int64_t end = begin + shares->each < job->outputs ? begin + shares->each : job->outputs;
-        (job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear)(job, begin, end);
+        if (!multiply(job, begin, end))
+            atomic_store(&shares->failed, 1);
     }
 }
 
@@ -212,7 +232,7 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
     int64_t value[COMMON + EACH * TOGETHER];
     if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
         PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
-                                         "to 8 layers w, scales, y, outputs, w_row");
+                                         "to 8 layers w, scales, y, outputs, w_row, format, zeros, tall, kind");
         return NULL;
     }
     if (read_numbers(args, count, value) < 0)
@@ -229,6 +249,7 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     LinearShares shares;
+    atomic_init(&shares.failed, 0);
     int layers = (int)((count - COMMON) / EACH);
     int64_t outputs = 0;
     for (int i = 0; i < layers; i++) {
@@ -239,6 +260,10 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
         shares.job[i].y = address(own[2]);
         shares.job[i].outputs = own[3];
         shares.job[i].w_row = own[4];
+        shares.job[i].format = (int)own[5];
+        shares.job[i].zeros = address(own[6]);
+        shares.job[i].tall = own[7];
+        shares.job[i].kind = (int)own[8];
         outputs += own[3];
     }
     long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
@@ -255,6 +280,8 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
     if (!tiled)
         spread_linear(&shares, threads);
     Py_END_ALLOW_THREADS
+    if (atomic_load(&shares.failed))
+        return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 

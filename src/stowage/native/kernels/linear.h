@@ -73,7 +73,7 @@ static void NAME(unpack)(const Linear *job, int64_t n, int64_t k, int64_t end, f
 }
 
 /* `rows` rows of x, from `row`, against outputs [n, n + c), inputs [k, k + depth). Weights become numbers in registers,
- * which is quicker than once for all rows in the cache; but for those of four bits. */
+ * which is quicker than once for all rows in the cache; but for those of four bits and of block formats. */
 static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n, int c, int64_t k, float *scratch)
 {
     static const int bytes[] = {[FLOAT32] = 2, [BFLOAT16] = 1, [INT8] = 0, [INT4] = 0}; /* powers of two */
@@ -85,9 +85,11 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
     int64_t blocks = (job->inputs + DEPTH - 1) / DEPTH, then = k / DEPTH + 2;
     int64_t on = rows <= FEW ? then / blocks * 3 * w_row + then % blocks * DEPTH - k : 6 * w_row;
     Ahead ahead = {w + (on << shift), w_row << shift, shift};
-    if (form == INT4) {
+    if (form == INT4 || job->format != PLAIN) {
         for (int i = 0; i < c; i++)
-            NAME(unpack)(job, n + i, k, k + depth, scratch + i * DEPTH);
+            (job->format != PLAIN ? NAME(decode) : NAME(unpack))(job, n + i, k, k + depth, scratch + i * DEPTH);
+        if (job->format != PLAIN)
+            ahead = (Ahead){job->w, 0, 0};
         w = (const char *)scratch;
         w_row = DEPTH;
         form = FLOAT32;

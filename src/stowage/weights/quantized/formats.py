@@ -7,7 +7,7 @@ scale and codes side by side, in one tensor of bytes; the others keep them in se
     mxfp4 (gpt-oss)      blocks    uint8 (outputs, inputs / 32, 16)
                          scales    uint8 (outputs, inputs / 32)
     fp8                  codes     float8_e4m3fn (outputs, inputs)
-                         scales    float32 (outputs / tall, inputs / group)
+                         scales    (outputs / tall, inputs / group), uint8: powers of two
     int4 (compressed-    codes     int32 (outputs, inputs / 8)
         tensors)         scales    (outputs, inputs / group)
                          zeros     int32 (outputs / 8, inputs / group)
@@ -168,7 +168,7 @@ def dequantized(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype = to
     rounded to ``dtype`` at the end.
     """
     whole = _MEANINGS[spec.name](spec, parts) if spec.name not in BLOCKS else _of_blocks(spec, parts[""])
-    return whole.reshape(spec.outputs, spec.inputs).to(dtype)
+    return whole.reshape(spec.outputs, spec.inputs).to(dtype).contiguous()
 
 
 def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) -> tuple[Spec, dict[str, Tensor]]:
@@ -301,7 +301,8 @@ def _mxfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _fp8(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
-    scales = parts["scales"].float().reshape(-(-spec.outputs // spec.high), -1)
+    given = parts["scales"]
+    scales = (_power(given) if given.dtype is torch.uint8 else given.float()).reshape(-(-spec.outputs // spec.high), -1)
     tall = scales.repeat_interleave(spec.high, dim=0)[: spec.outputs]
     return parts["codes"].float() * tall.repeat_interleave(spec.wide, dim=1)[:, : spec.inputs]
 

@@ -1,0 +1,139 @@
+/* What block formats have in common, whatever instructions there are: where a row's bytes, scales and zero points lie,
+ * and what single ones mean. Formats are those of weights/quantized/formats.py. */
+#ifndef STOWAGE_ENGINE_FORMATS_COMMON_H
+#define STOWAGE_ENGINE_FORMATS_COMMON_H
+
+#include "kernel.h"
+
+enum { SCALES_F32 = 0, SCALES_F16 = 1, SCALES_BF16 = 2, SCALES_E8M0 = 3 };
+
+enum {
+    PLAIN = 0, /* of the job's form */
+    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4_BLOCK, F32, F16, BF16, MXFP4, FP8, INT4_WORDS, GPTQ, AWQ,
+    FORMATS_END
+};
+#define ALL_FORMATS(OF)                                                                                                \
+    OF(Q8_0, q8_0), OF(Q4_0, q4_0), OF(Q4_1, q4_1), OF(Q5_0, q5_0), OF(Q5_1, q5_1), OF(Q4_K, q4_k), OF(Q5_K, q5_k),    \
+        OF(Q6_K, q6_k), OF(MXFP4_BLOCK, mxfp4_block), OF(F32, f32), OF(F16, f16), OF(BF16, bf16), OF(MXFP4, mxfp4),    \
+        OF(FP8, fp8), OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq)
+
+/* Values that are decoded at once. */
+static const int format_values[FORMATS_END] = {
+    [Q8_0] = 32, [Q4_0] = 32, [Q4_1] = 32, [Q5_0] = 32, [Q5_1] = 32, [Q4_K] = 256, [Q5_K] = 256, [Q6_K] = 256,
+    [MXFP4_BLOCK] = 32, [F32] = 32, [F16] = 32, [BF16] = 32, [MXFP4] = 32, [FP8] = 32, [INT4_WORDS] = 32, [GPTQ] = 32,
+    [AWQ] = 32,
+};
+
+/* One output's row. Scale i is at index `i * scale_step`; its zero point in nibble `zero_shift` of the word at `i *
+ * zero_step`, less `zero_from`; without zero points it is 8. */
+typedef struct {
+    const uint8_t *w, *scales, *zeros;
+    int64_t group, across, scale_step, zero_step;
+    int kind, shift, zero_shift, zero_more;
+} Coded;
+
+static const float fp4_values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+static const int awq_nibbles[8] = {0, 4, 1, 5, 2, 6, 3, 7}; /* of outputs 0 to 7 of eight */
+
+static inline uint16_t read_short(const uint8_t *from)
+{
+    uint16_t value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static inline uint32_t read_word(const uint8_t *from)
+{
+    uint32_t value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static inline float read_half(const uint8_t *from)
+{
+    return half_float(read_short(from));
+}
+
+static inline float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* 2^(e - 127); 255 is no number. */
+static inline float power_of(uint8_t e)
+{
+    return float_of((uint32_t)e << 23 | (uint32_t)(e == 0 || e == 255) << 22);
+}
+
+/* A float of 8 bits (e4m3, no infinities). */
+static inline float fp8_value(uint8_t code)
+{
+    float size = float_of((uint32_t)(code & 0x7f) << 20) * 0x1p120f;
+    if ((code & 0x7f) == 0x7f)
+        size = NAN;
+    return code & 0x80 ? -size : size;
+}
+
+/* Scales of the eight parts of a block of 256, and behind them their least values, negated: two halves, and twelve
+ * bytes with eight pairs of numbers of 6 bits. */
+static inline void scales_k(const uint8_t *block, float scales[16])
+{
+    float scale = read_half(block), least = read_half(block + 2);
+    const uint8_t *bits = block + 4;
+    for (int j = 0; j < 4; j++) {
+        scales[j] = scale * (float)(bits[j] & 63);
+        scales[8 + j] = least * (float)(bits[4 + j] & 63);
+        scales[4 + j] = scale * (float)((bits[8 + j] & 15) | bits[j] >> 6 << 4);
+        scales[12 + j] = least * (float)(bits[8 + j] >> 4 | bits[4 + j] >> 6 << 4);
+    }
+}
+
+static inline float scale_of(const Coded *row, int64_t i)
+{
+    i *= row->scale_step;
+    switch (row->kind) {
+    case SCALES_F16:
+        return read_half(row->scales + 2 * i);
+    case SCALES_BF16:
+        return float_of((uint32_t)read_short(row->scales + 2 * i) << 16);
+    case SCALES_E8M0:
+        return power_of(row->scales[i]);
+    default:
+        return float_of(read_word(row->scales + 4 * i));
+    }
+}
+
+static inline float zero_of(const Coded *row, int64_t i)
+{
+    if (row->zeros == NULL)
+        return 8;
+    return (float)((int)(read_word(row->zeros + 4 * i * row->zero_step) >> row->zero_shift & 15) + row->zero_more);
+}
+
+static inline Coded coded_row(const Linear *job, int64_t n)
+{
+    static const int bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
+    int64_t groups = (job->inputs + job->group - 1) / job->group, eighth = job->outputs / 8;
+    Coded row = {.w = (const uint8_t *)job->w + n * job->w_row, .scales = job->scales, .zeros = job->zeros,
+                 .group = job->group, .kind = job->kind, .scale_step = 1, .zero_step = 1,
+                 .zero_shift = (int)(n % 8) * 4};
+    if (job->format == GPTQ || job->format == AWQ) {
+        int awq = job->format == AWQ;
+        row.across = 4 * (awq ? eighth : job->outputs);
+        row.w = (const uint8_t *)job->w + 4 * (awq ? n / 8 : n);
+        row.scale_step = job->outputs;
+        row.scales += n * bytes[job->kind];
+        row.zeros += n / 8 * 4;
+        row.zero_step = eighth;
+        row.shift = row.zero_shift = 4 * (awq ? awq_nibbles[n % 8] : (int)(n % 8));
+        row.zero_more = !awq;
+    } else if (job->scales != NULL) {
+        row.scales += n / job->tall * groups * bytes[job->kind];
+        row.zeros += job->zeros != NULL ? n / 8 * groups * 4 : 0;
+    }
+    return row;
+}
+
+#endif

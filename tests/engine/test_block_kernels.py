@@ -1,0 +1,82 @@
+"""Products with matrices in the formats that they were published in: to the bit those with their values, unpacked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stowage.executor import kernels
+from stowage.weights.quantized.blocks import BlockMatrix
+from stowage.weights.quantized.formats import Spec, dequantized
+from tests.block_formats import SPECS, parts_of
+
+pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
+ODD = {"fp8": ((130, 200), (37, 4128)), "f16": ((37, 75),), "bf16": ((37, 75),), "f32": ((37, 75),)}
+
+
+def shapes_of(spec: Spec) -> list[Spec]:
+    """The format with matrices of other sizes: no multiple of anything that its blocks allow."""
+    by_inputs = spec.name in ("gptq", "awq")
+    sizes = [(40, 512), (8, 4096 + 512)] if by_inputs else [(37, 256), (5, 4096 + 512), (301, 768)]
+    return [replace(spec, outputs=n, inputs=k) for n, k in [*sizes, *ODD.get(spec.name, ())]]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_products_have_the_bits_of_those_with_unpacked_weights(
+    instructions: None, spec: Spec, dtype: torch.dtype
+) -> None:
+    for one in shapes_of(spec):
+        parts = parts_of(one, seed=one.inputs)
+        matrix, plain = BlockMatrix(one, parts, dtype), dequantized(one, parts, dtype)
+        x = torch.randn(300, one.inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert kernels.takes_blocks(x, matrix)
+        expected = kernels.linear(x, plain)
+        assert bool(expected.isfinite().all())
+        for rows in (1, 2, 8, 65, 300):
+            found = kernels.linear_blocks(x[:rows], matrix)
+            assert torch.equal(found, expected[:rows]), (one, rows)
+        bias = torch.randn(one.outputs).to(dtype)
+        assert torch.equal(kernels.linear_blocks(x[:3], matrix, bias), kernels.linear(x[:3], plain, bias)), one
+
+
+def test_experts_are_taken_one_by_one_and_several_threads_change_nothing() -> None:
+    spec = Spec("mxfp4", 384, 512)
+    parts = {part: torch.stack([values, values.flip(0)]) for part, values in parts_of(spec).items()}
+    x = torch.randn(9, 512).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        for expert in range(2):
+            own: dict[str, Tensor] = {part: values[expert] for part, values in parts.items()}
+            expected = kernels.linear(x, dequantized(spec, own, torch.bfloat16))
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                assert torch.equal(kernels.linear_blocks(x, BlockMatrix(spec, own, torch.bfloat16)), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_number_is_no_number() -> None:
+    for name in ("fp8", "mxfp4", "q4_0"):
+        spec = Spec(name, 16, 64)
+        parts = parts_of(spec)
+        for part in parts.values():
+            part.view(torch.uint8)[3].fill_(255)
+        for dtype in kernels.DTYPES:
+            matrix: Any = BlockMatrix(spec, parts, dtype)
+            found = kernels.linear_blocks(torch.ones(2, 64, dtype=dtype), matrix)
+            assert torch.equal(found.isnan(), dequantized(spec, parts).sum(1).isnan().expand(2, 16)), name
+
+
+def test_what_is_away_or_scaled_at_odd_places_is_left_to_the_reference() -> None:
+    spec = Spec("fp8", 16, 96, group=48)
+    x = torch.randn(2, 96)
+    assert not kernels.takes_blocks(x, BlockMatrix(spec, parts_of(spec), torch.float32))
+    whole = replace(spec, group=0)
+    assert kernels.takes_blocks(x, BlockMatrix(whole, parts_of(whole), torch.float32))
+    away = {part: values[:1].expand(values.shape) for part, values in parts_of(whole).items()}
+    assert not kernels.takes_blocks(x, BlockMatrix(whole, away, torch.float32))
