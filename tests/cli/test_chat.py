@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Stowage
 
 FLAGS = ["--max-new-tokens", "4", "--kv-cache-memory", "8MiB", "--json"]
@@ -38,3 +40,15 @@ def test_a_model_without_a_template_is_told(call: Stowage, tiny_llama: Path, tmp
             (tmp_path / path.name).write_bytes(text)
     result = call("chat", tmp_path, *FLAGS, stdin="hello\n")
     assert result.exit_code == 2 and "chat template" in result.stderr
+
+
+def test_run_without_a_prompt_opens_the_conversation(
+    call: Stowage, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal; from a pipe it asks for a prompt, and so does --raw."""
+    assert "There is no prompt" in call("run", tiny_llama, *FLAGS, stdin="hello\n").stderr
+    monkeypatch.setattr("stowage.cli.run._in_a_terminal", lambda: True)
+    talked = call("run", tiny_llama, *FLAGS, stdin="hello\nhello\n/quit\nnever\n")
+    first, second = (json.loads(line)["prompt_tokens"] for line in talked.stdout.splitlines())
+    assert talked.exit_code == 0 and second > first
+    assert "There is no prompt" in call("run", tiny_llama, *FLAGS, "--raw", stdin="hello\n").stderr

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,24 @@ def test_the_settings_that_are_named_exist() -> None:
     known = {field.name for field in dataclasses.fields(Memory)} - set(_NOT_OURS)
     named = set(re.findall(r"`(\w+)`", listed))
     assert named and named <= known
+
+
+def test_the_notebook_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells in order, as a kernel runs them; the second time the document comes from disk."""
+    cells = json.loads((DOCS / "examples" / "long_document.ipynb").read_text())["cells"]
+    program = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    tiny_models.write("qwen3_next", tmp_path / "tiny", dataclasses.replace(SIZE, context_tokens=2048))
+    (tmp_path / "long_document_cells.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runs = []
+    for _ in range(2):
+        sys.modules.pop("long_document_cells", None)
+        importlib.import_module("long_document_cells")
+        told = re.findall(r"(\d+) tokens, (\d+) of them restored", capsys.readouterr().out)
+        runs.append([(int(tokens), int(restored)) for tokens, restored in told])
+    first, again = runs
+    assert first[0][1] == 0 and first[1][1] > 0 and again[0][1] > 0
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again]

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from docs.examples import rag_server
 from stowage.cli.options import SERVER
 from stowage.config.settings import SETTINGS
 from stowage.server import refusal
@@ -41,13 +42,14 @@ def test_the_python_examples(number: int, said: str, server: Server, tmp_path: P
     assert said in done.stdout
 
 
-def test_the_curl_example(server: Server) -> None:
-    (line,) = [block for block in examples("sh") if block.startswith("curl")]
+@pytest.mark.parametrize(("number", "key"), [(0, "choices"), (1, "content")], ids=["openai", "anthropic"])
+def test_the_curl_examples(number: int, key: str, server: Server) -> None:
+    line = [block for block in examples("sh") if block.startswith("curl")][number]
     words = shlex.split(line.replace("\\\n", " "))
     headers = dict([words[words.index("-H") + 1].split(": ")])
     url = words[1].replace(WRITTEN, server.url)
     response = httpx.post(url, content=words[words.index("-d") + 1], headers=headers)
-    assert response.status_code == 200 and json.loads(response.text)["choices"]
+    assert response.status_code == 200 and json.loads(response.text)[key]
 
 
 @pytest.mark.parametrize("name", SERVER)
@@ -75,3 +77,9 @@ def test_every_metric_of_the_server(server: Server) -> None:
     names = {name for name, _ in families if name.startswith("stowage_")}
     assert len(names) > 30
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+def test_the_rag_example(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    rag_server.main(server.url)
+    told = re.findall(r"(\d+) tokens, (\d+) of them not computed again", capsys.readouterr().out)
+    assert len(told) == len(rag_server.QUESTIONS) and int(told[1][1]) > len(rag_server.SYSTEM)

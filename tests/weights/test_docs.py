@@ -78,3 +78,15 @@ def test_the_command_answers_the_same(checkpoints: Callable[..., Path]) -> None:
     small = runner.invoke(app, [*asked, "--device-memory", "1700KiB"])
     assert small.exit_code == 2
     assert "at least" in small.stderr
+
+
+def test_the_model_that_is_larger_than_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    tiny_models.write("llama", tmp_path / "tiny")
+    importlib.import_module("docs.examples.larger_than_memory").main(str(tmp_path / "tiny"), "0.7")
+    said = capsys.readouterr().out
+    found = re.search(r"(\d+) bytes of weights, (\d+) of them in memory", said)
+    assert found is not None and int(found[2]) <= 0.7 * int(found[1])
+    assert "the same answer: True" in said

@@ -23,6 +23,7 @@ from stowage.cli.options import (
     with_settings,
 )
 from stowage.cli.output import completion_json, note, print_json, print_text, quiet_libraries, summary_line
+from stowage.cli.talk import converse, stream_answer
 from stowage.config.settings import LOG_GROUP, Settings
 from stowage.errors import ConfigError, RequestError
 
@@ -56,14 +57,14 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Answer prompts. The answer goes to stdout, what it cost to stderr.
+    """Answer prompts; without one, talk in the terminal. The answer goes to stdout, what it cost to stderr.
 
     A model with a chat template gets each prompt as a message; --raw gives it the text alone.
     """
     settings.memory()  # wrong budgets are told before prompts are read and the model is loaded
     given = [*([] if text is None else [text]), *(prompt or [])]
     texts = [*given, *map(read_prompt, prompt_file or [])]
-    if not texts:
+    if not texts and (raw or not _in_a_terminal()):
         raise RequestError(
             "There is no prompt. Give --prompt TEXT or --prompt-file FILE (- for stdin); `stowage chat MODEL` talks."
         )
@@ -73,6 +74,9 @@ def run(
 
     params = SamplingParams(**settings.sampling())
     with opened(model, settings, adapter, chat_template) as engine, kept_up(metrics_file, engine.metrics):
+        if not texts:
+            converse(engine, params, json=json)
+            return
         prompts: list[Prompt] = [*texts] if raw else as_messages(engine, texts)
         if json:
             for completion in engine.generate(prompts, params):
@@ -81,6 +85,10 @@ def run(
             stream_answer(engine, prompts[0], params)
         else:
             _print_answers(engine, prompts, params)
+
+
+def _in_a_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 @contextmanager
@@ -179,18 +187,6 @@ def read_prompt(path: Path) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"The prompt file {path} is not UTF-8 text (byte {error.start}).") from error
-
-
-def stream_answer(engine: "Engine", prompt: "Prompt", params: "SamplingParams") -> str:
-    """Print the answer as it comes, then what it cost. Returns its text."""
-    completion = None
-    for delta in engine.iterate(prompt, params):
-        print_text(delta.text)
-        completion = delta.completion or completion
-    assert completion is not None, "a stream ends with its completion"
-    print_text("\n")
-    note(summary_line(completion))
-    return completion.text
 
 
 def _print_answers(engine: "Engine", prompts: "list[Prompt]", params: "SamplingParams") -> None:

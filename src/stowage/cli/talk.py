@@ -1,0 +1,63 @@
+"""A conversation in the terminal: lines that somebody writes, answers as they come."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from stowage.cli.output import completion_json, note, print_json, print_text, summary_line
+
+if TYPE_CHECKING:
+    from stowage.engine.engine import Engine, Prompt
+    from stowage.engine.sampling import SamplingParams
+
+__all__ = ["converse", "stream_answer"]
+
+Messages = list[dict[str, str]]
+
+
+def converse(
+    engine: "Engine", params: "SamplingParams", beginning: Iterable[dict[str, str]] = (), *, json: bool = False
+) -> None:
+    """Answer lines from stdin until its end. ``beginning``: messages before the first."""
+    if sys.stdin.isatty():
+        note("Write a message. /reset forgets the conversation, /quit ends it.")
+    messages = list(beginning)
+    for line in _lines():
+        if line == "/quit":
+            return
+        if line == "/reset":
+            messages = list(beginning)
+            continue
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": _answer(engine, messages, params, json=json)})
+
+
+def stream_answer(engine: "Engine", prompt: "Prompt", params: "SamplingParams") -> str:
+    """Print the answer as it comes, then what it cost. Returns its text."""
+    completion = None
+    for delta in engine.iterate(prompt, params):
+        print_text(delta.text)
+        completion = delta.completion or completion
+    assert completion is not None, "a stream ends with its completion"
+    print_text("\n")
+    note(summary_line(completion))
+    return completion.text
+
+
+def _answer(engine: "Engine", messages: Messages, params: "SamplingParams", *, json: bool) -> str:
+    if not json:
+        return stream_answer(engine, messages, params)
+    completion = engine.generate([messages], params)[0]
+    print_json(completion_json(completion))
+    return completion.text
+
+
+def _lines() -> Iterator[str]:
+    """Messages that the user writes, without empty ones, until the end of input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
