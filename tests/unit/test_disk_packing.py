@@ -13,7 +13,8 @@ import pytest
 from stowage.core import lossless
 from stowage.native import is_built
 from stowage.native.switches import PURE_PYTHON
-from stowage.storage.disk.packing import UnpackRates
+from stowage.storage.disk.counters import Counters
+from stowage.storage.disk.packing import Packer, UnpackRates
 from stowage.storage.disk.scrub import scrub
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from stowage.storage.format.segment import PAGE_BYTES
@@ -165,6 +166,20 @@ def test_packing_stops_where_it_makes_loads_slower() -> None:
     assert rates.pays(100, 70) and not rates.pays(100, 95)
     rates._unpack_s = 0.5e-9
     assert not rates.pays(100, 70)
+
+
+def test_now_and_then_one_is_packed_all_the_same_so_that_rates_are_measured_anew() -> None:
+    counters = Counters()
+    rates = UnpackRates(time.monotonic)
+    rates._read_s, rates._unpack_s = 1e-9, 5e-9
+    packer = Packer(counters, rates, lambda work, items: map(work, items))
+    buffers = aligned([64 << 10] * 400)
+    for number, buffer in enumerate(buffers):
+        buffer[:] = numbers(key(number), buffer.nbytes)
+    packed = [packer.pack([buffer])[2][0] for buffer in buffers]
+    assert not any(packed[:32]) and 5 < sum(packed) < 20
+    rates._unpack_s = 0.01e-9
+    assert sum(packer.pack([buffer])[2][0] for buffer in buffers) > 350
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,6 +8,7 @@ packing saved.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final
@@ -38,20 +39,34 @@ PackAtOnce = Callable[
 class UnpackRates:
     """What reading a byte takes here, and what unpacking one does. Any thread; what is lost between two is little.
 
-    Both as one reader finds them while the others read: what takes a core from it counts.
+    Reading counts for all readers together, as what they share is the disk. Unpacking counts as one of them finds it,
+    by the clock: whatever takes a core from it counts, so that packing is left alone where processors are what lacks.
     """
 
     def __init__(self, timer: Callable[[], float]) -> None:
         self.timer = timer
+        self._lock = threading.Lock()
+        self._reading = 0
         self._read_s = 0.0
         self._unpack_s = 0.0
 
-    def add(self, run: Run, read_s: float, unpack_s: float) -> None:
-        """A run was read, and unpacked."""
+    def begin(self) -> int:
+        """A reader begins to read a packed run: how many are doing that now. `end` follows."""
+        with self._lock:
+            self._reading += 1
+            return self._reading
+
+    def end(self) -> None:
+        """It has been read."""
+        with self._lock:
+            self._reading -= 1
+
+    def add(self, run: Run, readers: int, read_s: float, unpack_s: float) -> None:
+        """A run was read, one of so many at that time, and unpacked."""
         if read_s <= 0 or unpack_s <= 0:
             return  # a clock that stands still
         raw = sum(buffer.nbytes for buffer, packed in zip(run.buffers, run.packed, strict=True) if packed)
-        self._read_s = _mixed(self._read_s, read_s / sum(run.lengths))
+        self._read_s = _mixed(self._read_s, read_s / sum(run.lengths) / max(1, readers))
         self._unpack_s = _mixed(self._unpack_s, unpack_s / raw)
 
     def pays(self, raw_bytes: int, packed_bytes: int) -> bool:
@@ -75,23 +90,37 @@ def _pack(work: tuple[memoryview, memoryview]) -> int:
 
 
 class Packer:
-    """Used by one thread, the tier's writer."""
+    """Used by one thread, the tier's writer. `is_late`: stores come sooner than they are written; without `rates` that
+    changes nothing.
+    """
 
-    def __init__(self, counters: TierCounters, rates: UnpackRates | None, at_once: PackAtOnce) -> None:
+    def __init__(
+        self,
+        counters: TierCounters,
+        rates: UnpackRates | None,
+        at_once: PackAtOnce,
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._counters = counters
         self._rates = rates
         self._at_once = at_once
+        self._is_late = is_late
         self._free: list[memoryview] = []
         self._failed = 0
 
     @classmethod
     def wanted(
-        cls, compression: Compression, counters: TierCounters, rates: UnpackRates, at_once: PackAtOnce
+        cls,
+        compression: Compression,
+        counters: TierCounters,
+        rates: UnpackRates,
+        at_once: PackAtOnce,
+        is_late: Callable[[], bool],
     ) -> Packer | None:
         """None: chunks are written as they are."""
         if not compression.is_wanted:
             return None
-        return cls(counters, rates if compression is Compression.AUTO else None, at_once)
+        return cls(counters, rates if compression is Compression.AUTO else None, at_once, is_late)
 
     def pack(self, payloads: list[memoryview]) -> tuple[memoryview | None, list[memoryview], list[bool]]:
         """What is to be written of each, and whether that is packed. The memory that packed ones lie in, to be given
@@ -120,6 +149,8 @@ class Packer:
 
     def _is_tried(self) -> bool:
         """Whether the next one is worth trying."""
+        if self._rates is not None and self._is_late():
+            return False
         if self._failed < HOPELESS:
             return True
         self._failed += 1
@@ -128,9 +159,11 @@ class Packer:
     def _pays(self, payload: memoryview, packed_bytes: int, is_tried: bool) -> bool:
         if not is_tried:
             return False
-        pays = packed_bytes > 0 and (self._rates is None or self._rates.pays(payload.nbytes, packed_bytes))
+        saves = packed_bytes > 0
+        pays = saves and (self._rates is None or self._rates.pays(payload.nbytes, packed_bytes))
+        is_probe = saves and self._failed > HOPELESS  # packed all the same: whoever reads it measures anew
         self._failed = 0 if pays else self._failed + (self._failed < HOPELESS)
-        return pays
+        return pays or is_probe
 
     def _room(self, wanted: int) -> memoryview:
         if wanted > ROOM_BYTES:

@@ -71,14 +71,23 @@ class Reader:
         if not any(run.packed):
             return self.read(run)
         stored = self._as_it_lies(run)
-        began_s = rates.timer() if rates else 0.0
-        results = self.read(stored)
-        arrived_s = rates.timer() if rates else 0.0
+        if rates is None:
+            return self._unpacked(run, stored, self.read(stored))
+        readers, began_s = rates.begin(), rates.timer()
+        try:
+            results = self.read(stored)
+        finally:
+            rates.end()
+        arrived_s = rates.timer()
+        results = self._unpacked(run, stored, results)
+        rates.add(run, readers, arrived_s - began_s, rates.timer() - arrived_s)
+        return results
+
+    @staticmethod
+    def _unpacked(run: Run, stored: Run, results: list[Result]) -> list[Result]:
         for at, is_packed in enumerate(run.packed):
             if is_packed and results[at] is _OK:
                 results[at] = _unpack(stored.buffers[at], run.buffers[at])
-        if rates:
-            rates.add(run, arrived_s - began_s, rates.timer() - arrived_s)
         return results
 
     def _as_it_lies(self, run: Run) -> Run:

@@ -37,6 +37,8 @@ __all__ = ["Storer"]
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 30.0
 SHRINK_TIMEOUT_S: Final = 10.0
+QUEUED_PACKED: Final = 4
+"""With more transfers waiting, chunks are written as they are."""
 INDEXED_BATCHES: Final = 8
 INDEXED_BYTES: Final = 16 << 20
 """So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer: where
@@ -76,7 +78,9 @@ class Storer:
         self._run_jobs = shared.system.run_jobs
         self._staging = pages(STAGING_BYTES)
         self._compactor = Compactor(shared)
-        self._packer = Packer.wanted(compression, shared.counters, shared.rates, shared.system.pack_at_once)
+        self._packer = Packer.wanted(
+            compression, shared.counters, shared.rates, shared.system.pack_at_once, self._is_late
+        )
         self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
         self._in_flight = 0
@@ -102,6 +106,10 @@ class Storer:
             self._queue.append(transfer)
         self._worker_pool.wake()
         return True
+
+    def _is_late(self) -> bool:
+        """Whether more waits than packing should hold up."""
+        return len(self._queue) > QUEUED_PACKED
 
     def expire(self) -> None:
         """Gives up what is queued past its deadline. Cheap when nothing is."""
