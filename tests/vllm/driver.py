@@ -145,6 +145,16 @@ class Driver(Inspection):
             return outputs
 
         client.get_output = noting
+        self._drafts: list[list[list[int]]] = []
+        take = self._runner.take_draft_token_ids
+
+        def taking() -> Any:
+            taken = take()
+            if taken is not None:
+                self._drafts.append([list(row) for row in taken.draft_token_ids])
+            return taken
+
+        self._runner.take_draft_token_ids = taking
 
     def close_engine(self) -> None:
         """End the engine, not the process."""
@@ -199,6 +209,11 @@ class Driver(Inspection):
             self.step(1)
         results, self._results = self._results, {}
         return results
+
+    def drafts(self) -> list[list[list[int]]]:
+        """What was drafted since the last call: by step and request."""
+        drafts, self._drafts = self._drafts, []
+        return drafts
 
     def abort(self, name: str) -> None:
         self._engine.abort_request([name])

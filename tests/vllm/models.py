@@ -6,12 +6,13 @@ them 384 there, and Gemma-4's sliding layers have 256: its groups differ in bloc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILIES", "REFUSED", "Family", "write"]
+__all__ = ["FAMILIES", "REFUSED", "Family", "write", "write_drafts"]
 
 VOCAB = 512
 _SIZES: Mapping[str, Any] = {
@@ -255,3 +256,40 @@ def write(family: Family, directory: Path, seed: int = 0) -> Path:
     model.config.dtype = getattr(torch, family.dtype)
     model.save_pretrained(directory)
     return directory
+
+
+def write_drafts(method: str, target: Path, directory: Path) -> dict[str, Any]:
+    """vLLM's setting for drafts of ``target``: what can be random is (a seed of its own), a draft model is the target
+    itself, which is always right. ``mtp`` adds a module to the target's own checkpoint.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(7)
+    config = json.loads((target / "config.json").read_text())
+    width = config["hidden_size"]
+    if method == "ngram":
+        return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    setting: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "model": str(directory)}
+    if method == "draft_model":
+        return {**setting, "model": str(target)}
+    weights = load_file(target / "model.safetensors")
+    fc = torch.randn(width, 2 * width, generator=generator) * 0.05
+    if method == "mtp":
+        last = f"model.layers.{config['num_hidden_layers'] - 1}."
+        layer = {name.removeprefix(last): value.clone() for name, value in weights.items() if name.startswith(last)}
+        norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+        added = {f"mtp.layers.0.{name}": value for name, value in layer.items()}
+        added |= {f"mtp.{name}.weight": torch.zeros(width, dtype=fc.dtype) for name in norms} | {"mtp.fc.weight": fc}
+        dtype = next(iter(layer.values())).dtype
+        save_file(weights | {name: value.to(dtype) for name, value in added.items()}, target / "model.safetensors")
+        config |= {"mtp_num_hidden_layers": 1}
+        (target / "config.json").write_text(json.dumps(config))
+        return {"method": method, "num_speculative_tokens": 3}
+    first = "model.layers.0."
+    layer = {name.removeprefix("model."): value.clone() for name, value in weights.items() if name.startswith(first)}
+    del layer["layers.0.input_layernorm.weight"]
+    directory.mkdir()
+    save_file(layer | {"fc.weight": fc}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return setting

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.nursery import ROOT, Child, Nursery
+from tests.nursery import ROOT, Child, Nursery, python_path
 from tests.vllm import driver
 from tests.vllm.models import VOCAB, Family
 
@@ -275,7 +275,7 @@ def _interpreter(path: Path, log: Path, environ: Mapping[str, str]) -> subproces
     return subprocess.Popen(
         [sys.executable, "-m", "tests.vllm.driver", str(path), str(log)],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environ},
+        env={**inherited, "PYTHONPATH": python_path(), **environ},
         stdin=subprocess.DEVNULL,
         stdout=log.open("ab"),
         stderr=subprocess.STDOUT,

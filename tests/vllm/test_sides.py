@@ -50,8 +50,12 @@ class Request:
 class Machine:
     """A scheduler's side and the workers' of four ranks: two stages, two tensor ranks, of unequal sizes."""
 
-    def __init__(self, shapes: list[GroupShape], host: str = "4MiB", **extra: Any) -> None:
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
+    def __init__(
+        self, shapes: list[GroupShape], host: str = "4MiB", speculative_config: Any = None, **extra: Any
+    ) -> None:
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=2048), speculative_config=speculative_config
+        )
         self.scheduler = SchedulerSide(config, shapes, settings.read({"host_memory": host, **extra}))
         self.caches: list[dict[str, torch.Tensor]] = []
         self.workers: list[WorkerSide] = []

@@ -217,20 +217,32 @@ def _encode(value: Field) -> bytes:
 
 
 class SequenceKeys:
-    """Content keys of a sequence's chunks, one chain per chunk size, extended as tokens become known."""
+    """Content keys of a sequence's chunks, one chain per chunk size, extended as tokens become known.
 
-    def __init__(self, namespace: bytes, groups: Sequence[Group]) -> None:
+    ``lookahead``: what is cached for a token depends on so many tokens behind it too, as that of draft layers does. A
+    chunk's key then tells the tokens up to so many behind its end: the chain runs over the tokens from ``lookahead``
+    on, and those before are a medium of its first chunk.
+    """
+
+    def __init__(self, namespace: bytes, groups: Sequence[Group], lookahead: int = 0) -> None:
         sizes = {group.chunk_tokens for group in groups}
         self._chains = {size: Chain(namespace, size) for size in sizes}
         self._sizes = [group.chunk_tokens for group in groups]
         self._keys: list[list[bytes]] = [[] for _ in groups]
+        self._lookahead = lookahead
         self._fed = 0
 
     def extend(self, tokens: Sequence[int], end: int, media: Media = ()) -> None:
-        """Take ``tokens`` up to ``end`` into account; ``media`` as in ``Chain.extend``, those that are new."""
+        """Take ``tokens`` up to ``end``, and ``lookahead`` more, into account; ``media`` as in ``Chain.extend``, those
+        that are new.
+        """
         if end <= self._fed:
             return
-        fresh = tokens[self._fed : end]
+        ahead = self._lookahead
+        if ahead:
+            first = [(0, bytes(_little_endian_u32(tokens[:ahead])))] if not self._fed else []
+            media = [*first, *((max(0, position - ahead), digest) for position, digest in media)]
+        fresh = tokens[self._fed + ahead : end + ahead]
         digests = {size: chain.extend(fresh, media) for size, chain in self._chains.items()}
         for index, size in enumerate(self._sizes):
             self._keys[index] += group_keys(digests[size], index)

@@ -18,11 +18,13 @@ from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
 from stowage.errors import ConfigError, UnsupportedModelError
 
 __all__ = [
+    "Drafts",
     "GroupShape",
     "adapter_of",
     "boundary_states",
     "check_config",
     "computed_tokens",
+    "drafts_of",
     "group_shapes",
     "hash_tokens",
     "media_of",
@@ -72,11 +74,38 @@ def check_config(config: Any) -> None:
                 f"{name} is {getattr(parallel, name)}: a block's tokens are then spread over ranks, which "
                 "StowageConnector does not support. Set it to 1, or leave the connector out."
             )
-    if config.speculative_config is not None:
+    drafts = config.speculative_config
+    if drafts is not None and drafts.uses_extract_hidden_states():
         raise ConfigError(
-            "StowageConnector does not support speculative decoding: blocks of draft layers may hold tokens that were "
-            "rejected. Leave --speculative-config or the connector out."
+            "The speculative method extract_hidden_states keeps hidden states in the KV cache, which StowageConnector "
+            "does not store. Leave --speculative-config or the connector out."
         )
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Speculative decoding. ``lookahead``: what draft layers cache for a token depends on so many tokens behind it.
+    ``model``: the draft model's configuration, where draft layers have a KV cache that depends on it.
+    """
+
+    method: str
+    lookahead: int = 0
+    model: Any = None
+
+
+def drafts_of(config: Any) -> Drafts | None:
+    """``None`` without speculative decoding. Draft layers that read the target's hidden states (EAGLE, MTP) take the
+    hidden state of a token and the token behind it; those of several modules, or blocks of drafts, more of them: as
+    many as are drafted at most, which is what vLLM drops of a hit.
+    """
+    drafts = config.speculative_config
+    if drafts is None:
+        return None
+    lookahead = 0
+    if drafts.use_eagle():
+        several = drafts.use_multi_module_mtp() or drafts.method not in ("eagle", "eagle3", "mtp")
+        lookahead = drafts.num_speculative_tokens if several else 1
+    return Drafts(drafts.method, lookahead, drafts.draft_model_config if drafts.uses_draft_kv_cache() else None)
 
 
 def group_shapes(kv_cache_config: Any) -> list[GroupShape]:

@@ -54,9 +54,10 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
             self._reporter = Reporter(self._scheduler.stats, self._scheduler.counts)
         else:
             layers = [shape.layers for shape in shapes]
-            self._worker = WorkerSide(
-                layers, kv_cache_config.num_blocks, adapter.rank_of_worker(), report_part=self._told_in_reports
-            )
+            rank = adapter.rank_of_worker()
+            self._worker = WorkerSide(layers, kv_cache_config.num_blocks, rank, report_part=self._told_in_reports)
+            last = rank[0] == vllm_config.parallel_config.pipeline_parallel_size - 1
+            self._never_told_to_save = vllm_config.speculative_config is not None and not last
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -107,6 +108,10 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Report | None:
         """See the base."""
         assert self._worker is not None
+        if self._never_told_to_save and self.has_connector_metadata():
+            self._worker.store(
+                self._step
+            )  # of an engine that drafts, vLLM tells the last stage alone; this one is done
         return self._worker.report()
 
     # In the scheduler
@@ -156,9 +161,9 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should go on for a moment although nobody asks for anything: so that the last request's numbers
-        are seen before the next one comes.
+        are seen before the next one comes, and its chunks are found.
         """
-        return self._scheduler is not None and self._reporter.behind
+        return self._scheduler is not None and (self._reporter.behind or self._scheduler.behind)
 
     def take_events(self) -> Iterable[Any]:
         """See the base."""

@@ -58,7 +58,7 @@ def engine_namespace(config: Any, groups: Iterable[Group], parts: Mapping[Rank, 
             "code": f"vllm/{vllm.__version__}",
             "platform": [current_platform.device_type, os.uname().machine, _instructions()],
             "attention": str(getattr(config.attention_config, "backend", None)),
-            "weights": _weights(config),
+            "weights": _weights(model, config),
             "config": _config_text(model.hf_config),
             "compute_dtype": str(model.dtype),
             "kv_dtype": str(config.cache_config.cache_dtype),
@@ -66,8 +66,19 @@ def engine_namespace(config: Any, groups: Iterable[Group], parts: Mapping[Rank, 
             "groups": shapes,
             "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
             "expert_parallel": bool(getattr(parallel, "enable_expert_parallel", False)),
+            **_draft_fields(config),
         }
     )
+
+
+def _draft_fields(config: Any) -> dict[str, Field]:
+    """Where blocks hold what draft layers cache: what that depends on. Other kinds of drafts change no byte."""
+    drafts = adapter.drafts_of(config)
+    if drafts is None or drafts.model is None:
+        return {}
+    same = drafts.model.model == config.model_config.model
+    weights = "" if same else _weights(drafts.model, config)
+    return {"drafts": [drafts.method, drafts.lookahead, weights, _config_text(drafts.model.hf_config)]}
 
 
 def _config_text(hf_config: Any) -> str:
@@ -88,11 +99,11 @@ def _instructions() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
 
 
-def _weights(config: Any) -> str:
+def _weights(model: Any, config: Any) -> str:
     """A name for the content of the weights: a digest of the files, or the hub's commit. Where there is neither, one
     that no other process has.
     """
-    model, load_format = config.model_config, str(config.load_config.load_format)
+    load_format = str(config.load_config.load_format)
     if "dummy" in load_format:
         return _private(f"the weights are random (load_format={load_format})")
     directory = _directory(model)

@@ -44,12 +44,16 @@ class Tracked:
     tokens completes the next. ``refused``: its loads failed on a worker once: it is computed, and not offered again.
     ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it parts
     from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens that
-    the device had.
+    the device had. ``drafts``: of the engine's speculative decoding.
     """
 
-    def __init__(self, request: Any, namespace: bytes, groups: Sequence[Group]) -> None:
+    def __init__(
+        self, request: Any, namespace: bytes, groups: Sequence[Group], drafts: adapter.Drafts | None = None
+    ) -> None:
         self.request = request
-        self.keys = SequenceKeys(namespace, groups)
+        self.drafts = drafts
+        self._lookahead = drafts.lookahead if drafts is not None else 0
+        self.keys = SequenceKeys(namespace, groups, self._lookahead)
         self.phase = Phase.NEW
         self._chunk_tokens = [group.chunk_tokens for group in groups]
         self.begin_at(0)
@@ -62,6 +66,18 @@ class Tracked:
         self.prefix = PrefixRequest()
         self.plan: PrefixPlan | None = None
         self._media = adapter.media_of(request)
+
+    @property
+    def settled_tokens(self) -> int:
+        """Of so many tokens everything is known that their cache depends on. Drafts that nobody has confirmed are not
+        among a request's tokens.
+        """
+        return max(0, int(self.request.num_tokens) - self._lookahead)
+
+    @property
+    def usable_tokens(self) -> int:
+        """So many of a prompt's tokens can be loaded at most: the last one is always computed."""
+        return min(int(self.request.num_tokens) - 1, self.settled_tokens)
 
     def extend_keys(self, tokens: int) -> None:
         """Take the request's tokens up to ``tokens`` into account."""
@@ -109,7 +125,7 @@ class Prefixes:
         """Start to ask shared stores about a request that is new."""
         if tracked.phase is not Phase.NEW or not self._remote_lookup.asks:
             return
-        usable = tracked.request.num_tokens - 1
+        usable = tracked.usable_tokens
         tracked.extend_keys(usable)
         certain = self._certain(usable)
         self._remote_lookup.ask(tracked.prefix, [tracked.keys], usable, time.monotonic(), certain)
@@ -156,8 +172,8 @@ class Prefixes:
 
     def _choose(self, tracked: Tracked, held: int) -> PrefixPlan | None:
         """Choose a boundary beyond ``held`` and begin to fetch it, if there is one."""
-        usable = tracked.request.num_tokens - 1
-        tracked.extend_keys(usable + 1)  # a chunk that ends the prompt serves its other blocks
+        usable = tracked.usable_tokens
+        tracked.extend_keys(tracked.settled_tokens)  # a chunk that ends the prompt serves its other blocks
         plan = self._planner.plan(tracked.prefix, [tracked.keys], usable, device_masks(self._strategies, held))
         self.given_up += plan.load_refused
         tracked.junction, tracked.held = plan.known, held

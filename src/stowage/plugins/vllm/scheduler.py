@@ -36,6 +36,7 @@ from stowage.plugins.vllm.settings import Options, resume_points, state_spacing
 from stowage.plugins.vllm.startup_log import welcome
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.storing import Storing
+from stowage.plugins.vllm.worker import machine
 
 __all__ = ["SchedulerSide"]
 
@@ -56,6 +57,7 @@ class SchedulerSide:
         self._shapes = shapes
         self._options = options
         self._hash_tokens = hash_tokens
+        self._drafts = adapter.drafts_of(config)
         self._announcements: Announcements | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
@@ -75,7 +77,7 @@ class SchedulerSide:
 
         Raises ``ConfigError`` when the workers cannot share memory, or for budgets that cannot work.
         """
-        if len({part.machine for part in parts.values()} | {_machine()}) > 1:
+        if len({part.machine for part in parts.values()} | {machine()}) > 1:
             raise ConfigError(
                 "The workers run on several machines, and StowageConnector's host memory is one machine's. Run one "
                 "engine per machine (--data-parallel-size, or a router before them) and share chunks through an object "
@@ -158,7 +160,7 @@ class SchedulerSide:
             except (OSError, ValueError) as error:  # an adapter that cannot be read; a salt that is no text
                 self._complain("request_unnamed", "a request's prefix cannot be named: it is not kept", error)
                 return None
-            tracked = self._tracked[request.request_id] = Tracked(request, name, self._groups)
+            tracked = self._tracked[request.request_id] = Tracked(request, name, self._groups, self._drafts)
         return tracked
 
     def matched(self, request: Any, held: int) -> tuple[int | None, bool]:
@@ -289,9 +291,7 @@ class SchedulerSide:
             self._fault("what workers reported could not be settled")
 
     def _introduced(self, parts: Mapping[Rank, Part]) -> None:
-        """Workers told their parts in a report, which is no handshake: the engine runs by now, and goes on without what
-        cannot be opened.
-        """
+        """Workers told their parts in a report, no handshake: the engine runs, and goes on without what cannot open."""
         self._parts |= parts
         if len(self._parts) == self._config.parallel_config.world_size:
             try:
@@ -315,6 +315,11 @@ class SchedulerSide:
                 self._loaded(request_id, request_id in failed)
             self._poll()
             self._background.notice()
+
+    @property
+    def behind(self) -> bool:
+        """Whether stores are not settled that were made after their step was reported, which is when vLLM drafts."""
+        return self._drafts is not None and self._background is not None and not self._storing.idle
 
     def events(self) -> list[Any]:
         """vLLM's events of what was stored and what has gone, since the last call."""
@@ -362,7 +367,7 @@ class SchedulerSide:
             self._namespaces.renew()
             for request_id, tracked in list(self._tracked.items()):
                 self._prefixes.give_back(tracked)
-                fresh = Tracked(tracked.request, self._namespaces.of(tracked.request), self._groups)
+                fresh = Tracked(tracked.request, self._namespaces.of(tracked.request), self._groups, self._drafts)
                 fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
                 self._tracked[request_id] = fresh
             self._store.drop_host()
@@ -392,9 +397,3 @@ class SchedulerSide:
 
     def _complain(self, event: str, text: str, error: Exception) -> None:
         self._trouble.report(logging.WARNING, event, text, error=f"{type(error).__name__}: {error}")
-
-
-def _machine() -> str:
-    from stowage.plugins.vllm.worker import machine
-
-    return machine()

@@ -65,7 +65,7 @@ class Storing:
 
     def plan(self, scheduled: Any, tracked: Tracked, begin: int, end: int, states: States) -> Store | None:
         """What the step from ``begin`` to ``end`` completes of one request: chunks of known tokens."""
-        progress = min(end, tracked.request.num_tokens)
+        progress = min(end, tracked.settled_tokens)
         if progress < tracked.due:
             return None
         groups = [strategy.group for strategy in self._strategies]
@@ -80,7 +80,8 @@ class Storing:
         for group in [group for group in groups if due[group.index]]:
             table, known = tables[group.index], range(tracked.stored[group.index], progress // group.chunk_tokens)
             if group.kind is Kind.RECURRENT:
-                table = self._states(group, table, begin, end, progress, states)
+                drafting = tracked.drafts is not None and end > prompt_tokens
+                table = self._states(group, None if drafting else table, begin, end, progress, states)
                 kept = self._kept_states(group, tracked.junction, table, begin, tail)[known.start :]
             else:
                 strategy = self._strategies[group.index]
@@ -123,22 +124,25 @@ class Storing:
             before = here
         return kept
 
-    def _states(self, group: Group, table: IntArray, begin: int, end: int, progress: int, states: States) -> IntArray:
+    def _states(
+        self, group: Group, table: IntArray | None, begin: int, end: int, progress: int, states: States
+    ) -> IntArray:
         """The blocks that hold, after this step, the state of exactly the tokens before their end.
 
         In vLLM's align mode these are the ones that it names, and the one that the step ends on (a step that runs ahead
-        of the known tokens ends on a state that has no name yet). In the others each block that was completed.
+        of the known tokens ends on a state that has no name yet). In the others each block that was completed. Of a
+        step that verifies drafts (no ``table``) those that it names alone: a table does not tell how many were right.
         """
         size = group.block_tokens
         known = np.full(progress // size, NULL_BLOCK, dtype=np.int64)
         spacing = self._spacings[group.index]
-        if spacing:
+        if spacing and table is not None:
             known[: len(table)] = table[: len(known)]
             ends = (np.arange(len(known)) + 1) * size
             sparse = (ends % spacing != 0) & (ends != len(known) * size)
             known[(ends <= begin) | sparse] = NULL_BLOCK
             return known
-        if progress == end and end % size == 0 and end // size <= len(table):
+        if table is not None and progress == end and end % size == 0 and end // size <= len(table):
             known[-1] = table[end // size - 1]
         for number, block, boundary in states:
             if number == group.index and boundary % size == 0 and 0 < boundary <= progress:

@@ -50,6 +50,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._under_way = 0
         self._report = Report()
+        self._stored_step = 0
         self._trouble = Trouble("stowage.vllm")
         self._thread: threading.Thread | None = None
 
@@ -84,7 +85,10 @@ class WorkerSide:
             self._loads.put(load)
 
     def store(self, step: Step) -> None:
-        """Copy out what this step has computed. Done when it returns."""
+        """Copy out what this step has computed. Done when it returns; asking again does nothing."""
+        if step.number == self._stored_step:
+            return
+        self._stored_step = step.number
         for store in step.stores:
             report = self._report
             try:
