@@ -260,7 +260,7 @@ def write(family: Family, directory: Path, seed: int = 0) -> Path:
 
 def write_drafts(method: str, target: Path, directory: Path) -> dict[str, Any]:
     """vLLM's setting for drafts of ``target``: what can be random is (a seed of its own), a draft model is the target
-    itself, which is always right. ``mtp`` adds a module to the target's own checkpoint.
+    itself, which is always right.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -275,17 +275,6 @@ def write_drafts(method: str, target: Path, directory: Path) -> dict[str, Any]:
         return {**setting, "model": str(target)}
     weights = load_file(target / "model.safetensors")
     fc = torch.randn(width, 2 * width, generator=generator) * 0.05
-    if method == "mtp":
-        last = f"model.layers.{config['num_hidden_layers'] - 1}."
-        layer = {name.removeprefix(last): value.clone() for name, value in weights.items() if name.startswith(last)}
-        norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-        added = {f"mtp.layers.0.{name}": value for name, value in layer.items()}
-        added |= {f"mtp.{name}.weight": torch.zeros(width, dtype=fc.dtype) for name in norms} | {"mtp.fc.weight": fc}
-        dtype = next(iter(layer.values())).dtype
-        save_file(weights | {name: value.to(dtype) for name, value in added.items()}, target / "model.safetensors")
-        config |= {"mtp_num_hidden_layers": 1}
-        (target / "config.json").write_text(json.dumps(config))
-        return {"method": method, "num_speculative_tokens": 3}
     first = "model.layers.0."
     layer = {name.removeprefix("model."): value.clone() for name, value in weights.items() if name.startswith(first)}
     del layer["layers.0.input_layernorm.weight"]

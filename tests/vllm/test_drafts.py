@@ -12,9 +12,11 @@ from tests.vllm.conftest import Start
 from tests.vllm.models import FAMILIES, write_drafts
 from tests.vllm.oracle import Answer, Engine, Engines, connector, prompt
 
-METHODS = [("ngram", "llama"), ("draft_model", "llama"), ("eagle", "llama"), ("ngram", "gemma3"), ("mtp", "qwen3_5")]
-LOOKAHEAD = ("eagle", "mtp")
-"""Their layers read the token behind each token."""
+METHODS = [("ngram", "llama"), ("draft_model", "llama"), ("eagle", "llama"), ("ngram", "gemma3")]
+LOOKAHEAD = ("eagle",)
+"""Their layers read the token behind each token. (MTP, too: vLLM's CPU build cannot run the models that have it; see
+test_sides.py.)
+"""
 
 
 def asked(engine: Engine, tokens: list[int], new_tokens: int = 24) -> tuple[Answer, Any]:
@@ -32,7 +34,7 @@ def is_accepted(answer: Answer, drafts: Any) -> bool:
 @pytest.mark.parametrize(("method", "name"), METHODS, ids=["-".join(pair) for pair in METHODS])
 def test_hits_of_an_engine_that_drafts(method: str, name: str, start: Start, engines: Engines, tmp_path: Path) -> None:
     """Log-probabilities and drafts are those of a plain vLLM's own hit of the same length. (By default it drops the
-    last block of its hits with EAGLE and MTP: a block is named without the token behind it. It is told not to.)
+    last block of its hits with EAGLE: a block is named without the token behind it. It is told not to.)
     """
     family = replace(FAMILIES[name], fields={**FAMILIES[name].fields})
     named = f"{name}-{method}"
@@ -52,13 +54,13 @@ def test_hits_of_an_engine_that_drafts(method: str, name: str, start: Start, eng
     assert found_drafts == own_drafts and found_drafts, "what draft layers read has come back too"
     if method == "draft_model":
         assert is_accepted(found, found_drafts)
+    engine.close()
+    engine = start(named, connector(disk=tmp_path / "cache"), family=family, speculative_config=drafts)
+    assert engine.generate(stored, 24).distance(own) == 0.0, "from disk"
+    assert engine.hits("disk") > 0
     assert_conversation_goes_on(plain, engine, [*prompt(300, seed=5), *stored[:100]])
     assert_only_tokens_behind_matter(engine, method, prompt(1280, seed=6))
     engine.ask("check")
-    engine.close()
-    again = start(named, connector(disk=tmp_path / "cache"), family=family, speculative_config=drafts)
-    assert again.generate(stored, 24).distance(own) == 0.0, "from disk"
-    assert again.hits("disk") > 0
 
 
 def assert_conversation_goes_on(plain: Engine, engine: Engine, first: list[int]) -> None:

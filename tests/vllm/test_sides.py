@@ -294,6 +294,60 @@ class Shelf:
         return {}
 
 
+class Speculative:
+    """vLLM's configuration of MTP with one module, or of n-grams."""
+
+    num_speculative_tokens, draft_model_config = 3, None
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def use_eagle(self) -> bool:
+        return self.method == "mtp"
+
+    def uses_draft_kv_cache(self) -> bool:
+        return self.method == "mtp"
+
+    @staticmethod
+    def use_multi_module_mtp() -> bool:
+        return False
+
+
+def stores(machine: Machine) -> float:
+    """Chunks that were stored."""
+    return sum(value for key, value in machine.scheduler.stats().items() if key.rpartition(".")[2] == "stores")
+
+
+@pytest.mark.parametrize(("method", "lookahead"), [("mtp", 1), ("ngram", 0)])
+def test_drafts_that_nobody_confirmed_are_not_stored(
+    method: str, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's last tokens are drafts. A chunk is stored when all of its tokens are the request's, and with draft
+    layers so is the token behind; then it is found by prompts that have that token.
+    """
+    monkeypatch.setattr(namespace, "engine_namespace", lambda *_: bytes(32))
+    machine = Machine([FULL], speculative_config=Speculative(method), chunk_blocks=1)
+    tokens = list(range(1, 30))
+    request = Request("a", tokens)
+    machine.offer(request)
+    machine.step({"a": (0, 29, [1, 2, 3])})
+    assert stores(machine) == 1
+    machine.step({"a": (29, 4, [1, 2, 3])})  # one token and three drafts: positions up to 33
+    assert stores(machine) == 1, "of 30 known tokens"
+    request.all_token_ids = request.prompt_token_ids = [*tokens, 91, 92, 93]
+    machine.step({"a": (31, 2, [1, 2, 3])})  # 32 are known now
+    assert stores(machine) == (2 if not lookahead else 1)
+    request.all_token_ids = [*request.all_token_ids, 94]
+    machine.step({"a": (32, 2, [1, 2, 3])})
+    assert stores(machine) == 2
+    machine.scheduler.finished(request)
+    same, other = [*request.all_token_ids, 5, 6], [*request.all_token_ids[:32], 4, 5, 6]
+    assert machine.offer(Request("b", same)) == 32
+    assert machine.offer(Request("c", other)) == (16 if lookahead else 32)
+    machine.scheduler.check()
+    machine.close()
+
+
 def test_windows_of_another_server_are_found_though_some_are_not_there(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,7 +457,7 @@ def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.Monk
         settings.read({"host_memory": "1GiB", "disc": "/tmp/x:1GiB"})
     with pytest.raises(ConfigError, match="chunk_blocks"):
         settings.read({"host_memory": "1GiB", "chunk_blocks": 65})
-    scheduler = SchedulerSide(SimpleNamespace(), [FULL], settings.read({"host_memory": "4MiB"}))
+    scheduler = SchedulerSide(SimpleNamespace(speculative_config=None), [FULL], settings.read({"host_memory": "4MiB"}))
     parts = {(0, 0): Part(machine(), BLOCKS, (64,), ("",)), (0, 1): Part("elsewhere 1", BLOCKS, (64,), ("",))}
     with pytest.raises(ConfigError, match="several machines"):
         scheduler.connect(parts)
