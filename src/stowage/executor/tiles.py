@@ -50,7 +50,7 @@ def _same(kernel: Any, x: Tensor, weight: Tensor) -> bool:
 def _product(kernel: Any, x: Tensor, weight: Tensor, threads: int) -> Tensor:
     rows, inputs = x.shape
     out, scales = torch.empty(rows, len(weight)), torch.ones(len(weight))
-    layer = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), len(weight), weight.stride(0))
+    layer = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), len(weight), weight.stride(0), 0, 0, 0, 0)
     kernel.linear(x.data_ptr(), rows, inputs, x.stride(0), 0, _FORMS[weight.dtype], False, threads, *layer)
     return out
 
