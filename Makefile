@@ -39,7 +39,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model compat clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model compat release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -154,6 +154,14 @@ $(COMPAT)/%/.installed: requirements/compat-%.txt | $(ENV_STAMP)
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement $<
 	@touch $@
 
+release-check: .release-tools/.installed ## build sdist and manylinux wheel into dist, and try them; URL= of the repository
+	$(PY) scripts/release_check.py $(URL)
+
+.release-tools/.installed: requirements/release.txt | $(ENV_STAMP)
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement $<
+	@touch $@
+
 real: $(REAL_MODEL)/config.json ## answers of a real model, from every tier: the same to the bit; PROMPTS=64 asks more
 	REAL_PROMPTS=$(PROMPTS) $(PY) -m pytest -m real tests/real_model
 
@@ -225,7 +233,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(COMPAT) .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(COMPAT) .release-tools .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src/stowage -name "*.so" -delete
 	rm -rf src/*.egg-info mutants htmlcov .coverage

@@ -124,6 +124,10 @@ def open_engine(
     template = _template(chat_template) if chat_template is not None else ""
     if sys.stderr.isatty():
         note(f"Loading {model} ...")
+    if settings["device"] in ("", "cpu"):
+        from stowage.models.quick_import import import_transformers
+
+        import_transformers()
     from stowage.engine.engine import Engine
 
     quiet_libraries()
