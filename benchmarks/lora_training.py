@@ -24,32 +24,31 @@ from benchmarks.weights import checkpoint
 SCRIPT = Path(__file__).parent / "peers" / "lora_trainer.py"
 WAYS = ("memory", "stream", "half", "accelerate", "accelerate-half")
 KINDS = ("plain", "checkpointing")
-BATCH, TOKENS = 4, 128
 
 
-def measure(way: str, path: Path, dtype: str, kind: str, steps: int) -> dict[str, Any]:
+def measure(way: str, path: Path, kind: str, asked: argparse.Namespace) -> dict[str, Any]:
     """One process: warm steps, then cold ones."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        peer = Peer([PYTHON, SCRIPT, way, path, dtype, scratch, kind])
-        command = {"batch": BATCH, "tokens": TOKENS}
+        peer = Peer([PYTHON, SCRIPT, way, path, asked.dtype, scratch, kind])
+        command = {"batch": asked.batch, "tokens": asked.tokens}
         peer.ask(**command, steps=1, cold=False)
-        found = {"warm": peer.ask(**command, steps=steps, cold=False)}
+        found = {"warm": peer.ask(**command, steps=asked.steps, cold=False)}
         if way != "memory":
-            found["cold"] = peer.ask(**command, steps=steps, cold=True)
+            found["cold"] = peer.ask(**command, steps=asked.steps, cold=True)
         peer.end()
         return found
 
 
-def report(rounds: list[dict[str, Any]], ways: list[str]) -> dict[str, Any]:
+def report(rounds: list[dict[str, Any]], ways: list[str], kinds: list[str], tokens: int) -> dict[str, Any]:
     """Print and return tokens per second, the share of memory's of the same round, and the most memory."""
     kept: dict[str, Any] = {}
-    for kind in KINDS:
+    for kind in kinds:
         for warmth in ("warm", "cold"):
             for way in ways:
                 taken = [(r, r[kind, way][warmth]) for r in rounds if warmth in r[kind, way]]
                 if not taken:
                     continue
-                rates = [BATCH * TOKENS * len(t["steps_s"]) / sum(t["steps_s"]) for _, t in taken]
+                rates = [tokens * len(t["steps_s"]) / sum(t["steps_s"]) for _, t in taken]
                 entry: dict[str, Any] = {"tokens_per_s": median_spread(rates)}
                 entry["peak_bytes"] = max(t["peak"] for _, t in taken)
                 entry["anonymous_bytes"] = max(t["anonymous"] for _, t in taken)
@@ -68,25 +67,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--dtype", default=models.native_dtype())
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--directory", type=Path, default=Path.home() / ".cache")
     parser.add_argument("--name", default="lora_training", help="of the result's file")
     asked = parser.parse_args()
-    ways = asked.ways.split(",")
+    ways, kinds = asked.ways.split(","), asked.kinds.split(",")
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
         path = Path(name) / "model"
         sizes = checkpoint(path, asked.dtype, asked.layers)
         rounds: list[dict[str, Any]] = []
         for _ in range(asked.rounds):
-            found = {(k, w): measure(w, path, asked.dtype, k, asked.steps) for k in KINDS for w in ways}
-            for kind in KINDS:
+            found = {(k, w): measure(w, path, k, asked) for k in kinds for w in ways}
+            for kind in kinds:
                 for warmth in ("warm", "cold"):
                     said = {str(found[kind, w][warmth]["losses"]) for w in ways if warmth in found[kind, w]}
                     assert len(said) <= 1, f"a loss changed: {said}"
             rounds.append(found)
-    kept = report(rounds, ways)
-    settings = {"dtype": asked.dtype, "layers": asked.layers, "bytes": sizes, "batch": BATCH, "tokens": TOKENS}
+    kept = report(rounds, ways, kinds, asked.batch * asked.tokens)
+    settings = {
+        "dtype": asked.dtype,
+        "layers": asked.layers,
+        "bytes": sizes,
+        "batch": asked.batch,
+        "tokens": asked.tokens,
+    }
     write_result(asked.name, {**settings, "results": kept})
 
 

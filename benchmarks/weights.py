@@ -6,9 +6,9 @@ Needs the peers' environment (`make bench-env`) and a user who may drop the page
 2048, 16 heads over 4 KV heads, vocabulary 32,000) of about 1.7 GB. Each round runs every way in a process of its own,
 in turn: batch 1 and 8, 128 tokens in. Ways: `memory` (plain Transformers); `mapped`, `stream`, `half` (ours: over the
 page cache, all from disk, half of the layers from disk); `accelerate` (`disk_offload`), `accelerate-half`
-(`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk). Greedy tokens of all must be the
-same, but for those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4 (`stowage
-pack`), another model, which is compared with the cold rate of `stream`.
+(`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk), `airllm`. Greedy tokens of all
+must be the same, but for those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4
+(`stowage pack`), another model, which is compared with the cold rate of `stream`.
 
 The limit of a cold step is the larger of its bytes over the rate of direct reads of the checkpoint itself, read before,
 measured in the same round, and the time of the same step in memory. The rate of a file that nobody has read is printed
@@ -31,7 +31,7 @@ from stowage.evaluation.pack import pack
 
 SCRIPT = Path(__file__).parent / "peers" / "weights_engine.py"
 PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))
-WAYS = ("memory", "mapped", "stream", "half", "accelerate", "accelerate-half", "transformers", *PACKED)
+WAYS = ("memory", "mapped", "stream", "half", "accelerate", "accelerate-half", "transformers", "airllm", *PACKED)
 ALWAYS_WARM = ("memory", "int8-memory", "int4-memory")
 BATCHES = (1, 8)
 PROMPT_TOKENS = 128
@@ -106,7 +106,10 @@ def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> 
             rate = median_spread([batch / s for s in step_s])
             entry: dict[str, Any] = {"tokens_per_s": rate}
             entry["prefill_s"] = median_spread([r[way][case]["prefill_s"] for r in taken])
+            entry["peak_bytes"] = max(r[way][case]["peak"] for r in taken)
+            entry["own_bytes"] = max(r[way][case]["own"] for r in taken)
             text = f"  {way:<16} {rate.median:7.2f} tokens/s ({rate.least:.2f} to {rate.largest:.2f})"
+            text += f"  prefill {entry['prefill_s'].median:.2f} s, peak {entry['peak_bytes'] / 1e9:.2f} GB"
             compared = [(s, r) for s, r in zip(step_s, taken, strict=True) if "memory" in r]
             plain_s = [_mean(r["memory"][f"warm, batch {batch}"]["steps_s"]) for _, r in compared]
             if plain_s:

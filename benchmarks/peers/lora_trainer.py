@@ -18,12 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import weights_engine
 
 
-def _status(name: str) -> int:
-    """Bytes, as the kernel counts this process's."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
 def run(model: Any, optimizer: Any, batch: int, tokens: int, steps: int, cold: bool) -> dict[str, Any]:
     """Steps on random tokens, the same for everybody. Cold: nothing is in the page cache when a step begins."""
     import torch
@@ -37,13 +31,13 @@ def run(model: Any, optimizer: Any, batch: int, tokens: int, steps: int, cold: b
             weights_engine.drop_page_cache()
         began_s = time.perf_counter()
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        anonymous = max(anonymous, _status("RssAnon"))
+        anonymous = max(anonymous, weights_engine.status("RssAnon"))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began_s)
         losses.append(float(loss))
-    return {"steps_s": seconds, "losses": losses, "peak": _status("VmHWM"), "anonymous": anonymous}
+    return {"steps_s": seconds, "losses": losses, "peak": weights_engine.status("VmHWM"), "anonymous": anonymous}
 
 
 def main() -> None:
@@ -59,7 +53,7 @@ def main() -> None:
         model.gradient_checkpointing_enable()
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    print(json.dumps({"rss": _status("VmRSS")}), flush=True)
+    print(json.dumps({"rss": weights_engine.status("VmRSS")}), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(model, optimizer, **json.loads(line))), flush=True)
 

@@ -5,11 +5,13 @@
 Commands are JSON lines on stdin: {"batch": 1, "prompt_tokens": 128, "new_tokens": 8, "cold": true}; answers are seconds
 of the prompt and of each step, and the tokens. With "text", ids, its tokens are read instead of random ones and the
 answer's own. Ways: memory, mapped, stream, half, experts:BYTES (ours: Stowage's sources must be on the path; int8- and
-int4- before the first three: the model is a packed one), accelerate, accelerate-half, transformers (the peers').
+int4- before the first three: the model is a packed one), accelerate, accelerate-half, transformers, airllm (the
+peers').
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -58,6 +60,11 @@ def load(way: str, path: str, dtype: str, scratch: str) -> Any:
             "lm_head": "disk",
         }
         return AutoModelForCausalLM.from_pretrained(path, dtype=kind, device_map=places, offload_folder=scratch).eval()
+    if way == "airllm":
+        from airllm.airllm_base import AirLLMBaseModel
+
+        with contextlib.redirect_stdout(sys.stderr):
+            return AirLLMBaseModel(path, device="cpu", dtype=kind, layer_shards_saving_path=scratch)
     from accelerate import disk_offload, dispatch_model
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
@@ -95,6 +102,7 @@ def run(
     given = torch.tensor(text)[None] if text is not None else None
     ids = given[:, :prompt_tokens] if given is not None else ids
     before: dict[str, float] = {}
+    Path("/proc/self/clear_refs").write_text("5\n", encoding="ascii")
     cache, seconds, tokens = DynamicCache(config=model.config), [], []
     for step in range(1 + new_tokens):
         if cold and (step == 0 or way not in DIRECT):
@@ -109,7 +117,14 @@ def run(
         before = before or (model.stowage.stats() if way in OURS else {})
     stats = model.stowage.stats() if way in OURS else {}
     decoded = {name: value - before[name] for name, value in stats.items()}
-    return {"prefill_s": seconds[0], "steps_s": seconds[1:], "tokens": tokens, "stats": stats, "decoded": decoded}
+    found = {"prefill_s": seconds[0], "steps_s": seconds[1:], "tokens": tokens, "stats": stats, "decoded": decoded}
+    return {**found, "peak": status("VmHWM"), "own": status("RssAnon")}
+
+
+def status(name: str) -> int:
+    """Bytes, as the kernel counts this process's."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 def main() -> None:

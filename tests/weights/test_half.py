@@ -94,3 +94,16 @@ def test_texts_and_saved_models_in_half_precision(dtype: str, tmp_path: Path, ch
     again = stowage.offload(tmp_path / "saved", device_memory=int(bytes_of(whole) * 0.8))
     assert again.dtype is getattr(torch, dtype)
     assert torch.equal(again.generate(prompt(), **asked), expected)
+
+
+def test_a_type_may_be_torchs_and_what_is_said_otherwise_is_told(checkpoints: Callable[..., Path]) -> None:
+    directory = checkpoints("llama")
+    model = stowage.offload(directory, dtype=torch.bfloat16, device_memory="500KiB", trust_remote_code=False)
+    assert model.dtype is torch.bfloat16
+    assert torch.equal(
+        logits(model, prompt()), logits(stowage.offload(directory, dtype="bfloat16", weights="*=resident"), prompt())
+    )
+    with pytest.raises(stowage.ConfigError, match="no code that comes with a checkpoint"):
+        stowage.offload(directory, weights="*=stream", trust_remote_code=True)
+    with pytest.raises(stowage.ConfigError, match="Leave it out"):
+        stowage.offload(directory, weights="*=stream", device_map="auto")

@@ -24,7 +24,7 @@ def offload(
     device_memory: int | str = 0,
     host_memory: int | str = 0,
     disk: str = "",
-    dtype: str = "auto",
+    dtype: Any = "auto",
     weights: str = "auto",
     device: str = "",
     threads: str = "wait",
@@ -43,7 +43,7 @@ def offload(
         disk: ``"DIR:SIZE"`` for weights whose form in memory is not the checkpoint's (another ``dtype``, a model in
             memory). A file without a name that vanishes with the process. Where ``device_memory`` is given and this is
             not, it is made where the system keeps large temporary files, of at most half of what is free there.
-        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``, or torch's.
         weights: ``auto``, or rules such as ``"model.layers.*=stream"`` and ``"last 1 of 4=resident"``, with commas
         between.
         device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
@@ -61,12 +61,15 @@ def offload(
     CheckpointError, StorageError, UnsupportedModelError.
     """
     arguments.checkpoint("model", model)
+    if type(dtype).__name__ == "dtype":  # torch.bfloat16
+        dtype = str(dtype).removeprefix("torch.")
     for name, value in (("disk", disk), ("dtype", dtype), ("device", device)):
         arguments.text(name, value)
     arguments.text("weights", weights, RULES_MAX)
     arguments.text("threads", threads)
     device_bytes = _size("device_memory", device_memory)
     options = arguments_today("stowage.offload", options)
+    _refuse_options(options)
     host_bytes = _size("host_memory", options.pop("host_memory", host_memory))
     image = parse_disk(disk) if disk else usual_place() if device_bytes else None
     if threads not in ("wait", "refuse"):
@@ -142,6 +145,20 @@ def _size(name: str, size: int | str) -> int:
         return parse_size(size, ram_total_bytes())
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be used. {error}") from error
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    """Those of ``from_pretrained`` that are said in another way here. Takes out ``trust_remote_code=False``."""
+    if options.pop("trust_remote_code", False):
+        raise ConfigError(
+            "trust_remote_code=True: no code that comes with a checkpoint is run here. Load the model yourself, where "
+            "you trust it, and give it in place of its name: stowage.offload(model.eval(), device_memory=...)"
+        )
+    if options.pop("device_map", None) is not None:
+        raise ConfigError(
+            "device_map: where weights lie is said by device_memory, host_memory and weights, and what computes by "
+            "device. Leave it out."
+        )
 
 
 def _refuse(model: Any, options: dict[str, Any]) -> None:
