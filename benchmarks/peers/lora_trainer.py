@@ -36,7 +36,7 @@ def run(model: Any, optimizer: Any, batch: int, tokens: int, steps: int, cold: b
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began_s)
-        losses.append(float(loss))
+        losses.append(loss.item())
     return {"steps_s": seconds, "losses": losses, "peak": weights_engine.status("VmHWM"), "anonymous": anonymous}
 
 
