@@ -103,7 +103,8 @@ def test_a_type_may_be_torchs_and_what_is_said_otherwise_is_told(checkpoints: Ca
     assert torch.equal(
         logits(model, prompt()), logits(stowage.offload(directory, dtype="bfloat16", weights="*=resident"), prompt())
     )
+    asked: dict[str, Any] = {"trust_remote_code": True}
     with pytest.raises(stowage.ConfigError, match="no code that comes with a checkpoint"):
-        stowage.offload(directory, weights="*=stream", **{"trust_remote_code": True})
+        stowage.offload(directory, weights="*=stream", **asked)
     with pytest.raises(stowage.ConfigError, match="Leave it out"):
         stowage.offload(directory, weights="*=stream", device_map="auto")
