@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from stowage.demo import corpus
+from stowage.errors import ModelError
+from stowage.evaluation.pack import Perplexity, refuse_lossy
 from tests.cli.conftest import Stowage
 
 KEYS = {
@@ -79,3 +81,16 @@ def test_text_of_ones_own_and_none(call: Stowage, tiny_llama: Path, tmp_path: Pa
         json.loads(call("pack", tiny_llama, tmp_path / "c", "--eval-tokens", "0", "--json").stdout)["perplexity"]
         is None
     )
+
+
+def test_a_packed_checkpoint_that_is_much_worse_is_removed(tmp_path: Path) -> None:
+    for after, stays in ((20.9, True), (21.1, False), (float("nan"), False)):
+        directory = tmp_path / str(after)
+        directory.mkdir()
+        found = Perplexity("held-out text", 100, 20.0, after)
+        if stays:
+            refuse_lossy(directory, found)
+        else:
+            with pytest.raises(ModelError, match="--force"):
+                refuse_lossy(directory, found)
+        assert directory.exists() is stays

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FORM = "int8, or int4 in groups with a scale each."
 _LOSSLESS = "The same weights, to the bit, in fewer bytes; other flags have no effect."
+_KEEP = "Keep the packed checkpoint though its perplexity is more than 5 % higher."
 _EVAL = "Plain text that perplexity is measured on. [default: 61 kB of prose that comes with Stowage]"
 
 
@@ -26,9 +27,10 @@ def pack(
     *,
     settings: Settings,
     weights: Annotated[str, typer.Option("--weights", metavar="FORM", help=_FORM)] = "int8",
-    group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale; 32, 64 or 128.")] = 64,
+    group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale; 32, 64 or 128.")] = 32,
     text: Annotated[Path | None, typer.Option("--eval", metavar="FILE", help=_EVAL)] = None,
     eval_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that are scored; 0: none.")] = 4096,
+    force: Annotated[bool, typer.Option("--force", help=_KEEP)] = False,
     lossless: Annotated[bool, typer.Option("--lossless", help=_LOSSLESS)] = False,
     json: Json = False,
 ) -> None:
@@ -36,7 +38,8 @@ def pack(
 
     The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
     answers differ: perplexity is measured with both, under --device-memory and --host-memory if they are
-    given. With --lossless it is the same model, to the bit, in about 0.67 of its bytes.
+    given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. With
+    --lossless it is the same model, to the bit, in about 0.67 of its bytes.
     """
     memory = settings.memory()
     from stowage.demo import corpus
@@ -62,6 +65,8 @@ def pack(
         written = pack.pack(model, directory, weights, group, progress)
         if eval_tokens:
             found = pack.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
+    if found is not None and not force:
+        pack.refuse_lossy(directory, found)
     if json:
         print_json(written.as_json() | {"perplexity": found.as_json() if found else None})
     else:

@@ -34,6 +34,7 @@ __all__ = ["Packed", "Perplexity", "pack", "pack_lossless", "perplexity", "reads
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _NOT_COPIED = ("config.json", "adapter_config.json")
 _WINDOW_TOKENS = 512
+_GROWTH_MOST = 1.05
 _LOCK = ".packing"
 
 Progress = Callable[[str, int, int], None]
@@ -70,7 +71,7 @@ class Perplexity:
 
 
 def pack(
-    model: str, directory: Path, form: str, group: int = 64, progress: Progress = lambda _what, _done, _all: None
+    model: str, directory: Path, form: str, group: int = 32, progress: Progress = lambda _what, _done, _all: None
 ) -> Packed:
     """Write ``model`` to ``directory``, which is new, with its matrices as ``form`` (int4: in groups of ``group``).
 
@@ -206,6 +207,18 @@ def _prove(part: Path) -> None:
         raise UnsupportedModelError(f"this model cannot be run packed: {error}") from error
     assert loaded.weights is not None
     loaded.weights.close()
+
+
+def refuse_lossy(directory: Path, found: Perplexity) -> None:
+    """Remove the packed checkpoint, and raise ModelError, where perplexity has grown by more than 5 %."""
+    if found.after <= _GROWTH_MOST * found.before:
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    raise ModelError(
+        f"packed, the perplexity of {found.text} grows from {found.before:.2f} to {found.after:.2f} "
+        f"({found.after / found.before - 1:+.1%}), by more than {_GROWTH_MOST - 1:.0%}: {directory} was removed. "
+        "Take --weights int8 or a smaller --group, or keep it with --force."
+    )
 
 
 def reads_text(model: str) -> bool:

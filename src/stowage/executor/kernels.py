@@ -39,13 +39,13 @@ _HALVES = {torch.bfloat16: 4, torch.int8: 5}
 _FORMATS = {
     name: number
     for number, name in enumerate(
-        "q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq".split(), 1
+        "q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq packed4".split(), 1
     )
 }
 """What the kernel calls the formats of ``weights.quantized.formats``."""
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
 _NO_FORMAT = (0, 0, 1, 0)
-REVISION = 3
+REVISION = 4
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
 ROWS_FEW = 64
 """With more rows torch's products are quicker: it packs a matrix first, which pays then. 0.96 to 1.26 times as quick
@@ -133,8 +133,12 @@ def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = 
 def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> Tensor:
     """``x`` ``[..., inputs]`` times ``codes`` ``[outputs, inputs / 2]``, uint8: two weights of an output in a byte, the
     first half of its inputs in the low halves. ``scales`` ``[2, outputs, inputs / group]``, float16: what a code is
-    multiplied with, and what is added then. Plus ``bias``.
+    multiplied with, and what is added then. Plus ``bias``. In bfloat16 weights are rounded to it before.
     """
+    if x.dtype is torch.bfloat16 and _kernel.multiplies_halves():
+        layout = (_FORMATS["packed4"], scales[1].data_ptr(), 1, _SCALES[torch.float16])
+        place = (codes.data_ptr(), scales.data_ptr(), codes.shape[0], codes.stride(0))
+        return _coded(x, x.shape[-1], group, place, layout, bias)
     return _linear(x, codes, scales, bias, group)
 
 
@@ -150,34 +154,37 @@ def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) ->
     ``takes_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
     """
     spec, parts = matrix.spec, matrix.parts
-    halves = x.dtype is torch.bfloat16 and _kernel.multiplies_halves()
-    form = _HALVES[torch.bfloat16] if halves else _FORMS[x.dtype]
     codes = next(iter(parts.values()))
     scales, zeros = parts.get("scales"), parts.get("zeros")
+    group = 32 if spec.name == "mxfp4" else spec.wide
+    kind = 0 if scales is None else _SCALES[scales.dtype]
+    layout = (_FORMATS[spec.name], 0 if zeros is None else zeros.data_ptr(), spec.high, kind)
+    begins = 0 if scales is None else scales.data_ptr()
+    place = (codes.data_ptr(), begins, spec.outputs, codes.stride(0) * codes.element_size())
+    return _coded(x, spec.inputs, group, place, layout, bias)
+
+
+def _coded(
+    x: Tensor,
+    inputs: int,
+    group: int,
+    place: tuple[int, int, int, int],
+    layout: tuple[int, int, int, int],
+    bias: Tensor | None,
+) -> Tensor:
+    """``x`` times a coded matrix. ``place``: codes and scales (addresses), outputs, bytes of a row; ``layout``: format,
+    address of zero points, outputs with one scale, kind of scales.
+    """
+    codes, scales, outputs, row_bytes = place
+    halves = x.dtype is torch.bfloat16 and _kernel.multiplies_halves()
+    form = _HALVES[torch.bfloat16] if halves else _FORMS[x.dtype]
     narrow = halves and bias is None
-    out = x.new_empty((*x.shape[:-1], spec.outputs), dtype=x.dtype if narrow else torch.float32)
-    rows = x.reshape(-1, spec.inputs)
+    out = x.new_empty((*x.shape[:-1], outputs), dtype=x.dtype if narrow else torch.float32)
+    rows = x.reshape(-1, inputs)
     rows = (rows if halves else rows.float()).contiguous()
     if rows.numel():
-        _kernel.linear(
-            rows.data_ptr(),
-            rows.shape[0],
-            spec.inputs,
-            rows.stride(0),
-            32 if spec.name == "mxfp4" else spec.wide,
-            form,
-            narrow,
-            torch.get_num_threads(),
-            codes.data_ptr(),
-            0 if scales is None else scales.data_ptr(),
-            out.data_ptr(),
-            spec.outputs,
-            codes.stride(0) * codes.element_size(),
-            _FORMATS[spec.name],
-            0 if zeros is None else zeros.data_ptr(),
-            spec.high,
-            0 if scales is None else _SCALES[scales.dtype],
-        )
+        common = (rows.data_ptr(), rows.shape[0], inputs, inputs, group, form, narrow, torch.get_num_threads())
+        _kernel.linear(*common, codes, scales, out.data_ptr(), outputs, row_bytes, *layout)
     if bias is not None:
         out += bias
     return out if out.dtype is x.dtype else out.to(x.dtype)

@@ -178,6 +178,23 @@ UNIT(int4)
     w[0] = coded_lookup(coded_turns(row->w + k / 2), coded_twice(table));
 }
 
+/* The low halves of a row's bytes are its first inputs, the high ones the rest; 32 inputs may be of both. */
+UNIT(packed4)
+{
+    int64_t half = row->across, group = k / row->group;
+    if (k < half && k + 32 > half) {
+        float values[32] __attribute__((aligned(64)));
+        avx512_decode_packed4(row, k, 32, values);
+        w[0] = _mm512_cvtne2ps_pbh(_mm512_load_ps(values + 16), _mm512_load_ps(values));
+        return;
+    }
+    __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(row->w + (k < half ? k : k - half))));
+    __m512 table = _mm512_fmadd_ps(coded_half(row->scales + 2 * group), coded_counting(0),
+                                   coded_half(row->zeros + 2 * group));
+    codes = _mm512_srl_epi16(codes, _mm_cvtsi32_si128(k < half ? 0 : 4));
+    w[0] = coded_lookup(codes, coded_twice(table));
+}
+
 /* A float of 8 bits (e4m3) is one of 16 divided by 256. */
 UNIT(fp8)
 {
@@ -260,7 +277,7 @@ static void coded_last(const Linear *job, const Coded *row, int64_t k, int count
 #define ALL(format, U) DOT(format, U, 1) DOT(format, U, 2) DOT(format, U, 3) FILL(format, U)
 ALL(q8_0, 1) ALL(q4_0, 1) ALL(q4_1, 1) ALL(q5_0, 1) ALL(q5_1, 1) ALL(q4_k, 8) ALL(q5_k, 8) ALL(q6_k, 8)
 ALL(mxfp4_block, 1) ALL(mxfp4, 1) ALL(fp8, 1) ALL(int4, 1) ALL(f32, 1) ALL(f16, 1) ALL(bf16, 1) ALL(gptq, 1)
-ALL(awq, 1)
+ALL(awq, 1) ALL(packed4, 1)
 #undef ALL
 #undef FILL
 #undef DOT

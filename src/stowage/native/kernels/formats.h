@@ -156,6 +156,15 @@ static void NAME(decode_awq)(const Coded *row, int64_t k, int count, float *to)
         to[i] = ((float)(read_word(row->w + (k + i) * row->across) >> row->shift & 15) - zero) * scale;
 }
 
+static void NAME(decode_packed4)(const Coded *row, int64_t k, int count, float *to)
+{
+    int64_t half = row->across;
+    float scale = read_half(row->scales + k / row->group * 2), least = read_half(row->zeros + k / row->group * 2);
+    (void)count;
+    for (int64_t i = k; i < k + 32; i++)
+        *to++ = (float)(i < half ? row->w[i] & 15 : row->w[i - half] >> 4) * scale + least;
+}
+
 typedef void (*NAME(decoder))(const Coded *, int64_t, int, float *);
 #define OF(FORMAT, format) [FORMAT] = NAME(decode_##format)
 static const NAME(decoder) NAME(decoders)[] = {ALL_FORMATS(OF)};
