@@ -1,0 +1,126 @@
+"""Linear layers from published bytes: every format against bfloat16, for one token, for eight and for 512.
+
+    python -m benchmarks.formats [--json] [--rounds 7] [--threads 2] [--mib 256]
+
+Random matrices of 2,048 x 2,048, as many as take ``--mib`` in bfloat16, so that a pass over them comes from memory and
+not from a cache. A round passes over each format in turn, so that other load on the machine hits all of them; what is
+told is the median of the rounds. ``share``: bytes of the weights per second, against reading the same bytes once with
+as many threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stowage import openmp
+
+openmp.wait_briefly()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks._report import describe_machine, median_spread, write_result  # noqa: E402
+from stowage.executor import kernels  # noqa: E402
+from stowage.weights.quantized.blocks import BlockMatrix  # noqa: E402
+from stowage.weights.quantized.formats import Spec  # noqa: E402
+
+SIDE = 2048
+ROWS = (1, 8, 512)
+SPECS = (
+    *(Spec(name, SIDE, SIDE) for name in ("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
+    Spec("fp8", SIDE, SIDE, 128, 128),
+    Spec("int4", SIDE, SIDE, 128, scale_dtype=torch.bfloat16),
+)
+
+
+def random_matrix(spec: Spec) -> BlockMatrix:
+    """Of bytes whose scales are numbers: what is computed takes as long whatever they are."""
+    parts = {}
+    for part, (shape, dtype) in spec.tensors().items():
+        if dtype.is_floating_point:
+            parts[part] = (torch.rand(shape) / 16).to(dtype)
+        else:
+            parts[part] = torch.randint(0, 48, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    return BlockMatrix(spec, parts, torch.bfloat16)
+
+
+def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
+    """For each format the bytes of its matrices, and what multiplies with all of them."""
+    count = max(1, (mib << 20) // (2 * SIDE * SIDE))
+    plain = [torch.randn(SIDE, SIDE).bfloat16() for _ in range(count)]
+    found: dict[str, tuple[int, Callable[[Tensor], None]]] = {
+        "bfloat16": (count * 2 * SIDE * SIDE, lambda x: _all(kernels.linear, x, plain))
+    }
+    for spec in SPECS:
+        matrices = [random_matrix(spec) for _ in range(count)]
+        found[spec.name] = (count * spec.nbytes, lambda x, own=matrices: _all(kernels.linear_blocks, x, own))
+    return found
+
+
+def _all(multiply: Callable[[Tensor, Any], Tensor], x: Tensor, matrices: Sequence[Any]) -> None:
+    for matrix in matrices:
+        multiply(x, matrix)
+
+
+def bytes_read_per_s(mib: int) -> float:
+    """Summing what lies in memory, with torch's threads."""
+    values = torch.ones(mib << 17, dtype=torch.int64)
+    values.sum()
+    taken = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        values.sum()
+        taken.append(time.perf_counter() - begin)
+    return values.nbytes / min(taken)
+
+
+def measure(rounds: int, mib: int) -> dict[str, object]:
+    found = passes(mib)
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for rows in ROWS:
+        x = torch.randn(rows, SIDE).bfloat16()
+        for turn in range(rounds + 1 if rows < 512 else min(rounds, 3)):
+            for name, (_, run) in found.items():
+                begin = time.perf_counter()
+                run(x)
+                if turn:
+                    seconds.setdefault((name, rows), []).append(time.perf_counter() - begin)
+    limit = bytes_read_per_s(mib)
+    table: dict[str, object] = {}
+    for name, (nbytes, _) in found.items():
+        spreads = {rows: median_spread(seconds[name, rows]) for rows in ROWS}
+        quicker = {rows: median_spread(seconds["bfloat16", rows]).median / spreads[rows].median for rows in ROWS}
+        share = nbytes / spreads[1].median / limit
+        table[name] = {"bytes": nbytes, "seconds": spreads, "times_bfloat16": quicker, "share_of_reading": share}
+    return {"read_bytes_per_s": limit, "formats": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    result = measure(args.rounds, args.mib)
+    path = write_result("formats", {"instructions": kernels.instructions(), "threads": args.threads, **result})
+    written = json.loads(path.read_text(encoding="utf-8"))
+    if args.json:
+        print(json.dumps(written, indent=2))
+        return
+    print(f"{describe_machine()['cpu']}, {written['instructions']}, {args.threads} threads\n")
+    print("| format | bits | one token: times bfloat16 | share of reading | eight | 512 |\n|---|---|---|---|---|---|")
+    weights = written["formats"]["bfloat16"]["bytes"] / 2
+    for name, row in written["formats"].items():
+        alone, eight, many = (row["times_bfloat16"][str(rows)] for rows in ROWS)
+        bits = 8 * row["bytes"] / weights
+        print(f"| {name} | {bits:.2f} | {alone:.2f} | {row['share_of_reading']:.0%} | {eight:.2f} | {many:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
