@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from stowage.errors import ConfigError
+from stowage.server.apis import completions
 from stowage.server.bridge import Bridge
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
@@ -192,7 +193,7 @@ def test_an_answer_that_nobody_takes_ends_and_others_go_on(engine) -> None:
     async def ask() -> None:
         holds = [Reservation(bridge.memory, "slow"), Reservation(bridge.memory, "good")]
         bodies = [json.dumps(asked | {"logprobs": 20}).encode(), json.dumps(asked | {"max_tokens": 600}).encode()]
-        asks = [await bridge.read(False, body, hold) for body, hold in zip(bodies, holds, strict=True)]
+        asks = [await bridge.read(completions.read, body, hold) for body, hold in zip(bodies, holds, strict=True)]
         slow, good = [await bridge.open(one, b"", hold) for one, hold in zip(asks, holds, strict=True)]
         tokens, peak = 0, 0
         async for _, delta in good.pieces():

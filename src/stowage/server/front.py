@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stowage.server.auth import ApiKeys, Tenant
 from stowage.server.bridge import Bridge
 from stowage.server.counts import CLIENT_LEFT, MESSAGES, Counts
-from stowage.server.refusal import ApiError, anthropic_body, bad, internal
-from stowage.server.stream import ClientLeft, Events, encoded, send_json
+from stowage.server.refusal import ApiError, anthropic_body, bad, internal, spelled
+from stowage.server.stream import ClientLeft, Events, send_json
 
 logger = logging.getLogger("stowage.server")
 OPEN_TO_ALL: Final = "/health"
@@ -126,7 +126,7 @@ class Front:
             await visit.events.fail(error)
         elif not visit.status:
             body = anthropic_body(error) if visit.route.startswith(MESSAGES) else error.body
-            await send_json(send, error.status, encoded(body), error.headers)
+            await send_json(send, error.status, spelled(body), error.headers)
 
     def _who(self, authorization: bytes | None, route: str, method: str) -> Tenant:
         tenant = self._keys.tenant(authorization, basic=route in FOR_BROWSERS and method in ("GET", "HEAD"))

@@ -40,7 +40,12 @@ class ApiError(RequestError):
 
     @property
     def encoded(self) -> bytes:
-        return json.dumps(self.body).encode("ascii")
+        return spelled(self.body)
+
+
+def spelled(body: Mapping[str, Any]) -> bytes:
+    """What an error is answered with, as JSON."""
+    return json.dumps(body).encode("ascii")
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.types import Message, Receive, Send
 
-from stowage.server.refusal import ApiError
+from stowage.server.refusal import ApiError, spelled
 
 T = TypeVar("T")
 DONE: Final = b"data: [DONE]\n\n"
@@ -86,7 +86,7 @@ class Events:
     async def fail(self, error: ApiError) -> None:
         """Tells a client that has its status already; without `[DONE]`, so that none takes the answer for whole."""
         name, value = self._failure(error)
-        await self._part(_event(name, encoded(value)), more=False)
+        await self._part(_event(name, spelled(value)), more=False)
 
     async def _part(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
