@@ -7,6 +7,7 @@ import typer
 
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import note, print_json, quiet_libraries
+from stowage.errors import ConfigError
 
 _FAMILIES = "llama, qwen3, gemma3, llama4, deepseek_v3, qwen3_next, nemotron_h, or another of docs/reference/models.md."
 
@@ -38,7 +39,10 @@ def tiny(
         hidden=hidden, layers=layers, vocab=vocab, heads=heads, kv_heads=kv_heads, context_tokens=context_tokens
     )
     quiet_libraries()
-    path = tiny_models.write(family, directory, size, seed=seed, dtype=dtype)
+    try:
+        path = tiny_models.write(family, directory, size, seed=seed, dtype=dtype)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}. Give a directory that can be.") from error
     if json:
         print_json({"family": family, "directory": str(path)})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ def config(family: str, size: TinySize | None = None, **overrides: Any) -> Any:
     if family in OUTER:
         return outer_config(OUTER[family], size or TinySize(), overrides)
     if row is None:
-        raise ConfigError(f"no tiny model of family {family!r}; choose one of: {', '.join([*TABLE, *OUTER])}")
+        near = difflib.get_close_matches(family, [*TABLE, *OUTER], n=5, cutoff=0.0)
+        raise ConfigError(
+            f"no tiny model of family {family!r}; docs/reference/models.md has all. Try {', '.join(near)}."
+        )
     kwargs = row.fields(size or TinySize()) | overrides
     return AutoConfig.for_model(row.model_type, **kwargs)
 
@@ -98,4 +102,6 @@ def write(
     if family in OUTER:
         as_published(path / "model.safetensors", OUTER[family])
     tokenizer(sizes.vocab).save_pretrained(path)
+    for file in path.glob("*.safetensors"):  # safetensors writes for its owner alone; the config says what others may
+        file.chmod((path / "config.json").stat().st_mode & 0o777)
     return path

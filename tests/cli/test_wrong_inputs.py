@@ -1,0 +1,127 @@
+"""Wrong inputs of all commands, one a line: exit status 2, what is wrong and what is right, in at most 400 characters.
+
+``DIR`` is a model's directory, ``NEW`` one that does not exist. None of them opens a model.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Stowage
+
+LONGEST = 400
+INPUTS = """
+run DIR
+run DIR -p x -n 0
+run DIR -p x -n -3
+run DIR -p x -n many
+run DIR -p x --temperature -1
+run DIR -p x --temperature nan
+run DIR -p x --top-p 2
+run DIR -p x --top-k -5
+run DIR -p x --kv-cache-memory 0
+run DIR -p x --kv-cache-memory -1GiB
+run DIR -p x --kv-cache-memory 5furlongs
+run DIR -p x --kv-cache-memory 200%
+run DIR -p x --host-memory lots
+run DIR -p x --disk nowhere
+run DIR -p x --disk :1GiB
+run DIR -p x --device gpu
+run DIR -p x --device cuda:99
+run DIR -p x --dtype int3
+run DIR -p x --block-size 0
+run DIR -p x --max-num-seqs 0
+run DIR -p x --adapter DIR
+run DIR -p x --chat-template DIR/none
+run DIR -p x --chat-template DIR
+run DIR -p x --raw --chat-template DIR/config.json
+run DIR --prompt-file DIR
+run DIR --prompt-file DIR/model.safetensors
+run DIR -p x --config DIR/config.json
+run DIR -p x --nonsense
+run DIR -p x --log-level loud
+run DIR -p x --log-format xml
+run DIR -p x --valkey nonsense
+run DIR -p x --object ftp://x
+run DIR -p x --disk-protection rot13
+run DIR -p x --disk-protection aes-256-gcm --disk NEW:1GiB
+run DIR -p x --disk NEW:1GiB --disk-protection keyed --disk-key-file DIR/config.json
+run DIR -p x --eviction-policy magic
+run DIR/none -p x
+run DIR/config.json -p x
+run NEW -p x
+run a/b/c/d -p x
+run ../../../nowhere -p x
+run ~nobody/model -p x
+chat DIR/none
+chat DIR --temperature -1
+serve DIR --port -1
+serve DIR --port abc
+serve DIR --host 999.1.1.1
+serve DIR --host 0.0.0.0
+serve DIR --api-key-file DIR/none
+serve DIR --api-key-file DIR
+serve DIR --adapter x
+serve DIR --max-queued-requests -1
+serve DIR --max-body-size 0
+serve DIR --shutdown-timeout-s -1
+serve DIR --tensor-parallel-size 2
+serve DIR --gpu-memory-utilization 0.9
+plan DIR/none
+plan DIR --device-memory x
+plan DIR --machine nowhere
+plan DIR --max-model-len 0
+plan DIR --max-num-seqs 0
+plan DIR/model.safetensors
+verify DIR/none
+verify --families nonsense
+verify
+pack DIR
+pack DIR/none NEW
+pack DIR NEW --bits 5
+pack DIR DIR
+tiny llama DIR
+tiny llama NEW --layers 0
+tiny llama NEW --hidden 0
+tiny llama NEW --hidden 7
+tiny llama NEW --vocab 1
+tiny llama NEW --dtype int8
+stats DIR
+stats DIR/none
+scrub DIR
+scrub DIR/none
+scrub DIR --rate x
+key new DIR
+key rotate DIR/none
+key rotate DIR/config.json
+key drop DIR/none 00
+key show DIR/none
+key show DIR/config.json
+simulate DIR/config.json
+simulate DIR/config.json --host-memory x
+simulate DIR
+top --interval 0
+top nonsense
+config nonsense
+tiny nonsense NEW
+tiny llama DIR/config.json/below
+"""
+
+
+@pytest.mark.parametrize("line", INPUTS.strip().splitlines())
+def test_a_wrong_input_is_told(line: str, call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_llama, directory)
+    result = call(*shlex.split(line.replace("DIR", str(directory)).replace("NEW", str(tmp_path / "new"))))
+    said = " ".join(result.stderr.replace("\u2502", " ").replace(str(tmp_path), "").split())
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (said, result.exception)
+    assert said and "Traceback" not in said and len(said) <= LONGEST, said
+
+
+def test_others_may_read_what_tiny_writes_as_they_may_read_other_files(tiny_llama: Path) -> None:
+    modes = {file.name: file.stat().st_mode for file in tiny_llama.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"], modes
