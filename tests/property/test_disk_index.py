@@ -42,6 +42,7 @@ def test_the_newest_record_that_is_left_is_found(events: list[tuple[object, ...]
     index = Index()
     model: dict[int, tuple[int, int]] = {}  # key -> segment, record number
     hit: set[int] = set()  # record numbers
+    ends: dict[int, int] = {}  # segment -> where its last chunk ends
     number = 0
     for event in events:
         match event:
@@ -52,13 +53,16 @@ def test_the_newest_record_that_is_left_is_found(events: list[tuple[object, ...]
                 for name, record in zip(names, numbers.tolist(), strict=True):
                     model[name] = (owner, record)
                 number += count
+                if count:
+                    ends[owner] = max(ends.get(owner, 0), number * PAGE_BYTES + number * 10)
             case ("drop", list(names)):
                 index.drop([KEYS[name] for name in names])
                 for name in names:
                     model.pop(name, None)
             case ("drop segment", int(segment)):
                 index.drop_segment(segment)
-                model = {name: place for name, place in model.items() if place[0] != segment}
+                ends.pop(segment, None)
+                model = {name: record for name, record in model.items() if record[0] != segment}
             case ("hit", list(names)):
                 index.mark_hits([KEYS[name] for name in names])
                 hit |= {model[name][1] for name in names if name in model}
@@ -68,7 +72,7 @@ def test_the_newest_record_that_is_left_is_found(events: list[tuple[object, ...]
                 if newest:
                     model.pop(name, None)
         index.check()
-    assert len(index) == len(model)
+    assert len(index) == len(model) and index.filled_bytes == sum(ends.values())
     found = index.find(KEYS)
     for name in range(8):
         segment, record = model.get(name, (-1, 0))

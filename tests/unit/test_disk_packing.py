@@ -55,6 +55,7 @@ def test_they_take_less_and_come_back_exactly(tmp_path: Path, method: Method, di
         assert client.load(KEYS, LENGTHS).ok.all()
         stats = client.stats()
         assert stats["packed"] == 5 and stats["packed_bytes_saved"] > 0.3 * (sum(LENGTHS) - 1002) - 5 * PAGE_BYTES
+        assert 0 < stats["bytes_filled"] < sum(LENGTHS) < stats["bytes_used"], "as they lie there"
         assert stats["write_bytes"] < 0.71 * sum(LENGTHS)
         client.check()
     assert used_bytes(tmp_path / "c") < 0.72 * sum(LENGTHS)

@@ -136,7 +136,8 @@ class Index:
                     keys, fields = keys[found == copied_from], fields[found == copied_from]
                 if len(keys):
                     self._rows.insert(segment, self._extents_of.setdefault(segment, []), keys, fields)
-                    end = int((fields["page"] * np.int64(PAGE_BYTES) + fields["length"]).max())
+                    there = _found(np.full(len(fields), segment, np.int64), fields)
+                    end = int((there.offsets + there.lengths).max())
                     self._ends[segment] = max(end, self._ends.get(segment, 0))
 
     def mark_hits(self, keys: list[bytes]) -> None:
