@@ -156,9 +156,9 @@ WRONG_CHAT = [
     ("messages[0].content", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     ("messages[1].colour", {"messages": [*USER, {"role": "user", "content": "x", "colour": 1}]}, "Unrecognized"),
     (
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function",
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "not supported",
+        "must give",
     ),
     ("tools[0].function", {"tools": [{"type": "function"}]}, "must give"),
     ("tools[0].type", {"tools": [{"type": "web_search"}]}, "only 'function'"),
