@@ -34,8 +34,10 @@ def only(name: str) -> Spoil:
     [
         (lambda path: (path / "tokenizer.json").write_text("{}"), ("run", "DIR", "-p", "x"), ["Download tokenizer"]),
         (lambda path: with_config(path, hidden_size=65), ("run", "DIR", "-p", "x"), ["config.json", "multiple"]),
-        (only("model.gguf"), ("run", "DIR", "-p", "x"), ["GGUF", "Hugging Face checkpoint"]),
-        (only("model.gguf"), ("run", "DIR/model.gguf", "-p", "x"), ["GGUF", "Hugging Face checkpoint"]),
+        (only("model.gguf"), ("run", "DIR", "-p", "x"), ["no whole GGUF file", "download it again"]),
+        (only("model.gguf"), ("run", "DIR/model.gguf", "-p", "x"), ["no whole GGUF file", "download it again"]),
+        (only("model.gguf"), ("plan", "DIR/model.gguf"), ["no whole GGUF file", "download it again"]),
+        (None, ("run", "DIR/other.gguf", "-p", "x"), ["does not exist", "hf download NAME FILE.gguf"]),
         (only("adapter_config.json"), ("plan", "DIR"), ["hf download NAME config.json"]),
         (None, ("run", "DIR", "-p", "x", "--device", "mps"), ["built without mps", "Use cpu"]),
         (None, ("run", "DIR", "-p", "x", "--kv-cache-memory", "4000TiB"), ["cannot be had", "--kv-cache-memory"]),

@@ -26,6 +26,7 @@ from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
 from stowage.evaluation import runs
 from stowage.models import hub, layout, loading
+from stowage.models.directory import check_files, has_tokenizer, part_of
 from stowage.weights.quantized.codes import FORMS, GROUPS
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, marked
 
@@ -84,8 +85,8 @@ def pack(
     if directory.exists() or directory.is_symlink():
         raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
     source = hub.find(model)
-    files = loading.check_files(source)
-    text = loading.part_of(source)
+    files = check_files(source)
+    text = part_of(source)
     layout.refuse_unsupported(text.config)
     _refuse_quantized(source, text.config)
     from stowage.weights.quantized import writer
@@ -223,7 +224,7 @@ def refuse_lossy(directory: Path, found: Perplexity) -> None:
 
 def reads_text(model: str) -> bool:
     """Whether ``model`` has a tokenizer, without which no text can be scored. Raises CheckpointError."""
-    return loading.has_tokenizer(hub.find(model))
+    return has_tokenizer(hub.find(model))
 
 
 def perplexity(

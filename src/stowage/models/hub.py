@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stowage.errors import CheckpointError, first_line
 
-__all__ = ["find", "no_gguf"]
+__all__ = ["find"]
 
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _REASON_CHARACTERS = 200
@@ -17,7 +17,7 @@ _REASON_CHARACTERS = 200
 
 def find(name: str) -> Path:
     """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
-    ``HF_HUB_OFFLINE`` are honoured).
+    ``HF_HUB_OFFLINE`` are honoured); or the GGUF file that is named.
     """
     try:
         path = Path(name).expanduser()
@@ -26,10 +26,14 @@ def find(name: str) -> Path:
         raise CheckpointError(f"{name[:200]!r} names no directory: {str(error)[:200]}.") from error
     if is_directory:
         return path
-    if path.suffix == ".gguf":
-        raise CheckpointError(no_gguf(path))
+    if exists and path.suffix == ".gguf":
+        return path
     if exists:
-        raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
+        raise CheckpointError(
+            f"{name} is a file, and no GGUF file; give the directory that holds config.json and the safetensors files."
+        )
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{name} does not exist. Give a GGUF file: hf download NAME FILE.gguf --local-dir DIR")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise CheckpointError(
             f"{name} does not exist. Give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B."
@@ -56,11 +60,3 @@ def _download(name: str) -> Path:
             f"{name!r} is no directory here, and the hub did not give it: {why} A tiny model to try with: stowage tiny "
             "llama ./tiny"
         ) from error
-
-
-def no_gguf(path: Path) -> str:
-    """What is said of such a file."""
-    return (
-        f"{path} is a GGUF file, which is not read here. Give the Hugging Face checkpoint that it was made from: a hub "
-        "id, or a directory with config.json and safetensors files."
-    )

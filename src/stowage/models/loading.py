@@ -7,26 +7,26 @@ gap with random numbers and answer.
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
-from stowage.models import adapters, compat, identity, layout
-from stowage.models.hub import find, no_gguf
-from stowage.models.multimodal import TextPart, as_plain, load_with, text_model, text_part
+from stowage.models import compat, identity, layout
+from stowage.models.directory import check_files, config_of, load_tokenizer, part_of
+from stowage.models.hub import find
+from stowage.models.multimodal import TextPart, as_plain, class_of, load_with, text_model, text_part
 from stowage.models.whole import towers, trial_inputs, whole_part
 
 if TYPE_CHECKING:
+    from stowage.weights.checkpoint import Span
     from stowage.weights.loading import Budget
+    from stowage.weights.quantized.published import Plan
     from stowage.weights.source import WeightSource
 
-logger = logging.getLogger("stowage.models")
-_REASON_CHARACTERS = 200
 _UNCALLED_MOST = 5
 """How often a model is loaded to find out which modules must be resident."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -74,23 +74,27 @@ def load(
     compat.warn_if_untested()
     if not isinstance(model, str | Path):
         return _in_memory(model, tokenizer, budget, device, whole)
+    from stowage.models.gguf import checkpoint as gguf_file
+    from stowage.weights.quantized.published import fill
+
     directory = find(str(model))
-    files = check_files(directory)
-    if whole:
-        part = whole_part(directory, _config_of(directory / "config.json"), model_class)
+    if (gguf := gguf_file.file_in(directory)) is not None:
+        found = _of_gguf(gguf, dtype, options or {}, model_class)
     else:
-        part = part_of(directory)
+        found = _of_directory(directory, dtype, options or {}, model_class, whole)
+    part = found.part
+    if not whole:
         layout.refuse_unsupported(part.config)
-    files = _packed_files(directory, part.config, files)
-    build = partial(load_model, directory, part, dtype, options or {})
-    name = identity.of_checkpoint(directory, [directory / "config.json", *files])
+    name = identity.of_checkpoint(found.named[0].parent, found.named)
     if budget is None:
-        built, source = build(), None
+        built, source = found.build(), None
+        if found.places:
+            fill(built, found.files, found.places)
         built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
     else:
-        built, source = _placed(files, build, budget(part.config), name)
+        built, source = _placed(found, budget(part.config), name)
     try:
-        reads = tokenizer if tokenizer or whole else _load_tokenizer(directory)
+        reads = tokenizer if tokenizer or whole else found.tokenizer()
         return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders, renamed=part.renamed)
     except BaseException:
         if source is not None:
@@ -98,7 +102,42 @@ def load(
         raise
 
 
-def _placed(files: list[Path], build: Callable[[], Any], budget: Budget, name: str) -> tuple[Any, WeightSource]:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that was looked at. ``files`` hold the weights, ``named`` is what its identity is made of;
+    ``places``: of parameters that stay as they lie in ``files``.
+    """
+
+    part: TextPart
+    files: Sequence[Path]
+    named: Sequence[Path]
+    build: Callable[[], Any]
+    tokenizer: Callable[[], Any]
+    places: Mapping[str, Sequence[Span]] | None = None
+
+
+def _of_directory(directory: Path, dtype: str, options: Mapping[str, Any], model_class: Any, whole: bool) -> _Found:
+    files = check_files(directory)
+    part = whole_part(directory, config_of(directory / "config.json"), model_class) if whole else part_of(directory)
+    files = _packed_files(directory, part.config, files)
+    build = partial(load_model, directory, part, dtype, options)
+    return _Found(part, files, [directory / "config.json", *files], build, partial(load_tokenizer, directory))
+
+
+def _of_gguf(path: Path, dtype: str, options: Mapping[str, Any], model_class: Any) -> _Found:
+    from stowage.models.gguf.checkpoint import open_gguf
+
+    found = open_gguf(path)
+    if model_class is not None and getattr(model_class, "__name__", model_class) not in found.classes:
+        raise ConfigError(f"model_class={model_class!r}: a GGUF file is loaded as {' or '.join(found.classes)}.")
+    stated = str(found.config.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    plan = found.plan(stated)
+    part = TextPart(found.config)
+    build = partial(load_planned, path, part, plan, stated, options)
+    return _Found(part, found.paths, found.paths, lambda: found.finish(build()), found.tokenizer, plan.places)
+
+
+def _placed(found: _Found, budget: Budget, name: str) -> tuple[Any, WeightSource]:
     """The model within ``budget``. Modules whose weights are used without calling them are found by trying, one at a
     time, and stay resident.
     """
@@ -107,7 +146,7 @@ def _placed(files: list[Path], build: Callable[[], Any], budget: Budget, name: s
     from stowage.weights.source import UncalledError
 
     for left in reversed(range(_UNCALLED_MOST)):
-        built, source = load_within(files, build, budget)
+        built, source = load_within(found.files, found.build, budget, found.places)
         try:
             _name(source, name, built)
             return built, source
@@ -170,71 +209,6 @@ def _name(source: WeightSource, name: str, model: Any) -> None:
     model.stowage = source
 
 
-def check_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, after checking that all are there and that each is as long as its header
-    says.
-    """
-    if adapters.is_adapter(directory):
-        raise CheckpointError(
-            f"{directory} is an adapter, which goes on top of a model. Give that model, and the adapter to it: "
-            f"stowage run MODEL --adapter {directory}, or adapter={str(directory)!r} in Python."
-        )
-    if not (directory / "config.json").is_file():
-        if gguf := next(directory.glob("*.gguf"), None):
-            raise CheckpointError(no_gguf(gguf))
-        raise CheckpointError(
-            f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short."
-        )
-    if (directory / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{directory} holds an adapter beside a model, and Transformers may put it on top of other weights. "
-            "Move adapter_config.json and adapter_model.safetensors to a directory of their own, and give it with "
-            "--adapter; or merge it into the model."
-        )
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [directory / _plain(name) for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
-    else:
-        files = sorted(directory.glob("model*.safetensors"))
-    if not files:
-        old = sorted(p.name for p in directory.glob("*.bin"))
-        if old:
-            raise CheckpointError(
-                f"{directory} holds only {old[0]}, a pickle, which can run code when it is opened and is refused. "
-                "Convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
-            )
-        raise CheckpointError(
-            f"{directory} holds no model*.safetensors file: its download was cut short, or the weights are elsewhere."
-        )
-    for path in files:
-        _check_inside(path, directory)
-        _check_file(path)
-    return files
-
-
-def _plain(name: str) -> str:
-    """The name of a file in the checkpoint's directory, or below it."""
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
-        raise ValueError(f"{name!r} is no name of a safetensors file in this directory")
-    return name
-
-
-def _check_inside(path: Path, directory: Path) -> None:
-    """A link may lead to another place in the directory, or, in the hub's cache, to where that keeps the files."""
-    home, target = directory.resolve(), path.resolve()
-    roots = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-    if not any(target.is_relative_to(root) for root in roots):
-        raise CheckpointError(
-            f"{path} is a link that leads out of the checkpoint's directory, to {target}. Only the hub's own cache may "
-            "have such links: copy the file, or give the directory in which it lies."
-        )
-
-
 def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]:
     """Those of ``files`` that hold the weights: packed ones if the config says so. Raises CheckpointError."""
     from stowage.weights.quantized import modules
@@ -251,64 +225,6 @@ def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]
             "config.json that stowage pack wrote."
         )
     return files
-
-
-def _check_file(path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; download the checkpoint again.")
-    try:
-        with safe_open(path, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
-
-
-def part_of(path: Path) -> TextPart:
-    """What the checkpoint in that directory, or of that config file, is run as. Raises CheckpointError."""
-    return text_part(_config_of(path / "config.json" if path.is_dir() else path))
-
-
-def _config_of(file: Path) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-        found = _config_of_architecture(file)
-        if found is not None:
-            return found
-        why = str(error)
-        if isinstance(error, StrictDataclassError):  # what was found is its last line
-            why = " ".join(why.split())[-_REASON_CHARACTERS:]
-        raise CheckpointError(f"{file} is not a config that Transformers understands: {why}") from error
-
-
-def _config_of_architecture(file: Path) -> Any:
-    """The config of a checkpoint whose type Transformers does not know, while it has the class of model that the config
-    names (Kimi-K2 is a ``DeepseekV3ForCausalLM``); ``None`` if it has not.
-    """
-    import transformers
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-        (architecture,) = entries["architectures"]
-        if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            return None
-        config_class = getattr(transformers, architecture).config_class
-        logger.warning(
-            "Transformers does not know the model type %r; the model is run as a %s, as its config.json says. Compare "
-            "an answer with one that you trust.",
-            entries.get("model_type"),
-            architecture,
-        )
-        return config_class(**{k: v for k, v in entries.items() if k not in ("model_type", "auto_map")})
-    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError):
-        return None
 
 
 def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str, Any]) -> Any:
@@ -336,9 +252,40 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
             )
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
-    complaints = ["missing_keys", "mismatched_keys", "error_msgs"]
-    if modules.marked(part.config):
-        complaints.append("unexpected_keys")  # it was written for this very model
+    _refuse_incomplete(directory, part, model, report, strict=bool(modules.marked(part.config)))
+    return as_plain(model, part).eval()
+
+
+def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Mapping[str, Any]) -> Any:
+    """The model of ``plan``, which is in the file or directory ``path``: of what is kept there, it has no values.
+
+    Raises CheckpointError.
+    """
+    import torch
+
+    from stowage.weights.quantized import published
+
+    config = copy.deepcopy(part.config)
+    config.quantization_config = published.mark(plan)
+    try:
+        model, report = class_of(part).from_pretrained(
+            None,
+            config=config,
+            state_dict=plan.state(),
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"Transformers could not load {path}: {error}") from error
+    _refuse_incomplete(path, part, model, report, strict=True)
+    del model.config.quantization_config
+    return as_plain(model, part).eval()
+
+
+def _refuse_incomplete(directory: Path, part: TextPart, model: Any, report: Any, *, strict: bool) -> None:
+    """``strict``: the checkpoint was written for this very model, and has no other weights."""
+    complaints = ["missing_keys", "mismatched_keys", "error_msgs", *["unexpected_keys"] * strict]
     for what in complaints:
         if report.get(what):
             first = sorted(map(str, report[what]))[0]
@@ -348,31 +295,6 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
                 f"{found}Such weights would be random numbers; download the checkpoint again"
                 f"{f', {another}{type(model).__name__}' if another else ''}."
             )
-    return as_plain(model, part).eval()
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether the checkpoint there reads text."""
-    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not has_tokenizer(directory):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        apart = directory / "chat_template.json"  # where processors of pictures and text have it
-        if not tokenizer.chat_template and apart.is_file():
-            tokenizer.chat_template = json.loads(apart.read_text(encoding="utf-8"))["chat_template"]
-        return tokenizer
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        why = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:_REASON_CHARACTERS]
-        raise CheckpointError(
-            f"the tokenizer in {directory} cannot be loaded: {why}. Download tokenizer.json and tokenizer_config.json "
-            "again."
-        ) from error
 
 
 def eos_ids(model: Any) -> frozenset[int]:

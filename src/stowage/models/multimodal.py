@@ -115,6 +115,15 @@ def load_with(part: TextPart) -> Any:
     return type(name, (base,), own)
 
 
+def class_of(part: TextPart) -> Any:
+    """The same, as the very class, which can be built of tensors without a directory."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = load_with(part)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(part.config)] if found is AutoModelForCausalLM else found
+
+
 def as_plain(model: Any, part: TextPart) -> Any:
     """``model`` as an object of Transformers' own class, which is saved as that class saves."""
     if part.outer:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError
@@ -31,6 +31,9 @@ from stowage.planner.shapes import (
     Model,
 )
 
+if TYPE_CHECKING:
+    from stowage.weights.quantized.published import Plan
+
 HEADER_BYTES_MAX = 100_000_000
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _OTHERS = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F4": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -46,8 +49,8 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.|(?:moe|^mlp)\.(?:in|out)put_linear\.")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One entry of a header. ``nbytes``: in the file. ``packed``: how many weights `stowage pack` put into it; 0 for a
-    tensor of any other kind.
+    """One entry of a header. ``nbytes``: in the file. ``packed``: how many weights are in it where its shape does not
+    say so; 0 for a tensor of any other kind.
     """
 
     name: str
@@ -118,6 +121,13 @@ def read_tensors(directory: Path) -> list[Tensor]:
     """All tensors of the language model in a checkpoint; empty where no weights are there."""
     found = [tensor for path in find_files(directory) for tensor in read_header(path)]
     return [t for t in found if not any(part in t.name for part in _NOT_TEXT)]
+
+
+def of_plan(plan: Plan) -> list[Tensor]:
+    """The parameters of a model that is computed from as it was published."""
+    kept = [Tensor(path, "U8", (1, one.nbytes), one.nbytes, one.elements) for path, one in plan.kept.items()]
+    values = [Tensor(path, "U8", tuple(v.shape), v.nbytes, v.numel()) for path, v in plan.values.items()]
+    return kept + values
 
 
 @dataclass(slots=True)

@@ -30,9 +30,12 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
 
     Raises ``CheckpointError``, ``UnsupportedModelError``, ``ConfigError``.
     """
+    from stowage.models.directory import part_of
     from stowage.models.layout import refuse_unsupported
-    from stowage.models.loading import part_of
 
+    gguf = _gguf(Path(path).expanduser(), dtype)
+    if gguf is not None:
+        return gguf
     file = config_file(path)
     fields, directory = read_config(file), Path(path).expanduser()
     chosen = run_dtype(fields.dtype, dtype)
@@ -50,6 +53,21 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
         note = f"the checkpoint is packed ({fields.packed_as}); it is planned as unpacked to {chosen}."
         return replace(model, notes=(note,))
     return headers.measured(model, tensors, stored) if tensors else model
+
+
+def _gguf(path: Path, dtype: str) -> Model | None:
+    """The model in a GGUF file, or in a directory with one; ``None`` where there is none."""
+    from stowage.models.gguf.checkpoint import file_in, open_gguf
+    from stowage.models.layout import refuse_unsupported
+
+    file = file_in(path)
+    if file is None:
+        return None
+    found = open_gguf(file)
+    refuse_unsupported(found.config)
+    chosen = run_dtype(str(found.config.dtype).removeprefix("torch."), dtype)
+    plan = found.plan(chosen)
+    return headers.measured(shape(found.config, chosen), headers.of_plan(plan))
 
 
 def shape(config: Any, dtype: str) -> Model:

@@ -159,7 +159,7 @@ class Placements:
         self.model, self.machine, self.workload = model, machine, workload
         self.order = spread_order(len(model.layers))
         self.filled = [0, *accumulate(model.layers[at].total_bytes for at in self.order)]
-        table = model.vocab * model.hidden * model.item_bytes if model.tied else 0
+        table = model.embedding_bytes * model.vocab * model.hidden // max(1, model.embedding) if model.tied else 0
         self.head_bytes = table + model.head_bytes
         self.embedding_bytes = model.embedding_bytes - table
         self.kv_bytes = workload.batch * model.sequence_bytes(workload.context_tokens, BLOCK_TOKENS)

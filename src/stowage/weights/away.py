@@ -111,8 +111,8 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOS
     """A tensor on ``device`` that takes no memory, for a parameter that is away: NaN, or bytes of ones, which as scales
     of packed weights are NaN. Raises UnsupportedModelError for other whole numbers.
     """
-    if dtype is torch.uint8:
-        return torch.full((1,), 0xFF, dtype=dtype, device=device).expand(tuple(shape))
+    if dtype is torch.uint8 or dtype is torch.int32:  # bytes, or words of codes whose scales are away too
+        return torch.full((1,), 0xFF if dtype is torch.uint8 else -1, dtype=dtype, device=device).expand(tuple(shape))
     if not dtype.is_floating_point:
         raise UnsupportedModelError(
             f"a weight of type {dtype} has no value that says it is away, so it cannot be offloaded: keep its module "

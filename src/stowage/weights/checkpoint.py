@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
 from stowage.weights.file import File, mark_of
+from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 
-__all__ = ["PAGE_BYTES", "Checkpoint", "File", "Segment", "mark_of"]
+__all__ = ["PAGE_BYTES", "Checkpoint", "File", "Segment", "Span", "mark_of", "read_segments"]
 
 _HEADER_BYTES_MAX: Final = 100 << 20
 
@@ -33,8 +37,19 @@ class Segment:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``length`` bytes of the file at ``path``, from ``offset`` on."""
+
+    path: Path
+    offset: int
+    length: int
+
+
 class Checkpoint:
-    """The safetensors ``files`` of one model. Raises CheckpointError for a file that cannot be read or is damaged."""
+    """The safetensors ``files`` of one model, or GGUF files, which were checked before and whose tensors are of no
+    interest here. Raises CheckpointError for a file that cannot be read or is damaged.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.files: list[File] = []
@@ -52,6 +67,14 @@ class Checkpoint:
         for file in self.files:
             file.close()
         self.files = []
+
+    def segments(self, places: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Segment, ...]]:
+        """The same, of the open files."""
+        files = {file.path: file for file in self.files}
+        return {
+            name: tuple(Segment(files[span.path], span.offset, span.length) for span in spans)
+            for name, spans in places.items()
+        }
 
     def mapped_at(self, address: int, length: int, mappings: Sequence[tuple[int, int, int, int]]) -> Segment | None:
         """The bytes of a file that lie at ``address`` in one of ``mappings`` (begin, end, offset, inode)."""
@@ -76,7 +99,26 @@ class Checkpoint:
         return found
 
 
+def read_segments(segments: Sequence[Segment], into: Tensor) -> Tensor:
+    """``into``, which has as many bytes, filled with them, end to end. Raises CheckpointError."""
+    raw, at = into.view(-1).view(torch.uint8).numpy().data, 0
+    for segment in segments:
+        done = 0
+        while done < segment.length:
+            try:
+                count = os.preadv(segment.file.fd, [raw[at + done : at + segment.length]], segment.offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{segment.file.path} cannot be read: {error.strerror}.") from error
+            if not count:
+                raise CheckpointError(f"{segment.file.path} is shorter than it was; download the checkpoint again.")
+            done += count
+        at += segment.length
+    return into
+
+
 def _tensors(file: File) -> dict[str, Segment]:
+    if os.pread(file.fd, len(MAGIC), 0) == MAGIC:
+        return {}
     try:
         length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
         if not 2 <= length <= min(_HEADER_BYTES_MAX, file.length - 8):

@@ -48,9 +48,13 @@ class Unit:
 
 def divide(model: Any) -> list[Unit]:
     """The units of ``model`` in the order of its modules. Layers that share a parameter each have it; an embedding
-    whose table another unit has is no unit.
+    whose table another unit has is no unit. ``model.made_parameters``, where it has such: names of those that lie in no
+    file as they are (norms and biases of a published checkpoint), which stay in memory.
     """
-    units = [unit for unit in _units("", model) if unit.parameters]
+    units, made = list(_units("", model)), getattr(model, "made_parameters", ())
+    for unit in units:
+        unit.parameters = {name: p for name, p in unit.parameters.items() if name not in made}
+    units = [unit for unit in units if unit.parameters]
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     whole = {id(_named(model, tied.get(name, name))) for unit in units if not unit.rows for name in unit.parameters}
     for unit in units:
@@ -150,6 +154,8 @@ def looks_up(module: nn.Embedding) -> bool:
     """
     if module.max_norm is not None:
         return False
+    if (known := getattr(type(module), "looks_up", None)) is not None:  # its table is packed, and was tried before
+        return bool(known)
     if type(module).forward is nn.Embedding.forward:
         return True
     trial = copy.copy(module)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from stowage.errors import UnsupportedModelError
 from stowage.weights.away import absent
 from stowage.weights.building import Building
-from stowage.weights.checkpoint import Checkpoint
+from stowage.weights.checkpoint import Checkpoint, Segment, Span, read_segments
 from stowage.weights.delivery import HOST, Load
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
-from stowage.weights.parameter_location import ParameterLocation, as_bytes, copy_of, phase_of
+from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, copy_of, phase_of
 from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, place
 from stowage.weights.quantized.codes import form_of, workspace_bytes
 from stowage.weights.quantized.modules import packed_forms
@@ -52,14 +52,17 @@ class Budget:
         return self.carrier.device if self.carrier is not None else HOST
 
 
-def load(files: Sequence[Path], build: Callable[[], Any], budget: Budget) -> tuple[Any, WeightSource]:
+def load(
+    files: Sequence[Path], build: Callable[[], Any], budget: Budget, places: Mapping[str, Sequence[Span]] | None = None
+) -> tuple[Any, WeightSource]:
     """``build`` loads the model from ``files``, with Transformers; it is returned with the source of its weights.
+    ``places``: of parameters that stay as they lie in ``files``, by name; the model need not have their values.
 
     Raises BudgetError, ConfigError, CheckpointError, StorageError,
     UnsupportedModelError, and whatever ``build`` raises.
     """
     checkpoint = Checkpoint(files)
-    loading = _Loading(checkpoint, budget)
+    loading = _Loading(checkpoint, budget, checkpoint.segments(places or {}))
     try:
         model = loading.build(build)
         return model, loading.finish(model)
@@ -69,9 +72,9 @@ def load(files: Sequence[Path], build: Callable[[], Any], budget: Budget) -> tup
 
 
 class _Loading(Building):
-    def __init__(self, checkpoint: Checkpoint, budget: Budget) -> None:
+    def __init__(self, checkpoint: Checkpoint, budget: Budget, places: Mapping[str, tuple[Segment, ...]]) -> None:
         super().__init__(checkpoint)
-        self.budget = budget
+        self.budget, self.places = budget, places
         self.image: Image | None = None
         self.host_buffers = HostBuffers()
         self.held: set[str] = set()
@@ -104,19 +107,37 @@ class _Loading(Building):
         """
         delivery = self.deliveries.get(path, Delivery.RESIDENT)
         values = parameter.detach()
-        _refuse_wrapped(path, values)
+        segments = self.places.get(path, ())
+        if not segments:
+            _refuse_wrapped(path, values)
+        stays = bool(segments) and not self._held_in_memory(path, delivery, segments)
+        if segments and not stays:
+            values = read_segments(segments, torch.empty(values.shape, dtype=values.dtype))
         if delivery is Delivery.RESIDENT:
-            return nn.Parameter(copy_of(values).to(self.budget.device), parameter.requires_grad)
-        values = values.contiguous()
-        location = self._location(path, values, delivery)
+            values = values if segments else copy_of(values)
+            return nn.Parameter(values.to(self.budget.device), parameter.requires_grad)
+        if stays:
+            phase = segments[0].offset % ALIGNED_BYTES if len(segments) == 1 else 0
+            location = ParameterLocation(tuple(values.shape), values.dtype, segments, phase=phase)
+        else:
+            location = self._location(path, values.contiguous(), delivery, read=bool(segments))
         stand_in = nn.Parameter(absent(location.shape, location.dtype, self.budget.device), parameter.requires_grad)
         self.locations[id(stand_in)] = location
         return stand_in
 
-    def _location(self, path: str, values: Tensor, delivery: Delivery) -> ParameterLocation:
+    def _held_in_memory(self, path: str, delivery: Delivery, segments: Sequence[Segment]) -> bool:
+        """Whether a parameter that lies in ``segments`` is read now, once. What is mapped must lie in one of them."""
+        crosses = self.budget.carrier is not None and (delivery.on_host or path in self.held)
+        mapped = delivery is Delivery.MAPPED and len(segments) == 1
+        return crosses or delivery is Delivery.RESIDENT or (delivery.on_host and not mapped)
+
+    def _location(self, path: str, values: Tensor, delivery: Delivery, *, read: bool) -> ParameterLocation:
+        """``read``: the values have memory of their own already."""
         shape, dtype, phase = tuple(values.shape), values.dtype, phase_of(values)
         if self.budget.carrier is not None and (delivery.on_host or path in self.held):
             return ParameterLocation(shape, dtype, host=self.host_buffers.keep(values))
+        if read:
+            return ParameterLocation(shape, dtype, host=values, phase=phase)
         if delivery is Delivery.PREFETCH:
             return ParameterLocation(shape, dtype, host=copy_of(values), phase=phase)
         location = ParameterLocation(shape, dtype, tuple(self.locator.find(path, as_bytes(values)) or ()), phase=phase)
@@ -177,13 +198,17 @@ def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
     owners = {id(p): (load, name) for load in loads for name, p in load.unit.parameters.items()}
     own = {id(load.unit.module) for load in loads}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and id(module) not in own and id(module.weight) in owners:
-            load, parameter_name = owners[id(module.weight)]
+        if not isinstance(module, nn.Embedding) or id(module) in own:
+            continue
+        for kind, table in module.named_parameters(recurse=False):
+            if id(table) not in owners:
+                continue
+            load, parameter_name = owners[id(table)]
             location = load.locations[parameter_name]
             delivery = load.delivery
             if delivery.rings and looks_up(module) and len(location.segments) <= 1:
                 delivery = Delivery.ROWS
-            path, (table,) = f"{name}.weight", module.parameters(recurse=False)
+            path = f"{name}.{kind}"
             yield Load(Unit(name, module, {path: table}, rows=True), delivery, {path: location})
 
 

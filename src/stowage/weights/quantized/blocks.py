@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,16 @@ from torch import Tensor, nn
 from stowage.weights.quantized.codes import PackedMatrix
 from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantized, outputs_of
 
-__all__ = ["BlockLinear", "BlockMatrix", "BlockStack", "parameter_names", "put_linear", "put_stacks"]
+__all__ = [
+    "BlockLinear",
+    "BlockMatrix",
+    "BlockStack",
+    "in_halves",
+    "parameter_names",
+    "put_linear",
+    "put_matrix",
+    "put_stacks",
+]
 
 _TILE_ELEMENTS: Final = 1 << 19
 
@@ -60,6 +70,19 @@ class BlockMatrix(PackedMatrix):
             out[..., begin:end] = product(x, self._values(begin, end, x.dtype))
         return out if bias is None else out.add_(bias)
 
+    def int8_parts(self) -> None:
+        """It is in no form of ours."""
+
+    def int4_parts(self) -> None:
+        """It is in no form of ours."""
+
+    @torch.no_grad()
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` (any shape): (..., inputs). Of a format of one tensor, which may have some rows only."""
+        rows = self.parts[""][ids.reshape(-1)]
+        values = dequantized(replace(self.spec, outputs=len(rows)), {"": rows}, self.values_dtype)
+        return values.view(*ids.shape, self.spec.inputs)
+
     @torch.no_grad()
     def unpacked(self) -> Tensor:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
@@ -80,11 +103,13 @@ class BlockMatrix(PackedMatrix):
 
 
 class BlockLinear(nn.Module):
-    """A linear layer whose weight is the tensors of ``spec``."""
+    """A linear layer whose weight is the tensors of ``spec``. ``heads``: of whose outputs the two halves are
+    interleaved, as llama.cpp rotates them, and come out one half after the other. 0: they come out as they are.
+    """
 
-    def __init__(self, spec: Spec, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+    def __init__(self, spec: Spec, bias: nn.Parameter | None, dtype: torch.dtype, heads: int = 0) -> None:
         super().__init__()
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self.heads = spec, dtype, heads
         self.in_features, self.out_features = spec.inputs, spec.outputs
         self._names = parameter_names(spec)
         _register(self, spec, "", ())
@@ -93,7 +118,10 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         matrix: Any = self.matrix  # a mode of torch that has its own product is asked first
-        return nn.functional.linear(x, matrix, self._parameters["bias"])
+        out = nn.functional.linear(x, matrix, self._parameters["bias"])
+        if not self.heads:
+            return out
+        return out.reshape(*out.shape[:-1], self.heads, -1, 2).transpose(-1, -2).reshape(out.shape)
 
     @property
     def matrix(self) -> BlockMatrix:
@@ -102,7 +130,7 @@ class BlockLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """As numbers, in memory of their own: for code that does more with them than a linear layer does."""
-        return self.matrix.unpacked()
+        return in_halves(self.matrix.unpacked(), self.heads)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.spec.name}"
@@ -121,13 +149,38 @@ class BlockStack:
         return BlockMatrix(self.spec, own, self.dtype, self.transposed)
 
 
-def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype) -> BlockLinear:
+def in_halves(values: Tensor, heads: int) -> Tensor:
+    """Rows (outputs, inputs) of ``heads`` whose halves were interleaved, one half after the other. 0: as they are."""
+    if not heads:
+        return values
+    return values.reshape(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+
+
+def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype, heads: int = 0) -> BlockLinear:
     """A layer of ``spec``, without values yet, in the place of the linear layer at ``path``; values in ``dtype``."""
     parent, _, own = path.rpartition(".")
     plain: Any = model.get_submodule(path)
-    layer = BlockLinear(spec, plain.bias, dtype)
+    layer = BlockLinear(spec, plain.bias, dtype, heads)
     setattr(model.get_submodule(parent), own, layer)
     return layer
+
+
+def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool = False) -> None:
+    """Parameters of ``spec``, without values yet, in the place of parameter ``own`` of a module of any other kind: an
+    embedding (``looks_up``: it computes with rows of its table, and with nothing else), a router.
+    """
+    delattr(module, own)
+    _register(module, spec, "", ())
+    module._is_hf_initialized = True  # type: ignore[assignment]  # see above
+    plain: Any = type(module)
+    module.__class__ = _with_matrix(plain, own, spec, dtype, looks_up)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_matrix(plain: Any, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool) -> type[nn.Module]:
+    names = parameter_names(spec)
+    matrix = property(lambda self: BlockMatrix(spec, _parts(self, names), dtype))
+    return type(f"Block{plain.__name__}", (plain,), {own: matrix, "looks_up": looks_up})
 
 
 def put_stacks(module: nn.Module, stacks: Mapping[str, tuple[Spec, bool]], dtype: torch.dtype) -> None:
@@ -150,7 +203,7 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, tuple[
         return property(lambda self: BlockStack(spec, _parts(self, names), dtype, transposed))
 
     members: dict[str, Any] = {own: stack_of(own, *how) for own, how in stacks}
-    members["forward"] = plain.forward.__wrapped__
+    members["forward"] = getattr(plain.forward, "__wrapped__", plain.forward)
     return type(f"Block{plain.__name__}", (plain,), members)
 
 

@@ -237,6 +237,10 @@ class PackedMatrix:
             out += bias
         return out.view(*x.shape[:-1], form.outputs)
 
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` (any shape): (..., inputs)."""
+        return self.unpacked()[ids]
+
     @torch.no_grad()
     def unpacked(self) -> Tensor:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
@@ -258,6 +262,8 @@ class PackedMatrix:
                 return args[1].multiply(args[0], args[2] if len(args) > 2 else kwargs.get("bias"))
             if function in _PRODUCTS and args[1].transposed:
                 return args[1].multiply(args[0])
+            if function is torch.nn.functional.embedding:
+                return args[1].looked_up(args[0])
         given = [a.unpacked() if isinstance(a, cls) else a for a in args]
         return function(*given, **{k: v.unpacked() if isinstance(v, cls) else v for k, v in kwargs.items()})
 

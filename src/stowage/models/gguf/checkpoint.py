@@ -1,0 +1,83 @@
+"""A GGUF file as a checkpoint: whether it is one, its config, its tokenizer, and the model that Transformers builds.
+
+Owns the way from a file, or a directory with one model's files, to what ``loading`` asks of any checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stowage.errors import CheckpointError
+from stowage.models.gguf import config as configs
+from stowage.models.gguf.tensors import plan_of, rope_factors
+from stowage.models.gguf.tokenizer import tokenizer_of
+from stowage.weights import gguf
+from stowage.weights.quantized.published import Plan
+
+__all__ = ["Gguf", "file_in", "open_gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """``file``: what lies where; ``config``: Transformers'."""
+
+    file: gguf.GgufFile
+    config: Any
+
+    @property
+    def paths(self) -> list[Path]:
+        return list(self.file.paths)
+
+    @property
+    def classes(self) -> list[str]:
+        """What it can be loaded as."""
+        return ["AutoModelForCausalLM", *self.config.architectures]
+
+    def tokenizer(self) -> Any:
+        """Raises UnsupportedModelError and CheckpointError."""
+        return tokenizer_of(self.file, int(self.config.max_position_embeddings))
+
+    def plan(self, dtype: str) -> Plan:
+        """Where its parameters lie, when it is run in ``dtype``. Raises CheckpointError, UnsupportedModelError."""
+        import torch
+
+        return plan_of(self.file, self.config, getattr(torch, dtype))
+
+    def state(self, dtype: str) -> dict[str, Any]:
+        """All parameters in memory, as numbers, under Transformers' names. Raises like `plan`."""
+        import torch
+
+        return dict(self.plan(dtype).unpacked(self.paths, getattr(torch, dtype)))
+
+    def finish(self, model: Any) -> Any:
+        """``model``, that knows with which tokens its answers end."""
+        ends = configs.end_ids(self.file)
+        model.generation_config.update(
+            bos_token_id=self.config.bos_token_id,
+            eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),
+            pad_token_id=self.config.pad_token_id,
+        )
+        return model
+
+
+def file_in(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is or, of a directory without a checkpoint of another kind, that lies there; the
+    first of several that are one model. Raises CheckpointError where there are several models.
+    """
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    firsts = sorted({gguf.splits_of(found)[0] for found in path.glob("*.gguf")})
+    if len(firsts) > 1:
+        names = ", ".join(first.name for first in firsts[:4])
+        raise CheckpointError(f"{path} holds {len(firsts)} models in GGUF files ({names}): give one of the files.")
+    return firsts[0] if firsts else None
+
+
+def open_gguf(path: Path) -> Gguf:
+    """Raises CheckpointError for what is no whole file, UnsupportedModelError for a family that is not read."""
+    file = gguf.read(path)
+    return Gguf(file, configs.config_of(file, rope_factors(file)))

@@ -1,0 +1,236 @@
+"""The config of Transformers that a GGUF file's fields describe.
+
+Names of fields are Transformers' own tables (``integrations/ggml.py``). What those leave out is read here: scaled
+rotary embeddings, sizes of heads and experts, biases, soft-capping, tied embeddings, and the tokens that end a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.weights.gguf import GgufFile
+
+__all__ = ["FAMILIES", "config_of", "end_ids", "heads_of"]
+
+FAMILIES: Final[Mapping[str, str]] = {
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "llama": "llama",
+    "nemotron": "nemotron",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+}
+"""From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama."""
+_TABLE: Final = {"gemma3_text": "gemma3", "mixtral": "llama"}
+"""Of those that Transformers' tables have under another name."""
+_MORE: Final[Mapping[str, str]] = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Fields that Transformers' tables lack for some families which have them."""
+_BIASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "attention_bias": ("blk.0.attn_q.bias", "blk.0.attn_output.bias"),
+    "mlp_bias": ("blk.0.ffn_up.bias",),
+    "use_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
+    "use_qkv_bias": ("blk.0.attn_q.bias",),
+}
+_SCALED_BY_HEADS: Final = {"gemma2": 46, "gemma3": 62}
+"""Layers of the one size of each family whose scores are scaled by hidden size / heads, which no field says
+(``llama-model.cpp``: ``LLM_TYPE_27B``)."""
+_LLAMA3_TOKENS, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+_LOCAL_THETA: Final = 10000.0
+_ENDS: Final = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <turn|> <|end_of_text|>".split()
+)
+"""Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
+_CONTROL: Final = 3
+
+
+def config_of(file: GgufFile, rope_factors: NDArray[np.float32] | None = None) -> Any:
+    """What ``AutoConfig`` would have been. ``rope_factors``: the tensor ``rope_freqs.weight``, where there is one.
+
+    Raises UnsupportedModelError for a family or a way of scaling that is not read, CheckpointError for fields that are
+    missing or make no sense.
+    """
+    family = FAMILIES.get(file.architecture)
+    if family == "llama" and file.fields.get("llama.expert_count"):
+        family = "mixtral"
+    if family is None:
+        raise UnsupportedModelError(
+            f"{file.paths[0]} is a GGUF file of the family {file.architecture[:80] or '(none)'}, which is not read "
+            f"from GGUF: {', '.join(FAMILIES)} are. Give the Hugging Face checkpoint that it was made from."
+        )
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[family]
+    entries = _entries(file, family, config_class)
+    entries |= _rope(file, family, entries, rope_factors)
+    try:
+        config = config_class(**entries)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise CheckpointError(f"{file.paths[0]} describes no {family}: {' '.join(str(error).split())[:200]}") from error
+    config.architectures = [_class_of(family)]
+    return config
+
+
+def _class_of(family: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    return name if isinstance(name, str) else name[0]
+
+
+def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
+    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+
+    table = _TABLE.get(family, family)
+    names: dict[str, Any] = {**_MORE, **{k: v for k, v in GGUF_CONFIG_MAPPING[table].items() if v}}
+    known = {*getattr(config_class, "__dataclass_fields__", ()), "rope_theta"}
+    entries: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(table, {}))
+    for key, name in names.items():
+        value = file.fields.get(f"{file.architecture}.{key}")
+        if value is not None and name in known:
+            entries[name] = value
+    if file.architecture in _SCALED_BY_HEADS:
+        entries["query_pre_attn_scalar"] = _score_scale(file, entries)
+    for name, tensors in _BIASES.items():
+        if name in known:
+            entries[name] = any(tensor in file.tensors for tensor in tensors)
+    if family == "stablelm":
+        entries["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
+        entries["qk_layernorm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    entries |= _partial(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.paths[0]} has no token_embd.weight: it is no whole language model.")
+    entries["vocab_size"], entries["hidden_size"] = embedding.shape
+    entries["tie_word_embeddings"] = "output.weight" not in file.tensors
+    for name in ("bos", "eos", "padding"):
+        value = file.fields.get(f"tokenizer.ggml.{name}_token_id")
+        entries[f"{name[:3]}_token_id"] = value if _is_token(value, embedding.shape[0]) else None
+    floats = all(t.type.name == "F32" for t in file.tensors.values() if len(t.shape) > 1)
+    return {**entries, "dtype": "float32" if floats else "bfloat16"}
+
+
+def _is_token(value: Any, count: int) -> bool:
+    return isinstance(value, int) and 0 <= value < count
+
+
+def _partial(file: GgufFile) -> dict[str, Any]:
+    """Of each head's numbers, how many are rotated, where it is not all of them."""
+    said = ("rope.dimension_count", "attention.key_length", "attention.head_count", "embedding_length")
+    numbers: list[Any] = [file.fields.get(f"{file.architecture}.{key}") for key in said]
+    rotated, size, heads, hidden = numbers
+    if not all(isinstance(number, int) and number > 0 for number in (rotated, heads, hidden)):
+        return {}
+    size = size or hidden // heads
+    return {"partial_rotary_factor": rotated / size} if rotated != size else {}
+
+
+def _score_scale(file: GgufFile, entries: Mapping[str, Any]) -> int:
+    layers = entries.get("num_hidden_layers")
+    if layers == _SCALED_BY_HEADS[file.architecture]:
+        return int(file.fields[f"{file.architecture}.embedding_length"] // entries["num_attention_heads"])
+    return int(entries.get("head_dim", 256))
+
+
+def _rope(file: GgufFile, family: str, entries: dict[str, Any], factors: NDArray[np.float32] | None) -> dict[str, Any]:
+    """Rotary embeddings: ``rope_parameters``, with what ``entries`` says of them taken out of there."""
+    theta, partial = entries.pop("rope_theta", 10000.0), entries.pop("partial_rotary_factor", None)
+    if any(name.startswith("rope_factors_") for name in file.tensors):
+        raise UnsupportedModelError(
+            f"{file.paths[0]} scales its rotary embeddings by two lists of factors (longrope), which is not read from "
+            "GGUF: give the Hugging Face checkpoint that it was made from."
+        )
+    rope = {"rope_theta": theta, **_scaling(file)}
+    if factors is not None:
+        rope |= _llama3(file, factors, theta)
+    if partial is not None:
+        rope["partial_rotary_factor"] = partial
+    if family == "gemma3_text":
+        local = file.fields.get("gemma3.rope.freq_base_swa", _LOCAL_THETA)
+        sliding = {"rope_type": "default", "rope_theta": local}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
+    return {"rope_parameters": rope}
+
+
+def _scaling(file: GgufFile) -> dict[str, Any]:
+    said = {
+        key.removeprefix(f"{file.architecture}.rope.scaling."): value
+        for key, value in file.fields.items()
+        if key.startswith(f"{file.architecture}.rope.scaling.")
+    }
+    kind = said.get("type", "none")
+    if kind == "none" or (kind == "linear" and said.get("factor", 1.0) in (0.0, 1.0)):
+        return {"rope_type": "default"}
+    if kind not in ("linear", "yarn") or not isinstance(said.get("factor"), float):
+        raise UnsupportedModelError(
+            f"{file.paths[0]} scales its rotary embeddings in the way {str(kind)[:40]!r}, which is not read from GGUF: "
+            "give the Hugging Face checkpoint that it was made from."
+        )
+    found = {"rope_type": kind, "factor": said["factor"]}
+    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
+    if kind == "yarn":
+        names["original_context_length"] = "original_max_position_embeddings"
+        found |= {name: said[key] for key, name in names.items() if key in said}
+    return found
+
+
+def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float) -> dict[str, Any]:
+    """Llama 3's scaling, of which a file keeps what each frequency is divided by. Its four numbers are found again: the
+    longest waves are divided by the factor, and the other three are the same in all its models.
+    """
+    factor = float(str(factors.max()))
+    waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    smooth = (_LLAMA3_TOKENS / waves - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    short, long = waves < _LLAMA3_TOKENS / _LLAMA3_HIGH, waves > _LLAMA3_TOKENS / _LLAMA3_LOW
+    expected = np.where(long, factor, np.where(short, 1.0, between))
+    if not np.allclose(expected, factors, rtol=1e-4):
+        raise UnsupportedModelError(
+            f"{file.paths[0]} scales its rotary embeddings by factors that are not Llama 3's (rope_freqs.weight): give "
+            "the Hugging Face checkpoint that it was made from."
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_TOKENS,
+    }
+
+
+def end_ids(file: GgufFile) -> list[int]:
+    """Tokens that end an answer: of a text, of a turn, of a message. The first is the file's own."""
+    named: list[Any] = [file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = (file.fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+    each = enumerate(zip(tokens, kinds, strict=False))
+    known = [number for number, (text, kind) in each if kind == _CONTROL and text in _ENDS]
+    return list(dict.fromkeys(int(token) for token in [*named, *known] if _is_token(token, len(tokens))))
+
+
+def heads_of(file: GgufFile, config: Any) -> Mapping[str, int]:
+    """By part of a tensor's name: the heads whose rotated halves are interleaved in the file's rows, as llama.cpp wants
+    them, where Transformers has one half after the other.
+    """
+    if file.architecture != "llama":
+        return {}
+    return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}

@@ -1,0 +1,174 @@
+"""Which tensors of a GGUF file are which parameters of Transformers' model, and which of them stay as they are.
+
+Names come from the ``gguf`` package (``get_tensor_name_map``). Matrices stay in the file; norms, biases and other
+single numbers are read. Every parameter must be found, and every tensor used: else it is another model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
+from stowage.models.gguf.config import heads_of
+from stowage.weights.checkpoint import Span
+from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
+from stowage.weights.quantized.formats import BLOCKS, Spec
+from stowage.weights.quantized.published import Kept, Part, Plan
+
+__all__ = ["plan_of", "rope_factors"]
+
+_PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES: Final = {"MXFP4": "mxfp4_block"}
+"""Types that are called otherwise here."""
+_ROPE_FACTORS: Final = "rope_freqs.weight"
+_EXPERTS: Final = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
+_NORMS_FROM_1: Final = ("gemma2", "gemma3", "nemotron")
+"""Families whose norms multiply by 1 and their weights, and whose files have the sums."""
+
+
+def rope_factors(file: GgufFile) -> NDArray[np.float32] | None:
+    """What each frequency of the rotary embeddings is divided by, where a file says so. Raises CheckpointError."""
+    tensor = file.tensors.get(_ROPE_FACTORS)
+    if tensor is None:
+        return None
+    if tensor.type.name != "F32" or len(tensor.shape) != 1 or not 1 <= tensor.shape[0] <= 1 << 12:
+        raise CheckpointError(f"{tensor.path} has odd factors of rotary embeddings ({_ROPE_FACTORS}).")
+    return _numbers(tensor).numpy()
+
+
+def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
+    """Where each parameter of the model of ``config`` lies, when it is run in ``dtype``.
+
+    Raises CheckpointError when parameters and tensors do not fit, UnsupportedModelError for a way to pack that is not
+    known, ConfigError where the package gguf is not installed.
+    """
+    model = _meta_model(config)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    parameters = {name: p for name, p in model.state_dict(keep_vars=True).items() if name not in tied}
+    heads, names = heads_of(file, config), _names(file, config)
+    kept, values, used = dict[str, Kept](), dict[str, Tensor](), {_ROPE_FACTORS}
+    for path, parameter in parameters.items():
+        tensors = [file.tensors.get(name) for name in names(path)]
+        missing = next((name for name, t in zip(names(path), tensors, strict=True) if t is None), None)
+        found = [tensor for tensor in tensors if tensor is not None]
+        if missing is not None or not found:
+            raise CheckpointError(
+                f"{file.paths[0]} is incomplete: it has no {missing or path}, which a {config.model_type} needs. "
+                "Download it again."
+            )
+        used |= {tensor.name for tensor in found}
+        rows = heads.get(found[0].name.split(".")[-2], 0)
+        shape = tuple(parameter.shape)
+        if len(shape) > 1 and len(found[0].shape) == len(shape):
+            kept[path] = _kept(path, shape, found, dtype, rows)
+        else:
+            values[path] = _values(file, path, shape, found[0]).to(dtype)
+    left = sorted(file.tensors.keys() - used)
+    if left:
+        raise UnsupportedModelError(
+            f"{file.paths[0]} has {left[0]}, and {len(left) - 1} other tensors for which Transformers' "
+            f"{config.model_type} has no place: it is of a kind that is not read from GGUF. Give its Hugging Face "
+            "checkpoint."
+        )
+    return Plan(kept, values)
+
+
+def _meta_model(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _names(file: GgufFile, config: Any) -> Any:
+    """From a parameter's name to those of its tensors in the file; more than one are side by side in its rows."""
+    try:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    except ImportError as error:
+        raise ConfigError("GGUF files need the package gguf. Run: pip install 'stowage[gguf]'") from error
+    arch = next(number for number, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+    table = get_tensor_name_map(arch, config.num_hidden_layers)
+
+    def names(path: str) -> list[str]:
+        experts = _EXPERTS.fullmatch(path)
+        if experts is not None:
+            parts = ("gate", "up") if experts[2] == "gate_up_proj" else ("down",)
+            return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts]
+        base, _, last = path.rpartition(".")
+        found = table.get_name(base)
+        return [f"{found}.{last}"] if found is not None else []
+
+    return names
+
+
+def _kept(path: str, shape: Sequence[int], found: Sequence[GgufTensor], dtype: torch.dtype, rows: int) -> Kept:
+    """A matrix, or experts' matrices, where they lie."""
+    experts = shape[0] if len(shape) == 3 else 0
+    outputs = sum(tensor.shape[-2] for tensor in found)
+    first = found[0]
+    other = next((tensor for tensor in found if tensor.type is not first.type), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{first.path} has {first.name} in {first.type.name} and {other.name} in {other.type.name}, which are one "
+            "parameter here: give a file with both in one type."
+        )
+    odd = any(tensor.shape[-1] != shape[-1] or tensor.shape[:-2] != tuple(shape[:-2]) for tensor in found)
+    if odd or outputs != shape[-2]:
+        raise CheckpointError(
+            f"{first.name} in {first.path} is {first.shape}, and {path} would be {tuple(shape)}: its fields and its "
+            "tensors are of different models."
+        )
+    spans = tuple(_spans(found, experts))
+    if _PLAIN.get(first.type.name) is dtype and not rows:
+        return Kept({"": Part(tuple(shape), dtype, spans)})
+    name = _NAMES.get(first.type.name, first.type.name.lower())
+    if name not in BLOCKS:
+        known = sorted({each.name for each in TYPES.values()} & {*_NAMES, *map(str.upper, BLOCKS)})
+        raise UnsupportedModelError(
+            f"{first.path} has {first.name} in {first.type.name}, which is not computed with here: "
+            f"{', '.join(known)} are. Models are most often published in several of them."
+        )
+    spec = Spec(name, shape[-2], shape[-1])
+    ((own, kind),) = spec.tensors().values()
+    return Kept({"": Part((*shape[:-2], *own), kind, spans)}, spec, experts, rows)
+
+
+def _spans(found: Sequence[GgufTensor], experts: int) -> Iterator[Span]:
+    """Their bytes in the order of the parameter: of each expert, the rows of one tensor after those of the other."""
+    if len(found) == 1:
+        yield Span(found[0].path, found[0].offset, found[0].nbytes)
+        return
+    for expert in range(experts):
+        for tensor in found:
+            length = tensor.nbytes // experts
+            yield Span(tensor.path, tensor.offset + expert * length, length)
+
+
+def _values(file: GgufFile, path: str, shape: Sequence[int], tensor: GgufTensor) -> Tensor:
+    """Numbers of float32: a norm, a bias, a gate."""
+    numbers = _numbers(tensor)
+    if numbers.numel() != int(np.prod(shape)):
+        raise CheckpointError(f"{tensor.name} in {tensor.path} is {tensor.shape}, and {path} would be {tuple(shape)}.")
+    if file.architecture in _NORMS_FROM_1 and path.endswith("norm.weight"):
+        numbers -= 1
+    return numbers.view(tuple(shape))
+
+
+def _numbers(tensor: GgufTensor) -> Tensor:
+    """All of ``tensor``, which is small, in float32."""
+    dtype = _PLAIN.get(tensor.type.name)
+    if dtype is None:
+        raise UnsupportedModelError(f"{tensor.name} in {tensor.path} is packed ({tensor.type.name}), and is no matrix.")
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        raw = file.read(tensor.nbytes)
+    if len(raw) != tensor.nbytes:
+        raise CheckpointError(f"{tensor.path} is shorter than it was; download it again.")
+    return torch.frombuffer(bytearray(raw), dtype=dtype).float()

@@ -1,0 +1,198 @@
+"""The tokenizer that a GGUF file's fields describe, and its chat template.
+
+Owns how llama.cpp's names (``tokenizer.ggml.model`` and ``.pre``) translate to ``tokenizers``. A name that is not known
+is refused: a prompt that is cut at other places is another prompt. Sources: ``llama-vocab.cpp`` of
+https://github.com/ggml-org/llama.cpp for what each name means, the models' own ``tokenizer.json`` for how it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.weights.gguf import GgufFile
+
+__all__ = ["tokenizer_of"]
+
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTED: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_SLASH: Final = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_CASED: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+CONTRACTED|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*CONTRACTED|"
+)
+_LETTERS: Final = _CONTRACTED + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pre:
+    """How a text is cut before pairs are merged. ``digits``: one by one, before anything else. ``whole``: a piece that
+    is a token is not put together from merges. ``begins``: with the token that begins a text, unless a file says so.
+    """
+
+    pattern: str
+    digits: bool = False
+    whole: bool = False
+    composed: bool = False
+    begins: bool = False
+
+
+_PRES: Final[Mapping[str, _Pre]] = {
+    name: pre
+    for names, pre in (
+        ("gpt-2 gpt2 phi-2 mpt olmo", _Pre(_GPT2)),
+        ("smollm starcoder refact command-r codeshell", _Pre(_GPT2, digits=True)),
+        ("llama-bpe llama3 llama-v3 falcon3", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST, whole=True, begins=True)),
+        ("dbrx smaug-bpe", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST)),
+        ("qwen2 deepseek-r1-qwen megrez", _Pre(_LETTERS + r"\p{N}" + _REST, composed=True)),
+        ("stablelm2", _Pre(_LETTERS + r"\p{N}" + _REST)),
+        ("tekken", _Pre(_CASED.replace("CONTRACTED", "") + r"\p{N}" + _REST_SLASH, whole=True, begins=True)),
+        (
+            "gpt-4o llama4",
+            _Pre(_CASED.replace("CONTRACTED", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"\p{N}{1,3}" + _REST_SLASH),
+        ),
+    )
+    for name in names.split()
+}
+_SPACE: Final = "▁"
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def tokenizer_of(file: GgufFile, context_tokens: int) -> Any:
+    """A ``PreTrainedTokenizerFast``; ``None`` where the file has none. Raises UnsupportedModelError for a kind that is
+    not known, CheckpointError for lists that do not fit together.
+    """
+    kind = _field(file, "model")
+    if kind in (None, "none", "no_vocab"):
+        return None
+    tokens, kinds = _field(file, "tokens"), _field(file, "token_type")
+    if not isinstance(tokens, list) or (
+        kinds is not None and (not isinstance(kinds, list) or len(kinds) != len(tokens))
+    ):
+        raise CheckpointError(f"{file.paths[0]} has a tokenizer whose lists do not fit together; download it again.")
+    kinds = kinds or [1] * len(tokens)
+    if kind == "gpt2":
+        backend, begins = _byte_level(file, tokens)
+    elif kind == "llama":
+        backend, begins = _sentence_pieces(file, tokens), True
+    else:
+        raise _unknown(file, f"of the kind {str(kind)[:40]!r}", "gpt2 and llama")
+    _add(backend, tokens, kinds)
+    return _fast(file, backend, tokens, begins, context_tokens)
+
+
+def _field(file: GgufFile, name: str) -> Any:
+    return file.fields.get(f"tokenizer.ggml.{name}")
+
+
+def _unknown(file: GgufFile, what: str, known: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{file.paths[0]} has a tokenizer {what}, which is not read from GGUF: {known} are. Give the model's own "
+        "tokenizer in Python, Engine(FILE, tokenizer=AutoTokenizer.from_pretrained(NAME)), or its Hugging Face "
+        "checkpoint."
+    )
+
+
+def _merges(file: GgufFile, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    found = _field(file, "merges")
+    if not isinstance(found, list) or not all(isinstance(merge, str) for merge in found):
+        raise CheckpointError(f"{file.paths[0]} has a tokenizer without merges; download it again.")
+    pairs = [(one, other) for one, _, other in (merge.partition(" ") for merge in found)]
+    bad = next((pair for pair in pairs if not {*pair, "".join(pair)} <= ids.keys()), None)
+    if bad is not None:
+        raise CheckpointError(f"{file.paths[0]} merges {bad} to no token of its vocabulary; download it again.")
+    return pairs
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tuple[Any, bool]:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = _field(file, "pre") or "gpt-2"
+    pre = _PRES.get(name)
+    if pre is None:
+        raise _unknown(file, f"that cuts texts as {str(name)[:40]!r}", ", ".join(_PRES))
+    ids = {token: number for number, token in enumerate(tokens)}
+    backend: Any = Tokenizer(models.BPE(vocab=ids, merges=_merges(file, ids), ignore_merges=pre.whole))
+    if pre.composed:
+        backend.normalizer = normalizers.NFC()
+    if pre.pattern is _GPT2:
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+        steps = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        split = pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated")
+        steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre.begins
+
+
+def _sentence_pieces(file: GgufFile, tokens: Sequence[str]) -> Any:
+    """Pieces with scores as pairs that are merged, which is how SentencePiece merges them."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = _field(file, "scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(f"{file.paths[0]} has a tokenizer without scores; download it again.")
+    ids = {token: number for number, token in enumerate(tokens)}
+    unknown = _field(file, "unknown_token_id")
+    unk = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    merges = _merges(file, ids) if _field(file, "merges") is not None else _merges_of(tokens, scores, ids)
+    model = models.BPE(vocab=ids, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    backend: Any = Tokenizer(model)
+    prefix = _field(file, "add_space_prefix") is not False
+    before = [normalizers.Prepend(_SPACE)] if prefix else []
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
+    after = [decoders.Strip(content=" ", left=1, right=0)] if prefix else []
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _merges_of(tokens: Sequence[str], scores: Sequence[float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every way to put a piece together from two others, the best scored first (Transformers' ``generate_merges``)."""
+    found = []
+    for token, score in zip(tokens, scores, strict=True):
+        own = [
+            (token[:at], token[at:], score) for at in range(1, len(token)) if token[:at] in ids and token[at:] in ids
+        ]
+        found += sorted(own, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    found.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
+    return [(one, other) for one, other, _ in found]
+
+
+def _add(backend: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+    from tokenizers import AddedToken
+
+    each = list(zip(tokens, kinds, strict=True))
+    control = [AddedToken(token, special=True, normalized=False) for token, kind in each if kind == _CONTROL]
+    own = [AddedToken(token, special=False, normalized=False) for token, kind in each if kind == _USER_DEFINED]
+    backend.add_special_tokens(control)
+    backend.add_tokens(own)
+
+
+def _fast(file: GgufFile, backend: Any, tokens: Sequence[str], begins: bool, context_tokens: int) -> Any:
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    named = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = _field(file, f"{key}_token_id")
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            named[f"{name}_token"] = tokens[number]
+    ends = _field(file, "add_eos_token") is True and "eos_token" in named
+    begins = (begins if (said := _field(file, "add_bos_token")) is None else said is True) and "bos_token" in named
+    if begins or ends:
+        around = [named["bos_token"]] * begins + ["$A"] + [named["eos_token"]] * ends
+        ids = {named[f"{n}_token"]: _field(file, f"{n}_token_id") for n in ("bos", "eos") if f"{n}_token" in named}
+        backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=list(ids.items()))
+    template = file.fields.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=template if isinstance(template, str) else None,
+        model_max_length=context_tokens,
+        clean_up_tokenization_spaces=False,
+        **named,
+    )

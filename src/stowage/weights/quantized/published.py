@@ -1,0 +1,214 @@
+"""Models that are computed from as they were published: each large parameter is the bytes of its file, in its place.
+
+A plan says which tensors of a model are which bytes of which files. The model that Transformers builds of it has, in
+the place of each, what shows nothing (``absent``): whoever loads it puts there what lies in the files, where and when
+it is needed. Nothing is converted, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stowage.weights.away import absent
+from stowage.weights.checkpoint import Checkpoint, Span, read_segments
+from stowage.weights.grouping import looks_up
+from stowage.weights.quantized.blocks import in_halves, parameter_names, put_linear, put_matrix, put_stacks
+from stowage.weights.quantized.formats import Spec, dequantized
+
+__all__ = ["METHOD", "Kept", "Part", "Plan", "fill", "mark"]
+
+METHOD: Final = "stowage_published"
+"""What ``quantization_config`` calls it, while such a model is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of ``shape`` and ``dtype`` that lies in ``spans`` of files, end to end."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        assert sum(span.length for span in self.spans) == self.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A parameter that lies in files as it is computed with: one part that is called "", of plain numbers or, where
+    there is a ``spec``, the parts of that. ``experts``: how many matrices of ``spec``, 0 for one. ``heads``: of whose
+    rows the rotated halves are interleaved. ``transposed``: experts that the model takes for (inputs, outputs).
+    """
+
+    parts: Mapping[str, Part]
+    spec: Spec | None = None
+    experts: int = 0
+    heads: int = 0
+    transposed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def elements(self) -> int:
+        """How many weights there are."""
+        if self.spec is None:
+            return prod(self.parts[""].shape)
+        return max(1, self.experts) * self.spec.outputs * self.spec.inputs
+
+    def names(self, path: str) -> dict[str, str]:
+        """What the tensor of each part is called in the model, for the parameter at ``path`` of Transformers'."""
+        if self.spec is None:
+            return {"": path}
+        module, _, own = path.rpartition(".")
+        return {p: f"{module}.{n}" for p, n in parameter_names(self.spec, own if self.experts else "").items()}
+
+    def numbers(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """What ``parts`` stand for: the parameter, in ``dtype``."""
+        if self.spec is None:
+            return parts[""].to(dtype)
+        if not self.experts:
+            return in_halves(dequantized(self.spec, parts, dtype), self.heads)
+        each = ({name: part[expert] for name, part in parts.items()} for expert in range(self.experts))
+        whole = torch.stack([dequantized(self.spec, one, dtype) for one in each])
+        return whole.transpose(1, 2).contiguous() if self.transposed else whole
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``kept``: by a parameter's name in Transformers' model. ``values``: others, as they are in memory."""
+
+    kept: Mapping[str, Kept]
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Part]:
+        """What lies in files, by names in the model that is built."""
+        named = ((kept, kept.names(path)) for path, kept in self.kept.items())
+        return {names[part]: tensor for kept, names in named for part, tensor in kept.parts.items()}
+
+    @property
+    def places(self) -> Mapping[str, tuple[Span, ...]]:
+        """By names in the model that is built."""
+        return {name: part.spans for name, part in self.tensors().items()}
+
+    def unpacked(self, files: Sequence[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """All parameters as numbers of ``dtype``, under Transformers' names. Raises CheckpointError."""
+        checkpoint = Checkpoint(files)
+        try:
+            for path, kept in self.kept.items():
+                places = checkpoint.segments({name: part.spans for name, part in kept.parts.items()})
+                parts = {
+                    name: read_segments(places[name], torch.empty(part.shape, dtype=part.dtype))
+                    for name, part in kept.parts.items()
+                }
+                yield path, kept.numbers(parts, dtype)
+        finally:
+            checkpoint.close()
+        yield from self.values.items()
+
+    def state(self) -> dict[str, Tensor]:
+        """What Transformers is given to load: values, and in the place of what is kept what shows nothing."""
+        shown = {name: absent(part.shape, part.dtype) for name, part in self.tensors().items()}
+        return {**shown, **self.values}
+
+
+def fill(model: Any, files: Sequence[Path], places: Mapping[str, Sequence[Span]]) -> None:
+    """All parameters of ``model`` that stay as they lie in ``files``, into memory. Raises CheckpointError."""
+    checkpoint, done = Checkpoint(files), set[int]()
+    try:
+        segments = checkpoint.segments(places)
+        for name, parameter in model.named_parameters():
+            if name in segments and id(parameter) not in done:
+                done.add(id(parameter))
+                parameter.data = read_segments(segments[name], torch.empty(parameter.shape, dtype=parameter.dtype))
+    finally:
+        checkpoint.close()
+
+
+def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
+    """Put packed modules in the place of those of ``model`` whose parameters are kept packed; of tied ones too."""
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    packed = {path: kept for path, kept in plan.kept.items() if kept.spec is not None}
+    packed |= {path: packed[source] for path, source in tied.items() if source in packed}
+    stacks: dict[str, dict[str, tuple[Spec, bool]]] = {}
+    for path, kept in packed.items():
+        parent, _, own = path.rpartition(".")
+        module: Any = model.get_submodule(parent)
+        assert kept.spec is not None
+        if kept.experts:
+            stacks.setdefault(parent, {})[own] = (kept.spec, kept.transposed)
+        elif type(module) is nn.Linear:
+            put_linear(model, parent, kept.spec, dtype, kept.heads)
+        else:
+            with torch.device("cpu"):  # it is tried, and all else is built without values
+                finds = isinstance(module, nn.Embedding) and looks_up(module)
+            put_matrix(module, own, kept.spec, dtype, finds)
+    for parent, specs in stacks.items():
+        put_stacks(model.get_submodule(parent), specs, dtype)
+    model.made_parameters = frozenset(plan.values)
+    model.all_tied_weights_keys = {}
+    for path, source in tied.items():
+        own_names, others = (packed[p].names(p) if p in packed else {"": p} for p in (path, source))
+        model.all_tied_weights_keys |= {own_names[part]: others[part] for part in own_names}
+
+
+def mark(plan: Plan) -> dict[str, Any]:
+    """What a config says, as ``quantization_config``, of a model that is to be built of ``plan``."""
+    register()
+    return {"quant_method": METHOD, "plan": plan}
+
+
+def register() -> None:
+    """Make Transformers build models of plans. May be called again."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if METHOD in AUTO_QUANTIZER_MAPPING:
+        return
+
+    class PlanConfig(QuantizationConfigMixin):  # type: ignore[misc]
+        def __init__(self, plan: Plan | None = None, **_stated: Any) -> None:
+            self.quant_method, self.plan = METHOD, plan
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"quant_method": METHOD}
+
+        def to_diff_dict(self) -> dict[str, Any]:
+            return self.to_dict()
+
+        def __deepcopy__(self, _memo: Any) -> Any:
+            return self
+
+    class PlanQuantizer(HfQuantizer):  # type: ignore[misc]
+        def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+            self._dtype = dtype
+            return dtype
+
+        def _process_model_before_weight_loading(self, model: Any, **_given: Any) -> None:
+            replace(model, self.quantization_config.plan, self._dtype)
+
+        def _process_model_after_weight_loading(self, model: Any, **_given: Any) -> Any:
+            return model
+
+        def is_serializable(self) -> bool:
+            return False
+
+        @property
+        def is_trainable(self) -> bool:
+            return False
+
+    register_quantization_config(METHOD)(PlanConfig)
+    register_quantizer(METHOD)(PlanQuantizer)

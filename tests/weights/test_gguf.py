@@ -1,0 +1,287 @@
+"""GGUF files: every family and every type of tensor answers as the model that it was written from, wherever its bytes
+lie, and nothing is written for that.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM
+
+import stowage
+from stowage import CheckpointError, ConfigError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage.models import loading
+from stowage.models.gguf import checkpoint as gguf_checkpoint
+from stowage.planner.model import read_model
+from stowage.testing import tiny_models
+from stowage.weights.quantized.blocks import BlockLinear
+from tests.weights import gguf_files
+from tests.weights.conftest import logits, prompt
+
+GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
+SIZE = tiny_models.TinySize(hidden=256, layers=2)
+KINDS = ("Q8_0 Q4_0 Q4_1", "Q4_K Q5_K Q6_K", "F16 BF16 F32", "Q5_0 Q5_1 MXFP4")
+TOKENS = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *map(chr, range(33, 127)),
+        "Ġ",
+        "He",
+        "Hey",
+    ],
+    "tokenizer.ggml.token_type": [3, 3, 3, *[1] * 97],
+    "tokenizer.ggml.merges": ["H e", "He y"],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.padding_token_id": 2,
+    "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}",
+}
+
+
+def model_of(family: str, directory: Path, size: Any = None, **changed: Any) -> Any:
+    """A tiny model of Transformers, in float32; ``changed`` in its config."""
+    from transformers import AutoConfig
+
+    source = tiny_models.write(family, directory, size) if size else tiny_models.write(family, directory)
+    config = AutoConfig.from_pretrained(source)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32).eval()
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {},
+    "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gemma2": {"tie_word_embeddings": True},
+    "gemma3": {"layer_types": ["sliding_attention"] * 4},
+    "nemotron": {},
+    "phi3": {},
+    "stablelm": {},
+    "starcoder2": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_what_its_file_was_written_from(family: str, tmp_path: Path) -> None:
+    plain = model_of(family, tmp_path / "model", **FAMILIES[family])
+    path = gguf_files.write(plain, tmp_path / "model.gguf")
+    ids = prompt(100)
+    expected = logits(plain, ids)
+    whole = loading.load(path)
+    assert whole.model.dtype is torch.float32, "the type of its matrices"
+    assert torch.allclose(logits(whole.model, ids), expected, atol=1e-4)
+    model = stowage.offload(path, weights="*=stream")
+    assert torch.allclose(logits(model, ids), expected, atol=1e-4)
+    assert model.stowage.stats()["image_bytes"] == 0, "nothing is written"
+    model.stowage.close()
+
+
+def mixed(kinds: Sequence[Kind]) -> Callable[[str], Kind]:
+    """Each part of a layer in another kind."""
+
+    def kind(name: str) -> Kind:
+        parts = ("token_embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        part = next((number for number, part in enumerate(parts) if part in name), 0)
+        return kinds[part % len(kinds)]
+
+    return kind
+
+
+def dequantised(path: Path, plain: Any, directory: Path) -> Path:
+    """A checkpoint in bfloat16 of the values in a file, as the package ``gguf`` says."""
+    values = gguf_files.dequantised(path)
+    state = {}
+    for name, tensor in plain.state_dict().items():
+        base, _, last = name.rpartition(".")
+        found = values[f"{gguf_files.name_of(base, plain.config)}.{last}"]
+        part = gguf_files.name_of(base, plain.config).rpartition(".")[2]
+        heads = gguf_files.heads_of(plain.config).get(part)
+        state[name] = (gguf_files.apart(found, heads) if heads else found).view(tensor.shape).to(torch.bfloat16)
+    plain.to(torch.bfloat16).load_state_dict(state)
+    plain.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_an_engine_answers_as_on_the_dequantised_checkpoint_to_the_bit(kinds: str, tmp_path: Path) -> None:
+    plain = model_of("llama", tmp_path / "model", SIZE)
+    chosen = [Kind[name] for name in kinds.split()]
+    path = gguf_files.write(plain, tmp_path / "model.gguf", mixed(chosen))
+    values = dequantised(path, plain, tmp_path / "values")
+    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
+    memory = {"kv_cache_memory": "8MiB", "host_memory": "16MiB"}
+    said = []
+    for source, weights in ((values, "auto"), (path, "auto"), (path, "*=stream"), (path, "*=mapped")):
+        with Engine(source, Memory(**memory, weights=weights), dtype="bfloat16") as engine:
+            answers = engine.generate(list(asked), GREEDY)
+            said.append([(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers])
+    assert said[1] == said[0]
+    assert said[2] == said[0]
+    assert said[3] == said[0]
+    loaded = loading.load(path, "bfloat16").model
+    names = {module.spec.name.upper() for module in loaded.modules() if isinstance(module, BlockLinear)}
+    assert names >= {kind.name for kind in chosen} - {"BF16", "MXFP4"}, "computed from as they lie"
+
+
+def test_experts_stay_as_they_are_and_are_cached_one_by_one(tmp_path: Path) -> None:
+    plain = model_of("mixtral", tmp_path / "model", tiny_models.TinySize(hidden=256, layers=3))
+    path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q4_0)
+    whole = loading.load(path, "bfloat16")
+    model = stowage.offload(path, weights="*=experts", dtype="bfloat16")
+    assert model.stowage.placement.cached
+    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
+        assert torch.equal(logits(model, ids), logits(whole.model, ids))
+        model.stowage.check()
+    stats = model.stowage.stats()
+    assert stats["expert_misses"] > 0
+    assert stats["image_bytes"] == 0
+    model.stowage.close()
+
+
+def test_a_tied_embedding_is_looked_up_row_by_row(tmp_path: Path) -> None:
+    plain = model_of("gemma2", tmp_path / "model", SIZE, tie_word_embeddings=True)
+    path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0)
+    whole = loading.load(path, "bfloat16").model
+    head, table = whole.lm_head, whole.model.embed_tokens
+    assert isinstance(head, BlockLinear)
+    assert head.q8_0 is table.q8_0
+    model = stowage.offload(path, weights="*=stream", dtype="bfloat16")
+    for ids in (prompt(), prompt(1, 1)):
+        assert torch.equal(logits(model, ids), logits(whole, ids))
+    model.stowage.close()
+
+
+def test_its_bytes_are_what_is_planned_and_placed(tmp_path: Path) -> None:
+    plain = model_of("llama", tmp_path / "model", SIZE)
+    path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q4_0)
+    planned = read_model(path)
+    whole = loading.load(path).model
+    taken = sum(p.nbytes for p in whole.parameters())
+    assert planned.total_bytes == taken < 0.35 * sum(p.numel() for p in plain.parameters()) * 2
+    assert planned.total_parameters == sum(p.numel() for p in plain.parameters())
+    model = stowage.offload(path, weights="*=stream")
+    assert model.stowage.stats()["stream_bytes"] == sum(p.nbytes for p in whole.parameters() if p.dtype is torch.uint8)
+    model.stowage.close()
+
+
+def test_split_files_and_directories_are_one_model(tmp_path: Path) -> None:
+    plain = model_of("llama", tmp_path / "model")
+    whole = gguf_files.write(plain, tmp_path / "whole.gguf", Kind.Q8_0)
+    home = tmp_path / "home"
+    home.mkdir()
+    gguf_files.write(plain, home / "m.gguf", Kind.Q8_0, split_max_tensors=20)
+    files = sorted(home.glob("*.gguf"))
+    assert len(files) == 2
+    expected = logits(loading.load(whole).model, prompt())
+    for source in (home, *files):
+        assert torch.equal(logits(loading.load(source).model, prompt()), expected)
+    shutil.copy(whole, home / "other.gguf")
+    with pytest.raises(CheckpointError, match=r"holds 2 models in GGUF files \(m-00001-of-00002.gguf, other.gguf\)"):
+        loading.load(home)
+
+
+def test_tokens_ends_and_templates_come_from_the_file(tmp_path: Path) -> None:
+    plain = model_of("llama", tmp_path / "model")
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0, TOKENS))
+    tokenizer = loaded.tokenizer
+    names = TOKENS["tokenizer.ggml.tokens"]
+    assert loading.eos_ids(loaded.model) == {0, 2}
+    assert [names[i] for i in tokenizer("Hey 1234").input_ids] == ["Hey", "Ġ", "1", "2", "3", "4"], "digit by digit"
+    assert tokenizer.decode(tokenizer("Hey 12 ,a").input_ids) == "Hey 12 ,a"
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "Hey"}], tokenize=False)
+    assert tokenizer(said).input_ids == [1, names.index("Hey"), 2]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+
+
+def test_pieces_with_scores_are_merged_as_sentencepiece_does(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    pieces += [(f"<0x{n:02X}>", 0.0, 6) for n in range(256)]
+    pieces += [("▁t", -1.0, 1), ("he", -2.0, 1), ("▁the", -3.0, 1), *((c, -9.0, 1) for c in "▁the")]
+    names, scores, kinds = (list(part) for part in zip(*pieces, strict=True))
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": names,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    plain = model_of("llama", tmp_path / "model")
+    tokenizer = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0, fields)).tokenizer
+    found = tokenizer("the theé").input_ids
+    assert [names[i] for i in found] == ["<s>", "▁the", "▁the", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(found, skip_special_tokens=True) == "the theé"
+
+
+def test_llama_3_scaled_rotations_are_found_again(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain = model_of("llama", tmp_path / "model", rope_parameters=rope)
+    divided = 500000.0 ** -(np.arange(0, 16, 2) / 16) / plain.model.rotary_emb.inv_freq.numpy()
+    path = gguf_files.write(plain, tmp_path / "model.gguf", more=[("rope_freqs.weight", divided.astype(np.float32))])
+    loaded = loading.load(path).model
+    assert loaded.config.rope_parameters == rope
+    assert torch.allclose(logits(loaded, prompt()), logits(plain, prompt()), atol=1e-5)
+    odd = gguf_files.write(plain, tmp_path / "odd.gguf", more=[("rope_freqs.weight", divided.astype(np.float32) + 1)])
+    with pytest.raises(UnsupportedModelError, match=r"not Llama 3's"):
+        loading.load(odd)
+
+
+def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    plain = model_of("llama", tmp_path / "model", SIZE)
+
+    def refused(match: str, kind: Kind = Kind.Q8_0, **given: Any) -> None:
+        path = gguf_files.write(plain, tmp_path / "refused.gguf", kind, **given)
+        with pytest.raises((UnsupportedModelError, CheckpointError), match=match):
+            loading.load(path)
+
+    refused(r"of the family rwkv7, which is not read from GGUF: gemma2, ", tokens={"general.architecture": "rwkv7"})
+    refused(r"token_embd.weight in TQ2_0, which is not computed with here: .*Q4_K", Kind.TQ2_0)
+    refused(r"tokenizer that cuts texts as 'odd'", tokens={**TOKENS, "tokenizer.ggml.pre": "odd"})
+    refused(r"tokenizer of the kind 'rwkv'", tokens={**TOKENS, "tokenizer.ggml.model": "rwkv"})
+    refused(r"merges \('H', 'ey'\) to no token", tokens={**TOKENS, "tokenizer.ggml.merges": ["H ey"]})
+    refused(r"the way 'longrope'", tokens={"llama.rope.scaling.type": "longrope"})
+    refused(r"describes no llama", tokens={"llama.attention.head_count": 0})
+    refused(r"has blk.0.odd.weight, and 0 other tensors", more=[("blk.0.odd.weight", np.ones(4, np.float32))])
+    refused(r"is incomplete: it has no blk.1.attn_norm.weight", without=("blk.1.attn_norm.weight",))
+    refused(r"would be \(128, 256\)", tokens={"llama.attention.head_count": 2, "llama.attention.key_length": 64})
+    path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0)
+    with pytest.raises(ConfigError, match=r"a GGUF file is loaded as AutoModelForCausalLM or LlamaForCausalLM"):
+        stowage.offload(path, weights="*=stream", model_class="LlamaForSequenceClassification")
+    assert gguf_checkpoint.file_in(tmp_path / "model") is None, "a checkpoint of another kind"
+
+
+def test_a_file_that_changes_under_a_model_is_noticed(tmp_path: Path) -> None:
+    plain = model_of("llama", tmp_path / "model")
+    path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0)
+    model = stowage.offload(path, weights="*=stream")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"was changed while a model is running from it"):
+        logits(model, prompt())
+    model.stowage.close()
