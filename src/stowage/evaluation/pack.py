@@ -120,8 +120,8 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
             "and Stowage again."
         )
     source = hub.find(model)
-    files = loading.check_files(source)
-    layout.refuse_unsupported(loading.part_of(source).config)
+    files = check_files(source)
+    layout.refuse_unsupported(part_of(source).config)
     from stowage.weights.lossless import writer
 
     with _part(directory) as part:
