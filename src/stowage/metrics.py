@@ -99,6 +99,9 @@ writes               tier_chunks_written_total       chunks that were written
 write_bytes          tier_written_bytes_total        their bytes
 rewritten            tier_chunks_rewritten_total     hot chunks that were copied out of a segment that had to go
 corrupt              tier_corrupt_chunks_total       chunks that did not verify: wrong bytes, or too few
+unknown_codes        tier_unknown_codes_total        chunks that a later version had packed
+packed               tier_packed_chunks_total        chunks that were packed before they were written
+packed_bytes_saved   tier_packed_saved_bytes_total   bytes that packing left out of what was written
 mismatched           tier_mismatched_chunks_total    chunks that have another length than asked for
 vanished             tier_vanished_chunks_total      chunks that another process had reclaimed
 read_errors          tier_read_errors_total          reads that the disk refused

@@ -19,6 +19,7 @@ from stowage.server.auth import ApiKeys
 from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.serve import run
+from stowage.server.served import Served
 from stowage.testing import tiny_models
 from tests.tiers.servers import RedisServer, redis_server
 
@@ -45,7 +46,13 @@ def page(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> str:
     async def serve(engine: Engine) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         await run(
-            Engines(lambda: engine), "tiny", place, Limits(), ApiKeys([]), stop, lambda: started.put((loop, stop))
+            Engines(lambda: engine),
+            Served("tiny"),
+            place,
+            Limits(),
+            ApiKeys([]),
+            stop,
+            lambda: started.put((loop, stop)),
         )
 
     with Engine(model, memory) as engine:

@@ -300,7 +300,7 @@ def test_a_simulated_disk_is_the_real_one(tmp_path: Path, limit_chunks: int, chu
     disk = Segments(limit_bytes, chunk_bytes)
     memory = aligned([chunk_bytes] * 60)
     every: list[bytes] = []
-    with Client(tmp_path / "c", limit_bytes, chunk_bytes_max=chunk_bytes, refresh_s=1e9) as client:
+    with Client(tmp_path / "c", limit_bytes, chunk_bytes_max=chunk_bytes, refresh_s=1e9, compression="off") as client:
         while len(every) < 4 * limit_chunks:
             back = chance.choice((0, 0, chance.randrange(1 + limit_chunks // 4)))
             first, count = max(0, len(every) - back), chance.randrange(1, min(60, 1 + limit_chunks))

@@ -128,7 +128,7 @@ def test_layers_that_share_a_tensor_count_once() -> None:
 def test_a_layout_that_scatters_or_has_no_blocks_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="not 6 blocks"):
         runs_of(torch.zeros(BLOCKS + 1, 4), BLOCKS, "model.layers.0")
-    with pytest.raises(UnsupportedModelError, match="5000 places"):
+    with pytest.raises(UnsupportedModelError, match="5000 offsets"):
         runs_of(torch.zeros(5000, BLOCKS, 2).permute(1, 0, 2)[:, :, :1], BLOCKS, "model.layers.0")
     assert runs_of(torch.zeros(0, 4), 0) == []
 

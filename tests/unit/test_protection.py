@@ -227,13 +227,13 @@ def test_a_key_is_revealed_for_its_file() -> None:
     assert SecretKey(SECRET).reveal() == SECRET.hex()
 
 
-def test_places_may_follow_one_another_without_a_gap() -> None:
+def test_offsets_may_follow_one_another_without_a_gap() -> None:
     """A payload of whole pages ends where the next one begins."""
     guard = guard_of(Method.AES_256_GCM)
     assert isinstance(guard, Cipher)
     for page in range(3):
         guard.encrypt(b"", page * 4096, 4096)
-    with pytest.raises(AssertionError, match=r"^a place in a segment is encrypted once$"):
+    with pytest.raises(AssertionError, match=r"^an offset of a segment is encrypted once$"):
         guard.encrypt(b"", 3 * 4096 - 1, 4096)
 
 

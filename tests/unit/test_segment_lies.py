@@ -70,8 +70,8 @@ def test_a_batch_that_ends_with_its_file(count: int) -> None:
 @pytest.mark.parametrize(
     ("page", "says"),
     [
-        (batch([1], identity=bytes(8)), "a batch header of another place"),
-        (batch([1], place=2 * PAGE), "a batch header of another place"),
+        (batch([1], identity=bytes(8)), "a batch header of another offset"),
+        (batch([1], place=2 * PAGE), "a batch header of another offset"),
         (batch([1], count=0), "a batch that does not lie in the file"),
         (batch([], length=PAGE), "a batch that does not lie in the file"),
         (batch([1] * 32), "a batch that does not lie in the file"),

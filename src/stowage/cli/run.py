@@ -57,7 +57,7 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Answer prompts; without one, talk in the terminal. The answer goes to stdout, what it cost to stderr.
+    """Answer prompts, on stdout; without one, talk in the terminal.
 
     A model with a chat template gets each prompt as a message; --raw gives it the text alone.
     """

@@ -122,10 +122,13 @@ def _config_of_architecture(file: Path) -> Any:
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
+        if entries.get("model_type") in CONFIG_MAPPING:
+            return None  # it is known, and refused for another reason
         (architecture,) = entries["architectures"]
         if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return None
