@@ -1,0 +1,151 @@
+/* Linear layers, as Python calls them: arguments, and who does which part. Included by kernels.c. */
+
+/* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
+
+enum { TOGETHER = 8, COMMON = 8, EACH = 9 }; /* layers at most; arguments of all, and of each */
+
+typedef struct {
+    Linear job[TOGETHER];
+    int64_t firsts[TOGETHER + 1]; /* how many shares are before each layer */
+    int64_t each;
+    atomic_long next;
+    atomic_int failed;
+} LinearShares;
+
+/* Outputs [begin, end) of one layer; 0: there is no memory for it. */
+static int multiply(const Linear *job, int64_t begin, int64_t end)
+{
+    void (*work)(const Linear *, int64_t, int64_t) =
+        job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear;
+#ifdef PAIRS
+    if (job->format != PLAIN && job->form >= HALVES)
+        return coded_linear(job, begin, end, work);
+#endif
+    work(job, begin, end);
+    return 1;
+}
+
+static void share_linear(void *argument)
+{
+    LinearShares *shares = argument;
+    for (int at = 0;;) {
+        int64_t share = atomic_fetch_add(&shares->next, 1);
+        while (at < TOGETHER && share >= shares->firsts[at + 1])
+            at++;
+        if (at == TOGETHER)
+            return;
+        const Linear *job = &shares->job[at];
+        int64_t begin = (share - shares->firsts[at]) * shares->each;
+        int64_t end = begin + shares->each < job->outputs ? begin + shares->each : job->outputs;
+        if (!multiply(job, begin, end))
+            atomic_store(&shares->failed, 1);
+    }
+}
+
+static void spread_linear(LinearShares *shares, long threads)
+{
+    atomic_init(&shares->next, 0);
+    spread(share_linear, shares, threads);
+}
+
+#ifdef TILES
+/* Shares of laying out inputs: 16 rows. */
+
+typedef struct {
+    const Linear *job;
+    char *to;
+    atomic_long next;
+} LayShares;
+
+static void share_lay(void *argument)
+{
+    LayShares *shares = argument;
+    for (int64_t block; (block = atomic_fetch_add(&shares->next, 1)) * TILE_SIDE < shares->job->rows;)
+        tiles_lay_inputs(shares->job, block * TILE_SIDE, shares->to + block * block_bytes(shares->job->inputs));
+}
+
+/* Many rows, TILES_ROWS at a time: what they have in common is laid out first. 0: there is no memory for it. */
+static int spread_tiles(LinearShares *shares, int layers, long threads)
+{
+    Linear all[TOGETHER];
+    memcpy(all, shares->job, sizeof all);
+    int64_t rows = all[0].rows, most = rows < TILES_ROWS ? rows : TILES_ROWS;
+    char *room = aligned_alloc(64, (size_t)((most + TILE_SIDE - 1) / TILE_SIDE) * block_bytes(all[0].inputs));
+    if (room == NULL)
+        return 0;
+    for (int64_t row = 0; row < rows; row += most) {
+        for (int i = 0; i < layers; i++) {
+            Linear *job = &shares->job[i];
+            job->rows = rows - row < most ? rows - row : most;
+            job->x = (const uint16_t *)all[i].x + row * job->x_row;
+            job->y = (char *)all[i].y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
+            job->packed = room;
+        }
+        LayShares lay = {.job = shares->job, .to = room};
+        atomic_init(&lay.next, 0);
+        spread(share_lay, &lay, threads);
+        spread_linear(shares, threads);
+    }
+    free(room);
+    return 1;
+}
+#endif
+
+static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    (void)self;
+    int64_t value[COMMON + EACH * TOGETHER];
+    if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
+        PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
+                                         "to 8 layers w, scales, y, outputs, w_row, format, zeros, tall, kind");
+        return NULL;
+    }
+    if (read_numbers(args, count, value) < 0)
+        return NULL;
+    Linear common = {.x = address(value[0]),
+                     .rows = value[1],
+                     .inputs = value[2],
+                     .x_row = value[3],
+                     .group = value[4],
+                     .form = (int)value[5],
+                     .narrow = (int)value[6]};
+    if (common.form >= HALVES ? used->halves == NULL : common.narrow) {
+        PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
+        return NULL;
+    }
+    LinearShares shares;
+    atomic_init(&shares.failed, 0);
+    int layers = (int)((count - COMMON) / EACH);
+    int64_t outputs = 0;
+    for (int i = 0; i < layers; i++) {
+        const int64_t *own = value + COMMON + EACH * i;
+        shares.job[i] = common;
+        shares.job[i].w = address(own[0]);
+        shares.job[i].scales = address(own[1]);
+        shares.job[i].y = address(own[2]);
+        shares.job[i].outputs = own[3];
+        shares.job[i].w_row = own[4];
+        shares.job[i].format = (int)own[5];
+        shares.job[i].zeros = address(own[6]);
+        shares.job[i].tall = own[7];
+        shares.job[i].kind = (int)own[8];
+        outputs += own[3];
+    }
+    long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
+    int tiled = common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW, step = tiled ? 32 : 12;
+    shares.each = threads > 1 ? (outputs / (8 * threads) / step + 1) * step : outputs;
+    shares.firsts[0] = 0;
+    for (int i = 0; i < TOGETHER; i++)
+        shares.firsts[i + 1] =
+            shares.firsts[i] + (i < layers ? (shares.job[i].outputs + shares.each - 1) / shares.each : 0);
+    Py_BEGIN_ALLOW_THREADS
+#ifdef TILES
+    tiled = tiled && spread_tiles(&shares, layers, threads);
+#endif
+    if (!tiled)
+        spread_linear(&shares, threads);
+    Py_END_ALLOW_THREADS
+    if (atomic_load(&shares.failed))
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
