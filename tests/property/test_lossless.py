@@ -134,6 +134,33 @@ def test_short_and_repeated_bytes_come_back(raw: bytes, times: int) -> None:
         assert unpacked(packed_in_c(raw * times), len(raw) * times) == (0, raw * times)
 
 
+def test_a_sample_that_promised_too_much_costs_nothing() -> None:
+    """The counted quarter has a dozen symbols, the rest is noise: the block stays as it is."""
+    chance = np.random.default_rng(3)
+    high = chance.integers(0, 256, 4096, dtype=np.uint16)
+    counted = np.arange(4096) // 64 % 4 == 0
+    high[counted] = chance.integers(100, 112, int(counted.sum()))
+    words = high << 8 | chance.integers(0, 256, 4096, dtype=np.uint16)
+    raw = (words >> 1 | words << 15).astype("<u2").tobytes()
+    assert_round(raw)
+    packed = lossless_blocks.pack(raw)
+    assert len(raw) < len(packed) < len(raw) + 64
+    if extension is not None:
+        assert packed_in_c(raw) == packed
+
+
+def test_without_compiled_code_numpy_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossless, "is_wanted", lambda: False)
+    for raw, pays in ((floats("bfloat16", 20_000), True), (random.Random(2).randbytes(50_000), False)):
+        room = memoryview(bytearray(lossless.worth_bytes(len(raw))))
+        length = lossless.pack(memoryview(raw), room)
+        assert (length > 0) == pays
+        if pays:
+            buffer = bytearray(len(raw))
+            lossless.unpack(room[:length], memoryview(buffer))
+            assert buffer == raw
+
+
 def test_what_does_not_pay_is_not_packed() -> None:
     noise = random.Random(1).randbytes(50_000)
     assert lossless.pack(memoryview(noise), memoryview(bytearray(lossless.worth_bytes(len(noise))))) == 0

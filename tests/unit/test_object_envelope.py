@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from stowage.core import lossless_blocks
 from stowage.errors import FormatError
 from stowage.storage.format import object_envelope
 from stowage.storage.format.protection import Method, Protection, SecretKey
@@ -15,6 +16,8 @@ KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 NAMESPACE, OTHER_NAMESPACE = b"n" * 32, b"m" * 32
 SECRET, OTHER_SECRET = SecretKey(b"1" * 32), SecretKey(b"2" * 32)
 PAYLOAD = bytes(range(200))
+ONES = b"\x80\x3f" * 4000
+"""Of bfloat16."""
 PROTECTIONS = {method: Protection(method, () if method is Method.CHECKSUM else (SECRET,)) for method in Method}
 
 
@@ -176,3 +179,24 @@ def test_an_unencrypted_buffer_is_untouched_by_a_bad_payload() -> None:
     with pytest.raises(FormatError):
         object_envelope.unseal(memoryview(sealed), KEY, NAMESPACE, PROTECTIONS[Method.CHECKSUM], memoryview(buffer))
     assert buffer == b"\xee" * len(PAYLOAD)
+
+
+@methods
+def test_packed_payloads_are_verified_before_they_are_unpacked(method: Method) -> None:
+    packed = lossless_blocks.pack(ONES)
+    random_bytes = predictable()
+    sealed = object_envelope.seal(KEY, NAMESPACE, 5, memoryview(packed), PROTECTIONS[method], random_bytes, packed=True)
+    assert unseal(sealed, PROTECTIONS[method], length=8000) == (5, ONES)
+    sealed[-1] ^= 1
+    with pytest.raises(FormatError, match="not stored under this key"):
+        unseal(sealed, PROTECTIONS[method], length=8000)
+
+
+@methods
+def test_a_payload_that_a_later_version_packed(method: Method) -> None:
+    later = bytearray(lossless_blocks.pack(ONES))
+    later[4] += 1  # the number of the code
+    random_bytes = predictable()
+    sealed = object_envelope.seal(KEY, NAMESPACE, 5, memoryview(later), PROTECTIONS[method], random_bytes, packed=True)
+    with pytest.raises(object_envelope.Unreadable, match="does not know"):
+        unseal(sealed, PROTECTIONS[method], length=8000)
