@@ -145,9 +145,8 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
 
-compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed ## the oldest and the newest series of Transformers: parity, reuse, library
-	for end in oldest newest; do \
-		PYTHONPATH=$(COMPAT)/$$end $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY) $(COMPAT_TESTS) || exit 1; done
+compat: $(COMPAT)/newest/.installed ## the newest series of Transformers: parity, reuse, library; the oldest is the pinned one
+	PYTHONPATH=$(COMPAT)/newest $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY) $(COMPAT_TESTS)
 
 $(COMPAT)/%/.installed: requirements/compat-%.txt | $(ENV_STAMP)
 	@rm -rf $(dir $@)
