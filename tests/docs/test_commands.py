@@ -74,7 +74,7 @@ def script(lines: list[str], model: Path, redis_port: int) -> str:
     for line in lines:
         if line.lstrip().startswith("#") or first_word(line) in NOT_RUN:
             continue
-        line = re.sub(r"\bMODEL\b", str(model), line)
+        line = re.sub(r"\bMODEL\b|\b[\w.-]+\.gguf\b", str(model), line)  # GGUF: tests/weights
         line = re.sub(r"redis://[\w.-]+:6379/0", f"redis://127.0.0.1:{redis_port}/0", line)
         line = line.replace("s3://bucket/", f"s3://{BUCKET}/")
         line = re.sub(r"--device cuda(:\d)?", "--device cpu", line)  # no GPU runs here
