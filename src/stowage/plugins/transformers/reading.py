@@ -85,10 +85,12 @@ class Reader:
         self, cache: DynamicCache, plans: Sequence[tuple[int, CopyPlan]], boundary: int, rows: int
     ) -> DynamicCache:
         """Copy what came into the layers of an empty cache. The tensors are ordinary ones in inference mode too, since
-        recurrent layers write into theirs later.
+        recurrent layers write into theirs later. Recurrent states come first, as in a forward: from Transformers 5.24
+        on, a layer that has both kinds takes its dtype from them, and only when nothing is in it yet.
         """
+        recurrent_first = sorted(self._layout.blocks, key=lambda block: block.group.kind is not Kind.RECURRENT)
         with torch.inference_mode(False), torch.no_grad():
-            for block in self._layout.blocks:
+            for block in recurrent_first:
                 held = self._empty(block, boundary, rows)
                 for row, plan in plans:
                     if plan.group == block.group.index:
