@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,20 @@ def test_a_sweep_for_people(call: Stowage, trace: Path, tmp_path: Path) -> None:
 def test_what_can_be_swept(sweep: str, key: str, values: list[object], call: Stowage, trace: Path) -> None:
     report = json.loads(call("simulate", trace, *SMALL, "--host-memory", "1MiB", "--sweep", sweep, "--json").stdout)
     assert [item["scenario"][key] for item in report["results"]] == values
+
+
+def test_compression_makes_a_disk_larger(call: Stowage, trace: Path) -> None:
+    def found(*share: object) -> dict[str, Any]:
+        sizes = ("--kv-bytes-per-token", 1024, "--host-memory", "256KiB", "--disk", "4MiB")
+        result = call("simulate", trace, *SMALL, *sizes, "--json", *share)
+        (report,) = json.loads(result.stdout)["results"]
+        return report
+
+    raw, packed = found(), found("--packed-share", 0.5)
+    assert raw["scenario"]["packed_share"] == 1 and packed["scenario"]["packed_share"] == 0.5
+    assert packed["hit_rate"]["disk"] > raw["hit_rate"]["disk"]
+    refused = call("simulate", trace, *SMALL, "--packed-share", 1.5)
+    assert refused.exit_code == 2 and "packed_share is 1.5" in refused.stderr
 
 
 def test_prompts_pile_up(call: Stowage, trace: Path) -> None:

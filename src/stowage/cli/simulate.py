@@ -42,6 +42,9 @@ def simulate(
     object_latency_ms: Annotated[float, _size("MS", "Of an answer.")] = 20.0,
     eviction_policy: Annotated[str, _size("NAME", "Which blocks leave host memory.")] = "",
     copy_rate: Annotated[str, _size("SIZE", "Copied per second between host and device.")] = "20GB",
+    packed_share: Annotated[
+        float, typer.Option(metavar="X", help="Bytes of a block at rest over raw ones, as compression leaves them.")
+    ] = 1.0,
     nodes: Annotated[int, typer.Option(metavar="N", help="Equal engines, each with tiers of its own.")] = 1,
     routing: Annotated[str, typer.Option(metavar="NAME", help="round-robin, sticky or random.")] = "sticky",
     sticky_blocks: Annotated[
@@ -99,6 +102,7 @@ def simulate(
         load_s_fixed=load_fixed_ms / 1000,
         step_tokens=max_num_batched_tokens,
         copy_bytes_per_s=parse_size(copy_rate),
+        packed_share=packed_share,
         disk=Link(parse_size(disk_read), parse_size(disk_write), disk_latency_ms / 1000),
         object=Link(parse_size(object_read), parse_size(object_write), object_latency_ms / 1000, 16),
     )

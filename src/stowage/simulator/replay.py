@@ -93,7 +93,7 @@ def replay(
 ) -> list[Report]:
     """Replay a part of a trace. `progress` is told now and then how many of its prompts have arrived."""
     agenda = Agenda()
-    shared = Objects(scenario.chunk_bytes)
+    shared = Objects(scenario.stored_bytes)
     contents = {number: _contents(scenario, shared) for number in part.nodes}
     nodes = {number: Node(scenario, agenda, contents[number], len(trace.blocks)) for number in part.nodes}
     now_s = 0.0
@@ -118,9 +118,9 @@ def replay(
 def _contents(scenario: Scenario, shared: Objects) -> list[Content]:
     contents: list[Content] = []
     if scenario.disk_bytes:
-        contents.append(Segments(scenario.disk_bytes, scenario.chunk_bytes))
+        contents.append(Segments(scenario.disk_bytes, scenario.stored_bytes))
     if scenario.objects:
-        contents.append(shared if scenario.shared_objects else Objects(scenario.chunk_bytes))
+        contents.append(shared if scenario.shared_objects else Objects(scenario.stored_bytes))
     return contents
 
 

@@ -43,7 +43,8 @@ class Scenario:
     `prefill_s_fixed` is what a forward takes whatever its length, `load_s_fixed` what a hit takes besides its bytes:
     the look-up, the plan, the calls that copy. `step_tokens`: the longest forward, after each of which the engine
     stores what became complete; 0: a prompt is computed, and stored, at once. `lookup_timeout_s`: the longest wait for
-    an object store to say what it has.
+    an object store to say what it has. `packed_share`: bytes of a chunk below host memory over its raw bytes, as
+    lossless compression leaves them (0.69 of bfloat16 caches of a real model: docs/benchmarks.md).
     `shared_objects`: all nodes have one object store; otherwise each has its own. `sticky_blocks`: with the routing
     `sticky`, prompts that begin with the same so many blocks go to the same node.
     """
@@ -67,6 +68,7 @@ class Scenario:
     load_timeout_s: float = 30.0
     lookup_timeout_s: float = 0.5
     copy_bytes_per_s: float = 20e9
+    packed_share: float = 1.0
     disk: Link = field(default=Link(6e9, 4e9, 100e-6))
     object: Link = field(default=Link(2e9, 2e9, 20e-3, 16))
 
@@ -79,6 +81,10 @@ class Scenario:
         for name in ("prefill_tokens_per_s", "copy_bytes_per_s", "load_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name):g}; it must be above 0.")
+        if not 0 < self.packed_share <= 1:
+            raise ConfigError(
+                f"packed_share is {self.packed_share:g}; it must be above 0 and at most 1, which is raw bytes."
+            )
         if self.step_tokens % self.block_tokens:
             raise ConfigError(
                 f"step_tokens is {self.step_tokens}: the simulation stores whole blocks of {self.block_tokens} tokens, "
@@ -104,6 +110,12 @@ class Scenario:
     def chunk_bytes(self) -> int:
         """Of the keys and values of one block."""
         return self.kv_bytes_per_token * self.block_tokens
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of one block in a tier below host memory: whole pages where it is packed."""
+        packed = round_up(math.ceil(self.chunk_bytes * self.packed_share), PAGE_BYTES)
+        return min(self.chunk_bytes, packed)
 
     @property
     def slot_bytes(self) -> int:

@@ -79,7 +79,7 @@ class SimulatedStore:
         links = {"disk": scenario.disk, "object": scenario.object}
         names = scenario.tier_names[1:]
         self.tiers = [
-            Tier(links[name], content, scenario.chunk_bytes) for name, content in zip(names, contents, strict=True)
+            Tier(links[name], content, scenario.stored_bytes) for name, content in zip(names, contents, strict=True)
         ]
         (slab,) = scenario.slabs
         scale = -(-scenario.chunk_bytes // _CHUNK_BYTES_MAX)
