@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stowage.errors import CheckpointError
 from stowage.weights.checkpoint import PAGE_BYTES
+from stowage.weights.quantized import quantizer
 from stowage.weights.quantized.codes import FORMS, GROUPS, Form, PackedMatrix, form_of
 
 __all__ = [
@@ -252,40 +253,13 @@ def marked(config: Any) -> dict[str, Any]:
 
 def register() -> None:
     """Make Transformers build packed models. May be called again."""
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    if METHOD in AUTO_QUANTIZER_MAPPING:
-        return
+    def before(model: Any, config: Any, dtype: torch.dtype, files: Sequence[str]) -> Mapping[str, torch.Size]:
+        (file,) = files
+        replace(model, names_in(Path(file)), config.group, dtype)
+        return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
-    class PackConfig(QuantizationConfigMixin):  # type: ignore[misc]
-        def __init__(self, **stated: Any) -> None:
-            self.__dict__.update(stated)
-
-    class PackQuantizer(HfQuantizer):  # type: ignore[misc]
-        def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-            self._dtype = dtype
-            return dtype
-
-        def _process_model_before_weight_loading(self, model: Any, **given: Any) -> None:
-            (file,) = given["checkpoint_files"]
-            replace(model, names_in(Path(file)), self.quantization_config.group, self._dtype)
-            self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-        def _process_model_after_weight_loading(self, model: Any, **_given: Any) -> Any:
-            _check_shapes(model, self._shapes)
-            return model
-
-        def is_serializable(self) -> bool:
-            return False
-
-        @property
-        def is_trainable(self) -> bool:
-            return False
-
-    register_quantization_config(METHOD)(PackConfig)
-    register_quantizer(METHOD)(PackQuantizer)
+    quantizer.register(METHOD, before, _check_shapes)
 
 
 def _check_shapes(model: Any, shapes: Mapping[str, torch.Size]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stowage.weights.away import absent
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
 from stowage.weights.grouping import looks_up
+from stowage.weights.quantized import quantizer
 from stowage.weights.quantized.blocks import in_halves, parameter_names, put_linear, put_matrix, put_stacks
 from stowage.weights.quantized.formats import Spec, dequantized
 
@@ -166,49 +167,5 @@ def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
 
 def mark(plan: Plan) -> dict[str, Any]:
     """What a config says, as ``quantization_config``, of a model that is to be built of ``plan``."""
-    register()
+    quantizer.register(METHOD, lambda model, config, dtype, _files: replace(model, config.plan, dtype))
     return {"quant_method": METHOD, "plan": plan}
-
-
-def register() -> None:
-    """Make Transformers build models of plans. May be called again."""
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    if METHOD in AUTO_QUANTIZER_MAPPING:
-        return
-
-    class PlanConfig(QuantizationConfigMixin):  # type: ignore[misc]
-        def __init__(self, plan: Plan | None = None, **_stated: Any) -> None:
-            self.quant_method, self.plan = METHOD, plan
-
-        def to_dict(self) -> dict[str, Any]:
-            return {"quant_method": METHOD}
-
-        def to_diff_dict(self) -> dict[str, Any]:
-            return self.to_dict()
-
-        def __deepcopy__(self, _memo: Any) -> Any:
-            return self
-
-    class PlanQuantizer(HfQuantizer):  # type: ignore[misc]
-        def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-            self._dtype = dtype
-            return dtype
-
-        def _process_model_before_weight_loading(self, model: Any, **_given: Any) -> None:
-            replace(model, self.quantization_config.plan, self._dtype)
-
-        def _process_model_after_weight_loading(self, model: Any, **_given: Any) -> Any:
-            return model
-
-        def is_serializable(self) -> bool:
-            return False
-
-        @property
-        def is_trainable(self) -> bool:
-            return False
-
-    register_quantization_config(METHOD)(PlanConfig)
-    register_quantizer(METHOD)(PlanQuantizer)
