@@ -5,9 +5,10 @@
 KV is that of a real model (`make real-model`) in the engine's own chunks, of five documents: prose in English, German
 and French, source code, JSON. Its weights are dequantised 4-bit values, which any code flatters, so weights are those
 of the demo (trained in bfloat16) and random normal ones. Disk: the chunks of `benchmarks.tiers` filled with that KV,
-written as they are and packed, in turn, in each round beside writing and reading one file of the same raw bytes with
-direct I/O. Effective rates count raw bytes. Codes: each on the same bytes, ratio and raw bytes per second of
-one thread's processor time; those whose package is not installed (zstandard, lz4, zipnn) are left out.
+written as they are, packed where that pays (the default) and packed always, in turn, in each round beside writing and
+reading one file of the same raw bytes with direct I/O; after `make bench-env` beside LMCache's file tier and vLLM's,
+which store raw bytes. Effective rates count raw bytes. Codes: each on the same bytes, ratio and raw bytes per second of
+one thread's processor time; those whose package is not installed (zstandard, lz4) are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -25,6 +27,8 @@ from typing import Any
 
 from stowage import openmp
 
+PEERS_ENVIRONMENT = dict(os.environ)
+
 openmp.wait_briefly()
 
 import numpy as np  # noqa: E402
@@ -32,10 +36,11 @@ import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+from benchmarks._peer import PYTHON, Peer  # noqa: E402
 from benchmarks._report import describe_machine, median_spread, write_result  # noqa: E402
 from benchmarks._tiers import Stowage  # noqa: E402
 from benchmarks.limits import direct_reread_bytes_per_s, huge_pages  # noqa: E402
-from benchmarks.tiers import Limits, drop_page_cache, parts_of  # noqa: E402
+from benchmarks.tiers import SCRIPT, Contender, Limits, drop_page_cache, parts_of  # noqa: E402
 from stowage.config.memory import Memory  # noqa: E402
 from stowage.core import lossless  # noqa: E402
 from stowage.demo import corpus  # noqa: E402
@@ -48,6 +53,9 @@ from stowage.weights.reader import Read, Readers  # noqa: E402
 MIB = 1 << 20
 MODEL = Path(".real-model/SmolLM2-135M-Instruct")
 CHUNKS = (1024, 4096)
+WAYS = {"raw": "off", "auto": "auto", "packed": "on"}
+"""Of the disk tier, by what the tables call them: `compression`."""
+PEERS = ("lmcache_fs_native_direct", "vllm_fs")
 GERMAN = """Am Morgen lag Nebel über dem Hafen, und die Kräne standen still wie Tiere, die auf etwas warten. Der Lotse
 trank seinen Kaffee im Stehen, sah auf die Uhr und auf das Wasser und sagte, vor neun laufe heute nichts
 aus. Also blieben die Matrosen an Bord, flickten Leinen, schrieben Karten nach Hause und stritten darüber,
@@ -191,36 +199,44 @@ def measure_codes(samples: dict[str, bytes], rounds: int) -> list[dict[str, Any]
     return rows
 
 
-def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path) -> dict[str, Any]:
-    """Effective rates over the disk's own in the same round, as they lie and packed; processor seconds per GB."""
+def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path, peer: Peer | None) -> dict[str, Any]:
+    """Effective rates over the disk's own in the same round, in each way and of the peers; processor seconds per GB of
+    ours.
+    """
     count = max(4, total // (kib << 10))
+    nbytes = count * (kib << 10)
     ours = Stowage(kib << 10, count, torch.frombuffer(bytearray(kv), dtype=torch.uint8))
+    if peer is not None:
+        peer.ask(do="start", chunk_bytes=kib << 10, count=count)
     limits = Limits(ours, directory)
     found: dict[str, list[float]] = {}
-    parts = parts_of(count, "in order", 1)
+    parts, path = parts_of(count, "in order", 1), directory / "tier"
     for _ in range(rounds):
         limit = limits.of_disk()
-        for compression in ("off", "on"):
-            place = directory / "tier"
+        for name in (*WAYS, *(PEERS if peer else ())):
             gc.collect()
-            ours.open(place, compression)
+            path.mkdir(mode=0o700)
+            contender = Contender(name, ours, None if name in WAYS else peer)
+            if name in WAYS:
+                ours.open(path, WAYS[name])
+            else:
+                contender.open(path)
             began_s = time.process_time()
-            stored_s = ours.store(parts)
+            stored_s = contender.store(parts)
             middle_s = time.process_time()
-            drop_page_cache(place)
+            drop_page_cache(path)
             before_s = time.process_time()
-            loaded_s = ours.load(parts)
+            loaded_s = contender.load(parts)
             after_s = time.process_time()
-            ours.close()
-            shutil.rmtree(place)
-            name = "packed" if compression == "on" else "raw"
-            nbytes = count * (kib << 10)
+            contender.close()
+            shutil.rmtree(path)
             for what, seconds in (("store", stored_s), ("load", loaded_s)):
                 found.setdefault(f"{name} {what} GB/s", []).append(nbytes / seconds / 1e9)
                 own_s = limit["write" if what == "store" else "read"]
                 found.setdefault(f"{name} {what} over the disk's", []).append(own_s / seconds)
-            found.setdefault(f"{name} store processor s/GB", []).append((middle_s - began_s) / nbytes * 1e9)
-            found.setdefault(f"{name} load processor s/GB", []).append((after_s - before_s) / nbytes * 1e9)
+            if name in WAYS:
+                found.setdefault(f"{name} store processor s/GB", []).append((middle_s - began_s) / nbytes * 1e9)
+                found.setdefault(f"{name} load processor s/GB", []).append((after_s - before_s) / nbytes * 1e9)
     limits.close()
     return {what: median_spread(values) for what, values in found.items()}
 
@@ -276,6 +292,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--directory", type=Path, help="where to measure (a temporary directory)")
     options = parser.parse_args()
+    peer = Peer([PYTHON, SCRIPT], PEERS_ENVIRONMENT) if PYTHON.exists() else None
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="stowage-lossless-") as name:
         directory = Path(name)
         shares, kv = real_kv(options.model, directory, options.tokens)
@@ -284,11 +301,13 @@ def main() -> int:
             "kv_share": shares,
             "codes": measure_codes(samples, 3),
             "disk": {
-                f"{kib} KiB": measure_disk(kib, options.total_mib * MIB, kv, options.rounds, directory)
+                f"{kib} KiB": measure_disk(kib, options.total_mib * MIB, kv, options.rounds, directory, peer)
                 for kib in CHUNKS
             },
             "weights": measure_weights(options.rounds, directory),
         }
+    if peer is not None:
+        peer.end()
     keys = summary(found)
     write_result("lossless", {**keys, **found})
     print(json.dumps({**keys, "machine": describe_machine()}) if options.json else table(keys, found))
@@ -318,7 +337,7 @@ def table(keys: dict[str, float], found: dict[str, Any]) -> str:
     ]
     lines += [f"weights   {what:32} {spread.median:.2f}" for what, spread in found["weights"].items()]
     for kib, case in found["disk"].items():
-        lines += [f"{kib:9} {what:32} {spread.median:.2f}" for what, spread in case.items()]
+        lines += [f"{kib:9} {what:44} {spread.median:.2f}" for what, spread in case.items()]
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from stowage.core import lossless
 from stowage.native import is_built
 from stowage.native.switches import PURE_PYTHON
 from stowage.storage.disk.counters import Counters
-from stowage.storage.disk.packing import Packer, UnpackRates
+from stowage.storage.disk.packing import Packer, PackingRates
 from stowage.storage.disk.scrub import scrub
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from stowage.storage.format.segment import PAGE_BYTES
@@ -160,26 +161,95 @@ def test_hot_ones_are_copied_as_they_lie(tmp_path: Path) -> None:
         client.check()
 
 
+class StoppedClock:
+    """Moves when it is told to."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def loaded(rates: PackingRates, packed: bool, read_s: float, unpack_s: float = 0.0, readers: int = 1) -> None:
+    """A run of a hundred bytes, by one of so many readers."""
+    lengths = [70 if packed else 100]
+    run: Any = SimpleNamespace(packed=[packed], lengths=lengths, buffers=[memoryview(bytearray(100))])
+    rates.add_load(run, (readers, readers), read_s, unpack_s)
+
+
 def test_packing_stops_where_it_makes_loads_slower() -> None:
-    rates = UnpackRates(time.monotonic)
-    assert rates.pays(100, 70)
-    rates._read_s, rates._unpack_s = 1e-9, 0.1e-9
-    assert rates.pays(100, 70) and not rates.pays(100, 95)
-    rates._unpack_s = 0.5e-9
+    rates = PackingRates(time.monotonic)
+    assert rates.pays(100, 70), "nothing was measured"
+    loaded(rates, packed=True, read_s=70.0, unpack_s=10.0)
+    assert rates.pays(100, 70) and not rates.pays(100, 95), "80 s instead of 100, 105 instead of 100"
+    for _ in range(100):
+        loaded(rates, packed=True, read_s=70.0, unpack_s=60.0)
+    assert not rates.pays(100, 70), "130 s instead of 100"
+
+
+def test_what_several_readers_unpack_at_once_is_shared_among_them() -> None:
+    rates = PackingRates(time.monotonic)
+    loaded(rates, packed=False, read_s=100.0)
+    for _ in range(100):
+        loaded(rates, packed=True, read_s=280.0, unpack_s=80.0, readers=4)
+    assert rates.pays(100, 70), "each waits for the others' bytes: 90 s instead of 100"
+
+
+def test_a_slow_time_long_ago_does_not_make_packing_look_good() -> None:
+    rates = PackingRates(time.monotonic)
+    loaded(rates, packed=False, read_s=1000.0)
+    for _ in range(100):
+        loaded(rates, packed=True, read_s=70.0, unpack_s=60.0)
     assert not rates.pays(100, 70)
+
+
+def test_before_anything_was_loaded_storing_tells() -> None:
+    rates = PackingRates(time.monotonic)
+    rates.add_pack(100 << 20, 1.0)
+    assert rates.pays(100, 70) and rates.keeps_up(), "nothing was written"
+    rates.end_write(rates.begin_write(), 100 << 20, 3.0)
+    assert rates.pays(100, 70) and rates.keeps_up()
+    rates = PackingRates(time.monotonic)
+    rates.add_pack(100 << 20, 3.0)
+    rates.end_write(rates.begin_write(), 100 << 20, 1.0)
+    assert not rates.pays(100, 70) and not rates.keeps_up()
+
+
+def test_packing_that_holds_up_what_waits_is_left_alone() -> None:
+    clock, waiting = StoppedClock(), [True]
+    rates = PackingRates(clock)
+
+    def slowly(work: Any, items: Any) -> Any:
+        clock.now_s += sum(payload.nbytes for payload, _ in items)
+        return map(work, items)
+
+    packer = Packer(Counters(), rates, slowly, lambda: waiting[0])
+    buffers = aligned([1 << 20] * 100)
+    for number, buffer in enumerate(buffers):
+        buffer[:] = numbers(key(number), buffer.nbytes)
+
+    def packed() -> int:
+        return sum(packer.pack([buffer])[2][0] for buffer in buffers)
+
+    rates.end_write(rates.begin_write(), 1, 0.5)
+    loaded(rates, packed=True, read_s=70.0, unpack_s=10.0)
+    assert packed() < 6, "it takes twice as long as writing, and stores wait"
+    waiting[0] = False
+    assert packed() > 60, "nobody waits"
 
 
 def test_now_and_then_one_is_packed_all_the_same_so_that_rates_are_measured_anew() -> None:
     counters = Counters()
-    rates = UnpackRates(time.monotonic)
-    rates._read_s, rates._unpack_s = 1e-9, 5e-9
+    rates = PackingRates(time.monotonic)
+    loaded(rates, packed=True, read_s=70.0, unpack_s=500.0)
     packer = Packer(counters, rates, lambda work, items: map(work, items))
     buffers = aligned([64 << 10] * 400)
     for number, buffer in enumerate(buffers):
         buffer[:] = numbers(key(number), buffer.nbytes)
     packed = [packer.pack([buffer])[2][0] for buffer in buffers]
     assert not any(packed[:32]) and 5 < sum(packed) < 20
-    rates._unpack_s = 0.01e-9
+    for _ in range(100):
+        loaded(rates, packed=True, read_s=70.0, unpack_s=1.0)
     assert sum(packer.pack([buffer])[2][0] for buffer in buffers) > 350
 
 

@@ -180,13 +180,13 @@ class Memory:
     ``stowage.weights.placement``); in host memory they share ``host_memory`` with the arena. host_memory: the arena
     below the pool, 0 switches it off; ``auto`` is 0, or an eighth of RAM (4 GiB at most) where there is something below
     it, since chunks pass through it. disk: ``"DIR:SIZE"``, empty switches it off. compression: of chunks at rest, to
-    the bit: auto (where it makes loads no slower), on, off. disk_protection: what chunks at rest, on disk and in shared
-    stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum need the keys of disk_key_file, which is
-    not opened here. valkey, object: addresses of stores that machines share, empty switches them off (see
-    ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps there, 0 means no limit.
-    valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s: the longest wait for a
-    shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0: what the model and the
-    memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group (full, sliding,
+    the bit: auto (where it slows down neither loads nor stores), on, off. disk_protection: what chunks at rest, on disk
+    and in shared stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum need the keys of
+    disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share, empty switches
+    them off (see ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps there, 0 means
+    no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s: the longest wait
+    for a shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0: what the model and
+    the memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group (full, sliding,
     chunked, recurrent). eviction_policy: which chunks leave the host arena when it is full (cost, lru, s3fifo, arc).
     snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError for what cannot be used.
     """

@@ -15,7 +15,7 @@ from stowage.core import lossless
 from stowage.errors import FormatError
 from stowage.storage.disk.directory import Directory, SegmentFile
 from stowage.storage.disk.files import all_aligned, pages
-from stowage.storage.disk.packing import UnpackRates
+from stowage.storage.disk.packing import PackingRates
 from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, Run
 from stowage.storage.format.envelope import pack_fields_of
 from stowage.storage.format.protection import Cipher
@@ -66,21 +66,22 @@ class Reader:
         self._kept = name, file
         return file
 
-    def load(self, run: Run, rates: UnpackRates | None = None) -> list[Result]:
+    def load(self, run: Run, rates: PackingRates | None = None) -> list[Result]:
         """As `read`, and what lies packed is unpacked: each buffer has the length of what was stored there."""
-        if not any(run.packed):
-            return self.read(run)
-        stored = self._as_it_lies(run)
+        stored = self._as_it_lies(run) if any(run.packed) else run
         if rates is None:
             return self._unpacked(run, stored, self.read(stored))
-        readers, began_s = rates.begin(), rates.timer()
+        at_once, began_s = rates.begin_load(), rates.timer()
         try:
-            results = self.read(stored)
+            try:
+                results = self.read(stored)
+            finally:
+                rates.read()
+            arrived_s = rates.timer()
+            results = self._unpacked(run, stored, results)
         finally:
-            rates.end()
-        arrived_s = rates.timer()
-        results = self._unpacked(run, stored, results)
-        rates.add(run, readers, arrived_s - began_s, rates.timer() - arrived_s)
+            rates.end_load()
+        rates.add_load(run, at_once, arrived_s - began_s, rates.timer() - arrived_s)
         return results
 
     @staticmethod

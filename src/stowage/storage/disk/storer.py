@@ -37,8 +37,8 @@ __all__ = ["Storer"]
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 30.0
 SHRINK_TIMEOUT_S: Final = 10.0
-QUEUED_PACKED: Final = 4
-"""With more transfers waiting, chunks are written as they are."""
+LATE_BYTES: Final = 32 << 20
+"""With more bytes waiting, packing must keep up with the disk."""
 INDEXED_BATCHES: Final = 8
 INDEXED_BYTES: Final = 16 << 20
 """So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer: where
@@ -78,12 +78,14 @@ class Storer:
         self._run_jobs = shared.system.run_jobs
         self._staging = pages(STAGING_BYTES)
         self._compactor = Compactor(shared)
+        self._rates = shared.rates
         self._packer = Packer.wanted(
             compression, shared.counters, shared.rates, shared.system.pack_at_once, self._is_late
         )
         self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
         self._in_flight = 0
+        self._queued_bytes = 0
         self._closing = False
         self._open: dict[ActiveSegment, Segment] = {}  # oldest first; into the last one goes what comes
         self._back_off_s = BACK_OFF_S_MIN
@@ -103,13 +105,14 @@ class Storer:
             if self._closing or self._in_flight >= self._transfers_max:
                 return False
             self._in_flight += 1
+            self._queued_bytes += _bytes_of(transfer)
             self._queue.append(transfer)
         self._worker_pool.wake()
         return True
 
     def _is_late(self) -> bool:
         """Whether more waits than packing should hold up."""
-        return len(self._queue) > QUEUED_PACKED
+        return self._queued_bytes > LATE_BYTES
 
     def expire(self) -> None:
         """Gives up what is queued past its deadline. Cheap when nothing is."""
@@ -150,6 +153,7 @@ class Storer:
         self._finish(Outcome(transfer.id, ok, transfer.masks.copy(), error))
         with self._lock:
             self._in_flight -= 1
+            self._queued_bytes -= _bytes_of(transfer)
 
     def _turn(self) -> float | None:
         """The worker's turn: follow the directory when that is due, then write what waits."""
@@ -281,7 +285,7 @@ class Storer:
         while ahead := stream.ahead(1):
             active = self._make_ready(stream, ahead.payloads[0].nbytes)
             known = self._open[active]
-            line = WritePipeline(stream, active, partial(self._another, stream), self._close)
+            line = WritePipeline(stream, active, self._rates, partial(self._another, stream), self._close)
             whole: list[Entries] = []
             gathered = 0
             try:
@@ -375,3 +379,8 @@ class Storer:
             for entries in self._compactor.copy(created.victim, active, known, keep_bytes=length, except_for=waiting):
                 self._count(entries["length"])
         return active
+
+
+def _bytes_of(transfer: Transfer) -> int:
+    """About: most chunks of a transfer are of one length, and thousands would take as long to add up as to submit."""
+    return len(transfer.buffers) * transfer.buffers[0].nbytes if transfer.buffers else 0

@@ -24,7 +24,7 @@ from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
 from stowage.storage.disk.index import Index
 from stowage.storage.disk.loader import Loader, patience_s
-from stowage.storage.disk.packing import UnpackRates
+from stowage.storage.disk.packing import PackingRates
 from stowage.storage.disk.shared import Shared
 from stowage.storage.disk.storer import Storer
 from stowage.storage.disk.system import System
@@ -115,7 +115,7 @@ class DiskTier:
             transfers_max,
             self._system,
             self._finish,
-            UnpackRates(self._system.timer),
+            PackingRates(self._system.timer),
         )
         self._loader = Loader(shared, readers=readers, patience_s=patience_s)
         self._storer = Storer(
