@@ -7,8 +7,9 @@ and French, source code, JSON. Its weights are dequantised 4-bit values, which a
 of the demo (trained in bfloat16) and random normal ones. Disk: the chunks of `benchmarks.tiers` filled with that KV,
 written as they are, packed where that pays (the default) and packed always, in turn, in each round beside writing and
 reading one file of the same raw bytes with direct I/O; after `make bench-env` beside LMCache's file tier and vLLM's,
-which store raw bytes. Effective rates count raw bytes. Codes: each on the same bytes, ratio and raw bytes per second of
-one thread's processor time; those whose package is not installed (zstandard, lz4) are left out.
+which store raw bytes. Effective rates count raw bytes. First tokens: a prompt that lies in one tier alone. Codes: each
+on the same bytes, ratio and raw bytes per second of one thread's processor time; those whose package is not installed
+(zstandard, lz4) are left out.
 """
 
 from __future__ import annotations
@@ -241,6 +242,52 @@ def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path, 
     return {what: median_spread(values) for what, values in found.items()}
 
 
+def measure_first_tokens(model: Path, rounds: int, tokens: int, directory: Path) -> dict[str, Any]:
+    """Milliseconds to the first token of a prompt that is found in one tier alone, each in turn in each round, and
+    computed; tokens that a GiB of host memory holds as they are and packed.
+    """
+    ways: dict[str, dict[str, Any]] = {
+        "host": {},
+        "host packed": {"host_packed": "80%"},
+        "disk": {"disk": f"{directory / 'raw'}:1GiB", "compression": "off"},
+        "disk packed": {"disk": f"{directory / 'packed'}:1GiB", "compression": "on"},
+    }
+    engines = {
+        name: Engine(str(model), Memory(kv_cache_memory="128MiB", host_memory="256MiB", **settings))
+        for name, settings in ways.items()
+    }
+    found: dict[str, list[float]] = {}
+    try:
+        for engine in engines.values():
+            assert engine.tokenizer is not None
+            prompt = list(engine.tokenizer.encode(" ".join(documents().values())))[:tokens]
+            engine.generate([prompt], SamplingParams(max_new_tokens=1))
+            assert engine.flush()
+        for number in range(rounds):
+            for name, engine in engines.items():
+                engine.drop_device_cache()
+                if name != "host":
+                    engine.drop_host()
+                if "disk" in ways[name]:
+                    drop_page_cache(Path(ways[name]["disk"].rpartition(":")[0]))
+                began_s = time.perf_counter()
+                (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=1))
+                found.setdefault(f"{name} ms", []).append((time.perf_counter() - began_s) * 1e3)
+                tier = {"host": "host", "host packed": "packed"}.get(name, "disk")
+                assert completion.reused_tokens[tier] > 0.9 * tokens, "it was to come from there"
+            other = [*prompt[:1], number + 1000, *prompt[2:]]
+            began_s = time.perf_counter()
+            engines["host"].generate([other], SamplingParams(max_new_tokens=1))
+            found.setdefault("computed ms", []).append((time.perf_counter() - began_s) * 1e3)
+        stats = engines["host packed"].stats()["store"]
+        raw = int(stats["packed.write_bytes"]) + int(stats["packed.packed_bytes_saved"])
+        found["tokens per GiB, packed over as they are"] = [raw / int(stats["packed.write_bytes"])]
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return {what: median_spread(values) for what, values in found.items()}
+
+
 def measure_weights(rounds: int, directory: Path) -> dict[str, Any]:
     """Random normal bfloat16 tensors, read by the prefetcher's threads into the memory that a layer computes from, as
     they are and packed: raw bytes per second over those of direct reads of the raw file in the same round. Nothing is
@@ -304,6 +351,7 @@ def main() -> int:
                 f"{kib} KiB": measure_disk(kib, options.total_mib * MIB, kv, options.rounds, directory, peer)
                 for kib in CHUNKS
             },
+            "first_token": measure_first_tokens(options.model, 3 * options.rounds, options.tokens, directory),
             "weights": measure_weights(options.rounds, directory),
         }
     if peer is not None:
@@ -335,6 +383,7 @@ def table(keys: dict[str, float], found: dict[str, Any]) -> str:
         f"{row['code']:18} {row['bytes']:15} {row['share']:.3f}  {row['pack']:5.2f} and {row['unpack']:5.2f} GB/s"
         for row in found["codes"]
     ]
+    lines += [f"first token {what:42} {spread.median:.2f}" for what, spread in found["first_token"].items()]
     lines += [f"weights   {what:32} {spread.median:.2f}" for what, spread in found["weights"].items()]
     for kib, case in found["disk"].items():
         lines += [f"{kib:9} {what:44} {spread.median:.2f}" for what, spread in case.items()]

@@ -9,6 +9,7 @@ import pytest
 from docs.examples.dict_tier import DictTier
 from stowage.storage.disk import DiskTier
 from stowage.storage.format.protection import Method, Protection, SecretKey
+from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.testing import TierConformance
 
 KIB = 1 << 10
@@ -35,6 +36,26 @@ class TestSmallDictTier(TierConformance):
 
     def make_tier(self, directory: Path) -> DictTier:
         return DictTier(40 * KIB)
+
+
+@pytest.mark.slow
+class TestPackedMemoryTier(TierConformance):
+    """The packed part of host memory, with room for everything, even if nothing packs."""
+
+    keeps_bytes = 4 * MIB
+    examples = 80
+
+    def make_tier(self, directory: Path) -> PackedMemoryTier:
+        return PackedMemoryTier(4 * MIB + 64 * KIB)
+
+
+class TestSmallPackedMemoryTier(TierConformance):
+    """It goes round all the time, also within one transfer, and moves what was loaded."""
+
+    examples = 60
+
+    def make_tier(self, directory: Path) -> PackedMemoryTier:
+        return PackedMemoryTier(48 * KIB + 100)
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from stowage.cache.store import TieredStore
 from stowage.config import addresses
 from stowage.config.memory import Memory
+from stowage.core import lossless
 from stowage.core.geometry import Geometry
 from stowage.errors import ConfigError
 from stowage.storage import key_file
 from stowage.storage.disk import DiskTier
+from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Tier
 
 __all__ = ["check_tiers", "open_store"]
@@ -30,7 +32,8 @@ def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
         raise ConfigError(
             "tiers are given but host_memory is 0. Chunks reach them through host memory: give it a size."
         )
-    taken = {"device", "host", "hits"} | {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
+    taken = {"device", "host", "packed", "hits"}
+    taken |= {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
     for tier in tiers:
         lacking = [name for name in _METHODS if not callable(getattr(tier, name, None))]
         if lacking or not isinstance(getattr(tier, "name", None), str):
@@ -65,12 +68,12 @@ def open_store(
         return None
     tiers: list[Tier] = []
     try:
-        for tier in _open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups)):
+        for tier in _open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups), clock):
             tiers.append(tier)  # one by one, so that those that are open are closed when the next cannot be
         below = [*tiers, *others]
         return TieredStore(
             geometry,
-            memory.host_memory_bytes,
+            memory.arena_bytes,
             below,
             snapshot_tokens=snapshot_tokens,
             common_slots=common_slots,
@@ -84,8 +87,15 @@ def open_store(
         raise
 
 
-def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int) -> Iterator[Tier]:
+def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int, clock: Callable[[], float]) -> Iterator[Tier]:
     """Those that `memory` asks for, nearest first."""
+    if memory.host_packed_bytes:
+        if not lossless.is_quick():
+            raise ConfigError(
+                "host_packed is set, and the compiled part of Stowage is not there: packing in Python is slower than "
+                "computing. Install a C compiler and Stowage again, or leave host_packed out."
+            )
+        yield PackedMemoryTier(memory.host_packed_bytes, clock=clock)
     sealed = key_file.protection(memory.disk_protection, memory.disk_key_path)
     if memory.disk_directory is not None:
         yield DiskTier(

@@ -10,8 +10,8 @@ import typer
 
 from stowage.cli.options import COMPUTE, LOG, MEMORY, Json, with_settings
 from stowage.cli.output import note, print_json, print_table, progress_bars, quiet_libraries
-from stowage.config.memory import unknown_name
 from stowage.config.settings import Settings
+from stowage.config.wording import unknown_name
 from stowage.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, Final
 
-from stowage.config.memory import TEXT_MAX, Memory, shown_value
+from stowage.config.memory import TEXT_MAX, Memory
+from stowage.config.wording import shown_value
 from stowage.errors import ConfigError
 
 __all__ = ["budgets", "checkpoint", "flag", "flag_or_none", "items_of", "listed", "text"]

@@ -7,16 +7,14 @@ Contract:
 - ``parse_size``, ``parse_disk`` and ``parse_tokens`` are the only readers of sizes. They are exact (no floating point)
   and refuse what they do not understand.
 
-Imports only the standard library, ``errors``, ``addresses`` and ``names``. Which source a setting comes from is
-``config/settings.py``'s job.
+Imports only the standard library, ``errors``, ``addresses``, ``names`` and ``wording``. Which source a setting comes
+from is ``config/settings.py``'s job.
 """
 
-import difflib
 import os
 import re
-import reprlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Real
@@ -24,6 +22,7 @@ from pathlib import Path
 
 from stowage.config.addresses import parse_object, parse_valkey, shown
 from stowage.config.names import with_old_names
+from stowage.config.wording import shown_value, unknown_name
 from stowage.errors import ConfigError
 
 _UNITS = {
@@ -179,16 +178,18 @@ class Memory:
     device_memory. weights: what of them lies where, ``auto`` or rules such as ``model.layers.*=stream`` (see
     ``stowage.weights.placement``); in host memory they share ``host_memory`` with the arena. host_memory: the arena
     below the pool, 0 switches it off; ``auto`` is 0, or an eighth of RAM (4 GiB at most) where there is something below
-    it, since chunks pass through it. disk: ``"DIR:SIZE"``, empty switches it off. compression: of chunks at rest, to
-    the bit: auto (where it slows down neither loads nor stores), on, off. disk_protection: what chunks at rest, on disk
-    and in shared stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum need the keys of
-    disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share, empty switches
-    them off (see ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps there, 0 means
-    no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s: the longest wait
-    for a shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0: what the model and
-    the memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group (full, sliding,
-    chunked, recurrent). eviction_policy: which chunks leave the host arena when it is full (cost, lru, s3fifo, arc).
-    snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError for what cannot be used.
+    it, since chunks pass through it. host_packed: how much of host_memory keeps chunks packed, to the bit, in two
+    thirds of their bytes: a size, or a percentage of it. disk: ``"DIR:SIZE"``, empty switches it off. compression: of
+    chunks at rest, to the bit: auto (where it slows down neither loads nor stores), on, off. disk_protection: what
+    chunks at rest, on disk and in shared stores, are sealed with (checksum, blake3, aes-256-gcm); all but a checksum
+    need the keys of disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share,
+    empty switches them off (see ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps
+    there, 0 means no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s:
+    the longest wait for a shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0:
+    what the model and the memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group
+    (full, sliding, chunked, recurrent). eviction_policy: which chunks leave the host arena when it is full (cost, lru,
+    s3fifo, arc). snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError for what cannot be
+    used.
     """
 
     kv_cache_memory: int | str = AUTO
@@ -210,6 +211,7 @@ class Memory:
     object: str = ""
     object_limit: int | str = 0
     lookup_timeout_s: float = 0.5
+    host_packed: int | str = 0
     eviction_policy: str = POLICIES[0]
     device_memory: int | str = 0
     weights: str = "auto"
@@ -234,6 +236,11 @@ class Memory:
             )
         if self.disk:
             parse_disk(self.disk)
+        if self.host_packed_bytes >= host_bytes and _plain_size("host_packed", self.host_packed, _HOST_AUTO_BYTES_MAX):
+            raise ConfigError(
+                f"host_packed is {self.host_packed}, and host_memory {self.host_memory}. Chunks are unpacked into the "
+                "rest of host memory: leave room there for the longest prompt, as with host_packed 80%."
+            )
         self._check_shared(host_bytes)
         _check_protection(self.disk_protection, self.disk_key_file)
         for name, valid in (("eviction_policy", POLICIES), ("compression", COMPRESSIONS)):
@@ -271,7 +278,7 @@ class Memory:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"{name} is {shown_value(value)}: it must be a number of seconds.")
-        for name in ("kv_cache_memory", "host_memory", "device_memory", "object_limit"):
+        for name in ("kv_cache_memory", "host_memory", "host_packed", "device_memory", "object_limit"):
             if not isinstance(getattr(self, name), int | str):
                 raise ConfigError(f"{name} is {shown_value(getattr(self, name))}: it must be a size. {SIZE_FIX}")
         if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int):
@@ -326,6 +333,15 @@ class Memory:
         return _size_of("host_memory", self.host_memory)
 
     @property
+    def host_packed_bytes(self) -> int:
+        return _plain_size("host_packed", self.host_packed, self.host_memory_bytes)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host memory for chunks as the model computes them."""
+        return self.host_memory_bytes - self.host_packed_bytes
+
+    @property
     def disk_directory(self) -> Path | None:
         return parse_disk(self.disk)[0] if self.disk else None
 
@@ -347,15 +363,12 @@ class Memory:
 
 
 def _size_of(name: str, size: int | str) -> int:
-    try:
-        return parse_size(size, ram_total_bytes())
-    except ConfigError as error:
-        raise ConfigError(f"{name} cannot be used. {error}") from error
+    return _plain_size(name, size, ram_total_bytes())
 
 
-def _plain_size(name: str, size: int | str) -> int:
+def _plain_size(name: str, size: int | str, total_bytes: int | None = None) -> int:
     try:
-        return parse_size(size)
+        return parse_size(size, total_bytes)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be used. {error}") from error
 
@@ -383,18 +396,3 @@ def _check_protection(protection: str, key_file: str) -> None:
 def _positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _COUNT_MAX:
         raise ConfigError(f"{name} is {shown_value(value)}: it must be a whole number of 1 or more.")
-
-
-def shown_value(value: object) -> str:
-    """What a message says of a value that may be anything, of any length."""
-    if isinstance(value, int) and abs(value) > _SIZE_BYTES_MAX:
-        return "a very large number"
-    return reprlib.repr(value)
-
-
-def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:
-    """Text for an unknown name: the nearest valid one, or all of them where none is near."""
-    names = sorted(valid)
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), names, n=1, cutoff=0.5)
-    advice = f"Did you mean {near[0]!r}?" if near else f"Valid: {', '.join(names)}."
-    return f"{what} is unknown. {advice}"

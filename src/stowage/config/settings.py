@@ -23,10 +23,9 @@ from stowage.config.memory import (
     SIZE_FIX,
     Memory,
     parse_tokens,
-    shown_value,
-    unknown_name,
 )
 from stowage.config.names import RENAMED, all_today, elsewhere, renamed_hint
+from stowage.config.wording import shown_value, unknown_name
 from stowage.errors import ConfigError
 
 _DIGITS_MAX = 40
@@ -155,6 +154,14 @@ MEMORY_SETTINGS = (
     Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded", _CACHE),
     Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state", _CACHE),
     Setting("load_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a load before it is recomputed", _CACHE),
+    Setting(
+        "host_packed",
+        0,
+        _as_size,
+        "SIZE",
+        "how much of host memory keeps chunks packed, to the bit, in two thirds of their bytes, as 80%",
+        _CACHE,
+    ),
     Setting(
         "compression",
         COMPRESSIONS[0],

@@ -189,7 +189,7 @@ def _assemble(
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
-    slabs = split_arena(geometry, memory.host_memory_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
+    slabs = split_arena(geometry, memory.arena_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
     if exact is not None and lacking(loaded.model):
         slabs = ()  # torch sums keys that are away from the device in another order than those that are on it
     capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)

@@ -19,7 +19,7 @@ def too_long(sequence: Sequence, parts: Parts, memory: Memory, kernels_lack: str
     length = sequence.length_max
     need = bytes_needed(parts.layout.blocks, length, memory.max_num_batched_tokens)
     need = need if parts.graphs is None else with_share(need)
-    host = memory.host_memory_bytes
+    host = memory.arena_bytes
     behind = f"with host memory of {format_size(host)}" if host else "without host memory"
     least: int | None = 0
     why = ""

@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from stowage.config.memory import parse_size, ram_total_bytes, shown_value
+from stowage.config.memory import parse_size, ram_total_bytes
+from stowage.config.wording import shown_value
 from stowage.errors import ConfigError
 
 BODIES_AT_ONCE = 8

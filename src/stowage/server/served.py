@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from stowage.config.memory import unknown_name
+from stowage.config.wording import unknown_name
 from stowage.errors import ConfigError
 from stowage.server.tools.formats import AUTO, FORMATS, REASONING
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stowage.core.geometry import IntArray, SlabClass
 from stowage.errors import ConfigError
 
-__all__ = ["HostArena", "map_arena"]
+__all__ = ["HostArena", "map_arena", "map_memory"]
 
 
 class HostArena:
@@ -43,15 +43,7 @@ class HostArena:
                 f"host memory of {self.bytes} bytes could not be mapped ({error.strerror}); set host_memory "
                 "to a smaller size"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                self.huge_pages = False  # a kernel without them: a matter of speed only
-            else:
-                self.huge_pages = True
-        else:
-            self.huge_pages = False
+        self.huge_pages = _in_huge_pages(self._mapping)
         self._view: memoryview | None = memoryview(self._mapping)
         self._array: NDArray[np.uint8] | None = np.frombuffer(self._mapping, np.uint8)
 
@@ -127,6 +119,27 @@ def map_arena(path: str, nbytes: int) -> NDArray[np.uint8]:
             f"The host arena {path} of {nbytes} bytes cannot be mapped ({error}). Its process must be alive, on this "
             "machine, in the same container, and of the same user."
         ) from error
+
+
+def map_memory(nbytes: int, setting: str) -> mmap.mmap:
+    """Memory of this process, zeros. Raises ConfigError, which names the setting, when the machine lacks it."""
+    try:
+        mapping = _anonymous(nbytes)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} of {nbytes} bytes could not be mapped ({error.strerror}); set it to a smaller size"
+        ) from error
+    _in_huge_pages(mapping)
+    return mapping
+
+
+def _in_huge_pages(mapping: mmap.mmap) -> bool:
+    """Ask for them. False: the kernel has none, which is a matter of speed only."""
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config import arguments
-from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_bytes, shown_value
+from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_bytes
 from stowage.config.names import arguments_today
+from stowage.config.wording import shown_value
 from stowage.errors import BudgetError, ConfigError, ModelError, UnsupportedModelError
 from stowage.weights.placement import parse_rules
 from stowage.weights.repacked import usual_place

@@ -28,8 +28,9 @@ from stowage.cache.background import Background
 from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import check_tiers, open_store
 from stowage.config import arguments
-from stowage.config.memory import Memory, unknown_name
+from stowage.config.memory import Memory
 from stowage.config.names import arguments_today
+from stowage.config.wording import unknown_name
 from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import snapshot_spacing, strategy
 from stowage.core.key import SequenceKeys, namespace

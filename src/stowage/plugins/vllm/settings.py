@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stowage.config.memory import Memory, unknown_name
+from stowage.config.memory import Memory
 from stowage.config.names import all_today, renamed_hint
+from stowage.config.wording import unknown_name
 from stowage.core.geometry import Group, Kind, round_up
 from stowage.core.resume_points import Points
 from stowage.errors import ConfigError

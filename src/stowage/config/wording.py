@@ -1,0 +1,24 @@
+"""How messages speak of what a user gave: values that may be anything, and names that are unknown."""
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+
+__all__ = ["shown_value", "unknown_name"]
+
+_NUMBER_MAX = 1 << 62
+
+
+def shown_value(value: object) -> str:
+    """What a message says of a value that may be anything, of any length."""
+    if isinstance(value, int) and abs(value) > _NUMBER_MAX:
+        return "a very large number"
+    return reprlib.repr(value)
+
+
+def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:
+    """Text for an unknown name: the nearest valid one, or all of them where none is near."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), names, n=1, cutoff=0.5)
+    advice = f"Did you mean {near[0]!r}?" if near else f"Valid: {', '.join(names)}."
+    return f"{what} is unknown. {advice}"

@@ -1,0 +1,183 @@
+"""The packed part of host memory: what is found comes back to the bit, within its bytes, whatever goes on at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stowage.core import lossless
+from stowage.errors import ConfigError
+from stowage.storage.packed_memory import PackedMemoryTier
+from stowage.storage.protocol import Outcome, Transfer
+from stowage.storage.ring import ALIGNED, Piece, Ring
+from tests.disk_client import NEVER_S, aligned, key
+
+KIB = 1 << 10
+LENGTH = 64 * KIB
+
+
+def numbers(chunk: bytes, length: int) -> bytes:
+    """bfloat16 as keys and values have them, other ones for each chunk."""
+    drawn = np.random.default_rng(list(chunk)).standard_normal(length // 2 + 1, np.float32)
+    return (drawn.view(np.uint32) >> 16).astype("<u2").tobytes()[:length]
+
+
+class Client:
+    """Stores and loads, and waits for either."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.tier = PackedMemoryTier(limit_bytes)
+        self._ids = iter(range(1, 1 << 30))
+
+    def store(self, names: list[object], lengths: list[int] | None = None, deadline_s: float = NEVER_S) -> Outcome:
+        keys = [key(name) for name in names]
+        buffers = aligned(lengths or [LENGTH] * len(keys))
+        for chunk, buffer in zip(keys, buffers, strict=True):
+            buffer[:] = numbers(chunk, buffer.nbytes)
+        self.tier.store(Transfer(next(self._ids), keys, buffers, np.ones(len(keys), np.uint64), deadline_s))
+        return self.outcome()
+
+    def load(self, names: list[object], lengths: list[int] | None = None) -> list[bool]:
+        keys = [key(name) for name in names]
+        buffers = aligned(lengths or [LENGTH] * len(keys))
+        self.tier.load(Transfer(next(self._ids), keys, buffers, np.zeros(len(keys), np.uint64), NEVER_S))
+        outcome = self.outcome()
+        for chunk, buffer, ok in zip(keys, buffers, outcome.ok, strict=True):
+            assert not ok or bytes(buffer) == numbers(chunk, buffer.nbytes)
+        return [bool(ok) for ok in outcome.ok]
+
+    def outcome(self) -> Outcome:
+        while not (outcomes := self.tier.poll()):
+            time.sleep(0.0005)
+        (outcome,) = outcomes
+        return outcome
+
+    def has(self, names: list[object]) -> list[bool]:
+        return [bool(mask) for mask in self.tier.lookup([key(name) for name in names])]
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    made = Client(16 * LENGTH)
+    yield made
+    made.tier.check()
+    made.tier.close(time.monotonic() + 10)
+    assert not any(made.has(list(range(60))))
+
+
+def test_it_holds_a_third_more(client: Client) -> None:
+    names: list[object] = list(range(22))
+    assert client.store(names).ok.all() and all(client.has(names)), "22 chunks where 16 fit as they are"
+    assert all(client.load(names))
+    stats = client.tier.stats()
+    assert stats["chunks"] == stats["packed"] == 22 and stats["evicted"] == 0
+    assert 0.66 * 22 * LENGTH < int(stats["bytes_used"]) < 0.72 * 22 * LENGTH < int(stats["bytes_limit"])
+
+
+def test_what_does_not_pack_lies_as_it_is(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = random.Random(0).randbytes
+    monkeypatch.setattr("tests.unit.test_packed_memory.numbers", lambda chunk, length: chunk * (length // 32))
+    monkeypatch.setattr(lossless, "pack", lambda payload, room: 0)
+    assert noise(1) and client.store([1, 2], [LENGTH, 32]).ok.all() and all(client.load([1, 2], [LENGTH, 32]))
+    assert client.tier.stats()["packed"] == 0
+
+
+def test_the_oldest_goes_unless_it_was_used(client: Client) -> None:
+    for number in range(60):
+        assert client.store([number]).ok.all()
+        assert client.load([0]) == [True], "it is in use, so it is moved when its turn comes"
+    assert client.has([1, 59]) == [False, True]
+    stats = client.tier.stats()
+    assert int(stats["moved"]) >= 1 and int(stats["evicted"]) > 30
+
+
+def test_what_is_stored_anew_replaces_what_is_being_moved(client: Client) -> None:
+    for number in range(60):
+        client.store([number % 20, "hot"])
+        assert client.load(["hot", number % 20]) == [True, True]
+    client.tier.discard([key("hot")])
+    for number in range(60):
+        client.store([("later", number)])
+        assert client.has(["hot"]) == [False], "what was discarded stays away"
+
+
+def test_another_length_is_a_miss_and_nothing_fits_that_is_longer_than_all(client: Client) -> None:
+    client.store([1])
+    assert client.load([1], [LENGTH + 2]) == [False] and client.load([1, 2]) == [True, False]
+    assert client.store(["huge", 3], [17 * LENGTH, LENGTH]).ok.tolist() == [False, True]
+    late = client.store([4], deadline_s=0.0)
+    assert not late.ok.any() and "timed out" in late.error and not late.refused
+
+
+def test_a_closed_one_refuses(client: Client) -> None:
+    client.store([1])
+    client.tier.close(time.monotonic() + 1)
+    assert client.store([2]).refused and client.load([1]) == [False]
+
+
+def test_a_failure_costs_its_transfer_alone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(payload: memoryview, room: memoryview) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(lossless, "pack", fail)
+    assert not client.store([1, 2]).ok.any() and client.tier.stats()["faults"] == 1
+    monkeypatch.undo()
+    assert client.store([1, 2]).ok.all() and all(client.load([1, 2]))
+
+
+def test_many_at_once() -> None:
+    """Loads of chunks that are just going: each brings its bytes or nothing."""
+    tier = PackedMemoryTier(8 * LENGTH)
+    drawn = random.Random(0)
+    loaded = wrong = 0
+    kept: dict[int, tuple[list[bytes], list[memoryview]]] = {}
+    for number in range(400):
+        keys = [key(drawn.randrange(24)) for _ in range(3)]
+        keys = list(dict.fromkeys(keys))
+        buffers = aligned([LENGTH] * len(keys))
+        transfer = Transfer(number, keys, buffers, np.ones(len(keys), np.uint64), NEVER_S)
+        if number % 2:
+            kept[number] = keys, buffers
+            tier.load(transfer)
+        else:
+            for chunk, buffer in zip(keys, buffers, strict=True):
+                buffer[:] = numbers(chunk, LENGTH)
+            tier.store(transfer)
+        if drawn.random() < 0.1:
+            tier.discard([key(drawn.randrange(24))])
+        for outcome in tier.poll():
+            if outcome.id in kept:
+                for chunk, buffer, ok in zip(*kept.pop(outcome.id), outcome.ok, strict=True):
+                    loaded += bool(ok)
+                    wrong += bool(ok) and bytes(buffer) != numbers(chunk, LENGTH)
+    tier.close(time.monotonic() + 10)
+    assert not wrong and loaded > 20
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stowage-packed")]
+
+
+def test_more_memory_than_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"host_packed of .* smaller size"):
+        PackedMemoryTier(1 << 60)
+
+
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), max_size=200))
+def test_a_ring_never_gives_the_same_byte_twice(asked: list[tuple[int, int]]) -> None:
+    ring, held = Ring(1000), list[Piece]()
+    for wanted, used in asked:
+        while (piece := ring.take(wanted)) is None:
+            assert ring.oldest is held[0]
+            ring.drop_oldest()
+            held.pop(0)
+        assert piece.start % ALIGNED == 0 and piece.nbytes == wanted
+        assert all(other.end <= piece.start or piece.end <= other.start for other in held)
+        ring.shorten(piece, min(used, wanted))
+        held += [piece] if min(used, wanted) else []
+        ring.check()
+    assert ring.oldest is (held[0] if held else None)
