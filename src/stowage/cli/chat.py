@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, Adapter, ChatTemplate, Json, Model, with_settings
-from stowage.cli.run import opened
+from stowage.cli.run import opened, sampling_of
 from stowage.cli.talk import converse
 from stowage.config.settings import Settings
 
@@ -21,8 +21,6 @@ def chat(
     json: Json = False,
 ) -> None:
     """Talk with a model that has a chat template. /reset forgets the conversation, /quit or Ctrl-D ends it."""
-    from stowage.engine.sampling import SamplingParams
-
-    params = SamplingParams(**settings.sampling())
+    params = sampling_of(settings)
     with opened(model, settings, adapter, chat_template) as engine:
         converse(engine, params, [{"role": "system", "content": system}] if system else [], json=json)

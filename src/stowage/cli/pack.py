@@ -10,6 +10,7 @@ from stowage.cli.output import note, print_json, print_table, progress_bars, qui
 from stowage.config.memory import format_size
 from stowage.config.settings import Settings
 from stowage.errors import ConfigError
+from stowage.models.files import check_given
 
 if TYPE_CHECKING:
     from stowage.evaluation.pack import Packed, Perplexity
@@ -42,6 +43,7 @@ def pack(
     --lossless it is the same model, to the bit, in about 0.67 of its bytes.
     """
     memory = settings.memory()
+    check_given(model)
     from stowage.demo import corpus
     from stowage.evaluation import pack
 

@@ -26,10 +26,11 @@ from stowage.cli.output import completion_json, note, print_json, print_text, qu
 from stowage.cli.talk import converse, stream_answer
 from stowage.config.settings import LOG_GROUP, Settings
 from stowage.errors import ConfigError, RequestError
+from stowage.models.files import check_given
 
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine, Prompt
-    from stowage.engine.sampling import SamplingParams
+    from stowage.engine.sampling_params import SamplingParams
 
 
 @with_settings(*SAMPLING, *MEMORY, *GRAPHS, *LOG)
@@ -70,9 +71,7 @@ def run(
         )
     if raw and chat_template is not None:
         raise ConfigError("--raw leaves the chat template out, and --chat-template gives one: leave out one of them.")
-    from stowage.engine.sampling import SamplingParams
-
-    params = SamplingParams(**settings.sampling())
+    params = sampling_of(settings)
     with opened(model, settings, adapter, chat_template) as engine, kept_up(metrics_file, engine.metrics):
         if not texts:
             converse(engine, params, json=json)
@@ -85,6 +84,13 @@ def run(
             stream_answer(engine, prompts[0], params)
         else:
             _print_answers(engine, prompts, params)
+
+
+def sampling_of(settings: Settings) -> "SamplingParams":
+    """What is wrong with it is told before anything slow is imported."""
+    from stowage.engine.sampling_params import SamplingParams
+
+    return SamplingParams(**settings.sampling())
 
 
 def _in_a_terminal() -> bool:
@@ -122,14 +128,20 @@ def open_engine(
     """
     memory = settings.memory()
     template = _template(chat_template) if chat_template is not None else ""
+    check_given(model, adapter)
     if sys.stderr.isatty():
         note(f"Loading {model} ...")
-    if settings["device"] in ("", "cpu"):
-        from stowage.models.quick_import import import_transformers
+    from stowage.models.quick_import import begin_import, import_transformers
 
-        import_transformers()
-    from stowage.engine.engine import Engine
-
+    gc.disable()  # nothing that is imported is ever garbage
+    try:
+        begin_import()
+        if settings["device"] in ("", "cpu"):
+            import_transformers()
+        from stowage.engine.engine import Engine
+    finally:
+        gc.freeze()
+        gc.enable()
     quiet_libraries()
     engine = Engine(
         model,

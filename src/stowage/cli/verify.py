@@ -13,6 +13,7 @@ from stowage.cli.output import note, print_json, print_table, progress_bars, qui
 from stowage.config.settings import Settings
 from stowage.config.wording import unknown_name
 from stowage.errors import ConfigError
+from stowage.models.files import check_given
 
 if TYPE_CHECKING:
     from stowage.evaluation.parity import Report
@@ -51,6 +52,8 @@ def verify(
         raise ConfigError("verify checks a MODEL, or the tiny models of --families NAMES: give one of the two.")
     if families and evaluate is not None:
         raise ConfigError("--eval asks a trained model: give a MODEL instead of --families.")
+    if model:
+        check_given(model)
     from stowage.evaluation import tasks
     from stowage.evaluation.parity import verify as compare
 

@@ -162,7 +162,7 @@ def _layout(loaded: Loaded, memory: Memory, way: Pieces | None) -> ModelLayout:
         # Every forward of a prompt is one piece of the grid: a block that is shared lies in a whole one.
         chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
         tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}
-    layout = replace(probe(loaded.model, tokens, chunk_blocks), placeholders=loaded.placeholders)
+    layout = replace(probe(loaded.model, tokens, chunk_blocks, loaded.identity), placeholders=loaded.placeholders)
     if memory.max_model_len:
         layout = replace(layout, context_tokens=min(layout.context_tokens, memory.max_model_len))
     return layout

@@ -26,7 +26,8 @@ from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
 from stowage.evaluation import runs
 from stowage.models import hub, layout, loading
-from stowage.models.directory import check_files, has_tokenizer, part_of
+from stowage.models.directory import has_tokenizer, part_of
+from stowage.models.files import check_files
 from stowage.weights.quantized.codes import FORMS, GROUPS
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, marked
 

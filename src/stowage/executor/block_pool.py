@@ -42,7 +42,7 @@ class BlockPool:
         self.layout = layout
         self.blocks = blocks
         self.evicted = 0
-        self.storage = torch.zeros((blocks + 1, self.group.bytes_per_block), dtype=torch.uint8, device=device)
+        self.storage = _zeros(blocks + 1, self.group.bytes_per_block, device)
         self.views = {layer.index: self._layer_views(layer.index) for layer in layout.layers}
         for layer in layout.layers:
             self.views.update(dict.fromkeys(layer.readers, self.views[layer.index]))
@@ -260,3 +260,12 @@ def _longest(layouts: Sequence[BlockLayout], device_bytes: int, limit_tokens: in
         else:
             high = middle - 1
     return low
+
+
+def _zeros(rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that is zero. The CPU's is given page by page when it is first written: torch writes all of it at once,
+    which takes a second for 2 GiB.
+    """
+    if device.type != "cpu":
+        return torch.zeros((rows, row_bytes), dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.zeros((rows, row_bytes), dtype=np.uint8))

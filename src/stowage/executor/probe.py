@@ -15,7 +15,7 @@ from stowage.models.families import ALONE
 from stowage.models.layout import ModelLayout
 
 
-def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> ModelLayout:
+def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int, identity: str = "") -> ModelLayout:
     """Classify ``model``'s layers and lay out one block per group; see ``models.paged_layout.probe``.
 
     Raises ``UnsupportedModelError`` when what the model does, does not fit its config, or when the fallback does not
@@ -24,4 +24,4 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
     layout.refuse_unsupported(model.config)
     if model.config.model_type in ALONE:
         return trial.proved_layout(model, block_tokens, chunk_blocks)
-    return paged_layout.probe(model, block_tokens, chunk_blocks)
+    return paged_layout.probe(model, block_tokens, chunk_blocks, identity)

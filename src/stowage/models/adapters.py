@@ -21,13 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stowage.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
+from stowage.errors import CheckpointError, RequestError, UnsupportedModelError
 from stowage.models import identity
+from stowage.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapters_named, check_adapter
 
-__all__ = ["CONFIG", "Adapter", "AdapterFile", "Adapters", "is_adapter", "read_all"]
+__all__ = ["Adapter", "AdapterFile", "Adapters", "read_all"]
 
-CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
 _NO_MEANING = frozenset({
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
@@ -41,11 +40,6 @@ _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB]
 
 _Item = TypeVar("_Item")
 _Out = TypeVar("_Out")
-
-
-def is_adapter(directory: Path) -> bool:
-    """Whether ``directory`` holds an adapter, and no model."""
-    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,44 +70,27 @@ def read_all(given: str | Path | Mapping[str, str | Path]) -> list[AdapterFile]:
     Raises CheckpointError for what is missing, cut or damaged, UnsupportedModelError for what is no plain LoRA adapter,
     ConfigError for names that cannot be told apart.
     """
-    if not given:
-        return []
-    named = given if isinstance(given, Mapping) else {Path(given).expanduser().resolve().name: given}
-    for name in named:
-        if not isinstance(name, str) or not name.strip():
-            raise ConfigError(f"{name!r} is no name of an adapter: write NAME=DIR.")
-    return [_read(name, Path(path).expanduser()) for name, path in named.items()]
+    return [_read(name, path) for name, path in adapters_named(given).items()]
 
 
 def _read(name: str, directory: Path) -> AdapterFile:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not directory.is_dir():
-        raise CheckpointError(f"the adapter {directory} does not exist: give the directory that PEFT saved it in.")
-    if not (directory / CONFIG).is_file():
-        raise CheckpointError(
-            f"{directory} holds no {CONFIG}: it is no adapter of PEFT's, or its download was cut short."
-        )
-    file = directory / _WEIGHTS
-    if not file.is_file():
-        if (directory / "adapter_model.bin").is_file():
-            raise CheckpointError(
-                f"{directory} holds adapter_model.bin, a pickle, which can run code when it is opened and is refused. "
-                "Save it again where you trust it, with PEFT's save_pretrained(), which writes safetensors."
-            )
-        raise CheckpointError(f"{file} is missing: the adapter's download was cut short.")
+    file = check_adapter(directory)
     try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         config = dict(config.items())
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{directory / CONFIG} is damaged ({error}); download the adapter again.") from error
+        raise CheckpointError(
+            f"{directory / ADAPTER_CONFIG} is damaged ({error}); download the adapter again."
+        ) from error
     _refuse(directory, config)
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); download the adapter again.") from error
-    digest = bytes.fromhex(identity.of_checkpoint(directory, [directory / CONFIG, file]))
+    digest = bytes.fromhex(identity.of_checkpoint(directory, [directory / ADAPTER_CONFIG, file]))
     return AdapterFile(name, directory, config, _pairs(directory, tensors), digest)
 
 
@@ -136,7 +113,7 @@ def _refuse(directory: Path, config: Mapping[str, Any]) -> None:
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise CheckpointError(f"{directory / CONFIG} has r={rank!r} and lora_alpha={alpha!r}: it is damaged.")
+        raise CheckpointError(f"{directory / ADAPTER_CONFIG} has r={rank!r} and lora_alpha={alpha!r}: it is damaged.")
 
 
 def _pairs(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -150,10 +127,10 @@ def _pairs(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Te
             )
         parts.setdefault(found["module"], {})[found["part"]] = tensor
     if not parts:
-        raise CheckpointError(f"{directory / _WEIGHTS} holds no tensor: download the adapter again.")
+        raise CheckpointError(f"{directory / ADAPTER_WEIGHTS} holds no tensor: download the adapter again.")
     half = next((name for name, both in parts.items() if len(both) < 2), None)
     if half is not None:
-        raise CheckpointError(f"{directory / _WEIGHTS} has one half of {half} only: download the adapter again.")
+        raise CheckpointError(f"{directory / ADAPTER_WEIGHTS} has one half of {half} only: download the adapter again.")
     return {name: (both["A"].float().contiguous(), both["B"].float().contiguous()) for name, both in parts.items()}
 
 

@@ -5,14 +5,32 @@ Owns what is said where there is none.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from stowage.errors import CheckpointError, first_line
 
-__all__ = ["find"]
+__all__ = ["find", "is_here"]
 
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _REASON_CHARACTERS = 200
+_YES = ("1", "ON", "YES", "TRUE")
+"""As the hub's client reads a switch in the environment."""
+
+
+def is_here(name: str) -> bool:
+    """Whether `find` would look for ``name`` in directories only."""
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return True
+    except (OSError, RuntimeError, ValueError):
+        return True
+    return _is_path(name) or path.suffix == ".gguf" or os.environ.get("HF_HUB_OFFLINE", "").upper() in _YES
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
 def find(name: str) -> Path:
@@ -34,7 +52,7 @@ def find(name: str) -> Path:
         )
     if path.suffix == ".gguf":
         raise CheckpointError(f"{name} does not exist. Give a GGUF file: hf download NAME FILE.gguf --local-dir DIR")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if _is_path(name):
         raise CheckpointError(
             f"{name} does not exist. Give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B."
         )

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import compat, identity, layout
-from stowage.models.directory import check_files, config_of, load_tokenizer, part_of
+from stowage.models.directory import config_of, load_tokenizer, part_of
+from stowage.models.files import check_files
 from stowage.models.hub import find
 from stowage.models.multimodal import TextPart, as_plain, class_of, load_with, text_model, text_part
 from stowage.models.whole import towers, trial_inputs, whole_part

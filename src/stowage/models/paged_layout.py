@@ -33,18 +33,18 @@ _FULL = ("full_attention", "hybrid")
 _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
-def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> ModelLayout:
+def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int, identity: str = "") -> ModelLayout:
     """Classify ``model``'s layers and lay out one block per group.
 
     Args:
         model: a Transformers causal model on its device, in evaluation mode.
         block_tokens: tokens per block for each kind of group. The recurrent entry is the grid on which snapshots may be
-        taken. chunk_blocks: blocks per chunk of the attention groups.
+        taken. chunk_blocks: blocks per chunk of the attention groups. identity: see ``probing.look``.
 
     Raises ``UnsupportedModelError`` when what the model does, does not fit its config. Whether its family is one that
     is run, the caller asks first (``layout.refuse_unsupported``).
     """
-    config, seen = model.config, look(model)
+    config, seen = model.config, look(model, identity)
     layers = layers_read(config, seen)
     return ModelLayout(
         blocks=lay_out_groups(layers, lambda one: (one.kind, one.window, one.latent), block_tokens, chunk_blocks),

@@ -21,6 +21,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
+from blake3 import blake3
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -29,6 +31,7 @@ from stowage.errors import UnsupportedModelError
 from stowage.models import compat
 from stowage.models.cache_layers import states_of
 from stowage.models.layout import State
+from stowage.models.remembered import Remembered, default_state_directory
 
 NAME = "stowage_probe"
 PROBE_TOKENS = 6
@@ -39,6 +42,9 @@ _KNOWN = frozenset(
     "logits_to_keep layer_idx".split()
 )
 """What models hand to attention that it heeds, or has no use for; besides switches."""
+_CONTINUES = "continues"
+_REVISION = 1
+"""Raised whenever forwards are looked at for more."""
 RAISED_BY_MODELS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a model raises that wants another cache or another attention than it is given."""
 
@@ -178,14 +184,25 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def look(model: Any) -> Probe:
+def look(model: Any, identity: str = "") -> Probe:
     """Forwards of a few tokens of ``model``, on its device, in evaluation mode; what was seen is remembered until
-    ``forget``, because an engine may be running the model meanwhile. Raises ``UnsupportedModelError``.
+    ``forget``, because an engine may be running the model meanwhile. ``identity``: of its weights; what answers showed
+    (``continues``) is then remembered between processes, for a class of Transformers'.
+    Raises ``UnsupportedModelError``.
     """
     with _lock:
         if model not in _seen:
-            _seen[model] = _look(model)
+            _seen[model] = _look(model, _key(model, identity) if identity else "")
         return _seen[model]
+
+
+def _key(model: Any, identity: str) -> str:
+    """Of all that the answers of ``model`` depend on; empty for code that may change without a sign."""
+    kind = type(model)
+    if kind.__module__.partition(".")[0] != "transformers" or "dev" in transformers.__version__:
+        return ""
+    of = (_REVISION, transformers.__version__, torch.__version__, kind.__name__, model.dtype, model.device, identity)
+    return blake3("/".join(map(str, of)).encode()).hexdigest()
 
 
 def forget(model: Any) -> None:
@@ -195,11 +212,18 @@ def forget(model: Any) -> None:
 
 
 @torch.inference_mode()
-def _look(model: Any) -> Probe:
+def _look(model: Any, key: str) -> Probe:
+    known = Remembered(default_state_directory() / "probes.json") if key else {}
     with refusing(), recorded(model):
         probe = _forwards(model, (PROBE_TOKENS,))
+        if key in known:
+            probe.continues = known[key] == _CONTINUES
+            return probe
         _refuse_state_elsewhere(model)
         probe.continues = _continues(model, probe)
+    if isinstance(known, Remembered):
+        known[key] = _CONTINUES if probe.continues else "singly"
+        known.save()
     return probe
 
 

@@ -3,23 +3,48 @@
 Importing Transformers brings torch's tools for many devices (``torch.distributed.tensor``, and sympy with it) and its
 compiler (Dynamo): 40 % of all imports. The first is left out as on a torch that was built without it, which
 Transformers provides for. In place of the compiler stands a module that has its decorators, which keep functions as
-they are: nothing is compiled here. Who asks it for anything else gets the compiler. A program that has imported
-Transformers itself keeps what it has.
+they are: nothing is compiled here. Who asks it for anything else gets the compiler. So it is with symbolic shapes,
+and with sympy: plain conditions are answered without. accelerate, which is of no use without several devices, counts
+as not installed; what Transformers finds out about its own files by reading all of them is remembered
+(`import_structure`). A program that has imported Transformers itself keeps what it has.
 """
 
 from __future__ import annotations
 
+import ctypes
+import operator
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_transformers"]
+from stowage.models.import_structure import remembering
+
+__all__ = ["begin_import", "import_transformers"]
 
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 _COMPILER = "torch._dynamo"
+_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+_PLAIN: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("expect_true", "guard_bool", "guard_or_false", "guard_or_true", "guard_size_oblivious"), lambda said, *_: said
+    ),
+    "guarding_hint_or_throw": lambda size, *_: size,
+    "has_guarding_hint": lambda *_: True,
+    "is_nested_int": lambda *_: False,
+    "statically_known_true": lambda said, *_: said,
+    "sym_and": lambda *said: all(said),
+    "sym_eq": operator.eq,
+    "sym_or": lambda *said: any(said),
+}
+"""What functions of symbolic shapes answer for numbers and conditions that are no symbols."""
 _OF_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
@@ -27,25 +52,70 @@ def import_transformers() -> None:
     """Import Transformers and what it loads models with; where it or the compiler is there already, do nothing."""
     if "transformers" in sys.modules or _COMPILER in sys.modules:
         return
-    with _compiler_later(), _one_device():
+    with _compiler_later(), remembering(), _one_device():
         import transformers.integrations.finegrained_fp8
         import transformers.masking_utils
         import transformers.modeling_utils  # noqa: F401
 
 
+def begin_import() -> None:
+    """Let another thread load torch's largest library, while this one imports what it needs before torch. Where the
+    library is not found, nothing is lost.
+    """
+    spec = find_spec("torch") if "torch" not in sys.modules else None
+    if spec is None or spec.origin is None:
+        return
+    library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
+    if (
+        library.is_file()
+    ):  # as a C function's call it leaves the interpreter to others, as ``ctypes.CDLL(path)`` does not
+        load = ctypes.CDLL(None).dlopen
+        Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True, name="stowage-import").start()
+
+
 class _Later(ModuleType):
-    """Stands in for the compiler until something but a decorator is wanted of it."""
+    """Stands in for a module until something is wanted of it that it was not given; then ``needed`` stand-ins make room
+    for their modules, too. A ``package`` is asked for modules as well.
+    """
+
+    def __init__(self, name: str, needed: tuple[str, ...] = (), *, package: bool = False, **given: Any) -> None:
+        super().__init__(name)
+        self.__spec__ = PathFinder.find_spec(name) if "." not in name else None  # others ask whether it is installed
+        vars(self).update(given, _needed=needed, _package=package)
+        outer, _, here = name.rpartition(".")
+        sys.modules[name] = self
+        if outer in sys.modules:
+            vars(sys.modules[outer])[here] = self
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # what Python asks any module for
+        if name.startswith("__") and not (name == "__path__" and vars(self)["_package"]):  # what Python asks any module
             raise AttributeError(name)
-        import torch
+        return getattr(_own(self.__name__), name)
 
-        if sys.modules.get(_COMPILER) is self:
-            del sys.modules[_COMPILER]
-            sys.modules.pop(_OF_MASKS, None)
-            vars(torch).pop("_dynamo", None)
-        return getattr(import_module(_COMPILER), name)
+
+def _own(name: str) -> Any:
+    """The module ``name`` itself, in place of what stands in for it and for what it needs."""
+    standing = sys.modules.get(name)
+    for module in (name, *vars(standing)["_needed"]) if isinstance(standing, _Later) else ():
+        if isinstance(sys.modules.get(module), _Later):
+            del sys.modules[module]
+            outer, _, here = module.rpartition(".")
+            vars(sys.modules.get(outer, standing)).pop(here, None)
+    return import_module(name)
+
+
+class _Basic:
+    """Stands in for the class of all symbols. As long as sympy is not imported nothing is one."""
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        loaded = sys.modules.get("sympy")
+        return not isinstance(loaded, _Later | None) and isinstance(instance, loaded.Basic)
+
+    def __mro_entries__(self, bases: Any) -> tuple[Any, ...]:
+        return (_own("sympy").Basic,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_own("sympy").Basic, name)
 
 
 @contextmanager
@@ -53,14 +123,15 @@ def _compiler_later() -> Iterator[None]:
     """A stand-in for the compiler from now on, and in here for a context that is imported from a module of it."""
     import torch
 
-    later, masks = _Later(_COMPILER), ModuleType(_OF_MASKS)
-    vars(later).update(dict.fromkeys(_DECORATORS, _as_it_is))
-    vars(masks).update(TransformGetItemToIndex=_index_by_items)
     compiler = vars(torch.compiler)
     own = {name: compiler[name] for name in _DECORATORS if name in compiler}
     compiler.update(dict.fromkeys(own, _as_it_is))
-    sys.modules[_COMPILER], sys.modules[_OF_MASKS] = later, masks
-    vars(torch)["_dynamo"] = later
+    _Later(_COMPILER, (_OF_MASKS, _SYMBOLS, "sympy"), package=True, **dict.fromkeys(_DECORATORS, _as_it_is))
+    masks = _Later(_OF_MASKS, TransformGetItemToIndex=_index_by_items)
+    if _SYMBOLS not in sys.modules and "sympy" not in sys.modules:
+        answers: dict[str, Any] = {name: _of_plain(name) for name in _PLAIN}
+        _Later(_SYMBOLS, ("sympy",), **answers)
+        _Later("sympy", package=True, Basic=_Basic())
     try:
         yield
     finally:
@@ -76,17 +147,54 @@ def _one_device() -> Iterator[None]:
     available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
-        from transformers.utils.import_utils import is_torch_distributed_available
+        from transformers.utils import import_utils
 
-        is_torch_distributed_available()  # it remembers what it is told
+        import_utils.is_torch_distributed_available()  # it remembers what it is told
+        _without(import_utils, "accelerate")
         yield
     finally:
         torch.distributed.is_available = available
 
 
+def _without(import_utils: Any, package: str) -> None:
+    """Let Transformers find no ``package``, which it looks for once."""
+    look = getattr(import_utils, "_is_package_available", None)
+    if look is None:
+        return
+
+    def absent(name: str, *rest: Any, return_version: bool = False, **options: Any) -> Any:
+        if name != package:
+            return look(name, *rest, return_version=return_version, **options)
+        return (False, "N/A") if return_version else (False, None)
+
+    known = getattr(import_utils, f"is_{package}_available")
+    import_utils._is_package_available = absent
+    try:
+        if hasattr(known, "cache_clear"):  # it was asked while Transformers was imported, and remembers that
+            known.cache_clear()
+            known()
+    finally:
+        import_utils._is_package_available = look
+
+
 def _as_it_is(function: Any = None, *rest: Any, **options: Any) -> Any:
     """A decorator, called with a function or with options, that changes nothing."""
     return function if function is not None else _as_it_is
+
+
+def _of_plain(name: str) -> Callable[..., Any]:
+    """The function ``name`` of symbolic shapes."""
+
+    def answer(*asked: Any, **options: Any) -> Any:
+        if not options and all(map(_is_plain, asked)):
+            return _PLAIN[name](*asked)
+        return getattr(_own(_SYMBOLS), name)(*asked, **options)
+
+    return answer
+
+
+def _is_plain(one: Any) -> bool:
+    return type(one) in (bool, int, float) or (type(one) is tuple and all(map(_is_plain, one)))
 
 
 def _index_by_items() -> Any:

@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-__all__ = ["Remembered", "default_state_directory"]
+__all__ = ["Remembered", "default_state_directory", "put_in_place"]
 
 _ENTRIES_MAX = 512
 _VALUE_MAX = 64
@@ -22,6 +22,20 @@ def default_state_directory() -> Path:
     """
     root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(root) / "stowage"
+
+
+def put_in_place(path: Path, text: str) -> bool:
+    """Write ``text`` to ``path`` at once, for its owner alone; whether that was possible."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        return False
+    return True
 
 
 class Remembered(dict[str, str]):
@@ -41,15 +55,5 @@ class Remembered(dict[str, str]):
         """Put the table in place at once, if it has changed; a failure only costs the next start some time."""
         if self == self._saved:
             return
-        kept = dict(list(self.items())[-_ENTRIES_MAX:])
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(
-                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
-            ) as file:
-                json.dump(kept, file)
-            os.replace(temporary, self._path)
+        if put_in_place(self._path, json.dumps(dict(list(self.items())[-_ENTRIES_MAX:]))):
             self._saved = dict(self)
-        except OSError:
-            temporary.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""Which name is in which file of Transformers' models, remembered: finding it out takes reading two thousand files.
+
+Transformers does so each time that it is imported, twice: more than half of what its import takes. Its answer depends
+on its release alone, so it is kept in a file of the state directory; of a development version it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stowage.models.remembered import default_state_directory, put_in_place
+
+__all__ = ["remembering"]
+
+_MODULE, _FUNCTION = "transformers.utils.import_utils", "define_import_structure"
+Structure = dict[frozenset[str], dict[str, set[str]]]
+"""By the packages that are needed: names of each module."""
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """If Transformers is imported in here, it is told what it found before."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the one module that knows how to look, as Python does, and replaces its function."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            look = getattr(module, _FUNCTION, None)
+            if look is not None:
+                setattr(module, _FUNCTION, _remembered(look))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _remembered(look: Callable[..., Structure]) -> Callable[..., Structure]:
+    """``look``, but of the folder of models what was found before."""
+    package = sys.modules["transformers"]
+    models = Path(str(package.__file__)).parent / "models"
+    release = str(getattr(package, "__version__", "dev"))
+    file = default_state_directory() / "transformers.json"
+
+    def structure(module_path: str | Path, prefix: str | None = None) -> Structure:
+        if "dev" in release or str(module_path) not in (str(models), str(models / "__init__.py")):
+            return look(module_path, prefix)
+        of = [release, str(models), models.stat().st_mtime_ns]
+        found = _read(file, of)
+        if found is None:
+            found = look(str(models))
+            put_in_place(file, json.dumps([of, [[sorted(needs), _listed(names)] for needs, names in found.items()]]))
+        before = f"{prefix}." if prefix is not None else ""
+        return {needs: {f"{before}{m}": set(n) for m, n in modules.items()} for needs, modules in found.items()}
+
+    return structure
+
+
+def _listed(names: dict[str, set[str]]) -> dict[str, list[str]]:
+    return {module: sorted(found) for module, found in names.items()}
+
+
+def _read(file: Path, of: list[Any]) -> Structure | None:
+    """What is in ``file``, if it is there and ``of`` this installation."""
+    try:
+        stated, entries = json.loads(file.read_text(encoding="utf-8"))
+        if stated != of:
+            return None
+        return {frozenset(map(str, needs)): {str(m): set(map(str, n)) for m, n in by.items()} for needs, by in entries}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None

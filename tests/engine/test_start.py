@@ -1,0 +1,143 @@
+"""Starting: what is not imported, not looked at again and not found out twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.utils.import_utils import define_import_structure
+
+import stowage
+from stowage.errors import CheckpointError, ConfigError
+from stowage.models import import_structure, probing
+from stowage.models.files import check_given
+from stowage.testing import tiny_models
+
+SOURCE = Path(stowage.__file__).parents[1]
+MODELS = Path(transformers.__file__).parent / "models"
+
+PROGRAM = """
+import sys
+from stowage.models.quick_import import begin_import, import_transformers
+begin_import()
+import_transformers()
+from stowage.engine.engine import Engine
+from stowage.engine.sampling import SamplingParams
+with Engine(sys.argv[1]) as engine:
+    print(engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))[0].token_ids)
+print(sorted(name for name in sys.modules if name in ("sympy.core", "accelerate", "torch._dynamo.convert_frame")))
+import torch
+print(torch.compile(lambda x: x * 2, backend="eager", dynamic=True)(torch.ones(2)).tolist())
+import sympy
+print(isinstance(sympy.Symbol("x"), sympy.Basic), issubclass(sympy.Symbol, sympy.Basic))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_starts_without_compiler_and_symbols_and_whoever_wants_them_gets_them(tmp_path: Path) -> None:
+    model = tiny_models.write("llama", tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(model)],
+        env={"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, loaded, doubled, symbols = done.stdout.splitlines()
+    with stowage.Engine(model) as engine:
+        expected = engine.generate([[1, 2, 3]], stowage.SamplingParams(max_new_tokens=3))[0].token_ids
+    assert tokens == str(list(expected))
+    assert loaded == "[]"
+    assert doubled == "[2.0, 2.0]"
+    assert symbols == "True True"
+
+
+def test_what_is_remembered_of_transformers_files_is_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    looked: list[str] = []
+
+    def look(path: str, prefix: str | None = None) -> Any:
+        looked.append(path)
+        return define_import_structure(path, prefix)
+
+    structure = import_structure._remembered(look)
+    within, alone = define_import_structure(str(MODELS), "models"), define_import_structure(str(MODELS / "__init__.py"))
+    assert {k: v for k, v in structure(MODELS, prefix="models").items() if k} == {k: v for k, v in within.items() if k}
+    assert structure(str(MODELS / "__init__.py")) == alone
+    assert looked == [str(MODELS)]
+    file = tmp_path / "stowage" / "transformers.json"
+    for broken in ("", "{}", "[1, 2]", file.read_text().replace(transformers.__version__, "0.1")):
+        file.write_text(broken)
+        assert structure(str(MODELS / "__init__.py")) == alone
+    assert len(looked) == 5
+    folder = str(MODELS / "llama")
+    assert structure(folder) == define_import_structure(folder)  # another one is not remembered
+
+
+def test_what_answers_showed_of_a_model_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    forwards: list[int] = []
+    forward = probing._forwards
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(1)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(probing, "_forwards", counted)
+
+    def looks(identity: str, family: str = "lfm2") -> tuple[int, bool]:
+        model = tiny_models.build(family)
+        forwards.clear()
+        continues = probing.look(model, identity).continues
+        return len(forwards), continues
+
+    first, again = looks("a"), looks("a")
+    assert first[0] > 1
+    assert again == (1, first[1])
+    assert looks("another")[0] > 1
+    assert looks("")[0] > 1
+
+
+def test_a_class_that_is_not_transformers_own_is_looked_at_each_time() -> None:
+    other = type("Other", (), {"__module__": "my_model"})()
+    assert probing._key(other, "a") == ""
+    own = type("Own", (), {"__module__": "transformers.models.own", "dtype": torch.float32, "device": "cpu"})()
+    assert probing._key(own, "a") != probing._key(own, "b")
+
+
+def test_what_a_command_is_given_is_looked_for_before_anything_slow(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom stowage.errors import CheckpointError\nfrom stowage.models.files import check_given\n"
+        "try:\n    check_given(*sys.argv[1:])\nexcept CheckpointError as error:\n    print(error)\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    for given, said in (
+        ([str(tmp_path / "none")], "does not exist"),
+        ([str(tmp_path)], "holds no config.json"),
+        ([str(tmp_path), str(tmp_path / "adapter")], "the adapter"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *given], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True
+        )
+        message, modules = done.stdout.splitlines()
+        assert said in message
+        assert modules == "set()"
+
+
+def test_a_hub_id_is_left_to_the_hub_and_a_whole_checkpoint_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
+        check_given("somebody/some-model")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    check_given("somebody/some-model")
+    check_given(str(tiny_models.write("llama", tmp_path / "model")))
+    with pytest.raises(CheckpointError, match="no adapter of PEFT's"):
+        check_given("somebody/some-model", {"name": tmp_path})
+    with pytest.raises(ConfigError, match="no name of an adapter"):
+        check_given("somebody/some-model", {" ": tmp_path})
