@@ -182,7 +182,7 @@ NO_SCHEMA = {"type": "json_schema", "schema": {"type": "objec"}}
         ("responses", {"input": [NO_JSON]}, "input[0].arguments"),
         ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("responses", {"input": "x", "text": {"format": NO_SCHEMA}}, "text.format"),
-        ("embeddings", {"input": "x"}, "no embeddings"),
+        ("embeddings", {"input": "x"}, "--embedding-model"),
     ],
 )  # fmt: skip
 def test_what_is_refused(path: str, body: dict[str, Any], words: str, server: Server) -> None:

@@ -131,17 +131,9 @@ def open_engine(
     check_given(model, adapter)
     if sys.stderr.isatty():
         note(f"Loading {model} ...")
-    from stowage.models.quick_import import begin_import, import_transformers
+    import_quickly(settings["device"])
+    from stowage.engine.engine import Engine
 
-    gc.disable()  # nothing that is imported is ever garbage
-    try:
-        begin_import()
-        if settings["device"] in ("", "cpu"):
-            import_transformers()
-        from stowage.engine.engine import Engine
-    finally:
-        gc.freeze()
-        gc.enable()
     quiet_libraries()
     engine = Engine(
         model,
@@ -162,6 +154,21 @@ def open_engine(
     elif engine.exactness_note and engine.exact:
         note(f"Exact answers are computed in small pieces here, which is slower: {engine.exactness_note}")
     return engine
+
+
+def import_quickly(device: str) -> None:
+    """What an engine on ``device`` needs of torch and Transformers."""
+    from stowage.models.quick_import import begin_import, import_transformers
+
+    gc.disable()  # nothing that is imported is ever garbage
+    try:
+        begin_import()
+        if device in ("", "cpu"):
+            import_transformers()
+        import stowage.engine.engine  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _use_template(engine: "Engine", template: str) -> None:

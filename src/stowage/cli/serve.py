@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SERVER, ChatTemplate, Json, Model, with_settings
-from stowage.cli.output import complain, note, print_json
-from stowage.cli.run import open_engine
+from stowage.cli.output import complain, note, print_json, quiet_libraries
+from stowage.cli.run import import_quickly, open_engine
 from stowage.config.settings import SERVER_GROUP, Settings
 from stowage.errors import ConfigError
 from stowage.extras import need
+from stowage.models.files import check_given
+from stowage.models.pooling import is_embedding_model
 
 if TYPE_CHECKING:
     from stowage.server.auth import ApiKeys
     from stowage.server.engines import Engines
+    from stowage.server.limits import Limits
     from stowage.server.listen import ListenAddress
+    from stowage.server.served import ServedEmbedder
 
 FAILED = 70
 """The status after a failure of the engine: not 2, which is wrong use, so that supervisors start the server anew."""
@@ -38,9 +42,15 @@ def serve(
         typer.Option("--adapter", metavar="NAME=DIR", help="A LoRA adapter, served as model NAME; repeatable."),
     ] = None,
     chat_template: ChatTemplate = None,
+    embedding_model: Annotated[
+        str, typer.Option("--embedding-model", metavar="DIR", help="A model for /v1/embeddings, beside MODEL.")
+    ] = "",
     json: Json = False,
 ) -> None:
-    """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once."""
+    """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once.
+
+    A checkpoint of sentence-transformers is served at /v1/embeddings.
+    """
     need("server", "The server")
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
@@ -57,9 +67,15 @@ def serve(
             "it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or --host 127.0.0.1. --insecure serves everybody."
         )
     name = settings["served_model_name"] or _name_of(model)
+    pages = origins(settings["allowed_origins"])
+    if is_embedding_model(Path(model).expanduser()):
+        _serve_embeddings(_embedder(model, name, settings), pages, address, limits, keys, json=json)
+        return
     parsers = settings["tool_call_parser"], settings["reasoning_parser"]
-    served = Served(name, *parsers, origins(settings["allowed_origins"]))
     adapters = _named(adapter or [], name)
+    check_given(model, adapters)
+    beside = _embedder(embedding_model, _name_of(embedding_model), settings) if embedding_model else None
+    served = Served(name, *parsers, pages, beside)
     from stowage.server.engines import Engines
     from stowage.server.serve import serve as run
 
@@ -69,6 +85,42 @@ def serve(
             complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
             raise typer.Exit(FAILED)
         note("Stopping: writing what is held to the tiers below ..." if settings["disk"] else "Stopping.")
+
+
+def _embedder(model: str, name: str, settings: Settings) -> "ServedEmbedder":
+    if settings.memory().places_weights:
+        raise ConfigError(
+            f"{model} makes vectors of texts and is in memory as a whole: leave --device-memory and --weights out."
+        )
+    import_quickly(settings["device"])
+    from stowage.engine.embedder import Embedder
+    from stowage.server.served import ServedEmbedder
+
+    quiet_libraries()
+    return ServedEmbedder(name, Embedder(model, settings["dtype"]))
+
+
+def _serve_embeddings(
+    served: "ServedEmbedder",
+    pages: tuple[str, ...],
+    address: "ListenAddress",
+    limits: "Limits",
+    keys: "ApiKeys",
+    *,
+    json: bool,
+) -> None:
+    from stowage.server.serve import serve_embeddings
+
+    made = {"embedding_dimension": served.embedder.dimension, "max_model_len": served.embedder.tokens_max}
+
+    def ready() -> None:
+        if json:
+            print_json({"model": served.name, "url": address.url, **made})
+            return
+        numbers, tokens = made.values()
+        note(f"Serving {served.name} at {address.url}/v1 (vectors of {numbers} numbers, of up to {tokens:,} tokens).")
+
+    serve_embeddings(served, pages, address, limits, keys, ready)
 
 
 def _named(given: list[str], base: str) -> dict[str, str]:

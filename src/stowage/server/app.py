@@ -33,14 +33,16 @@ from stowage.server.apis import (
 from stowage.server.apis.answer import Answer, Scores
 from stowage.server.apis.ask import Ask
 from stowage.server.auth import ApiKeys
+from stowage.server.bodies import Bodies, took_too_long
 from stowage.server.bridge import Bridge, Exchange, Read
 from stowage.server.counts import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Counts, tasks
+from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
 from stowage.server.journal import Journal
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
 from stowage.server.refusal import ApiError, bad
-from stowage.server.stream import DONE, ClientLeft, Events, encoded, patiently, send_json, while_connected
+from stowage.server.stream import DONE, Events, encoded, patiently, send_json, while_connected
 from stowage.server.watch import Watch
 
 
@@ -64,6 +66,11 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         ),
     ]
     routes += [Route(path, Lookup(read, bridge, limits, bodies), methods=["POST"]) for path, read in LOOKUPS]
+    embedding = bridge.served.embedding
+    if embedding is not None:
+        routes.insert(
+            0, Route(EMBEDDINGS, Embedding(embedding, plain.names, bridge.memory, limits, counts), methods=["POST"])
+        )
     loop = asyncio.get_running_loop()
     counts.watch(
         bridge.stats,
@@ -76,7 +83,7 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         server_tasks=("tasks of the server's event loop", tasks(loop)),
     )
     router = Router(routes, redirect_slashes=False)
-    front = Front(router, bridge, keys, counts, [route.path for route in routes], host)
+    front = Front(router, keys, counts, [route.path for route in routes], host)
     if not bridge.served.allowed_origins:
         return front
     methods, shown = ("GET", "POST"), ("x-request-id", "retry-after")
@@ -110,19 +117,27 @@ class Plain:
         return Response(await self._bridge.look(self._counts.text), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._names]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._listed]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in self._names:
+        if name not in self._listed:
             raise ApiError(404, f"The model {name[:200]!r} does not exist here.", param="model", code="model_not_found")
         return JSONResponse(self._described(name))
 
-    @property
-    def _names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
+        """Of what generates."""
         return (self._bridge.name, *self._bridge.engine.adapter_names)
 
+    @property
+    def _listed(self) -> tuple[str, ...]:
+        embedding = self._bridge.served.embedding
+        return (*self.names(), *([] if embedding is None else [embedding.name]))
+
     def _described(self, name: str) -> dict[str, Any]:
+        embedding = self._bridge.served.embedding
+        if embedding is not None and name == embedding.name:
+            return described(embedding, self._created)
         return {
             "id": name,
             **({} if name == self._bridge.name else {"parent": self._bridge.name}),
@@ -177,7 +192,7 @@ APIS: Final = (
 
 LOOKUPS: Final[tuple[tuple[str, Read[dict[str, Any]]], ...]] = (
     (MESSAGES + "/count_tokens", messages.count),
-    ("/v1/embeddings", embeddings.read),
+    (EMBEDDINGS, embeddings.read),
     ("/tokenize", tokenization.tokenize),
     ("/detokenize", tokenization.detokenize),
 )
@@ -209,7 +224,7 @@ class Generation:
                 hold.shrink(bytes_asked(ask))
                 await while_connected(receive, self._serve(ask, visit, send, hold))
         except TimeoutError as error:
-            raise _took_too_long(self._limits) from error
+            raise took_too_long(self._limits) from error
         finally:
             hold.close()
 
@@ -285,58 +300,6 @@ class Lookup:
                 found = await while_connected(receive, self._bridge.read(self._read, body, hold))
                 await send_json(send, 200, await self._bridge.run(lambda: encoded(found)))
         except TimeoutError as error:
-            raise _took_too_long(self._limits) from error
+            raise took_too_long(self._limits) from error
         finally:
             hold.close()
-
-
-def _took_too_long(limits: Limits) -> ApiError:
-    what = f"The answer took longer than the {limits.request_timeout_s:g} s that a request may take."
-    return ApiError(504, what, code="timeout")
-
-
-class Bodies:
-    """Reads bodies within the limits."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-
-    async def read(self, request: Request, hold: Reservation) -> bytearray:
-        """The whole body, which `hold` then has. Raises ApiError, and ClientLeft."""
-        self._check_head(request)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                while await self._part(request, body, hold):
-                    pass
-        except TimeoutError as error:
-            what = f"The body did not arrive within {self._limits.body_timeout_s:g} s."
-            raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from error
-        return body
-
-    async def _part(self, request: Request, body: bytearray, hold: Reservation) -> bool:
-        """Add the next part to `body`; whether there are more."""
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        part = message.get("body", b"")
-        if len(body) + len(part) > self._limits.body_bytes_max:
-            raise self._too_large()
-        hold.take(len(part))
-        body += part
-        return bool(message.get("more_body", False))
-
-    def _check_head(self, request: Request) -> None:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a web page can send other types without being asked for permission
-            how = "Send the body as JSON, with the header 'content-type: application/json'."
-            raise ApiError(415, how, code="unsupported_media_type")
-        if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise ApiError(415, "Send the body without compression.", code="unsupported_media_type")
-        length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._limits.body_bytes_max:
-            raise self._too_large()
-
-    def _too_large(self) -> ApiError:
-        what = f"The body is larger than the {self._limits.body_bytes_max} bytes that it may have."
-        return ApiError(413, what, code="body_too_large", headers={"connection": "close"})

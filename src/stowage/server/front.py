@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stowage.server.auth import ApiKeys, Tenant
-from stowage.server.bridge import Bridge
 from stowage.server.counts import CLIENT_LEFT, MESSAGES, Counts
 from stowage.server.refusal import ApiError, anthropic_body, bad, internal, spelled
 from stowage.server.stream import ClientLeft, Events, send_json
@@ -66,11 +65,8 @@ class Visit:
 class Front:
     """An ASGI application around another."""
 
-    def __init__(
-        self, app: ASGIApp, bridge: Bridge, keys: ApiKeys, counts: Counts, routes: Sequence[str], host: str | None
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, counts: Counts, routes: Sequence[str], host: str | None) -> None:
         self._app = app
-        self._bridge = bridge
         self._keys = keys
         self._counts = counts
         self._routes = routes

@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from stowage.errors import ConfigError
+from stowage.server import embedding_app
 from stowage.server.app import build
 from stowage.server.auth import ApiKeys
 from stowage.server.bridge import Bridge
@@ -29,7 +30,7 @@ from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.listen import ListenAddress, cannot_listen
 from stowage.server.refusal import stopping
-from stowage.server.served import Served
+from stowage.server.served import Served, ServedEmbedder
 from stowage.server.watch import Watch
 
 logger = logging.getLogger("stowage.server")
@@ -51,13 +52,48 @@ def serve(
     """
 
     async def until_signal() -> bool:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _first_signal, loop, stop)
-        return await run(engines, served, address, limits, keys, stop, ready)
+        return await run(engines, served, address, limits, keys, _signalled(), ready)
 
     return asyncio.run(until_signal())
+
+
+def serve_embeddings(
+    served: ServedEmbedder,
+    origins: tuple[str, ...],
+    address: ListenAddress,
+    limits: Limits,
+    keys: ApiKeys,
+    ready: Callable[[], None],
+) -> None:
+    """`serve` for a model that makes vectors of texts, alone. Raises ConfigError."""
+
+    async def until_signal() -> None:
+        stop, guarded = _signalled(), len(keys) or address.loopback
+        app = embedding_app.build(served, keys, limits, Counts(), origins, address.host if guarded else None)
+        server = _server(app, limits)
+        running = asyncio.create_task(server.serve(sockets=[address.socket]))
+        while not server.started and not running.done():
+            await asyncio.sleep(_TICK_S)
+        if server.started:
+            ready()
+            await asyncio.wait({running, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        if not (await asyncio.wait({running}, timeout=limits.shutdown_timeout_s))[0]:
+            server.force_exit = True
+        await running
+
+    try:
+        asyncio.run(until_signal())
+    except OSError as error:
+        raise ConfigError(cannot_listen(address.text, error)) from error
+
+
+def _signalled() -> asyncio.Event:
+    """Set by the first signal."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _first_signal, loop, stop)
+    return stop
 
 
 def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stowage.config.wording import unknown_name
 from stowage.errors import ConfigError
 from stowage.server.tools.formats import AUTO, FORMATS, REASONING
 
-__all__ = ["Served", "origins"]
+if TYPE_CHECKING:
+    from stowage.engine.embedder import Embedder
+
+__all__ = ["Served", "ServedEmbedder", "origins"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEmbedder:
+    """An embedder, and the name that clients know it by."""
+
+    name: str
+    embedder: Embedder
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """name: the model's, for clients. tool_call_parser, reasoning_parser: formats of calls and thoughts, under vLLM's
-    names; `auto`: what the chat template says. allowed_origins: web pages that may ask, `*`: all.
+    names; `auto`: what the chat template says. allowed_origins: web pages that may ask, `*`: all. embedding: what makes
+    vectors of texts.
 
     Raises ConfigError.
     """
@@ -24,6 +37,7 @@ class Served:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     allowed_origins: tuple[str, ...] = ()
+    embedding: ServedEmbedder | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("tool_call_parser", (AUTO, *FORMATS)), ("reasoning_parser", REASONING)):

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: refused, with the reason: the engine computes what a model says next, and nothing else."""
+"""`/v1/embeddings` of a server without a model for it: refused, with the way to one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from typing import Any
 from stowage.engine.prompts import Begin, unasked
 from stowage.server.apis.reader import Reader
 from stowage.server.fields import Fields, parse_object
-from stowage.server.refusal import bad
+from stowage.server.refusal import ApiError, bad
 
-__all__ = ["read"]
+__all__ = ["generates", "read"]
+
+
+def generates(model: str) -> ApiError:
+    """What is said of the embeddings of a model that generates."""
+    what = (
+        f"The model {model[:200]!r} generates text and has no embeddings. Start the server with --embedding-model DIR: "
+        "a checkpoint of sentence-transformers, which has a modules.json."
+    )
+    return bad(what, "model", "unsupported_model")
 
 
 def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> dict[str, Any]:
     """Raises ApiError."""
     model = reader.model(Fields(parse_object(body)))
-    what = f"The model {model[:200]!r} generates text here and has no embeddings. Ask a server of an embedding model."
-    raise bad(what, "model", "unsupported_model")
+    raise generates(model)

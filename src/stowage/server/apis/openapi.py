@@ -52,7 +52,9 @@ BODIES: Final[dict[str, tuple[str, str, str]]] = {
         "How many tokens a conversation has", "model messages",
         _SAMPLING + "list:messages,tools any:system object:tool_choice,thinking whole:max_tokens texts:stop_sequences",
     ),
-    "/v1/embeddings": ("Refused: models generate text here", "model input", "text:model any:input"),
+    "/v1/embeddings": (
+        "Vectors of texts", "model input", "text:model,encoding_format,user any:input whole:dimensions"
+    ),
     "/tokenize": (
         "Tokens of a text or a conversation", "",
         _TEMPLATE + _TOOLS

@@ -1,0 +1,70 @@
+"""The routes of a server that has a model for embeddings and no other."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from stowage import __version__
+from stowage.server.auth import ApiKeys
+from stowage.server.counts import GENERATION, Counts
+from stowage.server.embedding import EMBEDDINGS, Embedding, described
+from stowage.server.front import Front
+from stowage.server.limits import Limits
+from stowage.server.memory import RequestMemory
+from stowage.server.refusal import ApiError, bad
+from stowage.server.served import ServedEmbedder
+
+__all__ = ["build"]
+
+_MODEL: Final = "/v1/models/{model:path}"
+
+
+def build(
+    served: ServedEmbedder, keys: ApiKeys, limits: Limits, counts: Counts, origins: tuple[str, ...], host: str | None
+) -> ASGIApp:
+    """The application; `host` as in `app.build`."""
+    memory, created = RequestMemory(limits.request_bytes_max), int(time.time())
+    entry = described(served, created)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        return Response(counts.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != served.name:
+            raise ApiError(404, f"The model {name[:200]!r} does not exist here.", param="model", code="model_not_found")
+        return JSONResponse(entry)
+
+    async def generate(request: Request) -> Response:
+        what = f"{served.name!r} makes vectors and generates no text: ask {EMBEDDINGS}, or a server of another model."
+        raise bad(what, "model", "unsupported_model")
+
+    plain = {"/health": health, "/version": version, "/metrics": metrics, "/v1/models": models, _MODEL: model}
+    making = Embedding(served, lambda: (), memory, limits, counts)
+    routes = [Route(path, found) for path, found in plain.items()]
+    routes += [Route(path, generate, methods=["POST"]) for path in GENERATION]
+    routes.append(Route(EMBEDDINGS, making, methods=["POST"]))
+    front = Front(Router(routes, redirect_slashes=False), keys, counts, [route.path for route in routes], host)
+    if not origins:
+        return front
+    shown = ("x-request-id", "retry-after")
+    return CORSMiddleware(
+        front, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=shown
+    )
