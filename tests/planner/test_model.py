@@ -358,9 +358,41 @@ def test_no_config_and_an_unknown_type(tmp_path: Path) -> None:
         read_model(tmp_path, "int3")
 
 
-def test_a_packed_checkpoint_is_planned_as_unpacked(tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_planned_in_published_bytes(tmp_path: Path) -> None:
     entries = stated("gpt_oss", quantization_config={"quant_method": "mxfp4"})
     (tmp_path / "config.json").write_text(json.dumps(entries))
     model = read_model(tmp_path, "bfloat16")
+    experts = sum(layer.experts * layer.expert_bytes for layer in model.layers)
+    assert experts < 0.3 * 2 * sum(layer.experts * layer.expert_parameters for layer in model.layers)
+    assert "as they are published (mxfp4)" in model.notes[0]
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"quantization_config": {"quant_method": "hqq"}}))
+    model = read_model(tmp_path, "bfloat16")
     assert model.total_bytes == 2 * model.total_parameters
-    assert "packed (mxfp4)" in model.notes[0]
+    assert "planned as expanded to bfloat16: the checkpoint is quantised as 'hqq'" in model.notes[0]
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+KIMI = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4, "group_size": 32}}},
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "gib"),
+    [
+        ("DeepSeek-V3", FP8, 628),
+        ("Kimi-K2", FP8, 959),
+        ("Kimi-K2", KIMI, 553),
+        ("gpt-oss-120b", {"quant_method": "mxfp4"}, 61),
+    ],
+)
+def test_published_bytes_of_large_models(name: str, method: dict[str, Any], gib: int, tmp_path: Path) -> None:
+    """What their files take, without DeepSeek's layer for predicting several tokens."""
+    family, fields, _, _ = PUBLISHED[name]
+    entries = {"model_type": family, "dtype": "bfloat16", **fields, "tie_word_embeddings": False}
+    if family == "kimi_k2":
+        entries |= {"architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "its.Own"}}
+    model = read(entries | {"quantization_config": method}, tmp_path)
+    assert round(model.total_bytes / 2**30) == gib

@@ -8,6 +8,7 @@ gap with random numbers and answer.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from stowage.weights.quantized.published import Plan
     from stowage.weights.source import WeightSource
 
+logger = logging.getLogger("stowage.models")
 _UNCALLED_MOST = 5
 """How often a model is loaded to find out which modules must be resident."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -121,8 +123,41 @@ def _of_directory(directory: Path, dtype: str, options: Mapping[str, Any], model
     files = check_files(directory)
     part = whole_part(directory, config_of(directory / "config.json"), model_class) if whole else part_of(directory)
     files = _packed_files(directory, part.config, files)
+    found = _of_published(directory, files, part, dtype, options)
+    if found is not None:
+        return found
     build = partial(load_model, directory, part, dtype, options)
     return _Found(part, files, [directory / "config.json", *files], build, partial(load_tokenizer, directory))
+
+
+def _of_published(
+    directory: Path, files: Sequence[Path], part: TextPart, dtype: str, options: Mapping[str, Any]
+) -> _Found | None:
+    """A checkpoint that others quantised, as it lies; ``None`` where there is none, or where only Transformers can make
+    numbers of it, which take memory, or an image.
+    """
+    import torch
+
+    from stowage.models.published.checkpoint import dtype_of, expandable, finish, plan_of
+    from stowage.models.published.method import method_of
+
+    method = method_of(part.config)
+    if method is None:
+        return None
+    stated = dtype_of(part.config, files, dtype)
+    try:
+        plan = plan_of(files, part, method, getattr(torch, stated))
+    except UnsupportedModelError as error:
+        if not expandable(files, method):
+            raise
+        logger.warning(
+            "The weights are expanded to %s, because they cannot be computed from as they lie: %s", stated, error
+        )
+        return None
+    named = [directory / "config.json", *files]
+    build = partial(load_planned, directory, part, plan, stated, options)
+    reads = partial(load_tokenizer, directory)
+    return _Found(part, files, named, lambda: finish(build(), directory), reads, plan.places)
 
 
 def _of_gguf(path: Path, dtype: str, options: Mapping[str, Any], model_class: Any) -> _Found:
@@ -251,7 +286,7 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
                 output_loading_info=True,
                 **options,
             )
-    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+    except (ValueError, OSError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
     _refuse_incomplete(directory, part, model, report, strict=bool(modules.marked(part.config)))
     return as_plain(model, part).eval()

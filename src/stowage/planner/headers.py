@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -32,6 +32,7 @@ from stowage.planner.shapes import (
 )
 
 if TYPE_CHECKING:
+    from stowage.weights.quantized.formats import Spec
     from stowage.weights.quantized.published import Plan
 
 HEADER_BYTES_MAX = 100_000_000
@@ -128,6 +129,16 @@ def of_plan(plan: Plan) -> list[Tensor]:
     kept = [Tensor(path, "U8", (1, one.nbytes), one.nbytes, one.elements) for path, one in plan.kept.items()]
     values = [Tensor(path, "U8", tuple(v.shape), v.nbytes, v.numel()) for path, v in plan.values.items()]
     return kept + values
+
+
+def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters of ``model``, of which some are as ``specs`` say: of each its format, and how many experts."""
+    found = []
+    for tensor in model:
+        spec, experts = specs.get(tensor.name, (None, 0))
+        nbytes = spec.nbytes * max(1, experts) if spec is not None else 0
+        found.append(Tensor(tensor.name, "U8", (1, nbytes), nbytes, tensor.elements) if nbytes else tensor)
+    return found
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from stowage.planner.shapes import Attention, Kept, Layer, Model
 
 if TYPE_CHECKING:
     from stowage.models.meta_forward import Described
+    from stowage.models.multimodal import TextPart
 
 _WAY_OUT = "With the checkpoint's *.safetensors files beside config.json any model's sizes are read from their headers."
 
@@ -42,16 +43,15 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
     tensors = headers.read_tensors(directory) if directory.is_dir() else []
     stored = "" if dtype == "auto" else chosen
     try:
-        config = part_of(file).config
-        refuse_unsupported(config)
+        part = part_of(file)
+        refuse_unsupported(part.config)
     except (CheckpointError, UnsupportedModelError) as error:
         if not tensors:
             raise type(error)(f"{error} {_WAY_OUT}") from error
         return headers.measured(headers.plain(fields, tensors, chosen), tensors, stored)
-    model = shape(config, chosen)
+    model = shape(part.config, chosen)
     if fields.packed_as not in ("", PACKED):
-        note = f"the checkpoint is packed ({fields.packed_as}); it is planned as unpacked to {chosen}."
-        return replace(model, notes=(note,))
+        return _published(model, part, headers.find_files(directory) if tensors else [])
     return headers.measured(model, tensors, stored) if tensors else model
 
 
@@ -70,6 +70,27 @@ def _gguf(path: Path, dtype: str) -> Model | None:
     return headers.measured(shape(found.config, chosen), headers.of_plan(plan))
 
 
+def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
+    """``model`` in the bytes in which others quantised it: of ``files``, or else as its config says."""
+    import torch
+
+    from stowage.models.published.checkpoint import meta_model, plan_of, specs_of
+    from stowage.models.published.method import method_of
+
+    try:
+        method = method_of(part.config)
+        assert method is not None, "the config says that it is quantised"
+        if files:
+            plan = plan_of(files, part, method, getattr(torch, model.dtype), read=False)
+            return headers.measured(model, headers.of_plan(plan))
+        plain = meta_model(part)
+        counted = headers.of_specs(specs_of(plain, method, getattr(torch, model.dtype)), _parameters(plain))
+    except UnsupportedModelError as error:
+        return replace(model, notes=(f"it is planned as expanded to {model.dtype}: {error}",))
+    note = f"weights are counted as they are published ({method.name}), which the files may do otherwise in places."
+    return replace(headers.measured(model, counted, model.dtype), source="config", notes=(note,))
+
+
 def shape(config: Any, dtype: str) -> Model:
     """What the model of ``config``, a text model's, is made of when it is run in ``dtype``."""
     import torch
@@ -79,7 +100,7 @@ def shape(config: Any, dtype: str) -> Model:
 
     found = describe(config, getattr(torch, dtype))
     embedding, head = found.model.get_input_embeddings(), found.model.get_output_embeddings()
-    parameters = [headers.Tensor(name, "F32", tuple(p.shape), p.nbytes) for name, p in found.model.named_parameters()]
+    parameters = _parameters(found.model)
     model = Model(
         family=config.model_type,
         layers=tuple(_layers(config, headers.layer_count(parameters))),
@@ -96,6 +117,10 @@ def shape(config: Any, dtype: str) -> Model:
         head_reads=sum(p.numel() for p in head.parameters()),
     )
     return replace(headers.measured(model, parameters, dtype), source="config")
+
+
+def _parameters(model: Any) -> list[headers.Tensor]:
+    return [headers.Tensor(name, "F32", tuple(p.shape), p.nbytes) for name, p in model.named_parameters()]
 
 
 def _layers(config: Any, count: int) -> Iterator[Layer]:

@@ -11,8 +11,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,9 +24,25 @@ from stowage.weights.file import File, mark_of
 from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 
-__all__ = ["PAGE_BYTES", "Checkpoint", "File", "Segment", "Span", "mark_of", "read_segments"]
+__all__ = ["PAGE_BYTES", "Checkpoint", "File", "Segment", "Span", "Stored", "mark_of", "read_segments", "stored_in"]
 
 _HEADER_BYTES_MAX: Final = 100 << 20
+_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,
+}
+"""What the types of a safetensors file are here. E8M0 is a power of two: a byte to whoever knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,25 @@ class Span:
     path: Path
     offset: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a safetensors file, which was not read."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    span: Span
+
+    def read(self) -> Tensor:
+        """Its values. Raises CheckpointError."""
+        checkpoint = Checkpoint([self.span.path])
+        try:
+            segments = checkpoint.segments({self.name: [self.span]})[self.name]
+            return read_segments(segments, torch.empty(self.shape, dtype=self.dtype))
+        finally:
+            checkpoint.close()
 
 
 class Checkpoint:
@@ -116,22 +152,54 @@ def read_segments(segments: Sequence[Segment], into: Tensor) -> Tensor:
     return into
 
 
+def stored_in(path: Path) -> list[Stored]:
+    """What lies where in a safetensors file, as its header says, each tensor within the file and of the size that its
+    shape says; without those of types that torch does not have. Raises CheckpointError.
+    """
+    file, found = File.open(path), list[Stored]()
+    try:
+        header, begin = _header(file)
+        if METADATA in (header.get("__metadata__") or {}):
+            raise CheckpointError(f"{path} has tensors that lie packed, so none is computed from as it lies.")
+        for name, entry in header.items():
+            dtype = _DTYPES.get(entry["dtype"]) if name != "__metadata__" else None
+            if dtype is None:
+                continue
+            first, end = entry["data_offsets"]
+            shape = tuple(int(size) for size in entry["shape"])
+            if not 0 <= first <= end <= file.length - begin or min(shape, default=0) < 0:
+                raise ValueError(f"{name} lies outside of the file")
+            if prod(shape) * dtype.itemsize != end - first:
+                raise ValueError(f"{name} has another size than its shape")
+            found.append(Stored(name, dtype, shape, Span(path, begin + first, end - first)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
+    finally:
+        file.close()
+    return found
+
+
+def _header(file: File) -> tuple[dict[str, Any], int]:
+    """What the header says, and where the tensors begin. Raises ValueError."""
+    length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+    if not 2 <= length <= min(_HEADER_BYTES_MAX, file.length - 8):
+        raise ValueError(f"a header of {length} bytes")
+    return json.loads(os.pread(file.fd, length, 8)), 8 + length
+
+
 def _tensors(file: File) -> dict[str, Segment]:
     if os.pread(file.fd, len(MAGIC), 0) == MAGIC:
         return {}
     try:
-        length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
-        if not 2 <= length <= min(_HEADER_BYTES_MAX, file.length - 8):
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(os.pread(file.fd, length, 8))
+        header, data = _header(file)
         packed = json.loads((header.get("__metadata__") or {}).get(METADATA, "{}"))
         found = {}
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                if not 0 <= begin <= end <= file.length - 8 - length:
+                if not 0 <= begin <= end <= file.length - data:
                     raise ValueError(f"{name} lies outside of the file")
-                found[name] = Segment(file, 8 + length + begin, end - begin)
+                found[name] = Segment(file, data + begin, end - begin)
                 if name in packed:
                     tensor = PackedTensor(file, found[name].offset, end - begin, packed[name])
                     found[name] = Segment(tensor, 0, tensor.length)

@@ -119,22 +119,25 @@ def _unit(name: str, module: nn.Module) -> Unit:
 
 
 def _experts(name: str, module: nn.Module, unit: Unit) -> Unit | None:
-    """``module`` as a unit if it is experts: parameters of three dimensions, of which the first counts experts, and a
-    forward that takes hidden states, which experts are chosen, and by how much. ``WeightSource.prove`` sees whether it
-    computes with these only.
+    """``module`` as a unit if it is experts: parameters of three dimensions or more, of which the first counts experts,
+    and a forward that takes hidden states, which experts are chosen, and by how much. ``WeightSource.prove`` sees
+    whether it computes with these only.
     """
-    own = {f"{name}.{own}": p for own, p in module.named_parameters(recurse=False) if p.dim() == 3 and len(p) > 1}
-    stacked = {name: p for name, p in own.items() if name in unit.parameters and _in_pages(p)}
+    own = {f"{name}.{own}": p for own, p in module.named_parameters(recurse=False) if p.dim() >= 3 and len(p) > 1}
+    gaps = bool(getattr(type(module), "bears_gaps", False))
+    stacked = {name: p for name, p in own.items() if name in unit.parameters and _in_pages(p, gaps)}
     taken = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if not stacked or len(taken) < 3 or len({len(p) for p in stacked.values()}) > 1:
         return None
     return Unit(name, module, stacked, experts=len(next(iter(stacked.values()))))
 
 
-def _in_pages(stack: nn.Parameter) -> bool:
-    """Whether each expert takes whole pages, and has some of its own wherever the first begins."""
+def _in_pages(stack: nn.Parameter, gaps: bool) -> bool:
+    """Whether each expert takes whole pages, and has some of its own wherever the first begins; or (``gaps``) may be
+    given them, of which it fills more than half.
+    """
     expert_bytes = stack[0].numel() * stack.element_size()
-    return expert_bytes % PAGE_BYTES == 0 and expert_bytes > PAGE_BYTES
+    return expert_bytes > PAGE_BYTES and (gaps or expert_bytes % PAGE_BYTES == 0)
 
 
 def renumbers(module: nn.Module) -> bool:

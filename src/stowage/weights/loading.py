@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stowage.errors import UnsupportedModelError
 from stowage.weights.away import absent
 from stowage.weights.building import Building
-from stowage.weights.checkpoint import Checkpoint, Segment, Span, read_segments
+from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint, Segment, Span, read_segments
 from stowage.weights.delivery import HOST, Load
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
@@ -110,14 +110,15 @@ class _Loading(Building):
         segments = self.places.get(path, ())
         if not segments:
             _refuse_wrapped(path, values)
-        stays = bool(segments) and not self._held_in_memory(path, delivery, segments)
+        stays = bool(segments) and not self._held_in_memory(path, delivery, segments, values.dtype.itemsize)
         if segments and not stays:
             values = read_segments(segments, torch.empty(values.shape, dtype=values.dtype))
         if delivery is Delivery.RESIDENT:
             values = values if segments else copy_of(values)
             return nn.Parameter(values.to(self.budget.device), parameter.requires_grad)
         if stays:
-            phase = segments[0].offset % ALIGNED_BYTES if len(segments) == 1 else 0
+            aligned = len(segments) == 1 and segments[0].offset % values.dtype.itemsize == 0
+            phase = segments[0].offset % ALIGNED_BYTES if aligned else 0
             location = ParameterLocation(tuple(values.shape), values.dtype, segments, phase=phase)
         else:
             location = self._location(path, values.contiguous(), delivery, read=bool(segments))
@@ -125,10 +126,13 @@ class _Loading(Building):
         self.locations[id(stand_in)] = location
         return stand_in
 
-    def _held_in_memory(self, path: str, delivery: Delivery, segments: Sequence[Segment]) -> bool:
-        """Whether a parameter that lies in ``segments`` is read now, once. What is mapped must lie in one of them."""
+    def _held_in_memory(self, path: str, delivery: Delivery, segments: Sequence[Segment], itemsize: int) -> bool:
+        """Whether a parameter that lies in ``segments`` is read now, once. What is mapped must lie in one of them, at a
+        multiple of its ``itemsize``.
+        """
         crosses = self.budget.carrier is not None and (delivery.on_host or path in self.held)
-        mapped = delivery is Delivery.MAPPED and len(segments) == 1
+        aligned = len(segments) == 1 and segments[0].offset % itemsize == 0
+        mapped = delivery is Delivery.MAPPED and aligned
         return crosses or delivery is Delivery.RESIDENT or (delivery.on_host and not mapped)
 
     def _location(self, path: str, values: Tensor, delivery: Delivery, *, read: bool) -> ParameterLocation:
@@ -285,7 +289,9 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
 
     def described(unit: Unit, layer: int) -> WeightUnit:
         apart = tuple(described(part, layer) for part in unit.apart)
-        return WeightUnit(unit.name, unit.nbytes, len(unit.parameters), unit.rows, layer, unit.experts, apart)
+        stacks = [p for p in unit.parameters.values() if unit.experts]
+        gaps = sum(-(p[0].numel() * p.element_size()) % PAGE_BYTES for p in stacks)
+        return WeightUnit(unit.name, unit.nbytes, len(unit.parameters), unit.rows, layer, unit.experts, apart, gaps)
 
     weight_units = [described(unit, layers.index(unit.name) if unit.name in layers else -1) for unit in units]
     tied = getattr(model, "all_tied_weights_keys", None) or {}

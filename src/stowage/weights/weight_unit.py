@@ -43,7 +43,8 @@ class Delivery(StrEnum):
 class WeightUnit:
     """One unit. ``nbytes`` of its parameters, ``pieces``: how many. ``rows``: an embedding. ``layer``: its number among
     the model's repeated layers, -1 for another module. ``experts``: how many are stacked in it, 0 for what is not a
-    layer's experts. ``apart``: the experts that are part of this unit, and can be units of their own.
+    layer's experts. ``apart``: the experts that are part of this unit, and can be units of their own. ``gap_bytes``: of
+    the pages that each of its experts begins and ends at, what it does not fill.
     """
 
     name: str
@@ -53,6 +54,7 @@ class WeightUnit:
     layer: int = -1
     experts: int = 0
     apart: tuple[WeightUnit, ...] = ()
+    gap_bytes: int = 0
 
     @property
     def ring_bytes(self) -> int:
@@ -71,8 +73,8 @@ class WeightUnit:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one of its experts."""
-        return self.nbytes // self.experts if self.experts else 0
+        """Of one of its experts in a cache."""
+        return self.nbytes // self.experts + self.gap_bytes if self.experts else 0
 
     @property
     def edge_bytes(self) -> int:

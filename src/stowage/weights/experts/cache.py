@@ -43,21 +43,25 @@ def chosen(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 class _Stack:
-    """One parameter, (experts, ...), over a span. Its whole pages come and go, expert by expert."""
+    """One parameter, (experts, ...), over a span. Its whole pages come and go, expert by expert. Experts that take no
+    whole pages begin at a page each, with a gap before the next (``grouping`` sees that their module bears it).
+    """
 
     def __init__(self, parameter: nn.Parameter, location: ParameterLocation, experts: int) -> None:
         self._location, self._experts = location, experts
         self._expert_bytes = location.nbytes // experts
-        self._begin = location.in_page
+        gapped = self._expert_bytes % PAGE_BYTES > 0
+        self._stride = -(-self._expert_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._begin = 0 if gapped else location.in_page
         self.shared = self._begin % PAGE_BYTES > 0
         self._first = -self._begin % PAGE_BYTES  # of an expert's bytes: the first of a page of its own
-        self.whole_bytes = self._expert_bytes - PAGE_BYTES * self.shared
+        self.whole_bytes = self._stride - PAGE_BYTES * self.shared
         assert self.whole_bytes > 0
-        assert self.whole_bytes % PAGE_BYTES == 0
-        self.span = Span(-(-(self._begin + location.nbytes) // PAGE_BYTES) * PAGE_BYTES)
-        count = location.nbytes // location.dtype.itemsize
+        self.span = Span(-(-(self._begin + experts * self._stride) // PAGE_BYTES) * PAGE_BYTES)
+        count = experts * self._stride // location.dtype.itemsize
         values = torch.frombuffer(self.span.memory, dtype=location.dtype, count=count, offset=self._begin)
-        parameter.data = values.view(location.shape)
+        own = self._expert_bytes // location.dtype.itemsize
+        parameter.data = values.view(experts, -1)[:, :own].unflatten(1, location.shape[1:])
 
     @property
     def edge_bytes(self) -> int:
@@ -66,12 +70,12 @@ class _Stack:
 
     def address(self, expert: int) -> int:
         """Where in the span its whole pages begin."""
-        return self._begin + expert * self._expert_bytes + self._first
+        return self._begin + expert * self._stride + self._first
 
     def reads(self, expert: int) -> list[Read]:
         """What fills them."""
         address = self.address(expert)
-        into = memoryview(self.span.memory)[address : address + self.whole_bytes]
+        into = memoryview(self.span.memory)[address : address + min(self.whole_bytes, self._expert_bytes)]
         return self._location.reads(expert * self._expert_bytes + self._first, into)
 
     def edges(self) -> list[Read]:

@@ -203,8 +203,45 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, tuple[
         return property(lambda self: BlockStack(spec, _parts(self, names), dtype, transposed))
 
     members: dict[str, Any] = {own: stack_of(own, *how) for own, how in stacks}
-    members["forward"] = getattr(plain.forward, "__wrapped__", plain.forward)
+    own_loop = getattr(plain.forward, "__wrapped__", plain.forward)
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        whole = _forward_grouped if _is_grouped(self) else own_loop
+        result: Tensor = whole(self, hidden_states, top_k_index, top_k_weights)
+        return result
+
+    members["forward"], members["bears_gaps"] = forward, True  # it takes one expert at a time
     return type(f"Block{plain.__name__}", (plain,), members)
+
+
+def _is_grouped(module: Any) -> bool:
+    """Whether Transformers would multiply with these experts by grouped or batched products."""
+    known = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "config"))
+    return known and getattr(module.config, "_experts_implementation", None) in ("grouped_mm", "batched_mm")
+
+
+def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Experts one by one, added up as Transformers' grouped products do: of each token in the order in which they were
+    chosen, before they are rounded. See ``integrations/moe.py`` of Transformers.
+    """
+    count, first = top_k_index.shape[-1], "gate_up_proj" if module.has_gate else "up_proj"
+    chosen = top_k_index.reshape(-1)
+    out = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
+    for expert in sorted(set(chosen.tolist())):
+        if not 0 <= expert < module.num_experts:
+            continue  # a choice that is none
+        rows = (chosen == expert).nonzero()[:, 0]
+        wide = _projected(module, first, expert, hidden_states[rows // count])
+        inner = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
+        out[rows] = _projected(module, "down_proj", expert, inner)
+    weighted = out * top_k_weights.reshape(-1, 1)
+    return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
+    weight = getattr(module, own)[expert]
+    out = x @ weight if module.is_transposed else nn.functional.linear(x, weight)
+    return out.add_(getattr(module, f"{own}_bias")[expert]) if module.has_bias else out
 
 
 def _register(module: nn.Module, spec: Spec, own: str, before: tuple[int, ...]) -> None:

@@ -1,0 +1,265 @@
+"""A checkpoint that others quantised, as ``loading`` asks for any: which bytes of its files are which parameter.
+
+Owns the plan of such a model. Matrices, and experts one after the other, stay in the files; norms, biases and what is
+computed with as numbers are read. A bias that a file has and the model has not is refused unless it is nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.models.multimodal import TextPart, class_of
+from stowage.models.published.matrices import Matrices, Matrix, base_of, odd
+from stowage.models.published.method import Method
+from stowage.models.published.names import Sources, sources_of
+from stowage.weights.checkpoint import Stored, stored_in
+from stowage.weights.quantized.formats import Spec
+from stowage.weights.quantized.published import Kept, Part, Plan
+
+__all__ = ["dtype_of", "expandable", "finish", "meta_model", "plan_of", "specs_of"]
+
+_AS_NUMBERS: Final = "kv_b_proj"
+"""Of latent attention: its weight itself is computed with at every step, so it is read once."""
+
+
+def meta_model(part: TextPart) -> Any:
+    """The model of ``part`` as Transformers builds it, without values. Raises UnsupportedModelError for a class that is
+    not known before it is loaded.
+    """
+    from transformers import PreTrainedModel
+
+    kind = class_of(part)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise UnsupportedModelError(f"a model that is loaded as {kind.__name__} is not read as it lies.")
+    config = copy.deepcopy(part.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return kind(config)
+
+
+def dtype_of(config: Any, files: Sequence[Path], asked: str) -> str:
+    """What a model is run in: as ``asked``, or of ``auto`` what the config says, or the type of most other weights."""
+    if asked != "auto":
+        return asked
+    stated = getattr(config, "dtype", None)
+    if stated is not None:
+        return str(stated).removeprefix("torch.")
+    sizes = dict[torch.dtype, int]()
+    for stored in (one for path in files for one in stored_in(path)):
+        if stored.dtype in (torch.float32, torch.float16, torch.bfloat16) and base_of(stored.name) is not None:
+            sizes[stored.dtype] = sizes.get(stored.dtype, 0) + stored.span.length
+    return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.bfloat16)).removeprefix("torch.")
+
+
+def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.dtype, *, read: bool = True) -> Plan:
+    """Where each parameter of the model of ``part`` lies in ``files``, when it is run in ``dtype``. ``read``: with the
+    values that are read already; else these have no memory, and only their sizes are of interest.
+
+    Raises CheckpointError for what is missing, damaged or does not fit, UnsupportedModelError for what is not read.
+    """
+    stored = {one.name: one for path in files for one in stored_in(path)}
+    model = meta_model(part)
+    names = [base for name in stored if (base := base_of(name)) is not None]
+    sources = sources_of(model, names, part.renamed)
+    reading = _Reading(Matrices(stored, method, dtype), _in_float32(model, dtype), read)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    kept, values = dict[str, Kept](), dict[str, Tensor]()
+    for path, parameter in model.state_dict(keep_vars=True).items():
+        if path in tied:
+            continue
+        own = sources.get(path)
+        if own is None:
+            raise CheckpointError(
+                f"the checkpoint is incomplete: it has no {path}, which its model needs. Download it again."
+            )
+        transposed = bool(getattr(model.get_submodule(path.rpartition(".")[0]), "is_transposed", False))
+        if not isinstance(parameter, nn.Parameter):
+            values[path] = reading.numbers(path, tuple(parameter.shape), own, parameter.dtype)
+            continue
+        found = reading.parameter(path, tuple(parameter.shape), own, transposed)
+        if isinstance(found, Kept):
+            kept[path] = found
+        else:
+            values[path] = found
+    _refuse_biases(stored, names, sources.values())
+    return Plan(kept, values)
+
+
+def expandable(files: Sequence[Path], method: Method) -> bool:
+    """Whether Transformers alone makes plain numbers of such a checkpoint, and the right ones: of FP8 it takes blocks
+    for equal parts of a matrix, so that those of a matrix with a cut last block would be others.
+    """
+    if method.name != "fp8":
+        return method.name == "mxfp4"
+    stored = {one.name: one for path in files for one in stored_in(path)}
+    for name, scales in stored.items():
+        whole = stored.get(name.removesuffix("_scale_inv")) if name.endswith("_scale_inv") else None
+        if whole is not None and any(
+            count > 1 and block and size != count * block
+            for size, count, block in zip(whole.shape, scales.shape, method.block, strict=False)
+        ):
+            return False
+    return True
+
+
+def finish(model: Any, directory: Path) -> Any:
+    """``model``, that ends and samples as the checkpoint in ``directory`` says. Raises CheckpointError."""
+    from transformers import GenerationConfig
+
+    if (directory / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{directory / 'generation_config.json'} cannot be read: {error}") from error
+    model.name_or_path = str(directory)
+    return model
+
+
+def specs_of(model: Any, method: Method, dtype: torch.dtype) -> dict[str, tuple[Spec, int]]:
+    """Which parameters of ``model``, built without values and run in ``dtype``, a checkpoint has quantised as it is
+    published, where there are no files: by name the format, and how many experts are stacked.
+    """
+    found = {path: (spec, experts) for path, spec, experts in method.specs(model, dtype)}
+    return {path: one for path, one in found.items() if _AS_NUMBERS not in path.split(".")}
+
+
+def _in_float32(model: Any, dtype: torch.dtype) -> tuple[str, ...]:
+    """Parts of names of what Transformers keeps in float32 whatever the rest is in."""
+    strict = tuple(model._keep_in_fp32_modules_strict or ()) if dtype is not torch.float32 else ()
+    return (*strict, *(model._keep_in_fp32_modules or ())) if dtype is torch.float16 else strict
+
+
+def _refuse_biases(stored: Mapping[str, Stored], names: Iterable[str], used: Iterable[Sources]) -> None:
+    """Tools write a bias of zeros beside every matrix. One that is none, and has no place in the model, is refused."""
+    sources = list(used)
+    taken = {one.single for one in sources} | {
+        name for one in sources for parts in one.experts.values() for name in parts.values()
+    }
+    for name in names:
+        matrix = name.removesuffix(".bias") + ".weight"
+        if name not in taken and name.endswith(".bias") and matrix in taken and bool(stored[name].read().any()):
+            raise UnsupportedModelError(
+                f"{name} is added in the checkpoint, and Transformers' model has no place for it: it is another model "
+                "than its config.json says."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    matrices: Matrices
+    in_float32: tuple[str, ...]
+    read: bool
+
+    def parameter(self, path: str, shape: tuple[int, ...], sources: Sources, transposed: bool) -> Kept | Tensor:
+        """Where it lies; one that is small, or no matrix, as numbers."""
+        if sources.experts:
+            return self._experts(path, shape, sources.experts, transposed)
+        name = sources.single
+        if f"{name}_blocks" in self.matrices.stored:
+            return self._stack(path, name, shape, transposed)
+        if len(shape) == 2 and path.endswith(".weight"):
+            matrix = self.matrices.of(name, shape)
+            if self._as_numbers(path):
+                return matrix.numbers(self.matrices.dtype) if self.read else self._unread(path, shape)
+            return self._kept(path, shape, [[matrix]], 0, False)
+        found = self.matrices.get(name)
+        if (
+            found.shape == shape
+            and found.dtype is self.matrices.dtype
+            and len(shape) > 1
+            and not self._as_numbers(path)
+        ):
+            return Kept({"": Part(shape, found.dtype, (found.span,))})
+        return self.numbers(path, shape, sources, self.matrices.dtype)
+
+    def numbers(self, path: str, shape: tuple[int, ...], sources: Sources, dtype: torch.dtype) -> Tensor:
+        """The values of a tensor that is stored as numbers; ``dtype``: what it will be."""
+        found = self.matrices.get(sources.single)
+        if found.shape != shape:
+            raise odd(path, found, shape)
+        if found.dtype.is_floating_point and found.dtype.itemsize == 1:
+            raise UnsupportedModelError(f"{path} is of the type {found.dtype}, and no matrix.")
+        return found.read() if self.read else self._unread(path, shape, dtype)
+
+    def _as_numbers(self, path: str) -> bool:
+        return _AS_NUMBERS in path.split(".") or self._is_wide(path)
+
+    def _is_wide(self, path: str) -> bool:
+        return any(part in path for part in self.in_float32)
+
+    def _unread(self, path: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        chosen = torch.float32 if self._is_wide(path) else dtype or self.matrices.dtype
+        return torch.empty(shape, dtype=chosen, device="meta")
+
+    def _stack(self, path: str, name: str, shape: tuple[int, ...], transposed: bool) -> Kept:
+        """Experts that the files have stacked already."""
+        if len(shape) != 3:
+            raise UnsupportedModelError(f"{path} is packed in blocks, and is no stack of experts.")
+        experts, *sizes = shape
+        outputs, inputs = sizes[::-1] if transposed else sizes
+        matrix = self.matrices.stacked(name, (experts, outputs, inputs))
+        assert matrix.spec is not None
+        parts = {
+            part: Part((experts, *own), dtype, (matrix.parts[part].span,))
+            for part, (own, dtype) in matrix.spec.tensors().items()
+        }
+        return Kept(parts, matrix.spec, experts, transposed=transposed)
+
+    def _experts(
+        self, path: str, shape: tuple[int, ...], found: Mapping[int, Mapping[int, str]], transposed: bool
+    ) -> Kept:
+        """Stacked experts that the files have one by one."""
+        experts = shape[0]
+        width = max(len(names) for names in found.values())
+        if len(shape) != 3 or sorted(found) != list(range(experts)) or {len(n) for n in found.values()} != {width}:
+            raise CheckpointError(
+                f"the checkpoint is incomplete: {path} is made of {experts} experts, and it has {len(found)} of them, "
+                "or of one a part only. Download it again."
+            )
+        outputs, inputs = shape[:0:-1] if transposed else shape[1:]
+        each = [
+            [self.matrices.of(found[e][part], (outputs // width, inputs)) for part in range(width)]
+            for e in range(experts)
+        ]
+        return self._kept(path, (outputs, inputs), each, experts, transposed)
+
+    def _kept(
+        self, path: str, shape: tuple[int, ...], each: Sequence[Sequence[Matrix]], experts: int, transposed: bool
+    ) -> Kept:
+        """``each`` expert's matrices, one below the other, or the one that there is."""
+        first, several = each[0][0], len(each[0]) > 1
+        if any(matrix.spec != first.spec for row in each for matrix in row):
+            raise UnsupportedModelError(f"{path} has experts that are quantised in several ways, which is not read.")
+        before = (experts,) if experts else ()
+        if first.spec is None:
+            if transposed:
+                raise UnsupportedModelError(f"{path} has experts whose inputs come first, which is not read.")
+            return Kept({"": Part((*before, *shape), self.matrices.dtype, _spans(each, ""))})
+        spec = first.spec
+        if several and spec.name == "fp8" and not spec.tall:
+            spec = replace(spec, tall=spec.outputs)
+        if several and (spec.name in ("gptq", "awq") or spec.outputs % max(1, spec.tall, 8 * spec.zeros)):
+            raise UnsupportedModelError(
+                f"{path} has experts in {spec.name} of which two matrices do not lie one below the other: a checkpoint "
+                "in FP8, compressed-tensors or GGUF is read."
+            )
+        spec = replace(spec, outputs=shape[0])
+        parts = {
+            part: Part((*before, *own), dtype, _spans(each, part)) for part, (own, dtype) in spec.tensors().items()
+        }
+        assert all(sum(s.length for s in p.spans) == prod(p.shape) * p.dtype.itemsize for p in parts.values())
+        return Kept(parts, spec, experts, transposed=transposed)
+
+
+def _spans(each: Sequence[Sequence[Matrix]], part: str) -> tuple[Any, ...]:
+    return tuple(matrix.parts[part].span for row in each for matrix in row)

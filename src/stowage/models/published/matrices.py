@@ -1,0 +1,189 @@
+"""The matrices of a quantised checkpoint: which tensors of its files are one, and in which format.
+
+Owns the names that tools give the tensors of a matrix. Each is held to the shape and the type that its format has, so
+what is computed with later lies in the files to the last byte. Layouts: see ``weights.quantized.formats``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.models.published.method import Method
+from stowage.weights.checkpoint import Stored
+from stowage.weights.quantized.formats import Spec, dequantized
+
+__all__ = ["Matrices", "Matrix", "base_of"]
+
+_PLAIN: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_CODES: Final = re.compile(r"(.+)\.(?:weight_packed|qweight)")
+_BESIDE: Final = re.compile(
+    r".+\.(?:(?:weight|input|output|q|k|v)_scale(?:_inv)?|weight_(?:zero_point|shape|g_idx|global_scale)"
+    r"|input_zero_point|input_global_scale|qzeros|scales|g_idx|activation_scale)"
+)
+_STACKED: Final = re.compile(r"(.+)_(?:blocks|scales)")
+
+
+def base_of(name: str) -> str | None:
+    """Which parameter the tensor called ``name`` is, or is the codes of, before anything is renamed; ``None`` for what
+    belongs to another: scales, zero points, sizes.
+    """
+    if (codes := _CODES.fullmatch(name)) is not None:
+        return f"{codes[1]}.weight"
+    if (stack := _STACKED.fullmatch(name)) is not None and "experts" in name:
+        return stack[1] if name.endswith("_blocks") else None
+    return None if _BESIDE.fullmatch(name) else name
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix in the files: its tensors by part, and its format; none of plain numbers of the type that is run."""
+
+    parts: Mapping[str, Stored]
+    spec: Spec | None = None
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Its values, read. Raises CheckpointError."""
+        if self.spec is None:
+            return self.parts[""].read().to(dtype)
+        own = {part: kind for part, (_, kind) in self.spec.tensors().items()}
+        shapes = {part: shape for part, (shape, _) in self.spec.tensors().items()}
+        read = {part: stored.read().view(own[part]).view(shapes[part]) for part, stored in self.parts.items()}
+        return dequantized(self.spec, read, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Those of the files in which ``stored`` lies, for a model that is run in ``dtype``."""
+
+    stored: Mapping[str, Stored]
+    method: Method
+    dtype: torch.dtype
+
+    def get(self, name: str) -> Stored:
+        """Raises CheckpointError where it is missing."""
+        found = self.stored.get(name)
+        if found is None:
+            raise CheckpointError(
+                f"the checkpoint is incomplete: it has no {name}, which its model needs. Download it again."
+            )
+        return found
+
+    def of(self, name: str, shape: tuple[int, ...]) -> Matrix:
+        """The matrix (outputs, inputs) whose weight would be called ``name``.
+
+        Raises CheckpointError for what is missing or does not fit, UnsupportedModelError for what is not read.
+        """
+        base = name.removesuffix(".weight")
+        if f"{base}.weight_packed" in self.stored:
+            found = self._compressed(base, shape)
+        elif f"{base}.qweight" in self.stored:
+            found = self._by_words(base, shape)
+        elif self.get(name).dtype is torch.float8_e4m3fn:
+            found = self._fp8(base, name, shape)
+        else:
+            found = self._numbers(name)
+        self._check(name, found, shape)
+        return found
+
+    def stacked(self, name: str, shape: tuple[int, ...]) -> Matrix:
+        """All experts' matrices (experts, outputs, inputs) of MXFP4, whose parts have experts in front."""
+        spec = Spec("mxfp4", shape[1], shape[2])
+        found = Matrix({part: self.get(f"{name}_{part}") for part in ("blocks", "scales")}, spec)
+        for part, (own, dtype) in spec.tensors().items():
+            stored = found.parts[part]
+            if prod(stored.shape) != shape[0] * prod(own) or stored.dtype is not dtype or stored.shape[0] != shape[0]:
+                raise odd(f"{name}_{part}", stored, (shape[0], *own))
+        return found
+
+    def _numbers(self, name: str) -> Matrix:
+        plain = self.get(name)
+        if plain.dtype is self.dtype:
+            return Matrix({"": plain})
+        if plain.dtype not in _PLAIN or len(plain.shape) != 2:
+            raise UnsupportedModelError(f"{name} is of the type {plain.dtype}, which is not computed with here.")
+        return Matrix({"": plain}, Spec(_PLAIN[plain.dtype], plain.shape[0], plain.shape[1]))
+
+    def _fp8(self, base: str, name: str, shape: tuple[int, ...]) -> Matrix:
+        codes = self.get(name)
+        scales = next(
+            (s for end in ("_scale_inv", "_scale") if (s := self.stored.get(f"{base}.weight{end}")) is not None), None
+        )
+        if scales is None:
+            raise CheckpointError(f"the checkpoint is incomplete: {name} has no scales. Download it again.")
+        rows, columns = (*scales.shape, 1, 1)[:2] if scales.shape else (1, 1)
+        block = self.method.block
+        tall = {1: 0, shape[0]: 1}.get(rows, block[0])
+        group = {1: 0}.get(columns, block[1])
+        return Matrix(
+            {"codes": codes, "scales": scales}, Spec("fp8", shape[0], shape[1], group, tall, scale_dtype=scales.dtype)
+        )
+
+    def _compressed(self, base: str, shape: tuple[int, ...]) -> Matrix:
+        codes, scales = self.get(f"{base}.weight_packed"), self.get(f"{base}.weight_scale")
+        zeros = self.stored.get(f"{base}.weight_zero_point")
+        group = _group(base, scales, shape[1], scales.shape[-1] if scales.shape else 0)
+        self._refuse_order(f"{base}.weight_g_idx", shape[1], group)
+        spec = Spec("int4", shape[0], shape[1], group, zeros=zeros is not None, scale_dtype=scales.dtype)
+        return Matrix({"codes": codes, "scales": scales} | ({} if zeros is None else {"zeros": zeros}), spec)
+
+    def _by_words(self, base: str, shape: tuple[int, ...]) -> Matrix:
+        """GPTQ's and AWQ's."""
+        scales = self.get(f"{base}.scales")
+        group = _group(base, scales, shape[1], scales.shape[0] if scales.shape else 0)
+        self._refuse_order(f"{base}.g_idx", shape[1], group)
+        spec = Spec(self.method.name, shape[0], shape[1], group, zeros=True, scale_dtype=scales.dtype)
+        names = {"codes": f"{base}.qweight", "scales": f"{base}.scales", "zeros": f"{base}.qzeros"}
+        return Matrix({part: self.get(name) for part, name in names.items()}, spec)
+
+    def _refuse_order(self, name: str, inputs: int, group: int) -> None:
+        order = self.stored.get(name)
+        if order is None or order.shape == (0,):
+            return
+        if order.shape != (inputs,) or not torch.equal(order.read().long(), torch.arange(inputs) // group):
+            raise UnsupportedModelError(
+                f"{name} puts inputs into groups in another order than they lie in (act-order, desc_act), which would "
+                "need every input moved at every step. Give a checkpoint that was quantised without it."
+            )
+
+    def _check(self, name: str, found: Matrix, shape: tuple[int, ...]) -> None:
+        if found.spec is None:
+            if found.parts[""].shape != shape:
+                raise odd(name, found.parts[""], shape)
+            return
+        if (found.spec.outputs, found.spec.inputs) != shape:
+            raise odd(name, found.parts[""], shape)
+        if found.spec.name in _PLAIN.values():
+            return
+        for part, (own, dtype) in found.spec.tensors().items():
+            stored = found.parts[part]
+            same = stored.shape == own or (part == "scales" and prod(stored.shape) == prod(own))
+            if not same or stored.dtype is not dtype:
+                raise odd(name, stored, own)
+
+
+def odd(name: str, found: Stored, shape: Sequence[int]) -> CheckpointError:
+    """What is said of a tensor of another shape or type."""
+    kind = str(found.dtype).removeprefix("torch.")
+    return CheckpointError(
+        f"{found.name} in {found.span.path} is {found.shape} of {kind}, and as a part of {name} it would be "
+        f"{tuple(shape)}: config.json and the files are of different checkpoints, or of a format that is not read. "
+        "Download both again."
+    )
+
+
+def _group(base: str, scales: Stored, inputs: int, count: int) -> int:
+    """Inputs that share a scale, of which there are ``count`` in a row."""
+    if len(scales.shape) != 2 or not count or inputs % count:
+        raise CheckpointError(
+            f"{base} has scales of the shape {scales.shape} for {inputs} inputs, which fit into no groups. Download "
+            "the checkpoint again."
+        )
+    return inputs // count

@@ -1,0 +1,162 @@
+"""What ``quantization_config`` says: how a checkpoint was quantised by others, and which parameters are, by name.
+
+Owns the methods that are read, and refuses what is not, by name. Knows no file: what is in one is found there
+(``matrices``), and this is what is counted with where there is none.
+
+Sources: Transformers' ``utils/quantization_config.py``; compressed-tensors' ``QuantizationConfig``; the documentation
+of GPTQModel and AutoAWQ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.weights.quantized.formats import Spec
+
+__all__ = ["METHODS", "Method", "method_of"]
+
+METHODS: Final = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
+_OURS: Final = "stowage_pack"
+_LAYERS: Final = re.compile(r"\.(?:layers|blocks|h)\.\d+\.")
+_HEAD: Final = ("lm_head", "embed_out", "output_layer")
+_NO_TRANSFORMS: Final = "which would have to be undone at every step"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """``name``: one of ``METHODS``; ``stated``: the rest of what the config says."""
+
+    name: str
+    stated: Mapping[str, Any]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale of FP8; 0 is all of them."""
+        size = self.stated.get("weight_block_size") or next(
+            (group.get("block_structure") for group in self._weights() if group.get("block_structure")), None
+        )
+        if isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size):
+            return size[0], size[1]
+        return 0, 0
+
+    def check(self) -> None:
+        """Raises UnsupportedModelError for what is not read."""
+        if self.name == "compressed-tensors":
+            self._check_groups()
+        if self.name in ("gptq", "awq"):
+            bits = self.stated.get("bits", self.stated.get("w_bit"))
+            key = "checkpoint_format" if self.name == "gptq" else "version"
+            version = str(self.stated.get(key) or "").lower() or {"gptq": "gptq", "awq": "gemm"}[self.name]
+            if bits != 4 or version not in ("gptq", "gemm"):
+                raise UnsupportedModelError(
+                    f"the checkpoint is quantised by {self.name} in {str(bits)[:20]} bits as {version[:40]!r}: 4 bits "
+                    "are read, of gptq in its first format and of awq as gemm. Give another checkpoint of the model."
+                )
+
+    def specs(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Spec, int]]:
+        """Parameters of ``model``, built without values and run in ``dtype``, that a checkpoint of this method has
+        quantised, and how many experts each stacks (0: it is one matrix).
+        """
+        linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for path, parameter in model.named_parameters():
+            base = path.removesuffix(".weight")
+            module = model.get_submodule(path.rpartition(".")[0])
+            stacked = parameter.dim() == 3 and "experts" in path
+            if not (stacked or (base in linear and path.endswith(".weight"))) or not self._takes(base, stacked):
+                continue
+            shape = tuple(parameter.shape)[-2:]
+            outputs, inputs = shape[::-1] if getattr(module, "is_transposed", False) else shape
+            try:
+                spec = self._spec(outputs, inputs, dtype)
+                spec.tensors()
+            except CheckpointError:  # groups that do not fit: it was left as it was
+                continue
+            yield path, spec, len(parameter) if stacked else 0
+
+    def _takes(self, base: str, stacked: bool) -> bool:
+        if self.name == "mxfp4":
+            return stacked
+        left = [*(self.stated.get("modules_to_not_convert") or ()), *(self.stated.get("ignore") or ())]
+        left += [f"re:{rule[2:]}" for rule in (self.stated.get("dynamic") or {}) if str(rule).startswith("-:")]
+        if any(_matches(base, str(name)) for name in left):
+            return False
+        if base.rpartition(".")[2] in _HEAD or self.name in ("gptq", "awq"):
+            return bool(_LAYERS.search(f".{base}."))
+        targets = [str(target) for group in self._groups() for target in group.get("targets") or ()]
+        return not targets or any(target == "Linear" or _matches(base, target) for target in targets)
+
+    def _spec(self, outputs: int, inputs: int, dtype: torch.dtype) -> Spec:
+        if self.name == "mxfp4":
+            return Spec("mxfp4", outputs, inputs)
+        if self.name in ("gptq", "awq"):
+            group = self.stated.get("group_size", self.stated.get("q_group_size", 128))
+            return Spec(self.name, outputs, inputs, max(0, int(group)), zeros=True, scale_dtype=torch.float16)
+        weights = next(self._weights(), {})
+        if weights.get("type") == "int":
+            group = max(0, int(weights.get("group_size") or 0))
+            zeros = weights.get("symmetric") is False
+            return Spec("int4", outputs, inputs, group, zeros=zeros, scale_dtype=dtype)
+        tall, group = self.block
+        channel = weights.get("strategy") == "channel" or self.name == "fbgemm_fp8"
+        return Spec("fp8", outputs, inputs, group, 1 if channel else tall)
+
+    def _groups(self) -> list[Mapping[str, Any]]:
+        groups = self.stated.get("config_groups") or {}
+        return [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+
+    def _weights(self) -> Iterator[Mapping[str, Any]]:
+        return (group["weights"] for group in self._groups() if isinstance(group.get("weights"), Mapping))
+
+    def _check_groups(self) -> None:
+        for weights in self._weights():
+            kind = weights.get("type"), weights.get("num_bits")
+            if kind not in (("int", 4), ("float", 8)):
+                raise UnsupportedModelError(
+                    f"the checkpoint is quantised by compressed-tensors in {str(kind[1])[:20]} bits of the type "
+                    f"{str(kind[0])[:20]}, which is not computed with here: int in 4 bits is, and float in 8. Give "
+                    "another checkpoint of the model."
+                )
+        sparse = (self.stated.get("sparsity_config") or {}).get("format") or "dense"
+        if sparse != "dense" or self.stated.get("transform_config"):
+            what = f"sparse as {str(sparse)[:40]!r}" if sparse != "dense" else "of transformed weights"
+            raise UnsupportedModelError(f"the checkpoint is {what}, {_NO_TRANSFORMS}. Give the original checkpoint.")
+
+
+def method_of(config: Any) -> Method | None:
+    """How the checkpoint of ``config`` was quantised by others; ``None`` where it was not.
+
+    Raises UnsupportedModelError for a method that is not read.
+    """
+    stated: Any = getattr(config, "quantization_config", None)
+    stated = stated.to_dict() if hasattr(stated, "to_dict") else stated
+    if not isinstance(stated, Mapping):
+        return None
+    name = stated.get("quant_method")
+    name = str(getattr(name, "value", name) or ("compressed-tensors" if "config_groups" in stated else ""))
+    if name in ("", _OURS):
+        return None
+    if name not in METHODS:
+        raise UnsupportedModelError(
+            f"the checkpoint is quantised as {name[:40]!r}, which is not read: {', '.join(METHODS)} are, GGUF files, "
+            "and what stowage pack writes. Give the original checkpoint, or one of these."
+        )
+    found = Method(name, stated)
+    found.check()
+    return found
+
+
+def _matches(base: str, rule: str) -> bool:
+    """Whether a rule of a config means the module ``base``: a name, the end or a part of one, or a pattern."""
+    if rule.startswith("re:"):
+        try:
+            return re.match(rule[3:], base) is not None
+        except re.error:
+            return False
+    return f".{rule}." in f".{base}."

@@ -1,0 +1,72 @@
+"""Which tensors of a checkpoint's files are which parameter of Transformers' model.
+
+Transformers knows how checkpoints of each family were named, and which of their matrices it stacks
+(``conversion_mapping``). That is asked here, of names alone: a parameter is one matrix, or experts' matrices one after
+the other. Any other conversion computes with values, so its parameter does not lie in the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from stowage.errors import UnsupportedModelError
+
+__all__ = ["Sources", "sources_of"]
+
+_EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(slots=True)
+class Sources:
+    """What a parameter is made of: one name, or by expert the names whose rows follow each other."""
+
+    single: str = ""
+    experts: dict[int, dict[int, str]] = field(default_factory=dict)
+
+
+def sources_of(model: Any, names: Iterable[str], renamed: Mapping[str, str] | None) -> dict[str, Sources]:
+    """By parameter of ``model`` the ``names`` in its files that it is made of; what is no parameter's is left out.
+
+    ``renamed``: see ``TextPart``. Raises UnsupportedModelError for parameters that are computed from what is in files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    transforms = get_model_conversion_mapping(model, key_mapping=dict(renamed) if renamed else None)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    others = [each for each in transforms if not isinstance(each, WeightConverter)]
+    owners = {pattern: each for each in converters for pattern in each.source_patterns}
+    parameters = model.state_dict()
+    found = dict[str, Sources]()
+    for name in names:
+        path, pattern = rename_source_key(name, others, converters, model.base_model_prefix, parameters)
+        if path not in parameters and name in parameters:
+            path, pattern = name, None
+        if path not in parameters:
+            continue
+        sources = found.setdefault(path, Sources())
+        if pattern is None:
+            sources.single = name
+            continue
+        expert = _EXPERT.search(name)
+        if expert is None or not _stacks(owners[pattern]):
+            raise UnsupportedModelError(
+                f"{path} is computed from {name} and others when the model is loaded, so it cannot be read as it lies."
+            )
+        number = owners[pattern].source_patterns.index(pattern)
+        sources.experts.setdefault(int(expert[1]), {})[number] = name
+    return found
+
+
+def _stacks(converter: Any) -> bool:
+    """Whether it puts experts' matrices one after the other, of each expert one below the other."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [type(operation) for operation in converter.operations]
+    dims = [operation.dim for operation in converter.operations] if len(kinds) <= 2 else []
+    return (kinds == [MergeModulelist] and dims == [0] and len(converter.source_patterns) == 1) or (
+        kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
+    )

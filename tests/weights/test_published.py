@@ -1,0 +1,222 @@
+"""Checkpoints that others quantised are computed from as they lie: to the bit the answers of their values in bfloat16,
+wherever the bytes lie, and nothing is written for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import stowage
+from stowage import CheckpointError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage.models import loading
+from stowage.planner.model import read_model
+from stowage.weights.quantized.blocks import BlockLinear
+from tests.weights import published_files as files
+from tests.weights.conftest import logits, prompt
+
+GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def compressed(kind: str, bits: int, form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": kind, "num_bits": bits, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def int4(group: int, zeros: bool = False) -> tuple[dict[str, Any], Callable[..., Any]]:
+    stated = {"strategy": "group", "group_size": group, "symmetric": not zeros}
+    return compressed("int", 4, "pack-quantized", **stated), files.int4(group, zeros)
+
+
+def words(method: str, group: int) -> tuple[dict[str, Any], Callable[..., Any]]:
+    stated = {"quant_method": method, "bits": 4, "group_size": group}
+    return stated, (files.gptq if method == "gptq" else files.awq)(group)
+
+
+CHANNELS = compressed("float", 8, "float-quantized", strategy="channel")
+METHODS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any]]] = {
+    "fp8": ("qwen3", FP8, files.fp8(128, 128, "weight_scale_inv")),
+    "fp8-bfloat16-scales": ("llama", FP8, files.fp8(128, 128, "weight_scale_inv", torch.bfloat16)),
+    "fp8-channels": ("qwen2", CHANNELS, files.fp8(1, 0, "weight_scale", torch.bfloat16)),
+    "fp8-tensor": (
+        "llama",
+        compressed("float", 8, "naive-quantized", strategy="tensor"),
+        files.fp8(0, 0, "weight_scale"),
+    ),
+    "fbgemm": ("llama", {"quant_method": "fbgemm_fp8"}, files.fp8(1, 0, "weight_scale")),
+    "int4-32": ("llama", *int4(32)),
+    "int4-64-zeros": ("qwen3", *int4(64, True)),
+    "int4-128": ("llama", *int4(128)),
+    "gptq-128": ("qwen2", *words("gptq", 128)),
+    "gptq-32": ("llama", *words("gptq", 32)),
+    "awq-64": ("llama", *words("awq", 64)),
+}
+DENSE = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+
+
+def said(source: Path, weights: str = "auto", **memory: Any) -> list[Any]:
+    """Tokens and logarithms of probabilities of three answers."""
+    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
+    given = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "weights": weights, **memory}
+    with Engine(source, Memory(**given), dtype="bfloat16") as engine:
+        answers = engine.generate(asked, GREEDY)
+        return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
+
+
+def taken_by(model: Any) -> int:
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_engine_answers_as_on_the_plain_values_to_the_bit(name: str, tmp_path: Path) -> None:
+    family, method, quantiser = METHODS[name]
+    published, plain = files.write(family, tmp_path, method, quantiser, **(DENSE if family == "qwen2" else {}))
+    expected = said(plain)
+    assert said(published) == expected
+    assert said(published, "*=stream") == expected
+    assert said(published, "*=mapped") == expected
+    model = loading.load(published).model
+    layers = [module for module in model.modules() if isinstance(module, BlockLinear)]
+    assert len(layers) == 2 * 7, "computed from as they lie"
+    assert model.dtype is torch.bfloat16
+    assert torch.equal(layers[0].weight, loading.load(plain).model.model.layers[0].self_attn.q_proj.weight)
+    planned = read_model(published)
+    assert planned.total_bytes == taken_by(model)
+    assert planned.total_parameters == read_model(plain).total_parameters
+    (published / "model.safetensors").unlink()
+    assert read_model(published).total_bytes == pytest.approx(planned.total_bytes, rel=1e-2), "by the config alone"
+
+
+EXPERTS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any] | None]] = {
+    "deepseek_v3-fp8": ("deepseek_v3", FP8, files.fp8(128, 128, "weight_scale_inv")),
+    "qwen3_moe-int4": ("qwen3_moe", *int4(32)),
+    "qwen3_moe-tensor": (
+        "qwen3_moe",
+        compressed("float", 8, "float-quantized", strategy="tensor"),
+        files.fp8(0, 0, "weight_scale"),
+    ),
+    "mixtral-fp8": ("mixtral", FP8, files.fp8(128, 128, "weight_scale_inv")),
+    "gpt_oss-mxfp4": ("gpt_oss", MXFP4, None),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_stay_as_published_and_are_cached_one_by_one(name: str, tmp_path: Path) -> None:
+    family, method, quantiser = EXPERTS[name]
+    published, plain = files.write(family, tmp_path, method, quantiser)
+    expected = said(plain)
+    assert said(published) == expected
+    whole = loading.load(published)
+    model = stowage.offload(published, weights="*=experts")
+    assert model.stowage.placement.cached
+    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
+        assert torch.equal(logits(model, ids), logits(whole.model, ids))
+        model.stowage.check()
+    stats = model.stowage.stats()
+    assert stats["expert_misses"] > 0
+    assert stats["image_bytes"] == 0, "nothing is written"
+    model.stowage.close()
+    assert read_model(published).total_bytes == taken_by(whole.model)
+    (published / "model.safetensors").unlink()
+    assert read_model(published).total_bytes == pytest.approx(taken_by(whole.model), rel=1e-3), "by the config alone"
+
+
+def test_experts_of_no_whole_pages_are_cached_with_gaps_between(tmp_path: Path) -> None:
+    published, _ = files.write("gpt_oss", tmp_path, *EXPERTS["gpt_oss-mxfp4"][1:], intermediate_size=288)
+    whole = loading.load(published).model
+    model = stowage.offload(published, weights="*=experts")
+    (unit,) = (one for one in model.stowage.placement.cached if one.layer == 0)
+    assert unit.gap_bytes == -(576 * 8) % 4096, "of the scales of gate and up; the blocks take whole pages"
+    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
+        assert torch.equal(logits(model, ids), logits(whole, ids))
+        model.stowage.check()
+    assert model.stowage.stats()["expert_misses"] > 0
+    model.stowage.close()
+
+
+@pytest.mark.parametrize("name", ["fp8", "mixtral-fp8", "gpt_oss-mxfp4"])
+def test_transformers_makes_the_same_numbers_of_it(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    published, _ = files.write(*({**METHODS, **EXPERTS}[name][:1]), tmp_path, *({**METHODS, **EXPERTS}[name][1:]))
+    theirs = AutoModelForCausalLM.from_pretrained(published, dtype=torch.bfloat16).eval()
+    found = logits(loading.load(published).model, prompt()).float()
+    expected = logits(theirs, prompt()).float()
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    assert torch.equal(found.argmax(-1), expected.argmax(-1)) or (found - expected).abs().mean() < 0.01 * expected.std()
+
+
+def test_a_small_budget_streams_published_bytes(tmp_path: Path) -> None:
+    published, plain = files.write("llama", tmp_path, *METHODS["int4-32"][1:], num_hidden_layers=8)
+    packed = read_model(published)
+    assert packed.total_bytes < 0.4 * read_model(plain).total_bytes, "embeddings are in bfloat16"
+    layers = sum(layer.total_bytes for layer in packed.layers)
+    model = stowage.offload(published, device_memory=int(packed.total_bytes - layers // 4), host_memory=0)
+    assert 0 < model.stowage.stats()["stream_bytes"] <= layers
+    assert torch.equal(logits(model, prompt()), logits(loading.load(published).model, prompt()))
+    model.stowage.close()
+
+
+def test_other_types_are_run_in_too(tmp_path: Path) -> None:
+    published, plain = files.write("llama", tmp_path, *METHODS["fp8"][1:])
+    expected = logits(loading.load(plain, "float32").model, prompt())
+    found = logits(loading.load(published, "float32").model, prompt())
+    assert torch.allclose(found, expected, rtol=1e-2, atol=0.05 * float(expected.abs().max()))
+    (tmp_path / "published" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert loading.eos_ids(loading.load(published).model) == {7, 9}
+
+
+def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    published, _ = files.write("llama", tmp_path, *METHODS["gptq-32"][1:])
+    state = load_file(published / "model.safetensors")
+    stated = dict(METHODS["gptq-32"][1])
+
+    def refused(match: str, changed: Mapping[str, Any] | None = None, **entries: Any) -> None:
+        files.rewrite(published, {**state, **(changed or {})}, quantization_config=stated | entries)
+        with pytest.raises((UnsupportedModelError, CheckpointError), match=match):
+            loading.load(published)
+
+    refused("quantised as 'bitsandbytes', which is not read: fp8, .*gptq, awq are", quant_method="bitsandbytes")
+    refused("by gptq in 8 bits as 'gptq'", bits=8)
+    refused("in 4 bits as 'gptq_v2'", checkpoint_format="gptq_v2")
+    first = "model.layers.0.mlp.down_proj"
+    refused("puts inputs into groups in another order", {f"{first}.g_idx": state[f"{first}.g_idx"].flip(0)})
+    refused("which fit into no groups", {f"{first}.scales": state[f"{first}.scales"][:5]})
+    refused("would be .*different checkpoints", {f"{first}.qweight": state[f"{first}.qweight"][:, :8]})
+    refused("would be .*different checkpoints", {f"{first}.qzeros": state[f"{first}.qzeros"].float()})
+    refused("has no place for it", {f"{first}.bias": torch.ones(256).half()})
+    groups = {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}}
+    refused("by compressed-tensors in 8 bits of the type int", quant_method="compressed-tensors", **groups)
+    refused("is sparse as", quant_method="compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"})
+    del state[f"{first}.qzeros"]
+    refused("is incomplete: it has no model.layers.0.mlp.down_proj.qzeros")
+    state = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up_proj" not in name}
+    refused("is incomplete: it has no model.layers.")
+
+
+def test_what_cannot_be_computed_as_it_lies_is_expanded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    published, plain = files.write("qwen3", tmp_path, *METHODS["fp8"][1:])
+    loaded = loading.load(published, whole=True, model_class="AutoModel")
+    assert "expanded to bfloat16, because they cannot be computed from as they lie" in caplog.text
+    expected = load_file(plain / "model.safetensors")
+    assert all(torch.equal(t, expected[f"model.{name}"]) for name, t in loaded.model.state_dict().items())
+
+
+def test_scales_that_do_not_meet_are_refused_where_transformers_reads_others(tmp_path: Path) -> None:
+    odd = {"moe_intermediate_size": 192}
+    published, _ = files.write("qwen3_moe", tmp_path, *EXPERTS["deepseek_v3-fp8"][1:], **odd)
+    with pytest.raises(UnsupportedModelError, match=r"gate_up_proj has experts in fp8 of which two matrices"):
+        loading.load(published)
