@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 import stowage
-from stowage import CheckpointError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage import BudgetError, CheckpointError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage.executor import kernels
 from stowage.models import loading
+from stowage.planner import format_speed
 from stowage.planner.model import read_model
 from stowage.weights.quantized.blocks import BlockLinear
+from stowage.weights.quantized.formats import FORMATS
 from tests.weights import published_files as files
 from tests.weights.conftest import logits, prompt
 
@@ -164,10 +167,32 @@ def test_a_small_budget_streams_published_bytes(tmp_path: Path) -> None:
     packed = read_model(published)
     assert packed.total_bytes < 0.4 * read_model(plain).total_bytes, "embeddings are in bfloat16"
     layers = sum(layer.total_bytes for layer in packed.layers)
-    model = stowage.offload(published, device_memory=int(packed.total_bytes - layers // 4), host_memory=0)
+    unpacking_bytes = 16 * 512 * 256  # of its largest matrix, where no kernel multiplies
+    room = packed.total_bytes + unpacking_bytes - layers // 4
+    with pytest.raises(BudgetError, match="of device memory"):
+        stowage.offload(published, device_memory=unpacking_bytes, host_memory=0)
+    model = stowage.offload(published, device_memory=room, host_memory=0)
     assert 0 < model.stowage.stats()["stream_bytes"] <= layers
     assert torch.equal(logits(model, prompt()), logits(loading.load(published).model, prompt()))
     model.stowage.close()
+
+
+def test_the_planner_says_which_formats_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_speed.kernels, "wanted", lambda device, dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(format_speed, "speeds", lambda formats, dtype: dict.fromkeys(formats, 1.0) | {"fp8": 2.0})
+    assert format_speed.slower_than_plain(["bf16"], "bfloat16") == ()
+    (said,) = format_speed.slower_than_plain(["fp8", "int4"], "bfloat16")
+    assert said.startswith("fp8 is computed at 0.50 of the speed of bfloat16")
+    (said,) = format_speed.slower_than_plain(["fp8", "int4"], "float16")
+    assert said.startswith("fp8, int4: unpacked without kernels at every step")
+
+
+@pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
+def test_every_format_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_speed, "_OUTPUTS", 256)
+    monkeypatch.setattr(format_speed, "_INPUTS", 512)
+    names = [name for name in FORMATS if name not in ("f32", "f16", "bf16")]
+    assert all(times > 0 for times in format_speed.speeds(names, torch.bfloat16).values())
 
 
 def test_other_types_are_run_in_too(tmp_path: Path) -> None:

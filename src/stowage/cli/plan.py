@@ -1,6 +1,7 @@
 """``stowage plan``: where a model's weights and KV would lie, and how fast it would be, before it is downloaded."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +69,10 @@ def plan(
 
     quiet_libraries()
     found = read_model(model, dtype)
+    if machine is None and found.formats:
+        from stowage.planner.format_speed import slower_than_plain
+
+        found = replace(found, notes=(*found.notes, *slower_than_plain(found.formats, found.dtype)))
     work = Workload(
         parse_tokens(max_model_len),
         max_num_seqs,

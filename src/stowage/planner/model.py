@@ -22,6 +22,7 @@ from stowage.planner.shapes import Attention, Kept, Layer, Model
 if TYPE_CHECKING:
     from stowage.models.meta_forward import Described
     from stowage.models.multimodal import TextPart
+    from stowage.weights.quantized.published import Plan
 
 _WAY_OUT = "With the checkpoint's *.safetensors files beside config.json any model's sizes are read from their headers."
 
@@ -67,7 +68,12 @@ def _gguf(path: Path, dtype: str) -> Model | None:
     refuse_unsupported(found.config)
     chosen = run_dtype(str(found.config.dtype).removeprefix("torch."), dtype)
     plan = found.plan(chosen)
-    return headers.measured(shape(found.config, chosen), headers.of_plan(plan))
+    return _planned(shape(found.config, chosen), plan)
+
+
+def _planned(model: Model, plan: Plan) -> Model:
+    formats = {kept.spec.name for kept in plan.kept.values() if kept.spec is not None}
+    return replace(headers.measured(model, headers.of_plan(plan)), formats=tuple(sorted(formats)))
 
 
 def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
@@ -82,13 +88,15 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
         assert method is not None, "the config says that it is quantised"
         if files:
             plan = plan_of(files, part, method, getattr(torch, model.dtype), read=False)
-            return headers.measured(model, headers.of_plan(plan))
+            return _planned(model, plan)
         plain = meta_model(part)
-        counted = headers.of_specs(specs_of(plain, method, getattr(torch, model.dtype)), _parameters(plain))
+        specs = specs_of(plain, method, getattr(torch, model.dtype))
+        counted = headers.of_specs(specs, _parameters(plain))
     except UnsupportedModelError as error:
         return replace(model, notes=(f"it is planned as expanded to {model.dtype}: {error}",))
     note = f"weights are counted as they are published ({method.name}), which the files may do otherwise in places."
-    return replace(headers.measured(model, counted, model.dtype), source="config", notes=(note,))
+    formats = tuple(sorted({spec.name for spec, _ in specs.values()}))
+    return replace(headers.measured(model, counted, model.dtype), source="config", notes=(note,), formats=formats)
 
 
 def shape(config: Any, dtype: str) -> Model:

@@ -136,6 +136,8 @@ class Model:
     head_bytes: int = 0
     source: str = "config"
     notes: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    """In which block formats matrices were published, by the names of ``weights.quantized.formats``."""
 
     @property
     def total_parameters(self) -> int:

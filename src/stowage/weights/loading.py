@@ -23,6 +23,7 @@ from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
 from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, copy_of, phase_of
 from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, place
+from stowage.weights.quantized.blocks import unpacking_bytes
 from stowage.weights.quantized.codes import form_of, workspace_bytes
 from stowage.weights.quantized.modules import packed_forms
 from stowage.weights.repacked import Image
@@ -301,8 +302,8 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         if name not in own and tied.get(name, name) not in own and name not in {tied.get(n) for n in own}
     ]
-    unpacking_bytes = workspace_bytes(packed_forms(model), 4)
-    small_bytes = sum(small) + unpacking_bytes
+    unpacked = max(workspace_bytes(packed_forms(model), 4), unpacking_bytes(model))
+    small_bytes = sum(small) + unpacked
     limits = budget.device_bytes, budget.host_bytes
     return place(weight_units, small_bytes, *limits, budget.rules, to_device=to_device, held_bytes=budget.held_bytes)
 

@@ -164,8 +164,8 @@ class Matrices:
             return
         for part, (own, dtype) in found.spec.tensors().items():
             stored = found.parts[part]
-            same = stored.shape == own or (part == "scales" and prod(stored.shape) == prod(own))
-            if not same or stored.dtype is not dtype:
+            shapes = [[size for size in shape if size != 1] for shape in (stored.shape, own)]  # (n,) or (n, 1)
+            if shapes[0] != shapes[1] or stored.dtype is not dtype:
                 raise odd(name, stored, own)
 
 

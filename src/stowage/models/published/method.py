@@ -53,7 +53,7 @@ class Method:
         if self.name in ("gptq", "awq"):
             bits = self.stated.get("bits", self.stated.get("w_bit"))
             key = "checkpoint_format" if self.name == "gptq" else "version"
-            version = str(self.stated.get(key) or "").lower() or {"gptq": "gptq", "awq": "gemm"}[self.name]
+            version = str(self.stated.get(key) or {"gptq": "gptq", "awq": "gemm"}[self.name]).lower()
             if bits != 4 or version not in ("gptq", "gemm"):
                 raise UnsupportedModelError(
                     f"the checkpoint is quantised by {self.name} in {str(bits)[:20]} bits as {version[:40]!r}: 4 bits "
@@ -83,13 +83,13 @@ class Method:
     def _takes(self, base: str, stacked: bool) -> bool:
         if self.name == "mxfp4":
             return stacked
-        left = [*(self.stated.get("modules_to_not_convert") or ()), *(self.stated.get("ignore") or ())]
-        left += [f"re:{rule[2:]}" for rule in (self.stated.get("dynamic") or {}) if str(rule).startswith("-:")]
-        if any(_matches(base, str(name)) for name in left):
+        left = [*_list(self.stated.get("modules_to_not_convert")), *_list(self.stated.get("ignore"))]
+        left += [f"re:{str(rule)[2:]}" for rule in _mapping(self.stated.get("dynamic")) if str(rule).startswith("-:")]
+        if any(_matches(base, name) for name in left):
             return False
         if base.rpartition(".")[2] in _HEAD or self.name in ("gptq", "awq"):
             return bool(_LAYERS.search(f".{base}."))
-        targets = [str(target) for group in self._groups() for target in group.get("targets") or ()]
+        targets = [target for group in self._groups() for target in _list(group.get("targets"))]
         return not targets or any(target == "Linear" or _matches(base, target) for target in targets)
 
     def _spec(self, outputs: int, inputs: int, dtype: torch.dtype) -> Spec:
@@ -97,10 +97,10 @@ class Method:
             return Spec("mxfp4", outputs, inputs)
         if self.name in ("gptq", "awq"):
             group = self.stated.get("group_size", self.stated.get("q_group_size", 128))
-            return Spec(self.name, outputs, inputs, max(0, int(group)), zeros=True, scale_dtype=torch.float16)
+            return Spec(self.name, outputs, inputs, _count(group), zeros=True, scale_dtype=torch.float16)
         weights = next(self._weights(), {})
         if weights.get("type") == "int":
-            group = max(0, int(weights.get("group_size") or 0))
+            group = _count(weights.get("group_size"))
             zeros = weights.get("symmetric") is False
             return Spec("int4", outputs, inputs, group, zeros=zeros, scale_dtype=dtype)
         tall, group = self.block
@@ -108,8 +108,7 @@ class Method:
         return Spec("fp8", outputs, inputs, group, 1 if channel else tall)
 
     def _groups(self) -> list[Mapping[str, Any]]:
-        groups = self.stated.get("config_groups") or {}
-        return [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+        return [group for group in _mapping(self.stated.get("config_groups")).values() if isinstance(group, Mapping)]
 
     def _weights(self) -> Iterator[Mapping[str, Any]]:
         return (group["weights"] for group in self._groups() if isinstance(group.get("weights"), Mapping))
@@ -123,7 +122,7 @@ class Method:
                     f"{str(kind[0])[:20]}, which is not computed with here: int in 4 bits is, and float in 8. Give "
                     "another checkpoint of the model."
                 )
-        sparse = (self.stated.get("sparsity_config") or {}).get("format") or "dense"
+        sparse = _mapping(self.stated.get("sparsity_config")).get("format") or "dense"
         if sparse != "dense" or self.stated.get("transform_config"):
             what = f"sparse as {str(sparse)[:40]!r}" if sparse != "dense" else "of transformed weights"
             raise UnsupportedModelError(f"the checkpoint is {what}, {_NO_TRANSFORMS}. Give the original checkpoint.")
@@ -150,6 +149,19 @@ def method_of(config: Any) -> Method | None:
     found = Method(name, stated)
     found.check()
     return found
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list | tuple) else []
+
+
+def _count(value: Any) -> int:
+    """Inputs of a group; 0, all of them, where a number below 1 says so, or nothing does."""
+    return max(0, value) if isinstance(value, int) else 0
 
 
 def _matches(base: str, rule: str) -> bool:

@@ -61,7 +61,7 @@ class _Stack:
         count = experts * self._stride // location.dtype.itemsize
         values = torch.frombuffer(self.span.memory, dtype=location.dtype, count=count, offset=self._begin)
         own = self._expert_bytes // location.dtype.itemsize
-        parameter.data = values.view(experts, -1)[:, :own].unflatten(1, location.shape[1:])
+        parameter.data = values.view(experts, -1)[:, :own].view(experts, *location.shape[1:])
 
     @property
     def edge_bytes(self) -> int:

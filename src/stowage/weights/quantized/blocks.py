@@ -28,9 +28,12 @@ __all__ = [
     "put_linear",
     "put_matrix",
     "put_stacks",
+    "unpacking_bytes",
 ]
 
 _TILE_ELEMENTS: Final = 1 << 19
+_UNPACKING_BYTES: Final = 16
+"""Of memory for each number that is unpacked at a time: codes as whole numbers, values in float32, what they become."""
 
 
 def parameter_names(spec: Spec, own: str = "") -> dict[str, str]:
@@ -94,8 +97,7 @@ class BlockMatrix(PackedMatrix):
         return whole.t() if self.transposed else whole
 
     def _tiles(self) -> list[tuple[int, int]]:
-        together = max(OUTPUTS_TOGETHER, self.spec.tall)
-        step = max(1, _TILE_ELEMENTS // self.spec.inputs // together) * together
+        step = _tile(self.spec)
         return [(at, min(at + step, self.spec.outputs)) for at in range(0, self.spec.outputs, step)]
 
     def _values(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -111,7 +113,7 @@ class BlockLinear(nn.Module):
         super().__init__()
         self.spec, self.dtype, self.heads = spec, dtype, heads
         self.in_features, self.out_features = spec.inputs, spec.outputs
-        self._names = parameter_names(spec)
+        self._names, self.block_specs = parameter_names(spec), (spec,)
         _register(self, spec, "", ())
         self.register_parameter("bias", bias)
         self._is_hf_initialized = True  # Transformers would fill what it knows with random numbers
@@ -149,6 +151,18 @@ class BlockStack:
         return BlockMatrix(self.spec, own, self.dtype, self.transposed)
 
 
+def unpacking_bytes(model: nn.Module) -> int:
+    """What multiplying without kernels takes besides, in the thread that computes."""
+    specs = {spec for module in model.modules() for spec in getattr(module, "block_specs", ())}
+    return max((_UNPACKING_BYTES * min(s.outputs, _tile(s)) * s.inputs for s in specs), default=0)
+
+
+def _tile(spec: Spec) -> int:
+    """How many outputs are unpacked at a time."""
+    together = max(OUTPUTS_TOGETHER, spec.tall)
+    return max(1, _TILE_ELEMENTS // spec.inputs // together) * together
+
+
 def in_halves(values: Tensor, heads: int) -> Tensor:
     """Rows (outputs, inputs) of ``heads`` whose halves were interleaved, one half after the other. 0: as they are."""
     if not heads:
@@ -180,7 +194,8 @@ def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, look
 def _with_matrix(plain: Any, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool) -> type[nn.Module]:
     names = parameter_names(spec)
     matrix = property(lambda self: BlockMatrix(spec, _parts(self, names), dtype))
-    return type(f"Block{plain.__name__}", (plain,), {own: matrix, "looks_up": looks_up})
+    members = {own: matrix, "looks_up": looks_up, "block_specs": () if looks_up else (spec,)}
+    return type(f"Block{plain.__name__}", (plain,), members)
 
 
 def put_stacks(module: nn.Module, stacks: Mapping[str, tuple[Spec, bool]], dtype: torch.dtype) -> None:
@@ -211,6 +226,7 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, tuple[
         return result
 
     members["forward"], members["bears_gaps"] = forward, True  # it takes one expert at a time
+    members["block_specs"] = tuple(spec for _, (spec, _) in stacks)
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
