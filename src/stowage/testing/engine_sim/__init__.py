@@ -4,6 +4,6 @@ python -m stowage.testing.sim --engine --seeds 100000
 python -m stowage.testing.sim --engine --first 4711 --seeds 1     # one world again
 """
 
-from stowage.testing.engine_sim.world import FAULTS, HAPPENINGS, simulate
+from stowage.testing.engine_sim.world import FAULTS, HAPPENINGS, one_thread, simulate
 
-__all__ = ["FAULTS", "HAPPENINGS", "simulate"]
+__all__ = ["FAULTS", "HAPPENINGS", "one_thread", "simulate"]

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+import torch
+
 from stowage.errors import BudgetError
 from stowage.testing.engine_sim.clients import Client, Documents
 from stowage.testing.engine_sim.engine import Machine, PlayedEngine
@@ -155,6 +157,17 @@ def _watched() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes in the caller's thread: its tensors are tiny here, and others would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def simulate(seed: int) -> Result:

@@ -63,7 +63,7 @@ def report_of(engine: bool, first: int) -> Report:
 def run_some(first: int, seeds: int, engine: bool = False) -> Report:
     """Run the worlds `first` to `first + seeds - 1`."""
     report = Report(first)
-    with quiet():
+    with quiet(), engine_sim.one_thread() if engine else contextlib.nullcontext():
         for seed in range(first, first + seeds):
             _run_one(seed, report, engine_sim.simulate if engine else simulate)
     return report
