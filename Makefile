@@ -39,7 +39,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model compat release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,13 +145,21 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
 
-compat: $(COMPAT)/newest/.installed ## the newest series of Transformers: parity, reuse, library; the oldest is the pinned one
-	PYTHONPATH=$(COMPAT)/newest $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY) $(COMPAT_TESTS)
+compat: $(COMPAT)/$(or $(SERIES),newest)/.installed ## the newest series of Transformers, or SERIES=5.20: parity, reuse, library; the oldest is the pinned one
+	PYTHONPATH=$(COMPAT)/$(or $(SERIES),newest) $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY) $(COMPAT_TESTS)
 
 $(COMPAT)/%/.installed: requirements/compat-%.txt | $(ENV_STAMP)
 	@rm -rf $(dir $@)
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement $<
 	@touch $@
+
+$(COMPAT)/5.%/.installed: | $(ENV_STAMP)
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) "transformers==5.$*.*"
+	@touch $@
+
+pythons: $(ENV_STAMP) ## other Pythons that are here, PYTHONS="3.12 3.13": built, and the core tested; ENGINE=1 downloads torch and tests it all
+	$(PY) scripts/pythons.py $(if $(ENGINE),--engine) $(or $(PYTHONS),3.12 3.13 3.14)
 
 release-check: .release-tools/.installed ## build sdist and manylinux wheel into dist, and try them; URL= of the repository
 	$(PY) scripts/release_check.py $(URL)
@@ -232,7 +240,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(COMPAT) .release-tools .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(COMPAT) .pythons .release-tools .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src/stowage -name "*.so" -delete
 	rm -rf src/*.egg-info mutants htmlcov .coverage
