@@ -14,6 +14,7 @@ import stowage
 from stowage.errors import CheckpointError, ConfigError
 from stowage.models import import_structure, probing
 from stowage.models.files import check_given
+from stowage.models.hub import find_config
 from stowage.testing import tiny_models
 
 SOURCE = Path(stowage.__file__).parents[1]
@@ -141,3 +142,21 @@ def test_a_hub_id_is_left_to_the_hub_and_a_whole_checkpoint_is_fine(
         check_given("somebody/some-model", {"name": tmp_path})
     with pytest.raises(ConfigError, match="no name of an adapter"):
         check_given("somebody/some-model", {" ": tmp_path})
+
+
+def test_a_config_is_looked_for_where_it_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert find_config(str(tmp_path)) == find_config(str(tmp_path / "config.json")) == tmp_path / "config.json"
+    with pytest.raises(CheckpointError, match=r"does not exist\. Give a directory with a config\.json"):
+        find_config(str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
+        find_config("somebody/some-model")
+    asked: list[tuple[str, str]] = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert find_config("somebody/some-model") == tmp_path / "config.json"
+    assert asked == [("somebody/some-model", "config.json")]

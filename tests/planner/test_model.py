@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError, ConfigError, ModelError, StowageError, UnsupportedModelError
 from stowage.executor.probe import probe
+from stowage.models.hub import find_config
 from stowage.models.multimodal import text_part
 from stowage.planner.model import read_model, shape
-from stowage.planner.model_config import config_file
 from stowage.planner.shapes import Kept, Model, seen_pairs
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TABLE, TinySize
@@ -352,7 +352,7 @@ def test_a_field_that_only_headers_cannot_replace_is_asked_for(tmp_path: Path) -
 
 def test_no_config_and_an_unknown_type(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
-        config_file(tmp_path)
+        find_config(str(tmp_path))
     foreign(tmp_path)
     with pytest.raises(ConfigError, match="dtype 'int3' is unknown"):
         read_model(tmp_path, "int3")

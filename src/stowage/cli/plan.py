@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stowage.planner.shapes import Model
     from stowage.planner.solve import Budgets, Solution
 
-_MODEL = "A directory with config.json, or such a file. Weights are not needed."
+_MODEL = "A directory with config.json, such a file, or a Hugging Face id. Weights are not needed."
 _MACHINE = "A file that `stowage probe --json` printed, typical-cpu, or typical-gpu. [default: this machine]"
 _BAR = 48
 _FILL = {"weights": "█", "KV": "▓", "ring": "▒", "cache": "▤", "working": "▚", "free": "░"}
@@ -61,6 +61,11 @@ def plan(
     """
     from stowage.cli.output import quiet_libraries
     from stowage.config.memory import parse_tokens
+    from stowage.models.hub import find_config, is_here
+
+    path = Path(model).expanduser()
+    if is_here(model) and path.suffix != ".gguf" and not (path.is_dir() and any(path.glob("*.gguf"))):
+        find_config(model)  # what is not there is told before anything slow is imported
     from stowage.planner.model import read_model
     from stowage.planner.picture import draw
     from stowage.planner.predict import Workload

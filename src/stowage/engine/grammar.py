@@ -59,9 +59,12 @@ class GrammarState:
         thought = logits[self._thinking.begin].clone() if self._thinking is not None and self._may_think else None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(np.bool_)
-        logits[: len(allowed)].masked_fill_(torch.from_numpy(~allowed), -torch.inf)
-        logits[len(allowed) :] = -torch.inf
+        forbidden = np.unpackbits(~bits, bitorder="little")[: len(logits)].view(np.bool_)
+        if logits.dtype is torch.float32 and logits.device.type == "cpu":  # torch would wake all threads for one row
+            np.copyto(logits.numpy()[: len(forbidden)], -np.inf, where=forbidden)
+        else:
+            logits[: len(forbidden)].masked_fill_(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+        logits[len(forbidden) :] = -torch.inf
         if self._thinking is not None and thought is not None:
             logits[self._thinking.begin] = thought
 

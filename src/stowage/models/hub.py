@@ -6,11 +6,12 @@ Owns what is said where there is none.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from stowage.errors import CheckpointError, first_line
 
-__all__ = ["find", "is_here"]
+__all__ = ["find", "find_config", "is_here"]
 
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _REASON_CHARACTERS = 200
@@ -19,14 +20,16 @@ _YES = ("1", "ON", "YES", "TRUE")
 
 
 def is_here(name: str) -> bool:
-    """Whether `find` would look for ``name`` in directories only."""
+    """Whether looking for ``name`` asks nobody: it is a path, or the hub is not to be asked."""
+    return _is_local(name) or os.environ.get("HF_HUB_OFFLINE", "").upper() in _YES
+
+
+def _is_local(name: str) -> bool:
     try:
         path = Path(name).expanduser()
-        if path.exists():
-            return True
-    except (OSError, RuntimeError, ValueError):
+        return path.exists() or _is_path(name) or path.suffix == ".gguf"
+    except (OSError, RuntimeError, ValueError):  # what cannot be a path is no id either
         return True
-    return _is_path(name) or path.suffix == ".gguf" or os.environ.get("HF_HUB_OFFLINE", "").upper() in _YES
 
 
 def _is_path(name: str) -> bool:
@@ -59,14 +62,39 @@ def find(name: str) -> Path:
     return _download(name)
 
 
+def find_config(name: str) -> Path:
+    """The config of a checkpoint: in the directory ``name``, that file itself, or the hub's, without the weights.
+
+    Raises ``CheckpointError``.
+    """
+    if not _is_local(name):
+        from huggingface_hub import hf_hub_download
+
+        return _from_hub(name, lambda: hf_hub_download(name, "config.json"))
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist. Give a directory with a config.json, such a file, or a hub id such as "
+            "Qwen/Qwen3-0.6B; weights are not needed."
+        )
+    return path
+
+
 def _download(name: str) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
+
+    return _from_hub(name, lambda: snapshot_download(name, allow_patterns=_FILES))
+
+
+def _from_hub(name: str, ask: Callable[[], str]) -> Path:
+    """What ``ask`` gets of the hub. Raises ``CheckpointError``."""
+    import httpx
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(ask())
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         why = (
             f"{first_line(error)[:_REASON_CHARACTERS]}. Check the spelling and the network; for a private model set "

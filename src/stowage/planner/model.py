@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.planner import headers
-from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields, config_file, read_config, run_dtype
+from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields, read_config, run_dtype
 from stowage.planner.shapes import Attention, Kept, Layer, Model
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
     Raises ``CheckpointError``, ``UnsupportedModelError``, ``ConfigError``.
     """
     from stowage.models.directory import part_of
+    from stowage.models.hub import find_config
     from stowage.models.layout import refuse_unsupported
 
     gguf = _gguf(Path(path).expanduser(), dtype)
     if gguf is not None:
         return gguf
-    file = config_file(path)
+    file = find_config(str(path))
     fields, directory = read_config(file), Path(path).expanduser()
     chosen = run_dtype(fields.dtype, dtype)
     tensors = headers.read_tensors(directory) if directory.is_dir() else []

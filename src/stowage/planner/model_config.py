@@ -63,18 +63,6 @@ class Fields:
         return str(stated.get("quant_method") or "packed") if isinstance(stated, Mapping) else ""
 
 
-def config_file(model: str | Path) -> Path:
-    """The config in a directory, or the file itself. Raises ``CheckpointError`` where there is none."""
-    path = Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist. Give a directory with a config.json, or such a file; weights are not needed. Of a "
-            "model on the hub: hf download NAME config.json --local-dir DIR"
-        )
-    return path
-
-
 def read_config(path: Path) -> Fields:
     """The entries of a config file, those of the language model first where it is one part of several. Of both, the
     outer config says how weights are kept.

@@ -1,0 +1,73 @@
+"""What structured output costs: a batch whose answers are bound by grammars, beside the same batch without.
+
+    python -m benchmarks.structured --model .real-model/SmolLM2-135M-Instruct
+
+Both come from one engine and take turns. Each answer has as many tokens in either: nothing ends before. A grammar is
+compiled once, in a round that is not counted. The goal is 5 % per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks._report import describe_machine, median_spread, write_result
+from stowage.config.memory import Memory
+from stowage.engine.engine import Engine
+from stowage.engine.sampling_params import SamplingParams, StructuredOutputs
+
+SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 400}
+GRAMMARS = {
+    "pattern": StructuredOutputs(regex="[A-Za-z ,.]{1,4000}"),
+    "schema": StructuredOutputs(json=SCHEMA),
+}
+GOAL = 0.05
+
+
+def seconds_per_token(engine: Engine, batch: int, params: SamplingParams) -> float:
+    """Of a batch, from its submission to its end: the time of one step."""
+    prompts = [[{"role": "user", "content": f"Tell me about the number {number}."}] for number in range(batch)]
+    began = time.perf_counter()
+    completions = engine.generate([*prompts], params)
+    took = time.perf_counter() - began
+    tokens = {len(completion.token_ids) for completion in completions}
+    assert tokens == {params.max_new_tokens}, tokens
+    return took / params.max_new_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path(".real-model/SmolLM2-135M-Instruct"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    plain = SamplingParams(max_new_tokens=given.tokens, ignore_eos=True)
+    ways = {"plain": plain, **{name: replace(plain, structured_outputs=bound) for name, bound in GRAMMARS.items()}}
+    found: dict[str, Any] = {}
+    with Engine(given.model, Memory(kv_cache_memory="256MiB")) as engine:
+        for batch in given.batches:
+            times: dict[str, list[float]] = {name: [] for name in ways}
+            for turn in range(given.rounds + 1):
+                for name, params in ways.items():
+                    took = seconds_per_token(engine, batch, params)
+                    times[name] += [took] * bool(turn)
+            ms = {name: asdict(median_spread([1e3 * one for one in each])) for name, each in times.items()}
+            more = {
+                name: asdict(median_spread([a / b - 1 for a, b in zip(times[name], times["plain"], strict=True)]))
+                for name in GRAMMARS
+            }
+            found[str(batch)] = {"ms_per_step": ms, "more": more}
+            for name, spread in more.items():
+                print(
+                    f"batch {batch}, {name}: {spread['median']:+.1%} per token ({ms['plain']['median']:.1f} ms plain)"
+                )
+    data = {"machine": describe_machine(), "model": given.model.name, "goal": GOAL, "tokens": given.tokens}
+    print(write_result("structured", data | {"rounds": given.rounds, "batches": found}))
+
+
+if __name__ == "__main__":
+    main()
