@@ -15,7 +15,7 @@ MOMENT_S: Final = 0.01
 
 
 class InlineCrew:
-    """Implements Crew (stowage.storage.disk.system)."""
+    """Implements WorkerPool (stowage.storage.disk.system)."""
 
     def __init__(self, name: str, turns: Sequence[Turn]) -> None:
         self._turns = list(turns)

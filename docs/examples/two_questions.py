@@ -17,7 +17,7 @@ def main(model: str, file: str) -> None:
     with Engine(model, memory) as engine:
         for question in QUESTIONS:
             (answer,) = engine.generate([f"{document}\n{question}\n"], SamplingParams(max_new_tokens=16))
-            reused = ", ".join(f"{tokens} from {place}" for place, tokens in answer.reused_tokens.items() if tokens)
+            reused = ", ".join(f"{tokens} from {tier}" for tier, tokens in answer.reused_tokens.items() if tokens)
             print(f"{question} {answer.prompt_tokens} tokens, {reused or 'none reused'}; {answer.ttft_s * 1000:.0f} ms")
 
 

@@ -44,7 +44,7 @@ KINDS = (b"STOWSEG1", b"STOWBAT1", b"STOWEND1")
 
 
 class MemoryFile:
-    """What the survey asks of a segment file, over bytes. `asked` is the longest single read."""
+    """What recovery asks of a segment file, over bytes. `asked` is the longest single read."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

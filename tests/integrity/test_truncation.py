@@ -35,8 +35,8 @@ def some_lengths(whole: int, step: int) -> list[int]:
 
 
 def test_every_length_of_a_small_segment(good: Surgery, tmp_path: Path) -> None:
-    """All 32,768 lengths, byte by byte, looked at by the tier's survey: what it finds is all that is later read by, and
-    it is the entries that were written, or the first of them, or none.
+    """All 32,768 lengths, byte by byte, looked at by the tier's recovery: what it finds is all that is later read by,
+    and it is the entries that were written, or the first of them, or none.
     """
     whole = len(good.data)
     assert whole == 8 * PAGE

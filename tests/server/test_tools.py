@@ -269,7 +269,7 @@ NO_JSON = {
 
 
 @pytest.mark.parametrize(
-    ("place", "odd"),
+    ("path", "odd"),
     [
         ("tools", {"tools": [tool(f"t{n}") for n in range(10_000)]}),
         ("tools[1].function.name", {"tools": [tool("a"), tool("a")]}),
@@ -283,13 +283,13 @@ NO_JSON = {
         ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_with_its_place(place: str, odd: dict[str, Any], server: Server) -> None:
+def test_what_cannot_be_used_is_refused_with_its_path(path: str, odd: dict[str, Any], server: Server) -> None:
     """And quickly, while others are served."""
     body = {"model": "tiny", "messages": ASKED, "max_tokens": 5} | odd
     answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == place, error
-    assert place in error["message"] and len(error["message"]) < 700
+    assert answer.status_code == 400 and error["param"] == path, error
+    assert path in error["message"] and len(error["message"]) < 700
 
 
 def test_many_tools_do_not_hold_the_engine(client: openai.OpenAI) -> None:

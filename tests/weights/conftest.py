@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import stowage
 from stowage.testing import tiny_models
 from stowage.weights import grouping
 
@@ -43,6 +45,40 @@ def plain(checkpoints: Callable[..., Path]) -> Callable[..., Any]:
         return AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=dtype).eval()
 
     return model
+
+
+PLACEMENTS = {
+    "streamed": ("llama", "*=stream"),
+    "tied": ("gemma3", "*=stream"),
+    "mixed": ("llama", "last 1 of 2=stream,*=prefetch"),
+    "experts": ("mixtral", "*=experts"),
+}
+
+
+@pytest.fixture(params=PLACEMENTS)
+def placed(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[tuple[str, Any]]:
+    """The name of a family, and a model of it whose weights come and go."""
+    family, rules = PLACEMENTS[request.param]
+    model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
+    yield family, model
+    model.stowage.close()
+
+
+def expectations(whole: Any, count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    """Prompts, and the logits of ``whole``."""
+    asked = [prompt(3 + 5 * seed, seed) for seed in range(count)]
+    return [(ids, logits(whole, ids)) for ids in asked]
+
+
+def run(jobs: list[Callable[[], None]]) -> None:
+    """Each in a thread, the last one in this."""
+    threads = [threading.Thread(target=job) for job in jobs[:-1]]
+    for thread in threads:
+        thread.start()
+    jobs[-1]()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive(), "a thread hangs"
 
 
 def prompt(length: int = 20, seed: int = 0) -> Tensor:

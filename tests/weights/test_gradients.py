@@ -67,7 +67,13 @@ def test_a_forward_that_asks_for_gradients_gets_logits_without(
     assert torch.is_grad_enabled()
     out = model(input_ids=prompt(), use_cache=False).logits
     assert torch.equal(out, logits(plain("llama"), prompt()))
-    assert not out.requires_grad
+    with pytest.raises(stowage.ModelError, match="nothing to go back to"):
+        out.sum().backward()
+    with pytest.raises(stowage.ModelError, match="nothing to go back to"):
+        model(input_ids=prompt(), labels=prompt()).loss.backward()
+    out[:, -1] = 0  # it may be changed, as any other
+    hidden = model(input_ids=prompt(), output_hidden_states=True, return_dict=False)[-1]
+    assert not hidden[0].requires_grad or rules == "*=mapped"
     assert torch.is_grad_enabled()
     with pytest.raises(IndexError):
         model(input_ids=prompt() + 1_000_000, use_cache=False)

@@ -16,15 +16,15 @@ import pytest
 
 import stowage
 from stowage.weights import passes as passes_module
-from stowage.weights import prefetcher, turn
+from stowage.weights import prefetcher, ring, turn
 from stowage.weights.passes import Passes
-from stowage.weights.prefetcher import Ring
 from stowage.weights.reader import Read, Stall, Ticket
+from stowage.weights.ring import Ring
 
 UNITS, SLOTS, SLOT_BYTES, PIECES = 4, 2, 4096, 4
 SEEDS = range(15)
 STEPS_MAX = 60_000
-TRACED = frozenset(str(Path(str(module.__file__))) for module in (passes_module, prefetcher, turn))
+TRACED = frozenset(str(Path(str(module.__file__))) for module in (passes_module, prefetcher, ring, turn))
 
 
 class Interrupted(BaseException):
@@ -159,7 +159,7 @@ class Model:
         self.passes = Passes(self)
         self._slots: dict[int, memoryview] = {}
         self._hooks = [self.passes.hooks(*self._of(unit, early)) for unit in range(UNITS)]
-        self.forward = self.passes.around(self._forward, lambda: None)
+        self.forward = self.passes.around(self._forward, lambda _given: None)
 
     def _of(self, unit: int, early: bool) -> tuple[Callable[[Any, Any], None], Callable[[], None]]:
         def bring(_args: Any, _kwargs: Any) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from stowage.errors import CheckpointError, ModelError, StorageError
 from stowage.weights import reader
 from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint, File
-from stowage.weights.prefetcher import Ring
 from stowage.weights.reader import Read, Readers
+from stowage.weights.ring import Ring
 
 UNITS = 5
 SLOT = 3 * PAGE_BYTES

@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 import _thread
-import ctypes
-import os
 import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import stowage
 from stowage.weights.turn import Turn
-from tests.weights.conftest import logits, prompt
+from tests.weights.conftest import expectations, logits, prompt, run
 
-FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", "400"))
-THREADS = 8
-PLACEMENTS = {
-    "streamed": ("llama", "*=stream"),
-    "tied": ("gemma3", "*=stream"),
-    "mixed": ("llama", "last 1 of 2=stream,*=prefetch"),
-    "experts": ("mixtral", "*=experts"),
-}
+FORWARDS, THREADS = 400, 8
 
 
 class Interrupted(BaseException):
     """Comes at any instruction."""
-
-
-class Raised(Exception):
-    """By a hook of a user's."""
-
-
-@pytest.fixture(params=PLACEMENTS)
-def placed(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[tuple[str, Any]]:
-    family, rules = PLACEMENTS[request.param]
-    model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
-    yield family, model
-    model.stowage.close()
-
-
-def expectations(whole: Any, count: int = 6) -> list[tuple[Tensor, Tensor]]:
-    asked = [prompt(3 + 5 * seed, seed) for seed in range(count)]
-    return [(ids, logits(whole, ids)) for ids in asked]
 
 
 def test_threads_take_turns_and_are_right(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
@@ -84,76 +57,6 @@ def test_texts_of_two_threads_are_those_of_one(placed: tuple[str, Any], plain: C
 
     run([lambda at=at: write(at) for at in range(2)])
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
-
-
-def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
-    """Exceptions are set in the threads at random moments while they compute: everything that is answered is right."""
-    family, model = placed
-    wanted = expectations(plain(family), 3)
-    raising = random.Random(7)
-
-    def sometimes(*_: Any) -> None:
-        if raising.random() < 0.005:
-            raise Raised
-
-    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
-    handles = [layer.register_forward_hook(sometimes) for layer in layers]
-    handles += [layer.register_forward_pre_hook(sometimes, prepend=True) for layer in layers[::2]]
-    wrong, counts, targets = list[object](), dict.fromkeys(("right", "interrupted", "raised", "told"), 0), {}
-
-    def compute(chance: random.Random, left: Iterator[int]) -> None:
-        mine = threading.get_ident()
-        for _ in left:
-            ids, expected = chance.choice(wanted)
-            try:
-                targets[mine] = True
-                found = logits(model, ids)
-                targets.pop(mine, None)
-                counts["right"] += 1
-                if not torch.equal(found, expected):
-                    wrong.append("other bits")
-            except Interrupted:
-                counts["interrupted"] += 1
-            except Raised:
-                counts["raised"] += 1
-            except stowage.ModelError as error:
-                counts["told"] += 1
-                if "taken away" not in str(error):
-                    wrong.append(error)
-            targets.pop(mine, None)
-            torch.set_grad_enabled(True)
-
-    def guarded(seed: int) -> None:
-        chance, left = random.Random(seed), iter(range(FORWARDS // (2 * THREADS)))
-        while True:
-            try:
-                return compute(chance, left)
-            except Interrupted:  # it came between two forwards
-                continue
-
-    over = threading.Event()
-    chance = random.Random(11)
-
-    def interrupt() -> None:
-        while not over.is_set():
-            time.sleep(chance.random() * 0.02)
-            for target in list(targets)[:1] if chance.random() < 0.8 else []:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(target), ctypes.py_object(Interrupted))
-
-    interrupter = threading.Thread(target=interrupt)
-    interrupter.start()
-    try:
-        run([lambda seed=seed: guarded(seed) for seed in range(THREADS)])
-    finally:
-        over.set()
-        interrupter.join()
-        for handle in handles:
-            handle.remove()
-    assert not wrong, (wrong[:3], counts)
-    assert counts["right"] and counts["interrupted"]
-    for ids, expected in wanted * 2:
-        assert torch.equal(logits(model, ids), expected)
-    model.stowage.check()
 
 
 def test_ctrl_c_ends_a_forward_and_nothing_else(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
@@ -249,12 +152,3 @@ def test_a_turn_that_does_not_come_is_told() -> None:
     assert turn.held() is claim
     turn.give_back(claim)
     assert turn.held() is None
-
-
-def run(jobs: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive(), "a thread hangs"

@@ -49,7 +49,7 @@ def _weights(source: WeightSource) -> list[TierUse]:
         ("device", f"weights, cache of {source.stats()['cache_experts']} experts"): source.cache_bytes,
         ("host", mapped): placement.nbytes(Delivery.MAPPED),
         ("host", "weights, copied ahead"): placement.nbytes(Delivery.PREFETCH),
-        ("host", "weights, crossing over to the device"): placement.staging_bytes,
+        ("host", "weights, on their way to the device"): placement.staging_bytes,
         ("disk", "weights, read for every step"): placement.pass_bytes,
         ("host", "experts, copied as they are chosen"): placement.held_bytes,
         ("disk", "experts, read as they are chosen"): placement.nbytes(Delivery.EXPERTS) - placement.held_bytes,

@@ -199,7 +199,7 @@ class BlockPool:
         used = {int(b) for b in np.flatnonzero(self._users)}
         free, cached = set(self._free), set(self._cached)
         assert len(self._free) == len(free), "a block is free twice"
-        assert not used & free and not used & cached and not free & cached, "a block is in two places"
+        assert not used & free and not used & cached and not free & cached, "a block is in two states"
         assert used | free | cached == set(range(1, self.blocks + 1)), "a block is lost"
         assert cached <= set(self._names), "a cached block has no name"
         assert not free & set(self._names), "a free block has a name"

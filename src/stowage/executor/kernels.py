@@ -137,8 +137,8 @@ def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tens
     """
     if x.dtype is torch.bfloat16 and _kernel.multiplies_halves():
         layout = (_FORMATS["packed4"], scales[1].data_ptr(), 1, _SCALES[torch.float16])
-        place = (codes.data_ptr(), scales.data_ptr(), codes.shape[0], codes.stride(0))
-        return _coded(x, x.shape[-1], group, place, layout, bias)
+        matrix_at = (codes.data_ptr(), scales.data_ptr(), codes.shape[0], codes.stride(0))
+        return _coded(x, x.shape[-1], group, matrix_at, layout, bias)
     return _linear(x, codes, scales, bias, group)
 
 
@@ -160,22 +160,22 @@ def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) ->
     kind = 0 if scales is None else _SCALES[scales.dtype]
     layout = (_FORMATS[spec.name], 0 if zeros is None else zeros.data_ptr(), spec.high, kind)
     begins = 0 if scales is None else scales.data_ptr()
-    place = (codes.data_ptr(), begins, spec.outputs, codes.stride(0) * codes.element_size())
-    return _coded(x, spec.inputs, group, place, layout, bias)
+    matrix_at = (codes.data_ptr(), begins, spec.outputs, codes.stride(0) * codes.element_size())
+    return _coded(x, spec.inputs, group, matrix_at, layout, bias)
 
 
 def _coded(
     x: Tensor,
     inputs: int,
     group: int,
-    place: tuple[int, int, int, int],
+    matrix_at: tuple[int, int, int, int],
     layout: tuple[int, int, int, int],
     bias: Tensor | None,
 ) -> Tensor:
-    """``x`` times a coded matrix. ``place``: codes and scales (addresses), outputs, bytes of a row; ``layout``: format,
-    address of zero points, outputs with one scale, kind of scales.
+    """``x`` times a coded matrix. ``matrix_at``: codes and scales (addresses), outputs, bytes of a row; ``layout``:
+    format, address of zero points, outputs with one scale, kind of scales.
     """
-    codes, scales, outputs, row_bytes = place
+    codes, scales, outputs, row_bytes = matrix_at
     halves = x.dtype is torch.bfloat16 and _kernel.multiplies_halves()
     form = _HALVES[torch.bfloat16] if halves else _FORMS[x.dtype]
     narrow = halves and bias is None

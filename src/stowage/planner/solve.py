@@ -1,10 +1,10 @@
 """Where weights and KV lie for given budgets, for the most tokens per second: budgets in, a placement out.
 
-Pure arithmetic. Residency is proof against a cyclic scan: what fits stays where it is, the rest is fetched anew for
-each forward. Layers come into memory whole, with all their experts, in one fixed order that is evenly spread over the
-model whatever its length is. So a larger budget only ever adds to what a smaller one holds, and a prediction never gets
-slower with more memory. Embedding and output layer, which are larger than a layer in some models and cost nothing or
-much, are tried in every memory.
+Pure arithmetic. What fits stays where it is, the rest is fetched anew for each forward: no eviction policy does better
+against a cyclic scan. Layers come into memory whole, with all their experts, in one fixed order that is evenly spread
+over the model whatever its length is. So a larger budget only ever adds to what a smaller one holds, and a prediction
+never gets slower with more memory. Embedding and output layer, which are larger than a layer in some models and cost
+nothing or much, are tried in every memory.
 
 What the device holds: KV of the whole batch, what a forward works with, small weights, the ring that fetched weights go
 through, and weights that stay. A device without memory of its own reads host memory as it is, without a ring.

@@ -33,8 +33,8 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
     import torch
 
     from stowage.weights.checkpoint import File
-    from stowage.weights.prefetcher import Ring
     from stowage.weights.reader import Read, Readers
+    from stowage.weights.ring import Ring
 
     file, readers = File.open(path), Readers()
     units = file.length // _UNIT_BYTES

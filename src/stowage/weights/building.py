@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ _one_at_a_time = threading.Lock()
 """The seams are global: one model at a time is built under them."""
 
 
-class Building:
+class Building(ABC):
     """One model being built from ``checkpoint``. A subclass says what is done with its parameters."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -42,13 +43,13 @@ class Building:
         self._begun = False
         self._unforgotten_bytes = 0
 
+    @abstractmethod
     def begin(self, root: nn.Module) -> None:
         """``root`` has all its modules, by name, shape and type, and no bytes yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
         """``parameter``, which is called ``path``, has its final form; the model gets what is returned."""
-        raise NotImplementedError
 
     def build(self, build: Callable[[], Any]) -> Any:
         """What ``build`` makes, with Transformers. Raises whatever it and the two methods above raise."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Streamed, files_of, hide, show
-from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, nbytes_of
+from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, RingSlots, nbytes_of
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
 from stowage.weights.experts.table import ExpertTable
@@ -23,9 +23,9 @@ from stowage.weights.gradients import Gradients
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.passes import Passes
 from stowage.weights.placement import Delivery, Placement
-from stowage.weights.prefetcher import Ring
 from stowage.weights.reader import Read, Readers
 from stowage.weights.repacked import Image
+from stowage.weights.ring import Ring
 
 __all__ = ["Deliveries"]
 
@@ -51,7 +51,7 @@ class Deliveries:
         self._checkpoint, self._image = checkpoint, image
         self._handles: list[Any] = []
         self._readers = Readers()
-        self._passes = Passes(self)
+        self._passes = Passes(self, self._unfrozen)
         self._gradients = Gradients(self._slot, self._give_back, self._passes.go_back, self._go_round)
         self._row_bytes = 0
         self._asked: list[int] = []
@@ -97,10 +97,9 @@ class Deliveries:
         if self._streams:
             locations = [stream.locations for stream in self._streams]
             largest = max(map(nbytes_of, locations))
-            slots = self.placement.ring_slots
-            self._device_prefetcher = DevicePrefetcher(
-                carrier, slots, largest, locations, self._in_ring, self._give_back
-            )
+            slots = RingSlots(frozenset(self._in_ring), self._slot, self._give_back)
+            buffers = self.placement.ring_slots
+            self._device_prefetcher = DevicePrefetcher(carrier, buffers, largest, locations, slots)
 
     def _cache(self, cached: Sequence[Load]) -> ExpertTable:
         most_bytes, carrier = self.placement.cache_bytes, self._carrier
@@ -133,6 +132,10 @@ class Deliveries:
         self._checkpoint.close()
         if self._image is not None:
             self._image.close()
+
+    def _unfrozen(self) -> bool:
+        """Whether a parameter of the model is one of which gradients may be expected."""
+        return any(p.requires_grad for p in self._model.parameters())
 
     # What happens around passes (``passes.Delivery``)
 
@@ -225,14 +228,9 @@ class Deliveries:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _unit_hooks(self, number: int) -> _Hooks:
-        stream, ring, device_prefetcher = self._streams[number], self._ring, self._device_prefetcher
-        in_ring = self._in_ring.index(number) if number in self._in_ring else -1
-
+        stream, device_prefetcher = self._streams[number], self._device_prefetcher
         passes, gradients = self._passes, self._gradients
         shown: list[Tensor] = []
-
-        def slot() -> list[Tensor]:
-            return self._slot(number)
 
         def bring(_args: Any, _kwargs: Any) -> None:
             nonlocal shown
@@ -240,7 +238,7 @@ class Deliveries:
                 stream.deliver(gradients.lend(number))
                 return
             self._asked.append(number)
-            shown = slot() if device_prefetcher is None else device_prefetcher.take(number, slot)
+            shown = self._slot(number) if device_prefetcher is None else device_prefetcher.take(number)
             if passes.learns:
                 gradients.know(number, shown)
             stream.deliver(shown)
@@ -252,9 +250,9 @@ class Deliveries:
             if passes.learns:
                 gradients.check(number, shown)
             if device_prefetcher is not None:
-                device_prefetcher.computed(number)
-            elif ring is not None:
-                ring.give_back(in_ring)
+                device_prefetcher.give_back(number)
+            else:
+                self._give_back(number)
 
         return bring, take_back
 
@@ -287,6 +285,8 @@ class Deliveries:
         self._comers.append(rows)
 
         def bring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if rows.replaced:  # by a table of somebody's own
+                return None
             if not args:
                 raise UnsupportedModelError("an embedding is called with a name for its ids: keep it resident.")
             ids, read_bytes = rows.deliver(args[0], self._readers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -171,8 +171,13 @@ class Rows:
         self._away = absent(location.shape, location.dtype, device)
         self._name = name
         self.take_back()
-        module: Any = load.unit.module
-        module.padding_idx = None  # only gradients want it, and it may lie outside of the rows
+        self._module = module = load.unit.module
+        module.padding_idx = None  # type: ignore[assignment]  # only gradients want it, and it may lie outside of the rows
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the module computes from another table, as ``torch.func.functional_call`` gives it one."""
+        return self._module._parameters.get(self._name.rpartition(".")[2]) is not self._parameter
 
     def deliver(self, ids: Tensor, readers: Readers) -> tuple[Tensor, int]:
         """Rows of ``ids`` (any shape) into the module's weight; the numbers they have there, and how many bytes they

@@ -17,7 +17,7 @@ first time: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from stowage.errors import ModelError
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "asked_of", "without"]
 
 
 class _Kept(NamedTuple):
@@ -54,7 +54,7 @@ class Gradients:
         follow: Callable[[list[int]], None],
     ) -> None:
         self._bring, self._give_back, self._backward, self._follow = bring, give_back, backward, follow
-        self._places: dict[int, tuple[int, int]] = {}
+        self._numbers: dict[int, tuple[int, int]] = {}
         self._counts: dict[int, int] = {}
         self._lent: tuple[int, Sequence[Tensor]] | None = None
         self._forwards: list[int] = []
@@ -71,7 +71,7 @@ class Gradients:
         """``views`` are the weights of ``unit`` now."""
         for number, view in enumerate(views):
             storage = view.untyped_storage()._cdata
-            self._places[storage] = unit, number
+            self._numbers[storage] = unit, number
             if storage not in self._counts:
                 self._counts[storage] = torch._C._storage_Use_Count(storage)
 
@@ -100,11 +100,11 @@ class Gradients:
             storage = tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):  # it has no memory of the usual kind, so none of a weight's
             return tensor
-        place = self._places.get(storage)
-        if place is None:
+        numbers = self._numbers.get(storage)
+        if numbers is None:
             return tensor
         offset = int(tensor.storage_offset())
-        return _Kept(*place, tuple(tensor.shape), tuple(tensor.stride()), offset, tensor.dtype)
+        return _Kept(*numbers, tuple(tensor.shape), tuple(tensor.stride()), offset, tensor.dtype)
 
     # Backwards
 
@@ -126,7 +126,7 @@ class Gradients:
         """Whatever a backward pass left behind that did not end."""
         self._lent = None
         self._forwards, self._backwards = [], []
-        self._places.clear()
+        self._numbers.clear()
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As ``torch.utils.checkpoint.checkpoint``: ``function`` is computed now, and again backwards."""
@@ -204,6 +204,51 @@ class _Again:
             self.function()
         assert len(found) == self._count, "a layer computes the same each time"
         return dict(enumerate(found))
+
+
+def asked_of(given: Any, depth: int = 6) -> bool:
+    """Whether gradients are asked of a tensor in what a module is given: of pictures or embeddings that something
+    learns to make, or of a cache that begins with what was learned.
+    """
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    if isinstance(given, Tensor):
+        return given.requires_grad
+    if isinstance(given, Cache | CacheLayerMixin):
+        given = vars(given)
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    return depth > 0 and isinstance(given, list | tuple) and any(asked_of(each, depth - 1) for each in given)
+
+
+def without(output: Any) -> Any:
+    """``output`` of a forward that computed no gradients, though it was asked with gradients switched on, of weights
+    that are not frozen: it is what it was, and ``backward()`` from it says so.
+    """
+    if isinstance(output, Tensor):
+        known = output.is_floating_point() and not output.requires_grad and not output.is_inference()
+        return _Without.apply(torch.zeros((), requires_grad=True), output) if known else output  # type: ignore[no-untyped-call]
+    if isinstance(output, dict):  # Transformers' outputs are
+        for name, value in list(output.items()):
+            if isinstance(value, Tensor | tuple):
+                output[name] = without(value)
+    if type(output) is tuple:
+        return tuple(without(value) if isinstance(value, Tensor) else value for value in output)
+    return output
+
+
+class _Without(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, _anchor: Tensor, output: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Any:
+        raise ModelError(
+            "weights that come and go have no gradients, so there is nothing to go back to. Freeze them, "
+            "model.requires_grad_(False), and what is added to the model (peft.get_peft_model) or given to it "
+            "(inputs_embeds) can be trained; to train the weights themselves, load the model without a budget."
+        )
 
 
 def _unused(_kept: Any) -> Tensor:

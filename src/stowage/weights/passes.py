@@ -20,9 +20,10 @@ from typing import Any, Final, Protocol
 import torch
 
 from stowage.errors import ModelError
+from stowage.weights.gradients import asked_of, without
 from stowage.weights.turn import Claim, Turn
 
-__all__ = ["Delivery", "Passes", "refuse_gradients"]
+__all__ = ["Delivery", "Passes"]
 
 _COMPILED: Final = (
     "weights that come and go are not where a compiled graph would look for them, so the model computes as it is "
@@ -56,7 +57,9 @@ class Delivery(Protocol):
 class Passes:
     """The forwards of one model."""
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, unfrozen: Callable[[], bool] = lambda: False) -> None:
+        """``unfrozen``: whether the model has parameters of which somebody may expect gradients."""
+        self._unfrozen = unfrozen
         self.turn = Turn()
         self.closed = False
         self.passes, self.forward_s = 0, 0.0
@@ -84,20 +87,24 @@ class Passes:
         finally:
             self._leave(claim, whole)
 
-    def around(self, forward: Callable[..., Any], learns: Callable[[], Any]) -> Callable[..., Any]:
-        """``forward`` of the whole model, in its turn. Where gradients are asked for, ``learns`` says what wraps a
-        forward that something learns from, or ``None`` where nothing does: then it has no gradients. It may refuse.
+    def around(self, forward: Callable[..., Any], learns: Callable[[Any], Any]) -> Callable[..., Any]:
+        """``forward`` of the whole model, in its turn. Where gradients are asked for, ``learns`` says, of the
+        arguments, what wraps a forward that something learns from, or ``None`` where nothing does: then it has no
+        gradients, and who goes back from its output is told. It may refuse.
         """
 
         @functools.partial(torch.compiler.disable, reason=_COMPILED)
         def in_turn(*args: Any, **kwargs: Any) -> Any:
-            gradients = torch.is_grad_enabled()
-            within = learns() if gradients else None
+            gradients, casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+            within = learns((args, kwargs)) if gradients else None
             try:
                 torch._C._set_grad_enabled(within is not None)
-                return self._run(sys._getframe(), forward if within is None else within(forward), args, kwargs)
+                torch.set_autocast_cache_enabled(False)  # it would keep a copy of every weight
+                output = self._run(sys._getframe(), forward if within is None else within(forward), args, kwargs)
             finally:  # first of all, and in one step: an interrupt comes before it or after
                 torch._C._set_grad_enabled(gradients)
+                torch.set_autocast_cache_enabled(casts)
+            return without(output) if gradients and within is None and self._unfrozen() else output
 
         @functools.wraps(forward)
         def called(*args: Any, **kwargs: Any) -> Any:  # a compiler looks in here, and finds the reason
@@ -183,11 +190,11 @@ class Passes:
         claim: Claim | None = None
         own = False
 
-        def before(_module: Any, args: Any, kwargs: Any) -> Any:
+        def before(module: Any, args: Any, kwargs: Any) -> Any:
             nonlocal claim, own
             held = self.turn.held()
-            if held is None or not self.learns:
-                refuse_gradients()
+            if torch.is_grad_enabled() and (held is None or not self.learns):
+                _refuse_gradients(module, (args, kwargs))
             here = held or self._enter(_caller())
             if self._changing:
                 raise ModelError(_INTERRUPTED)
@@ -219,9 +226,11 @@ class Passes:
         return before, after
 
 
-def refuse_gradients() -> None:
-    """Backwards, the weights would be somewhere else. A forward of the whole model never asks for gradients."""
-    if torch.is_grad_enabled():
+def _refuse_gradients(module: Any, given: Any) -> None:
+    """Backwards, the weights would be somewhere else. Of a ``module`` that is called by itself, or whose gradients
+    somebody asks for inside of a forward that has none; what is frozen has none to be asked for.
+    """
+    if asked_of(given) or (module is not None and any(p.requires_grad for p in module.parameters())):
         raise ModelError(
             "weights that come and go have no gradients: call the whole model, or this part of it under "
             "torch.no_grad()."

@@ -1,8 +1,8 @@
 """Which unit of weights lives where, and how it is delivered: budgets in, a plan out. Arithmetic only.
 
-Residency is proof against a cyclic scan: what fits stays, the rest is read for every forward (a cache that keeps what
-was used last would never hit). What is read is spread evenly between what stays, so that reading has time. Experts, of
-which a token needs a few, are units of their own where their layer does not fit.
+What fits stays, the rest is read for every forward: a model asks for its layers in a circle, and a cache that keeps
+what was used last would never hit. What is read is spread evenly between what stays, so that reading has time. Experts,
+of which a token needs a few, are units of their own where their layer does not fit.
 """
 
 from __future__ import annotations

@@ -1,175 +1,180 @@
-"""A few buffers that are filled ahead, in the order in which a model's modules ask.
+"""A few buffers that are filled ahead, in the order in which a model's modules ask: the one prefetcher of weights.
 
-Owns the memory and who has it: a slot is being filled, full, or lent to the module that computes from it. A slot that
-is lent is never written to. Asking in another order than expected costs time, never exactness.
+Owns which buffer is free, is being filled with which unit, or is lent to the module that computes from it. A buffer
+that is lent is never written to. Asking in another order than expected costs time, never exactness. Where the buffers
+are and what fills them is a subclass's: reads from disk into host memory (``ring``), copies to a device
+(``device_prefetcher``).
+
+    free --fill--> being filled with a unit --take--> lent to its module --give back--> free
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from stowage.errors import ModelError
-from stowage.weights.reader import Read, Readers, Stall, Ticket
+from stowage.errors import ModelError, TransferError
 from stowage.weights.turn import TWO_FORWARDS
 
-__all__ = ["Ring", "Slot"]
+__all__ = ["Prefetcher"]
+
+_Filling = TypeVar("_Filling")
+_Lent = TypeVar("_Lent")
 
 
 @dataclass(slots=True)
-class Slot:
-    """A page-aligned buffer."""
+class _Begun:
+    """A buffer that is being filled with the unit at ``index`` of the order."""
 
-    number: int
-    memory: memoryview
-
-
-@dataclass(slots=True)
-class _Filling:
     index: int
-    slot: Slot
-    ticket: Ticket
+    buffer: int
+    filling: Any
 
 
-class Ring:
-    """``slots`` buffers of ``slot_bytes``. ``reads(unit, memory)`` says how a slot is filled with a unit's bytes.
+class Prefetcher(ABC, Generic[_Filling, _Lent]):
+    """``buffers``, by number, for ``units``, by number."""
 
-    ``timeout_s``: the longest wait for a slot to be filled.
-    """
+    def __init__(self, units: int, buffers: int) -> None:
+        assert units > 0 and buffers > 1
+        self._units, self._count = units, buffers
+        self._order, self._next = list(range(units)), 0
+        self._free = deque(range(buffers))
+        self._begun: deque[_Begun] = deque()
+        self._lent: dict[int, tuple[int, int]] = {}
 
-    def __init__(
-        self,
-        units: int,
-        slots: int,
-        slot_bytes: int,
-        reads: Callable[[int, memoryview], Sequence[Read]],
-        readers: Readers,
-        timeout_s: float,
-    ) -> None:
-        assert units > 0 and slots > 1
-        self._memory = mmap.mmap(-1, slots * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = memoryview(self._memory)
-        self._all = tuple(Slot(n, whole[n * slot_bytes : (n + 1) * slot_bytes]) for n in range(slots))
-        self._free = list(self._all)
-        self._reads = reads
-        self._readers = readers
-        self._units = units
-        self._order = list(range(units))
-        self._next = 0
-        self._filling: deque[_Filling] = deque()
-        self._lent: dict[int, tuple[Slot, int]] = {}
-        self._stall = Stall(timeout_s)
-        self.read_bytes = 0
+    # Where the buffers are
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return len(self._memory)
+    @abstractmethod
+    def _fill(self, unit: int, buffer: int) -> _Filling:
+        """Begin to fill ``buffer`` with ``unit``. Raises TransferError where that may go well another time."""
 
-    def numpy(self) -> NDArray[np.uint8]:
-        """All of it."""
-        return np.frombuffer(self._memory, np.uint8)
+    @abstractmethod
+    def _arrive(self, filling: _Filling, buffer: int) -> None:
+        """Return when ``buffer`` may be computed from, or is not written to any more."""
 
-    @property
-    def stall_s(self) -> float:
-        """Time that was waited for slots to be filled."""
-        return self._stall.seconds
+    @abstractmethod
+    def _raise_error(self, filling: _Filling) -> None:
+        """Raise what went wrong while it was filled."""
+
+    @abstractmethod
+    def _show(self, unit: int, buffer: int) -> _Lent:
+        """``buffer``, which is full of ``unit``, for who computes from it."""
+
+    def _ahead(self, _unit: int) -> bool:
+        """Whether filling may begin before the unit is asked for."""
+        return True
+
+    def _abandon(self, filling: _Filling, buffer: int) -> None:
+        """Return when ``buffer`` may be filled with something else."""
+        self._arrive(filling, buffer)
+
+    def _computed(self, buffer: int) -> None:
+        """All that computes from ``buffer`` has been asked for."""
+
+    # What is asked of it
 
     def follow(self, order: Sequence[int]) -> None:
         """Units will be asked for in this order, again and again; some may come more than once. One that it does not
         name ends it (`take`).
         """
         assert order and set(order) <= set(range(self._units))
-        if self._order == list(order):
-            return
-        self._drop()
-        self._order, self._next = list(order), 0
+        if self._order != list(order):
+            self._drop()
+            self._order, self._next = list(order), 0
 
     def start(self) -> None:
-        """Begin to fill what is free."""
-        while self._free:
-            slot = self._free.pop()
-            index = self._next
-            self._next = (index + 1) % len(self._order)
+        """Begin to fill what is free. What fails is tried again when it is asked for."""
+        while self._free and self._ahead(self._order[self._next]):
             try:
-                reads = self._reads(self._order[index], slot.memory)
-                ticket = self._readers.start(reads)
-            except BaseException:
-                self._free.append(slot)
-                raise
-            self.read_bytes += sum(read.into.nbytes for read in reads)
-            self._filling.append(_Filling(index, slot, ticket))
+                self._begin()
+            except TransferError:
+                return
 
-    def take(self, unit: int) -> Slot:
-        """The slot with the bytes of ``unit``, lent until `give_back`. Waits for them.
+    def take(self, unit: int) -> _Lent:
+        """The buffer with ``unit``, lent until `give_back`.
 
-        Raises StorageError when they could not be read, ModelError when a unit is taken by two threads at once.
+        Raises what filling it raises (StorageError, TransferError), ModelError when a unit is taken by two threads at
+        once.
         """
         thread = threading.get_ident()
         if unit in self._lent or any(holder != thread for _, holder in self._lent.values()):
             raise ModelError(TWO_FORWARDS)
         self._seek(unit)
-        filling = self._filling[0]
-        self._stall.wait(filling.ticket)
-        self._filling.popleft()
-        if filling.ticket.error is not None:
-            self._free.append(filling.slot)
-            self._next = filling.index
-        filling.ticket.raise_error()
-        self._lent[unit] = (filling.slot, thread)
-        return filling.slot
+        self.start()
+        begun = self._begun[0]
+        self._arrive(begun.filling, begun.buffer)
+        self._begun.popleft()
+        try:
+            self._raise_error(begun.filling)
+        except BaseException:
+            self._free.append(begun.buffer)
+            self._next = begun.index
+            raise
+        self._lent[unit] = begun.buffer, thread
+        return self._show(unit, begun.buffer)
 
     def give_back(self, unit: int) -> None:
-        """Nobody computes from the slot of ``unit`` any more: it is filled with what comes next. May be called
-        twice.
+        """What computes from the buffer of ``unit`` has been asked for: it is filled with what comes next. May be
+        called twice.
         """
         lent = self._lent.pop(unit, None)
         if lent is not None:
+            self._computed(lent[0])
             self._free.append(lent[0])
             self.start()
 
     def reset(self) -> None:
-        """Begin anew, whatever a forward left behind that did not end. Nobody reads into a slot any more, and nobody
-        computes from one.
+        """Begin anew, whatever a forward left behind that did not end. Nothing writes into a buffer any more, and
+        nobody computes from one.
         """
         self._lent.clear()
-        self._filling.clear()
-        self._free, self._next = list(self._all), 0
-
-    def close(self) -> None:
-        """The readers must have ended."""
-        self._filling.clear()
-        self._free.clear()
-        self._all = ()
+        self._begun.clear()
+        self._free, self._next = deque(range(self._count)), 0
 
     def check(self) -> None:
-        assert len(self._free) + len(self._filling) + len(self._lent) == len(self._all)
-        numbers = [slot.number for slot in self._free] + [f.slot.number for f in self._filling]
-        assert len({*numbers, *(slot.number for slot, _ in self._lent.values())}) == len(self._all)
+        """Every buffer is in one state."""
+        lent = [buffer for buffer, _ in self._lent.values()]
+        assert sorted([*self._free, *(begun.buffer for begun in self._begun), *lent]) == list(range(self._count))
 
     def _seek(self, unit: int) -> None:
         """Make ``unit`` the first that is being filled."""
-        self.start()
-        while self._filling and self._order[self._filling[0].index] != unit:
-            self._stall.wait(self._filling[0].ticket)
-            self._free.append(self._filling.popleft().slot)
-        if not self._filling:
-            if unit not in self._order:
-                self._order, self._next = list(range(self._units)), 0
-            ahead = (self._next + step for step in range(len(self._order)))
-            self._next = next(at % len(self._order) for at in ahead if self._order[at % len(self._order)] == unit)
-            self.start()
+        while self._begun and self._order[self._begun[0].index] != unit:
+            self._give_up(0)
+        if self._begun:
+            return
+        if unit not in self._order:
+            self._order, self._next = list(range(self._units)), 0
+        ahead = ((self._next + step) % len(self._order) for step in range(len(self._order)))
+        self._next = next(at for at in ahead if self._order[at] == unit)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin to fill a free buffer with what comes next."""
+        assert self._free, "more units compute at once than there are buffers"
+        index, buffer = self._next, self._free.popleft()
+        self._next = (index + 1) % len(self._order)
+        try:
+            filling = self._fill(self._order[index], buffer)
+        except BaseException:
+            self._free.appendleft(buffer)
+            self._next = index
+            raise
+        self._begun.append(_Begun(index, buffer, filling))
 
     def _drop(self) -> None:
-        while self._filling:
-            self._stall.wait(self._filling[0].ticket)
-            self._free.append(self._filling.popleft().slot)
+        """Give up what was begun, the last first, so that buffers are used in the same order again."""
+        while self._begun:
+            self._give_up(-1)
+
+    def _give_up(self, at: int) -> None:
+        begun = self._begun[at]
+        self._abandon(begun.filling, begun.buffer)
+        del self._begun[at]
+        if at:
+            self._free.appendleft(begun.buffer)
+        else:
+            self._free.append(begun.buffer)

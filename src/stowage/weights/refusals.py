@@ -24,7 +24,7 @@ _MERGE = (
 _WHOLE = "Load it without a budget for that, or with device_memory so large that everything stays."
 _NAMES = (
     "save_pretrained", "state_dict", "load_state_dict", "resize_token_embeddings", "train", "_apply",
-    "gradient_checkpointing_enable", "add_adapter", "load_adapter", "share_memory",
+    "gradient_checkpointing_enable", "add_adapter", "load_adapter", "share_memory", "named_parameters",
     "__deepcopy__", "__getstate__",
 )  # fmt: skip
 
@@ -65,7 +65,14 @@ def guard(model: Any, read: saving.Read, away: bool, learns: Callable[[], Any], 
         _put(model, "save_pretrained", plain, save_pretrained)
     if away and own["state_dict"] is not None:
         _put(model, "state_dict", own["state_dict"], functools.partial(_state, own["state_dict"], whole_state))
-    _put(model, "train", own["train"], functools.partial(_train, model, own["train"], learns, away))
+    _put(model, "train", own["train"], functools.partial(_train, model, own["train"], learns))
+    if away:
+        _put(
+            model,
+            "named_parameters",
+            own["named_parameters"],
+            functools.partial(_named, model, own["named_parameters"]),
+        )
     if own["gradient_checkpointing_enable"] is not None:
         enable = functools.partial(_checkpoint, model, own["gradient_checkpointing_enable"], checkpoint)
         _put(model, "gradient_checkpointing_enable", own["gradient_checkpointing_enable"], enable)
@@ -97,19 +104,24 @@ def _state(own: Callable[..., Any], why: str, *args: Any, **given: Any) -> Any:
     return found
 
 
-def _train(
-    model: nn.Module, own: Callable[[bool], Any], learns: Callable[[], Any], away: bool, mode: bool = True
-) -> Any:
-    if mode and learns() is None:
+def _train(model: nn.Module, own: Callable[[bool], Any], learns: Callable[[], Any], mode: bool = True) -> Any:
+    if mode and learns() is None and any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             "weights that come and go have no gradients, so the model cannot be trained as it is. What is added to it "
             "can, LoRA for example, while its weights are frozen: peft.get_peft_model(model, LoraConfig(...)). "
             f"{_WHOLE}"
         )
-    for module in model.modules() if away else ():
+    return own(mode)
+
+
+def _named(model: nn.Module, own: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Who puts adapters into a model looks through its parameters then, to freeze the others. From then on none of
+    these layers can be merged: the first might stay in memory, and be changed before the next one says that it is away.
+    """
+    for module in model.modules():
         if hasattr(module, "base_layer") and hasattr(module, "merge"):  # PEFT's
             module.__dict__["merge"] = functools.partial(_refuse, "merge", _MERGE)
-    return own(mode)
+    return own(*args, **given)
 
 
 def _checkpoint(

@@ -1,6 +1,6 @@
 """Writes a model whose weights come and go as Transformers' ``save_pretrained`` would, one tensor in memory at a time.
 
-Everything is written aside, in a directory of its own beside its place, and gets its name when all of it is on the
+Everything is written aside, in a directory of its own inside the target, and gets its name when all of it is on the
 disk. So the directory that the model runs from may be saved onto: its files stay as they are for who has them open,
 and until the last byte is written they stay for everybody. What then fails leaves the old checkpoint or the new one.
 """
@@ -151,7 +151,7 @@ class _Shard:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def takes(self, name: str, values: Tensor, most_bytes: int) -> bool:
-        """Whether there is room, and the place is one for its type."""
+        """Whether there is room, and the offset suits its type."""
         full = self.entries and self.nbytes + values.nbytes > most_bytes
         wide = self._used_bytes + _ENTRY_BYTES + 6 * len(name) > self._header_bytes
         return not full and not wide and self.nbytes % values.dtype.itemsize == 0

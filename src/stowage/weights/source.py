@@ -21,6 +21,7 @@ from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.deliveries import Deliveries
 from stowage.weights.delivery import Load, copied
 from stowage.weights.device_prefetcher import Carrier
+from stowage.weights.gradients import asked_of
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.placement import Delivery, Placement
 from stowage.weights.quantized.modules import packed_forms
@@ -173,13 +174,12 @@ class WeightSource(Deliveries):
         for name in names(self._model):
             yield name, self.read(name)
 
-    def _learning(self) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-        """What a forward is wrapped in from which something learns: parameters that were added, or that stay in memory,
-        while all that come and go are frozen. Where these are not, as they are loaded, it gets answers without
-        gradients (``None``); but who added something to train is told.
+    def _learning(self, given: Any = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+        """What a forward of ``given`` arguments is wrapped in from which something learns: parameters that were added,
+        or that stay in memory, or what makes its inputs, while all that come and go are frozen. Where these are not, as
+        they are loaded, it gets answers without gradients (``None``); but who added something to train is told.
         """
-        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        if not trained:
+        if not asked_of(given) and not self._unfrozen():
             return None
         moving = [load for load in self._loads if load.delivery is not Delivery.RESIDENT]
         free = next((n for load in moving for n, p in load.unit.parameters.items() if p.requires_grad), "")

@@ -32,7 +32,7 @@ _LOOK_S: Final = 0.05
 
 
 class Claim:
-    """One forward's place in the line: ``frame`` runs as long as it does."""
+    """One forward's position in the line: ``frame`` runs as long as it does."""
 
     __slots__ = ("_frame", "_thread", "called")
 

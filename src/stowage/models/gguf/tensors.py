@@ -74,7 +74,7 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     if left:
         raise UnsupportedModelError(
             f"{file.paths[0]} has {left[0]}, and {len(left) - 1} other tensors for which Transformers' "
-            f"{config.model_type} has no place: it is of a kind that is not read from GGUF. Give its Hugging Face "
+            f"{config.model_type} has no parameters: it is of a kind that is not read from GGUF. Give its Hugging Face "
             "checkpoint."
         )
     return Plan(kept, values)

@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file's fields describe, and its chat template.
 
 Owns how llama.cpp's names (``tokenizer.ggml.model`` and ``.pre``) translate to ``tokenizers``. A name that is not known
-is refused: a prompt that is cut at other places is another prompt. Sources: ``llama-vocab.cpp`` of
+is refused: a prompt that is cut elsewhere is another prompt. Sources: ``llama-vocab.cpp`` of
 https://github.com/ggml-org/llama.cpp for what each name means, the models' own ``tokenizer.json`` for how it is said.
 """
 

@@ -40,7 +40,7 @@ static const struct {
 
 #define UNROLLED _Pragma("GCC unroll 16")
 
-/* 32 inputs or weights, or those of the mask and zeros, as two vectors of floats: of even places, and of odd ones. */
+/* 32 inputs or weights, or those of the mask and zeros, as two vectors of floats: of even indices, and of odd ones. */
 static inline ALWAYS void apart_b(__mmask32 there, const uint16_t *from, __m512 *even, __m512 *odd)
 {
     __m512i pairs = _mm512_maskz_loadu_epi16(there, from);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ Event = tuple[str, Mapping[str, Any]]
 """Of a stream: its name, which OpenAI's older APIs leave out (empty), and what it says."""
 
 
-class Answer:
+class Answer(ABC):
     """What one request is answered with. Subclasses say how it looks."""
 
     done_event = False
@@ -39,9 +40,9 @@ class Answer:
         self._created = int(time.time())
         self._ended: dict[int, Completion] = {}
 
+    @abstractmethod
     def whole(self, scores: Mapping[int, Scores]) -> dict[str, Any]:
         """The answer when all choices have ended; `scores` are log-probabilities by prompt."""
-        raise NotImplementedError
 
     def ended(self, choice: int, completion: Completion) -> None:
         self._ended[choice] = completion
@@ -50,9 +51,9 @@ class Answer:
         """Events that come before anything is computed."""
         return []
 
+    @abstractmethod
     def events(self, choice: int, delta: Delta, scores: Scores) -> list[Event]:
         """A piece of a stream; `scores` are for the first of a choice. Empty: there is nothing to say yet."""
-        raise NotImplementedError
 
     def closing(self) -> list[Event]:
         """Events after all others."""
@@ -109,11 +110,13 @@ class OpenAIAnswer(Answer):
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
+    @abstractmethod
     def _choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice that has ended, in the whole answer."""
 
+    @abstractmethod
     def _grown(self, choice: int, delta: Delta, scores: Scores) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """What a piece of a choice adds to a stream."""
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         frame = self._frame(self.piece_object, choices)

@@ -114,10 +114,10 @@ def _message(raw: Any, where: str) -> list[dict[str, Any]]:
     fields.finish()
     if isinstance(content, str):
         return [{"role": role, "content": fields.as_text("content", content)}]
-    place = f"{where}.content"
+    path = f"{where}.content"
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
-        raise bad(f"{place!r} must be text, or a list of blocks.", place)
-    blocks = [_block(Fields(block, f"{place}[{at}]"), role) for at, block in enumerate(content)]
+        raise bad(f"{path!r} must be text, or a list of blocks.", path)
+    blocks = [_block(Fields(block, f"{path}[{at}]"), role) for at, block in enumerate(content)]
     results = [block for kind, block in blocks if kind == "result"]
     said = {
         "role": role,

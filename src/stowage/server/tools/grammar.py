@@ -40,7 +40,7 @@ def enforced(
     """What the answer to a request must be; None: any text. Compiled, so that it can be used. asked: what is wanted of
     an answer that calls nothing, and the field that says so.
 
-    Raises ApiError with the place of what cannot be.
+    Raises ApiError, which names the field of what cannot be.
     """
     param, wanted = ("tools", None) if asked is None or offer.is_forced else asked
     forced, strict = offer.is_forced, any(tool.strict for tool in offer.callable)
@@ -67,8 +67,8 @@ def _check(tool: Tool, grammars: Grammars) -> None:
     try:
         grammars.check(json.dumps(tool.parameters))
     except RequestError as error:
-        place = f"{tool.where}.{tool.schema}"
-        raise bad(f"In {place!r} (tool {tool.name[:80]!r}): {error}", place) from error
+        path = f"{tool.where}.{tool.schema}"
+        raise bad(f"In {path!r} (tool {tool.name[:80]!r}): {error}", path) from error
 
 
 class _Lark:

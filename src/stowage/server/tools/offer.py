@@ -80,7 +80,7 @@ def offered(tools: tuple[Tool, ...], choice: str, name: str, *, parallel: bool, 
 
 
 def listed(fields: Fields) -> list[tuple[Fields, str]]:
-    """The entries of `tools`, each with its place. Raises ApiError."""
+    """The entries of `tools`, each with its path. Raises ApiError."""
     raw = fields.take("tools")
     if raw is None:
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -103,7 +104,7 @@ class OutputParser:
         return kept
 
 
-class _Stage:
+class _Stage(ABC):
     """Reads a text that comes in pieces: `_step` takes what it can from `_held`, and says whether it took anything."""
 
     def __init__(self) -> None:
@@ -117,8 +118,9 @@ class _Stage:
         parts, self._parts = self._parts, []
         return parts
 
+    @abstractmethod
     def _step(self, last: bool) -> bool:
-        raise NotImplementedError
+        """Take what can be taken from `_held`: whether that was anything."""
 
     def _give(self, kind: Kind, end: int) -> bool:
         """The first `end` characters are a part."""

@@ -1,7 +1,7 @@
 """Locks, conditions and threads of a played process: what `engine.loop` takes in place of `threading`.
 
 A task that has to wait gives way to the others. It also gives way, at random, before it takes a lock: so tasks meet at
-every place where threads may.
+every point where threads may.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which faults a world has, and how often: drawn from its seed, most of them absent (so that few hide each other).
 Of worlds of the disk here; those of the engine have a profile of their own, with other faults.
 
-Rates are per operation. `FaultProfile.strikes` is the only place that decides, and counts what it decided.
+Rates are per operation. `FaultProfile.strikes` alone decides, and counts what it decided.
 """
 
 from __future__ import annotations

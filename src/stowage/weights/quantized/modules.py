@@ -173,7 +173,7 @@ def forms_in(names: Sequence[str]) -> dict[str, str]:
 def replace(model: Any, names: Sequence[str], group: int, dtype: torch.dtype) -> list[Form]:
     """Put packed modules in the place of those of ``model`` whose weights are packed in a file with tensors ``names``.
 
-    Raises CheckpointError when the model has no place for one of them.
+    Raises CheckpointError when the model has no such matrix for one of them.
     """
     packed, forms = forms_in(names), list[Form]()
     stacks: dict[int, tuple[nn.Module, dict[str, tuple[Form, bool]]]] = {}

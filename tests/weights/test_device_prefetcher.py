@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, ConfigError, ModelError, StorageError
 from stowage.plugins.transformers.offload import offload
 from stowage.testing import tiny_models
-from stowage.weights.device_prefetcher import DevicePrefetcher
+from stowage.weights.device_prefetcher import DevicePrefetcher, RingSlots
 from stowage.weights.parameter_location import ParameterLocation
 from tests.late_carrier import LateCarrier
 
@@ -32,28 +31,28 @@ def location(count: int, value: float = 0.0) -> ParameterLocation:
 
 def test_slots_are_given_back_when_their_bytes_are_over() -> None:
     """One may be under way while the next is asked for, so that a ring of two never stands still."""
-    carrier, back = LateCarrier(patience=1 << 30), []
+    carrier, back, first = LateCarrier(patience=1 << 30), [], True
     units = [[location(3), location(100)] for _ in range(4)]
-    device_prefetcher = DevicePrefetcher(carrier, 2, 4096, units, range(4), back.append)
     slots = [torch.arange(3.0), torch.arange(100.0)]
 
     def slot(unit: int) -> list[Tensor]:
-        assert back == list(range(unit - 1)), "all but the newest"
+        if first:
+            assert back == list(range(unit - 1)), "all but the newest"
+        else:
+            assert back == [0, 1, 2, 3], "a unit that comes twice in a row waits for its own slot"
         return slots
 
+    ring_slots = RingSlots(frozenset(range(4)), slot, back.append)
+    device_prefetcher = DevicePrefetcher(carrier, 2, 4096, units, ring_slots)
     for unit in range(4):
-        there = device_prefetcher.take(unit, partial(slot, unit))
+        there = device_prefetcher.take(unit)
         assert all(torch.equal(a, b) for a, b in zip(there, slots, strict=True))
         assert all(view.data_ptr() % 64 == there[0].data_ptr() % 64 for view in there)
-        device_prefetcher.computed(unit)
-        device_prefetcher.computed(unit)
-
-    def again() -> list[Tensor]:
-        assert back == [0, 1, 2, 3], "a unit that comes twice in a row waits for its own slot"
-        return slots
-
-    device_prefetcher.take(3, again)
-    device_prefetcher.computed(3)
+        device_prefetcher.give_back(unit)
+        device_prefetcher.give_back(unit)
+    first = False
+    device_prefetcher.take(3)
+    device_prefetcher.give_back(3)
     device_prefetcher.settle()
     device_prefetcher.check()
     assert carrier.order == [0, 1, 0, 1, 0], "one is computed from while the next is brought"
@@ -65,17 +64,18 @@ def test_what_lies_in_host_memory_crosses_ahead_and_in_order(buffers: int) -> No
     """As many as there are buffers, in the order of the last pass, around its end; one from disk is not overtaken."""
     units = [[location(8, float(unit))] for unit in range(5)]
     carrier, back = LateCarrier(patience=1 << 30), []
-    device_prefetcher = DevicePrefetcher(carrier, buffers, 4096, units, [3], back.append)
+    ring_slots = RingSlots(frozenset([3]), lambda _unit: [torch.full((8,), 3.0)], back.append)
+    device_prefetcher = DevicePrefetcher(carrier, buffers, 4096, units, ring_slots)
     order = [0, 2, 1, 3, 4]
     device_prefetcher.follow(order)
     for turn in range(15):
         unit = order[turn % 5]
-        (there,) = device_prefetcher.take(unit, lambda: [torch.full((8,), 3.0)])
+        (there,) = device_prefetcher.take(unit)
         assert there.eq(unit).all(), "with what was copied for it"
         following = [order[(turn + ahead) % 5] for ahead in range(1, buffers)]
         ahead = following.index(3) if 3 in following else len(following)
-        assert [unit for unit, _ in device_prefetcher._begun] == following[:ahead]
-        device_prefetcher.computed(unit)
+        assert [order[begun.index] for begun in device_prefetcher._begun] == following[:ahead]
+        device_prefetcher.give_back(unit)
         if unit == order[-1]:
             device_prefetcher.end_pass()
             device_prefetcher.check()
@@ -86,24 +86,24 @@ def test_what_lies_in_host_memory_crosses_ahead_and_in_order(buffers: int) -> No
 def test_another_order_costs_copies_and_nothing_else() -> None:
     carrier = LateCarrier(patience=1 << 30)
     device_prefetcher = DevicePrefetcher(
-        carrier, 3, 4096, [[location(8, float(unit))] for unit in range(6)], [], [].append
+        carrier, 3, 4096, [[location(8, float(unit))] for unit in range(6)], RingSlots()
     )
     for unit in [0, 1, 4, 4, 5, 2, 0, 3, 1]:
-        (there,) = device_prefetcher.take(unit, list)
+        (there,) = device_prefetcher.take(unit)
         assert there.eq(unit).all()
-        device_prefetcher.computed(unit)
+        device_prefetcher.give_back(unit)
         device_prefetcher.check()
     assert not carrier.violations and carrier.copies > 9
 
 
 def test_one_thread_at_a_time() -> None:
-    device_prefetcher = DevicePrefetcher(LateCarrier(), 3, 4096, [[location(8)], [location(8)]], [], [].append)
-    device_prefetcher.take(0, list)
+    device_prefetcher = DevicePrefetcher(LateCarrier(), 3, 4096, [[location(8)], [location(8)]], RingSlots())
+    device_prefetcher.take(0)
     told: list[str] = []
 
     def other() -> None:
         try:
-            device_prefetcher.take(1, list)
+            device_prefetcher.take(1)
         except ModelError as error:
             told.append(str(error))
 
@@ -158,12 +158,12 @@ def test_host_memory_for_the_staging_is_asked_for(tmp_path: Path, monkeypatch: p
 def test_what_fails_ahead_is_tried_again() -> None:
     carrier = LateCarrier(fails=lambda number: number in (1, 4, 5))
     device_prefetcher = DevicePrefetcher(
-        carrier, 3, 4096, [[location(8, float(unit))] for unit in range(4)], [], [].append
+        carrier, 3, 4096, [[location(8, float(unit))] for unit in range(4)], RingSlots()
     )
     for turn in range(12):
-        (there,) = device_prefetcher.take(turn % 4, list)
+        (there,) = device_prefetcher.take(turn % 4)
         assert there.eq(turn % 4).all()
-        device_prefetcher.computed(turn % 4)
+        device_prefetcher.give_back(turn % 4)
         device_prefetcher.check()
     assert carrier.copies > 12 and not carrier.violations
 
