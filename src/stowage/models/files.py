@@ -119,7 +119,7 @@ def _plain(name: str) -> str:
 
 
 def _check_inside(path: Path, directory: Path) -> None:
-    """A link may lead to another place in the directory, or, in the hub's cache, to where that keeps the files."""
+    """A link may lead elsewhere in the directory, or, in the hub's cache, to where that keeps the files."""
     home, target = directory.resolve(), path.resolve()
     roots = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     if not any(target.is_relative_to(root) for root in roots):
