@@ -236,7 +236,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@test -x $(BENCH_VENV)/bin/pip || $(PYTHON) -m venv $(BENCH_VENV)
 	@echo "Installing the peers; the first time this downloads about a gigabyte."
 	@$(BENCH_PIP) install --constraint requirements/runtime.txt "$$(grep '^torch==' requirements/bench.txt)"
-	@$(BENCH_PIP) install --quiet --no-deps --requirement requirements/bench.txt --requirement requirements/peers.txt
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF" $(BENCH_PIP) install --quiet --no-deps --requirement requirements/bench.txt --requirement requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone

@@ -6,8 +6,9 @@ Needs the peers' environment (`make bench-env`) and a user who may drop the page
 2048, 16 heads over 4 KV heads, vocabulary 32,000) of about 1.7 GB. Each round runs every way in a process of its own,
 in turn: batch 1 and 8, 128 tokens in. Ways: `memory` (plain Transformers); `mapped`, `stream`, `half` (ours: over the
 page cache, all from disk, half of the layers from disk); `accelerate` (`disk_offload`), `accelerate-half`
-(`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk), `airllm`. Greedy tokens of all
-must be the same, but for those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4
+(`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk), `airllm`, `llamacpp` (which maps
+a GGUF file of the same weights into memory). Greedy tokens of all must be the same, but for llama.cpp's, which rounds
+otherwise, and those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4
 (`stowage pack`), another model, which is compared with the cold rate of `stream`.
 
 The limit of a cold step is the larger of its bytes over the rate of direct reads of the checkpoint itself, read before,
@@ -24,14 +25,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import limits, models
+from benchmarks import gguf_llama, limits, models
 from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
 from stowage.evaluation.pack import pack
 
-SCRIPT = Path(__file__).parent / "peers" / "weights_engine.py"
+PEERS = Path(__file__).parent / "peers"
+SCRIPT, LLAMACPP = PEERS / "weights_engine.py", "llamacpp"
 PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))
-WAYS = ("memory", "mapped", "stream", "half", "accelerate", "accelerate-half", "transformers", "airllm", *PACKED)
+WAYS = (
+    "memory",
+    "mapped",
+    "stream",
+    "half",
+    "accelerate",
+    "accelerate-half",
+    "transformers",
+    "airllm",
+    LLAMACPP,
+    *PACKED,
+)
 ALWAYS_WARM = ("memory", "int8-memory", "int4-memory")
 BATCHES = (1, 8)
 PROMPT_TOKENS = 128
@@ -39,8 +52,8 @@ READS = {"disk": "of the checkpoint, read before", "disk_first": "of a new file"
 HIDDEN, INNER, HEADS, KV_HEADS = 2048, 8192, 16, 4
 
 
-def checkpoint(directory: Path, dtype: str, layers: int) -> dict[str, int]:
-    """Write it; bytes of all weights, and of those that a step reads when none of them stay."""
+def checkpoint(directory: Path, dtype: str, layers: int, gguf: bool = False) -> dict[str, int]:
+    """Write it, and as a GGUF file beside it if that is wanted; bytes of a layer, of a table, and of all weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -58,6 +71,8 @@ def checkpoint(directory: Path, dtype: str, layers: int) -> dict[str, int]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(directory, max_shard_size="1GB")
+    if gguf:
+        gguf_llama.write(model, directory.with_suffix(".gguf"))
     layer_bytes = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
     table_bytes = model.lm_head.weight.numel() * model.lm_head.weight.element_size()
     return {"layer": layer_bytes, "table": table_bytes, "all": layers * layer_bytes + 2 * table_bytes}
@@ -83,7 +98,9 @@ def running(way: str, path: Path, dtype: str) -> Iterator[Peer]:
     """One process with the checkpoint at ``path``, and a directory for what it writes beside it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         model = path.with_name(way.partition("-")[0]) if way in PACKED else path
-        peer = Peer([PYTHON, SCRIPT, way, model, dtype, scratch])
+        script = PEERS / "llamacpp_engine.py" if way == LLAMACPP else SCRIPT
+        model = path.with_suffix(".gguf") if way == LLAMACPP else model
+        peer = Peer([PYTHON, script, way, model, dtype, scratch])
         try:
             yield peer
         finally:
@@ -94,7 +111,12 @@ def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> 
     """Print tokens per second, the ratio to memory and to the limit of the same round; the numbers to keep."""
     kept: dict[str, Any] = {}
     half_bytes = layers // 2 * sizes["layer"]
-    away = {"accelerate": sizes["all"], "accelerate-half": half_bytes, "transformers": sizes["all"] - sizes["table"]}
+    away = {
+        "accelerate": sizes["all"],
+        "accelerate-half": half_bytes,
+        "transformers": sizes["all"] - sizes["table"],
+        LLAMACPP: sizes["all"] - sizes["table"],
+    }
     for case in [f"{warmth}, batch {batch}" for batch in BATCHES for warmth in ("warm", "cold")]:
         print(case)
         for way in WAYS:
@@ -147,7 +169,7 @@ def main() -> None:
     layers = asked.layers or (14 if asked.dtype == "bfloat16" else 6)
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
         path = Path(name) / "model"
-        sizes = checkpoint(path, asked.dtype, layers)
+        sizes = checkpoint(path, asked.dtype, layers, gguf=LLAMACPP in ways)
         for form in sorted({way.partition("-")[0] for way in ways if way in PACKED}):
             pack(str(path), path.with_name(form), form)
         rounds: list[dict[str, Any]] = []
@@ -164,7 +186,7 @@ def main() -> None:
                 steps = [_mean(v["steps_s"]) for k, v in found[way].items() if "batch" in k]
                 print(f"  {way:<16} loaded in {found[way]['loaded_s']:5.1f} s, steps of", *(f"{s:.2f}" for s in steps))
             for batch in BATCHES:
-                same = [way for way in ways if way not in PACKED]
+                same = [way for way in ways if way not in (*PACKED, LLAMACPP)]
                 said = {str(v["tokens"]) for w in same for k, v in found[w].items() if k.endswith(f"batch {batch}")}
                 assert len(said) <= 1, "an answer changed"
             rounds.append(found)

@@ -79,29 +79,33 @@ def in_memory(directory: Path, dtype: str = "auto") -> Any:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [family if family == "llama" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_losses_gradients_and_steps_are_those_of_a_model_in_memory(
     family: str, checkpointing: bool, checkpoints: Callable[..., Path]
 ) -> None:
-    targets = FAMILIES[family]
-    expected = learned(adapted(in_memory(checkpoints(family)), targets, checkpointing))
-    assert len(expected) > 20
+    targets, steps = FAMILIES[family], 2 if family == "llama" else 1
+    expected = learned(adapted(in_memory(checkpoints(family)), targets, checkpointing), steps)
+    assert len(expected) > 10
     for rules in RULES if family == "llama" else RULES[:1]:
         model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
-        assert same(learned(adapted(model, targets, checkpointing)), expected), rules
+        assert same(learned(adapted(model, targets, checkpointing), steps), expected), rules
         model.stowage.check()
         model.stowage.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_half_precision_too(checkpointing: bool, tmp_path: Path) -> None:
     tiny_models.build("llama", tiny_models.TinySize(layers=4)).to(torch.bfloat16).save_pretrained(tmp_path)
-    expected = learned(adapted(in_memory(tmp_path), checkpointing=checkpointing))
+    expected = learned(adapted(in_memory(tmp_path), checkpointing=checkpointing), 1)
     model = stowage.offload(tmp_path, weights="*=stream")
     assert next(model.parameters()).dtype is torch.bfloat16
-    assert same(learned(adapted(model, checkpointing=checkpointing)), expected)
+    assert same(learned(adapted(model, checkpointing=checkpointing), 1), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_encoder_and_a_decoder(checkpointing: bool, tmp_path: Path) -> None:
     """What the encoder has computed goes into every layer of the decoder, and gradients come back from each."""

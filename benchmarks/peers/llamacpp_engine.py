@@ -1,0 +1,109 @@
+"""llama.cpp with a GGUF file that it maps into memory, in a process of its own, for `benchmarks.weights`.
+
+    python benchmarks/peers/llamacpp_engine.py llamacpp FILE.gguf DTYPE SCRATCH
+
+Commands and answers are those of `weights_engine.py`. As many threads as there are processors, and llama.cpp's own
+defaults otherwise (keys and values in float16).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from weights_engine import drop_page_cache, status
+
+_MADV_DONTNEED = 4
+
+
+def unmap(path: str) -> None:
+    """Let go of the pages of a mapped file, so that they can be dropped. They are read again when they are used."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
+        if line.endswith(path):
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            assert libc.madvise(begin, end - begin, _MADV_DONTNEED) == 0
+
+
+class Model:
+    """The model in the file at `path`."""
+
+    def __init__(self, path: str) -> None:
+        import llama_cpp
+
+        self._api, self.path = llama_cpp, path
+        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        asked = llama_cpp.llama_model_default_params()
+        assert asked.use_mmap, "it maps the file unless it is told not to"
+        self._model = llama_cpp.llama_model_load_from_file(path.encode(), asked)
+        if not self._model:
+            raise SystemExit(f"llama.cpp does not load {path}")
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def context(self, batch: int, tokens: int) -> Any:
+        """For ``batch`` sequences of so many tokens each."""
+        asked = self._api.llama_context_default_params()
+        asked.n_ctx, asked.n_seq_max = batch * (-(-tokens // 256) * 256), batch
+        asked.n_batch = batch * tokens
+        asked.n_threads = asked.n_threads_batch = os.cpu_count() or 1
+        return self._api.llama_init_from_model(self._model, asked)
+
+    def forward(self, context: Any, ids: Any, begin: int) -> Any:
+        """The likeliest token after `ids` [sequences, tokens], which stand at position ``begin`` of theirs."""
+        sequences, tokens = ids.shape
+        batch = self._api.llama_batch_init(ids.size, 0, 1)
+        batch.n_tokens = ids.size
+        for at in range(ids.size):
+            sequence, offset = divmod(at, tokens)
+            batch.token[at], batch.pos[at] = int(ids[sequence, offset]), begin + offset
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+            batch.logits[at] = offset == tokens - 1
+        failed = self._api.llama_decode(context, batch)
+        if failed:
+            raise SystemExit(f"llama_decode says {failed}")
+        rows = [self._api.llama_get_logits_ith(context, (n + 1) * tokens - 1) for n in range(sequences)]
+        found = np.array([np.ctypeslib.as_array(row, (self.vocabulary,)).argmax() for row in rows])
+        self._api.llama_batch_free(batch)
+        return found[:, None]
+
+    def run(self, batch: int, prompt_tokens: int, new_tokens: int, cold: bool) -> dict[str, Any]:
+        """As `weights_engine.run`: nothing is in the page cache when a cold forward begins."""
+        import torch
+
+        generator = torch.Generator().manual_seed(batch)
+        ids = torch.randint(5, self.vocabulary, (batch, prompt_tokens), generator=generator).numpy()
+        context = self.context(batch, prompt_tokens + new_tokens)
+        Path("/proc/self/clear_refs").write_text("5\n", encoding="ascii")
+        seconds, tokens, begin = [], [], 0
+        for _ in range(1 + new_tokens):
+            if cold:
+                unmap(self.path)
+                drop_page_cache()
+            began_s = time.perf_counter()
+            ids, begin = self.forward(context, ids, begin), begin + ids.shape[1]
+            seconds.append(time.perf_counter() - began_s)
+            tokens.append(ids[:, 0].tolist())
+        self._api.llama_free(context)
+        found = {"prefill_s": seconds[0], "steps_s": seconds[1:], "tokens": tokens, "stats": {}, "decoded": {}}
+        return {**found, "peak": status("VmHWM"), "own": status("RssAnon")}
+
+
+def main() -> None:
+    began_s = time.perf_counter()
+    model = Model(str(Path(sys.argv[2]).resolve()))
+    print(json.dumps({"loaded_s": time.perf_counter() - began_s}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(model.run(**json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
