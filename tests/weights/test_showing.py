@@ -275,3 +275,34 @@ def test_saving_takes_the_memory_of_a_tensor(checkpoints: Callable[..., Path], t
 
     saving.save(model, watched, type(model).save_pretrained.__get__(model), tmp_path)
     assert max(seen) <= 2 * largest < bytes_of(model) // 2
+
+
+@pytest.mark.parametrize("name", ["tied", "rows"])
+def test_another_table_is_what_an_embedding_computes_from(
+    name: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    """Where its own is read row by row, ids are numbered anew: not those of a table that somebody gives it."""
+    family = PLACEMENTS[name][0]
+    whole = plain(family)
+    placed = {"weights": "*=stream"} if name == "tied" else {"device_memory": int(0.7 * bytes_of(whole))}
+    model = stowage.offload(checkpoints(family), **placed)
+    assert model.stowage.stats()["rows_bytes"] or name == "tied"
+    own = dict(whole.named_parameters())
+    table = next(key for key in own if "embed_tokens" in key)
+    given = {"input_ids": prompt(), "use_cache": False}
+    for values in ({table: own[table].clone()}, {table: own[table].flip(0).clone()}, own):
+        with torch.no_grad():
+            found, expected = (torch.func.functional_call(m, values, (), given).logits for m in (model, whole))
+        assert torch.equal(found, expected)
+    assert torch.equal(logits(model, prompt()), logits(whole, prompt()))
+
+
+def test_autocast_keeps_no_copies_of_weights(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
+    """Its cache would hold the whole model, in half of its bytes, until the context ends."""
+    model, seen = stowage.offload(checkpoints("llama"), weights="*=stream"), list[bool]()
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [logits(each, prompt()) for each in (plain("llama"), model, model)]
+        assert torch.is_autocast_cache_enabled()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert seen == [False, False]

@@ -91,8 +91,8 @@ def load(
     name = identity.of_checkpoint(found.named[0].parent, found.named)
     if budget is None:
         built, source = found.build(), None
-        if found.places:
-            fill(built, found.files, found.places)
+        if found.spans:
+            fill(built, found.files, found.spans)
         built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
     else:
         built, source = _placed(found, budget(part.config), name)
@@ -108,7 +108,7 @@ def load(
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A checkpoint that was looked at. ``files`` hold the weights, ``named`` is what its identity is made of;
-    ``places``: of parameters that stay as they lie in ``files``.
+    ``spans``: of parameters that stay as they lie in ``files``.
     """
 
     part: TextPart
@@ -116,7 +116,7 @@ class _Found:
     named: Sequence[Path]
     build: Callable[[], Any]
     tokenizer: Callable[[], Any]
-    places: Mapping[str, Sequence[Span]] | None = None
+    spans: Mapping[str, Sequence[Span]] | None = None
 
 
 def _of_directory(directory: Path, dtype: str, options: Mapping[str, Any], model_class: Any, whole: bool) -> _Found:
@@ -157,7 +157,7 @@ def _of_published(
     named = [directory / "config.json", *files]
     build = partial(load_planned, directory, part, plan, stated, options)
     reads = partial(load_tokenizer, directory)
-    return _Found(part, files, named, lambda: finish(build(), directory), reads, plan.places)
+    return _Found(part, files, named, lambda: finish(build(), directory), reads, plan.spans)
 
 
 def _of_gguf(path: Path, dtype: str, options: Mapping[str, Any], model_class: Any) -> _Found:
@@ -170,7 +170,7 @@ def _of_gguf(path: Path, dtype: str, options: Mapping[str, Any], model_class: An
     plan = found.plan(stated)
     part = TextPart(found.config)
     build = partial(load_planned, path, part, plan, stated, options)
-    return _Found(part, found.paths, found.paths, lambda: found.finish(build()), found.tokenizer, plan.places)
+    return _Found(part, found.paths, found.paths, lambda: found.finish(build()), found.tokenizer, plan.spans)
 
 
 def _placed(found: _Found, budget: Budget, name: str) -> tuple[Any, WeightSource]:
@@ -182,7 +182,7 @@ def _placed(found: _Found, budget: Budget, name: str) -> tuple[Any, WeightSource
     from stowage.weights.source import UncalledError
 
     for left in reversed(range(_UNCALLED_MOST)):
-        built, source = load_within(found.files, found.build, budget, found.places)
+        built, source = load_within(found.files, found.build, budget, found.spans)
         try:
             _name(source, name, built)
             return built, source

@@ -104,12 +104,12 @@ class Checkpoint:
             file.close()
         self.files = []
 
-    def segments(self, places: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Segment, ...]]:
+    def segments(self, parts: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Segment, ...]]:
         """The same, of the open files."""
         files = {file.path: file for file in self.files}
         return {
             name: tuple(Segment(files[span.path], span.offset, span.length) for span in spans)
-            for name, spans in places.items()
+            for name, spans in parts.items()
         }
 
     def mapped_at(self, address: int, length: int, mappings: Sequence[tuple[int, int, int, int]]) -> Segment | None:

@@ -54,16 +54,16 @@ class Budget:
 
 
 def load(
-    files: Sequence[Path], build: Callable[[], Any], budget: Budget, places: Mapping[str, Sequence[Span]] | None = None
+    files: Sequence[Path], build: Callable[[], Any], budget: Budget, spans: Mapping[str, Sequence[Span]] | None = None
 ) -> tuple[Any, WeightSource]:
     """``build`` loads the model from ``files``, with Transformers; it is returned with the source of its weights.
-    ``places``: of parameters that stay as they lie in ``files``, by name; the model need not have their values.
+    ``spans``: of parameters that stay as they lie in ``files``, by name; the model need not have their values.
 
     Raises BudgetError, ConfigError, CheckpointError, StorageError,
     UnsupportedModelError, and whatever ``build`` raises.
     """
     checkpoint = Checkpoint(files)
-    loading = _Loading(checkpoint, budget, checkpoint.segments(places or {}))
+    loading = _Loading(checkpoint, budget, checkpoint.segments(spans or {}))
     try:
         model = loading.build(build)
         return model, loading.finish(model)
@@ -73,9 +73,9 @@ def load(
 
 
 class _Loading(Building):
-    def __init__(self, checkpoint: Checkpoint, budget: Budget, places: Mapping[str, tuple[Segment, ...]]) -> None:
+    def __init__(self, checkpoint: Checkpoint, budget: Budget, segments: Mapping[str, tuple[Segment, ...]]) -> None:
         super().__init__(checkpoint)
-        self.budget, self.places = budget, places
+        self.budget, self.segments = budget, segments
         self.image: Image | None = None
         self.host_buffers = HostBuffers()
         self.held: set[str] = set()
@@ -108,7 +108,7 @@ class _Loading(Building):
         """
         delivery = self.deliveries.get(path, Delivery.RESIDENT)
         values = parameter.detach()
-        segments = self.places.get(path, ())
+        segments = self.segments.get(path, ())
         if not segments:
             _refuse_wrapped(path, values)
         stays = bool(segments) and not self._held_in_memory(path, delivery, segments, values.dtype.itemsize)

@@ -100,7 +100,7 @@ class Plan:
         return {names[part]: tensor for kept, names in named for part, tensor in kept.parts.items()}
 
     @property
-    def places(self) -> Mapping[str, tuple[Span, ...]]:
+    def spans(self) -> Mapping[str, tuple[Span, ...]]:
         """By names in the model that is built."""
         return {name: part.spans for name, part in self.tensors().items()}
 
@@ -109,9 +109,9 @@ class Plan:
         checkpoint = Checkpoint(files)
         try:
             for path, kept in self.kept.items():
-                places = checkpoint.segments({name: part.spans for name, part in kept.parts.items()})
+                segments = checkpoint.segments({name: part.spans for name, part in kept.parts.items()})
                 parts = {
-                    name: read_segments(places[name], torch.empty(part.shape, dtype=part.dtype))
+                    name: read_segments(segments[name], torch.empty(part.shape, dtype=part.dtype))
                     for name, part in kept.parts.items()
                 }
                 yield path, kept.numbers(parts, dtype)
@@ -125,11 +125,11 @@ class Plan:
         return {**shown, **self.values}
 
 
-def fill(model: Any, files: Sequence[Path], places: Mapping[str, Sequence[Span]]) -> None:
+def fill(model: Any, files: Sequence[Path], spans: Mapping[str, Sequence[Span]]) -> None:
     """All parameters of ``model`` that stay as they lie in ``files``, into memory. Raises CheckpointError."""
     checkpoint, done = Checkpoint(files), set[int]()
     try:
-        segments = checkpoint.segments(places)
+        segments = checkpoint.segments(spans)
         for name, parameter in model.named_parameters():
             if name in segments and id(parameter) not in done:
                 done.add(id(parameter))
