@@ -116,7 +116,7 @@ def write(
     directory: Path,
     method: Mapping[str, Any],
     quantiser: Callable[[Tensor], Written] | None = None,
-    without: tuple[str, ...] = ("embed", "lm_head", "norm", "mlp.gate.", "router"),
+    without: tuple[str, ...] = ("embed", "lm_head", "norm", "mlp.gate.", "moe.gate.", "router"),
     **changed: Any,
 ) -> tuple[Path, Path]:
     """A checkpoint of ``family`` in bfloat16 whose layers went through ``quantiser``, but those that have one of

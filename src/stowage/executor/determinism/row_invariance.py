@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from stowage.executor import kernels
 from stowage.executor.fused.linear import FusedLinear
-from stowage.weights.quantized.blocks import BlockMatrix
+from stowage.weights.quantized.blocks import BlockMatrix, BlockRows
 from stowage.weights.quantized.codes import PackedMatrix
 
 _GRAIN = 32768
@@ -118,6 +118,9 @@ def _functions() -> list[Any]:
 def _linear(
     input: Tensor, weight: Any, bias: Tensor | None = None, multiply: Callable[..., Tensor] = kernels.linear
 ) -> Tensor:
+    if isinstance(weight, BlockRows):
+        out = torch.cat([_linear(input, matrix) for matrix in weight.matrices], dim=-1)
+        return out if bias is None else out.add_(bias)
     if isinstance(weight, BlockMatrix):
         ours = kernels.takes_blocks(input, weight)
         return kernels.linear_blocks(input, weight, bias) if ours else weight.multiply(input, bias, _linear)
@@ -139,6 +142,8 @@ def _filled_rows(function: Any) -> Callable[..., Any]:
     """
 
     def apply(a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+        if isinstance(b, BlockMatrix | BlockRows):  # experts whose inputs come first
+            return _linear(a, b.by_outputs())
         if a.dim() < 2 or b.dim() < 2:
             return function(a, b, **kwargs)
         rows, columns = -a.shape[-2] % _ROWS, -b.shape[-1] % _ROWS

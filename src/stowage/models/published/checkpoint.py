@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -249,16 +248,22 @@ class _Reading:
         if several and spec.name == "fp8" and not spec.tall:
             spec = replace(spec, tall=spec.outputs)
         if several and (spec.name in ("gptq", "awq") or spec.outputs % max(1, spec.tall, 8 * spec.zeros)):
-            raise UnsupportedModelError(
-                f"{path} has experts in {spec.name} of which two matrices do not lie one below the other: a checkpoint "
-                "in FP8, compressed-tensors or GGUF is read."
-            )
+            return self._pieces(first.spec, each, experts, transposed)
         spec = replace(spec, outputs=shape[0])
         parts = {
             part: Part((*before, *own), dtype, _spans(each, part)) for part, (own, dtype) in spec.tensors().items()
         }
-        assert all(sum(s.length for s in p.spans) == prod(p.shape) * p.dtype.itemsize for p in parts.values())
         return Kept(parts, spec, experts, transposed=transposed)
+
+    def _pieces(self, spec: Spec, each: Sequence[Sequence[Matrix]], experts: int, transposed: bool) -> Kept:
+        """Experts of which two matrices' bytes do not make one: each is a stack of its own."""
+        pieces = [[[row[number]] for row in each] for number in range(len(each[0]))]
+        parts = {
+            f"{number}.{part}": Part((experts, *own), dtype, _spans(piece, part))
+            for number, piece in enumerate(pieces)
+            for part, (own, dtype) in spec.tensors().items()
+        }
+        return Kept(parts, spec, experts, transposed=transposed, pieces=len(pieces))
 
 
 def _spans(each: Sequence[Sequence[Matrix]], part: str) -> tuple[Any, ...]:

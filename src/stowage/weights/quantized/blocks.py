@@ -9,8 +9,8 @@ at a time become numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,9 @@ from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantize
 __all__ = [
     "BlockLinear",
     "BlockMatrix",
+    "BlockRows",
     "BlockStack",
+    "Stacking",
     "in_halves",
     "parameter_names",
     "put_linear",
@@ -36,8 +38,13 @@ _UNPACKING_BYTES: Final = 16
 """Of memory for each number that is unpacked at a time: codes as whole numbers, values in float32, what they become."""
 
 
-def parameter_names(spec: Spec, own: str = "") -> dict[str, str]:
-    """What the parameters of each part are called, instead of ``own`` of stacked experts or of a layer's weight."""
+def parameter_names(spec: Spec, own: str = "", pieces: int = 1) -> dict[str, str]:
+    """What the parameters of each part are called, instead of ``own`` of stacked experts or of a layer's weight. Where
+    it is in ``pieces``, of each piece's parts.
+    """
+    if pieces > 1:
+        each = (parameter_names(spec, f"{own}_{number}") for number in range(pieces))
+        return {f"{number}.{part}": name for number, names in enumerate(each) for part, name in names.items()}
     before = f"{own}_" if own else ""
     return {part: f"{before}{spec.name}_{part}".removesuffix("_") for part in spec.tensors()}
 
@@ -73,6 +80,10 @@ class BlockMatrix(PackedMatrix):
             out[..., begin:end] = product(x, self._values(begin, end, x.dtype))
         return out if bias is None else out.add_(bias)
 
+    def by_outputs(self) -> BlockMatrix:
+        """The same for a linear layer, whatever the module takes it for."""
+        return BlockMatrix(self.spec, self.parts, self.values_dtype)
+
     def int8_parts(self) -> None:
         """It is in no form of ours."""
 
@@ -102,6 +113,39 @@ class BlockMatrix(PackedMatrix):
 
     def _values(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         return dequantized(*outputs_of(self.spec, self.parts, begin, end), dtype)
+
+
+class BlockRows(PackedMatrix):
+    """``matrices`` one below the other, in the place of a weight that is multiplied with: what a model has in one that
+    the checkpoint has in several, whose bytes are not one matrix.
+    """
+
+    __slots__ = ("matrices",)
+
+    def __init__(self, matrices: Sequence[BlockMatrix]) -> None:
+        self.matrices = tuple(matrices)
+        self.values_dtype, self.transposed = matrices[0].values_dtype, matrices[0].transposed
+
+    @property
+    def shape(self) -> torch.Size:
+        outputs = sum(matrix.spec.outputs for matrix in self.matrices)
+        sizes = (outputs, self.matrices[0].spec.inputs)
+        return torch.Size(sizes[::-1] if self.transposed else sizes)
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """See PackedMatrix."""
+        out = torch.cat([matrix.multiply(x, None, linear) for matrix in self.matrices], dim=-1)
+        return out if bias is None else out.add_(bias)
+
+    def by_outputs(self) -> BlockRows:
+        """See BlockMatrix."""
+        return BlockRows([matrix.by_outputs() for matrix in self.matrices])
+
+    def unpacked(self) -> Tensor:
+        """See BlockMatrix."""
+        return torch.cat([matrix.unpacked() for matrix in self.matrices], dim=1 if self.transposed else 0)
 
 
 class BlockLinear(nn.Module):
@@ -139,16 +183,33 @@ class BlockLinear(nn.Module):
 
 
 class BlockStack:
-    """``parts`` with experts in front, as what a model's loop over experts takes one matrix after the other from."""
+    """Parts with experts in front, as what a model's loop over experts takes one matrix after the other from; of each
+    piece, whose matrices are one below the other.
+    """
 
-    __slots__ = ("dtype", "parts", "spec", "transposed")
+    __slots__ = ("dtype", "pieces", "spec", "transposed")
 
-    def __init__(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype, transposed: bool) -> None:
-        self.spec, self.parts, self.dtype, self.transposed = spec, parts, dtype, transposed
+    def __init__(
+        self, spec: Spec, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype, transposed: bool
+    ) -> None:
+        self.spec, self.pieces, self.dtype, self.transposed = spec, pieces, dtype, transposed
 
-    def __getitem__(self, expert: Tensor | int) -> BlockMatrix:
-        own = {part: values[int(expert)] for part, values in self.parts.items()}
-        return BlockMatrix(self.spec, own, self.dtype, self.transposed)
+    def __getitem__(self, expert: Tensor | int) -> BlockMatrix | BlockRows:
+        number = int(expert)
+        own = [{part: values[number] for part, values in parts.items()} for parts in self.pieces]
+        matrices = [BlockMatrix(self.spec, parts, self.dtype, self.transposed) for parts in own]
+        return matrices[0] if len(matrices) == 1 else BlockRows(matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other; ``transposed``: whether the
+    module takes a matrix for (inputs, outputs).
+    """
+
+    spec: Spec
+    transposed: bool = False
+    pieces: int = 1
 
 
 def unpacking_bytes(model: nn.Module) -> int:
@@ -198,26 +259,28 @@ def _with_matrix(plain: Any, own: str, spec: Spec, dtype: torch.dtype, looks_up:
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
-def put_stacks(module: nn.Module, stacks: Mapping[str, tuple[Spec, bool]], dtype: torch.dtype) -> None:
-    """Parameters of a spec each, without values yet, in the place of those stacks of experts of ``module`` that are
-    named; whether the module takes a matrix for (inputs, outputs). The module runs its own loop then.
+def put_stacks(module: nn.Module, stacks: Mapping[str, Stacking], dtype: torch.dtype) -> None:
+    """Parameters without values yet in the place of those stacks of experts of ``module`` that are named. The module
+    multiplies with one expert after the other then.
     """
     plain: Any = type(module)
-    for own, (spec, _) in stacks.items():
+    for own, how in stacks.items():
         experts = len(getattr(module, own))
         delattr(module, own)
-        _register(module, spec, own, (experts,))
+        for piece in [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]:
+            _register(module, how.spec, piece, (experts,))
     module._is_hf_initialized = True  # type: ignore[assignment]  # see above
-    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items())))
+    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items(), key=lambda pair: pair[0])))
 
 
 @functools.lru_cache(maxsize=256)
-def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, tuple[Spec, bool]], ...]) -> type[nn.Module]:
-    def stack_of(own: str, spec: Spec, transposed: bool) -> property:
-        names = parameter_names(spec, own)
-        return property(lambda self: BlockStack(spec, _parts(self, names), dtype, transposed))
+def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacking], ...]) -> type[nn.Module]:
+    def stack_of(own: str, how: Stacking) -> property:
+        each = [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]
+        names = [parameter_names(how.spec, piece) for piece in each]
+        return property(lambda self: BlockStack(how.spec, [_parts(self, n) for n in names], dtype, how.transposed))
 
-    members: dict[str, Any] = {own: stack_of(own, *how) for own, how in stacks}
+    members: dict[str, Any] = {own: stack_of(own, how) for own, how in stacks}
     own_loop = getattr(plain.forward, "__wrapped__", plain.forward)
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -226,7 +289,7 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, tuple[
         return result
 
     members["forward"], members["bears_gaps"] = forward, True  # it takes one expert at a time
-    members["block_specs"] = tuple(spec for _, (spec, _) in stacks)
+    members["block_specs"] = tuple(how.spec for _, how in stacks)
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
@@ -256,7 +319,11 @@ def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 def _projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
     weight = getattr(module, own)[expert]
-    out = x @ weight if module.is_transposed else nn.functional.linear(x, weight)
+    if isinstance(weight, BlockMatrix | BlockRows):
+        weight = weight.by_outputs()  # as a linear layer, for which there are kernels
+    elif module.is_transposed:
+        weight = weight.t()
+    out = nn.functional.linear(x, weight)
     return out.add_(getattr(module, f"{own}_bias")[expert]) if module.has_bias else out
 
 

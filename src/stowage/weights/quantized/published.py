@@ -20,7 +20,7 @@ from stowage.weights.away import absent
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
 from stowage.weights.grouping import looks_up
 from stowage.weights.quantized import quantizer
-from stowage.weights.quantized.blocks import in_halves, parameter_names, put_linear, put_matrix, put_stacks
+from stowage.weights.quantized.blocks import Stacking, in_halves, parameter_names, put_linear, put_matrix, put_stacks
 from stowage.weights.quantized.formats import Spec, dequantized
 
 __all__ = ["METHOD", "Kept", "Part", "Plan", "fill", "mark"]
@@ -50,6 +50,7 @@ class Kept:
     """A parameter that lies in files as it is computed with: one part that is called "", of plain numbers or, where
     there is a ``spec``, the parts of that. ``experts``: how many matrices of ``spec``, 0 for one. ``heads``: of whose
     rows the rotated halves are interleaved. ``transposed``: experts that the model takes for (inputs, outputs).
+    ``pieces``: matrices of ``spec`` that one expert's is made of, one below the other; their parts are called ``0.…``.
     """
 
     parts: Mapping[str, Part]
@@ -57,6 +58,7 @@ class Kept:
     experts: int = 0
     heads: int = 0
     transposed: bool = False
+    pieces: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -67,14 +69,15 @@ class Kept:
         """How many weights there are."""
         if self.spec is None:
             return prod(self.parts[""].shape)
-        return max(1, self.experts) * self.spec.outputs * self.spec.inputs
+        return max(1, self.experts) * self.pieces * self.spec.outputs * self.spec.inputs
 
     def names(self, path: str) -> dict[str, str]:
         """What the tensor of each part is called in the model, for the parameter at ``path`` of Transformers'."""
         if self.spec is None:
             return {"": path}
         module, _, own = path.rpartition(".")
-        return {p: f"{module}.{n}" for p, n in parameter_names(self.spec, own if self.experts else "").items()}
+        names = parameter_names(self.spec, own if self.experts else "", self.pieces)
+        return {part: f"{module}.{name}" for part, name in names.items()}
 
     def numbers(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """What ``parts`` stand for: the parameter, in ``dtype``."""
@@ -83,8 +86,14 @@ class Kept:
         if not self.experts:
             return in_halves(dequantized(self.spec, parts, dtype), self.heads)
         each = ({name: part[expert] for name, part in parts.items()} for expert in range(self.experts))
-        whole = torch.stack([dequantized(self.spec, one, dtype) for one in each])
+        whole = torch.stack([self._expert(self.spec, one, dtype) for one in each])
         return whole.transpose(1, 2).contiguous() if self.transposed else whole
+
+    def _expert(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        if self.pieces == 1:
+            return dequantized(spec, parts, dtype)
+        each = [{part: parts[f"{number}.{part}"] for part in spec.tensors()} for number in range(self.pieces)]
+        return torch.cat([dequantized(spec, one, dtype) for one in each])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +152,13 @@ def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     packed = {path: kept for path, kept in plan.kept.items() if kept.spec is not None}
     packed |= {path: packed[source] for path, source in tied.items() if source in packed}
-    stacks: dict[str, dict[str, tuple[Spec, bool]]] = {}
+    stacks: dict[str, dict[str, Stacking]] = {}
     for path, kept in packed.items():
         parent, _, own = path.rpartition(".")
         module: Any = model.get_submodule(parent)
         assert kept.spec is not None
         if kept.experts:
-            stacks.setdefault(parent, {})[own] = (kept.spec, kept.transposed)
+            stacks.setdefault(parent, {})[own] = Stacking(kept.spec, kept.transposed, kept.pieces)
         elif type(module) is nn.Linear:
             put_linear(model, parent, kept.spec, dtype, kept.heads)
         else:
