@@ -200,7 +200,9 @@ def _name(layer: int) -> str:
 
 
 def _counts(scheduled: Any) -> Iterator[tuple[str, int, int]]:
-    computed = adapter.computed_tokens(scheduled)
+    cached = scheduled.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     for name, count in scheduled.num_scheduled_tokens.items():
         yield name, count, computed[name]
 

@@ -31,7 +31,7 @@ from stowage.cache.circuit_breaker import Breaker
 from stowage.cache.events import Action, Counters, Discard, Fetch, SourceArray, StartLoad, StartStore
 from stowage.cache.fetches import Fetches
 from stowage.cache.in_flight import Flight, Flights
-from stowage.cache.keymap import holds, is_empty, taken
+from stowage.cache.keymap import After, holds, is_empty, taken
 from stowage.cache.ledger import Ledger, State, gains
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.cache.slot_sizes import Sizes
@@ -189,7 +189,7 @@ class Flow:
 
     # Store
 
-    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
+    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
         """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
         slots = self.ledger.reserve(self._slab_of_group[group], keys, masks, after)
         self._sizes.taken(slots, group)

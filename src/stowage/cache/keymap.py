@@ -10,17 +10,20 @@ but for replacements, which are rare, none loops over keys in Python.
 from __future__ import annotations
 
 from itertools import compress, repeat
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 from stowage.core.table import make_slots
 
-__all__ = ["ABSENT", "KeyMap", "holds", "is_empty", "taken"]
+__all__ = ["ABSENT", "After", "KeyMap", "holds", "is_empty", "taken"]
 
 ABSENT: Final = -1
 """In an array of slots: no slot."""
+
+After: TypeAlias = "bytes | list[bytes | None] | None"
+"""The key of the chunk before the first of a prompt's, or, of chunks of several prompts, the one before each."""
 
 _NOT_THERE = repeat(ABSENT)
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.keymap import ABSENT, KeyMap, holds
+from stowage.cache.keymap import ABSENT, After, KeyMap, holds
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.cache.slot_states import (
     FILLING,
@@ -43,6 +43,7 @@ from stowage.core.geometry import BoolArray, IntArray, MaskArray
 __all__ = ["ABSENT", "Ledger", "State", "gains"]
 
 _NONE: IntArray = np.empty(0, np.int64)
+_NO_SLOT: IntArray = np.array([ABSENT])
 
 
 class Ledger:
@@ -139,15 +140,16 @@ class Ledger:
 
     # Store
 
-    def reserve(self, slab: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
+    def reserve(self, slab: int, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
         """A slot of class `slab` for each key that would gain blocks by being stored, ABSENT for the others.
 
         ABSENT: empty mask; ready with a mask that is not a strict subset; on its way already; repeated in the batch; no
         room. Ready chunks of the batch count as used now, so a batch never evicts its own chunks while others can go.
-        The chunks follow one another in a prompt, the first one the chunk of key `after`, where that is given.
+        The chunks follow one another in a prompt, the first one the chunk of key `after`, where that is given; or, of
+        several prompts, each one that of its own key in `after`.
         """
         all_new = self._map.has_none(keys)
-        before = self._map.slot_of(after)
+        before = np.array([self._map.slot_of(key) for key in (after if isinstance(after, list) else [after])])
         known = _NONE if all_new else self._map.find(keys)
         wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
         if not holds(wanted):
@@ -193,7 +195,7 @@ class Ledger:
         slots = self._take_new(slab, keys, FILLING)
         assert len(set(keys)) == len(keys), "a key is filled twice"
         self._map.add(keys, slots)
-        self._follow(slots, ABSENT, slots)
+        self._follow(slots, _NO_SLOT, slots)
         if len(slots) == len(keys):
             return slots
         return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
@@ -282,13 +284,11 @@ class Ledger:
                 some, self.keys(some), parents if holds(same) else np.where(same, parents, ABSENT)
             )
 
-    def _follow(self, slots: IntArray, before: int, line: IntArray, indices: IntArray | None = None) -> None:
-        """The chunks of the slots are those of a prompt's `line` at these indices, or all; `before` comes before it."""
+    def _follow(self, slots: IntArray, before: IntArray, line: IntArray, indices: IntArray | None = None) -> None:
+        """The chunks of the slots are those of a `line` at these indices, or all; `before` comes before it, or each."""
         if not len(slots):
             return
-        parents = np.empty(len(line), np.int64)
-        parents[0] = before
-        parents[1:] = line[:-1]
+        parents = np.concatenate((before, line[:-1]))[: len(line)]
         if indices is not None:
             parents = parents[indices]
         self._parent[slots] = parents

@@ -22,6 +22,7 @@ import numpy as np
 from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.cache.flow import Flow
 from stowage.cache.guard import Guarded
+from stowage.cache.keymap import After
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
 from stowage.core.prefix_search import Certain
@@ -172,11 +173,12 @@ class TieredStore:
 
     # Store
 
-    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: bytes | None = None) -> IntArray:
+    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
         """A slot to write each chunk into, for `commit` or `abort`; keys in prompt order.
 
         -1: an empty mask; stored already, and the new valid blocks are no strict superset; on its way already; no room.
-        Chunks that nobody uses are evicted, in the order of the policy. `after`: the key before the first one's.
+        Chunks that nobody uses are evicted, in the order of the policy. `after`: the key before the first one's;
+        a list: of chunks of several prompts, the key before each one's.
         """
         return self._flow.reserve(group, keys, masks, after)
 

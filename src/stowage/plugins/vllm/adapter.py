@@ -18,19 +18,22 @@ from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
 from stowage.errors import ConfigError, UnsupportedModelError
 
 __all__ = [
+    "NULL",
+    "Blocks",
     "Drafts",
     "GroupShape",
     "adapter_of",
     "boundary_states",
     "check_config",
-    "computed_tokens",
+    "computed_before",
     "drafts_of",
     "group_shapes",
     "hash_tokens",
     "media_of",
     "rank_of_worker",
+    "resumed",
     "say",
-    "step_table",
+    "step_blocks",
     "stop_at",
     "table_of",
     "unknown_release",
@@ -39,7 +42,7 @@ __all__ = [
 ]
 
 SUPPORTED = ("0.32", "0.33")
-_NULL = 0
+NULL = 0
 """vLLM's null block."""
 
 
@@ -85,12 +88,14 @@ def check_config(config: Any) -> None:
 @dataclass(frozen=True)
 class Drafts:
     """Speculative decoding. ``lookahead``: what draft layers cache for a token depends on so many tokens behind it.
-    ``model``: the draft model's configuration, where draft layers have a KV cache that depends on it.
+    ``model``: the draft model's configuration, where draft layers have a KV cache that depends on it. ``tokens``: how
+    many are drafted at most.
     """
 
     method: str
     lookahead: int = 0
     model: Any = None
+    tokens: int = 0
 
 
 def drafts_of(config: Any) -> Drafts | None:
@@ -105,7 +110,8 @@ def drafts_of(config: Any) -> Drafts | None:
     if drafts.use_eagle():
         several = drafts.use_multi_module_mtp() or drafts.method not in ("eagle", "eagle3", "mtp")
         lookahead = drafts.num_speculative_tokens if several else 1
-    return Drafts(drafts.method, lookahead, drafts.draft_model_config if drafts.uses_draft_kv_cache() else None)
+    model = drafts.draft_model_config if drafts.uses_draft_kv_cache() else None
+    return Drafts(drafts.method, lookahead, model, drafts.num_speculative_tokens or 0)
 
 
 def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
@@ -189,24 +195,47 @@ def rank_of_worker() -> tuple[int, int]:
 # A step
 
 
-def computed_tokens(scheduled: Any) -> dict[str, int]:
-    """Tokens that each scheduled request had computed before the step."""
-    found = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-    cached = scheduled.scheduled_cached_reqs
-    return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+def computed_before(request: Any) -> int:
+    """Tokens that a request had computed before the step that is being built."""
+    count: int = request.num_computed_tokens
+    return count
 
 
-def step_table(scheduled: Any, request: str) -> Sequence[IntArray] | None:
-    """The block tables of a request of this step, one per group, while the step is being built."""
+def resumed(scheduled: Any) -> Iterable[str]:
+    """Requests that lost their blocks and begin anew in this step."""
+    names: Iterable[str] = getattr(scheduled.scheduled_cached_reqs, "resumed_req_ids", ())
+    return names
+
+
+class Blocks:
+    """vLLM's blocks of a request, by group. vLLM's own lists are read, since a copy of them is linear in the prompt."""
+
+    def __init__(self, groups: Sequence[Sequence[Any]], objects: bool) -> None:
+        self._groups = groups
+        self._objects = objects
+
+    def numbers(self, group: int, first: int = 0, stop: int | None = None) -> list[int]:
+        """vLLM's numbers of the blocks of a group from ``first`` on."""
+        blocks = self._groups[group][first:stop]
+        return [block.block_id for block in blocks] if self._objects else list(blocks)
+
+
+def step_blocks(scheduled: Any, request: str) -> Blocks | None:
+    """The blocks of a request of this step, while the step is being built."""
     state = getattr(scheduled, "kv_connector_block_state", None)
-    blocks = state.get_block_ids(request) if state is not None else None
-    return None if blocks is None else [table_of(group) for group in blocks]
+    if state is None:
+        return None
+    manager = getattr(getattr(state, "resolve_block_ids", None), "__self__", None)
+    if manager is not None and hasattr(manager, "get_blocks"):
+        return Blocks(manager.get_blocks(request).blocks, objects=True) if request in state.req_ids else None
+    numbers = state.get_block_ids(request)
+    return None if numbers is None else Blocks(numbers, objects=False)
 
 
 def table_of(blocks: Iterable[int]) -> IntArray:
     """vLLM's block numbers, its null block named as ours."""
     table = np.array(list(blocks), dtype=np.int64)
-    table[table == _NULL] = NULL_BLOCK
+    table[table == NULL] = NULL_BLOCK
     return table
 
 

@@ -44,7 +44,7 @@ class Tracked:
     tokens completes the next. ``refused``: its loads failed on a worker once: it is computed, and not offered again.
     ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it parts
     from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens that
-    the device had. ``drafts``: of the engine's speculative decoding.
+    the device had. ``drafts``: of the engine's speculative decoding. ``ticket``: of the latest entry in ``due``.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Tracked:
         self.refused = False
         self.tainted = False
         self.counted = False
+        self.ticket = 0
         self.preemptions = 0
         self.junction = 0
         self.held = -1

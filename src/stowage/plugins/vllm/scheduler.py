@@ -28,6 +28,7 @@ from stowage.core.groups import snapshot_spacing, strategy
 from stowage.errors import ConfigError, StowageError
 from stowage.log import Trouble
 from stowage.plugins.vllm import adapter, namespace
+from stowage.plugins.vllm.due import Due
 from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.memory import Rank, SharedArena, offsets
 from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
@@ -62,6 +63,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._step_times = StepTimes()
+        self._due = Due(1 + (self._drafts.tokens if self._drafts is not None else 0))
         self._broken = False
         self._busy = True
         self._waited = False
@@ -255,20 +257,17 @@ class SchedulerSide:
         return Step(number, self._shared if loads or stores else None, loads, stores, self._busy)
 
     def _stores(self, scheduled: Any) -> list[Store]:
-        stores: list[Store] = []
         assert self._background is not None
+        stores: list[Store] = []
         with self._background.turn:
             self._poll()
             for request_id in scheduled.preempted_req_ids or ():
                 self._preempted(request_id)
-            computed = adapter.computed_tokens(scheduled)
-            states = adapter.boundary_states(scheduled)
-            for request_id, count in scheduled.num_scheduled_tokens.items():
-                tracked, begin = self._tracked.get(request_id), computed[request_id]
-                if tracked is not None and begin + count >= tracked.due and not tracked.tainted:
-                    found = self._storing.plan(scheduled, tracked, begin, begin + count, states.get(request_id, ()))
-                    if found is not None:
-                        stores.append(found)
+            due = self._due.of(scheduled, self._tracked)
+            if due:
+                stores = self._storing.plan(scheduled, due)
+            for tracked, _, end in due:
+                self._due.watch(tracked, end)
             self._background.notice()
         return stores
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,17 @@ __all__ = ["Storing"]
 
 States = Sequence[tuple[int, int, int]]
 """Group, block and boundary of recurrent states that a step leaves behind."""
+
+
+_WINDOWS = (Kind.SLIDING, Kind.CHUNKED)
+
+
+class _Single(NamedTuple):
+    """The one chunk of a group that a step completes of a request, and vLLM's blocks of it."""
+
+    tracked: Tracked
+    chunk: int
+    blocks: list[int]
 
 
 @dataclass(slots=True)
@@ -63,39 +75,93 @@ class Storing:
         """Whether no worker has anything to write."""
         return not self._writing
 
-    def plan(self, scheduled: Any, tracked: Tracked, begin: int, end: int, states: States) -> Store | None:
-        """What the step from ``begin`` to ``end`` completes of one request: chunks of known tokens."""
-        progress = min(end, tracked.settled_tokens)
-        if progress < tracked.due:
-            return None
-        groups = [strategy.group for strategy in self._strategies]
-        due = [progress // group.chunk_tokens > tracked.stored[group.index] for group in groups]
-        tables = adapter.step_table(scheduled, tracked.request.request_id)
-        if tables is None:
-            return None
+    def plan(self, scheduled: Any, due: Sequence[tuple[Tracked, int, int]]) -> list[Store]:
+        """What a step completes of these requests, which it computes from one token to another: chunks of known tokens.
+
+        Where a request generates, that is one chunk per group: these are reserved together for all requests.
+        """
+        states = adapter.boundary_states(scheduled)
+        single: dict[int, list[_Single]] = {}
+        stores = []
+        for tracked, begin, end in due:
+            progress, name = min(end, tracked.settled_tokens), tracked.request.request_id
+            if progress < tracked.due or (blocks := adapter.step_blocks(scheduled, name)) is None:
+                continue
+            found = self._plan_one(tracked, blocks, (begin, end, progress), states.get(name, ()), single)
+            if found:
+                stores.append(self._begin(found))
+        together = [plan for group, some in single.items() if (plan := self._reserve_singles(group, some)) is not None]
+        if together:
+            stores.append(self._begin(together))
+        return stores
+
+    def _begin(self, found: Sequence[tuple[CopyPlan, IntArray]]) -> Store:
+        self._numbers += 1
+        self._writing[self._numbers] = _Writing(np.concatenate([slots for _, slots in found]), self._ranks)
+        return Store(self._numbers, [plan for plan, _ in found])
+
+    def _plan_one(
+        self,
+        tracked: Tracked,
+        blocks: adapter.Blocks,
+        step: tuple[int, int, int],
+        states: States,
+        single: dict[int, list[_Single]],
+    ) -> list[tuple[CopyPlan, IntArray]]:
+        """Of one request. ``step``: from where to where, and up to which token all is known. What can be reserved with
+        others goes into ``single``, by group.
+        """
+        begin, end, progress = step
         tracked.extend_keys(progress)
         prompt_tokens = len(tracked.request.prompt_token_ids)
         tail = tail_of(prompt_tokens, self._chunk_tokens, self._store.geometry.boundary_tokens)
         found: list[tuple[CopyPlan, IntArray]] = []
-        for group in [group for group in groups if due[group.index]]:
-            table, known = tables[group.index], range(tracked.stored[group.index], progress // group.chunk_tokens)
+        for strategy in self._strategies:
+            group = strategy.group
+            known = range(tracked.stored[group.index], progress // group.chunk_tokens)
+            if not known:
+                continue
+            tracked.stored[group.index] = known.stop
+            whole = group.kind is Kind.FULL or (group.kind in _WINDOWS and known.start * group.chunk_tokens >= tail)
+            if whole and len(known) == 1:
+                first = known.start * group.blocks_per_chunk
+                row = blocks.numbers(group.index, first, first + group.blocks_per_chunk)
+                if len(row) == group.blocks_per_chunk and adapter.NULL not in row:
+                    single.setdefault(group.index, []).append(_Single(tracked, known.start, row))
+                    continue
+            table = adapter.table_of(blocks.numbers(group.index))
             if group.kind is Kind.RECURRENT:
                 drafting = tracked.drafts is not None and end > prompt_tokens
                 table = self._states(group, None if drafting else table, begin, end, progress, states)
                 kept = self._kept_states(group, tracked.junction, table, begin, tail)[known.start :]
             else:
-                strategy = self._strategies[group.index]
                 kept = self._points.kept(strategy, known, tail, tracked.junction)
-            chunks, masks = self._strategies[group.index].storable(progress, known.start, table)
-            tracked.stored[group.index] = known.stop
+            chunks, masks = strategy.storable(progress, known.start, table)
             wanted = kept[chunks - known.start]
             found += self._reserve(tracked, group, chunks[wanted], masks[wanted], table)
         tracked.note_stored()
-        if not found:
+        return found
+
+    def _reserve_singles(self, number: int, some: Sequence[_Single]) -> tuple[CopyPlan, IntArray] | None:
+        """Whole chunks of one group, one per request."""
+        group = self._strategies[number].group
+        names = [one.tracked.keys.of(number) for one in some]
+        keys = [named[one.chunk] for one, named in zip(some, names, strict=True)]
+        after = [named[one.chunk - 1] if one.chunk else None for one, named in zip(some, names, strict=True)]
+        slots = self._store.reserve(number, keys, np.array([group.full_mask] * len(some), dtype=np.uint64), after)
+        there = slots >= 0
+        stored = slots[there]
+        if not len(stored):
             return None
-        self._numbers += 1
-        self._writing[self._numbers] = _Writing(np.concatenate([slots for _, slots in found]), self._ranks)
-        return Store(self._numbers, [plan for plan, _ in found])
+        rows = [one.blocks for one, kept in zip(some, there.tolist(), strict=True) if kept]
+        if self._announcements is not None and self._announcements.group is group:
+            for one, named, kept in zip(some, names, there.tolist(), strict=True):
+                if kept:
+                    chunk = np.array([one.chunk], dtype=np.int64)
+                    self._announcements.planned(self._numbers + 1, one.tracked.request, chunk, named)
+        size = group.blocks_per_chunk
+        offsets = np.array([*range(size)] * len(rows), dtype=np.int64)
+        return CopyPlan(number, np.array(list(chain(*rows)), dtype=np.int64), stored.repeat(size), offsets), stored
 
     def _reserve(
         self, tracked: Tracked, group: Group, chunks: IntArray, masks: MaskArray, table: IntArray

@@ -1,0 +1,74 @@
+"""Which requests a step may complete a chunk of, without a look at those that run and have far to go.
+
+A step gives most requests one token, or with drafts a few; a chunk has 128. So each request is looked at again when it
+can have come so far at the earliest. Those that get more tokens at a time, and those that begin or resume, are looked
+at in each step that computes them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Any
+
+from stowage.plugins.vllm import adapter
+from stowage.plugins.vllm.requests import Tracked
+
+__all__ = ["Due"]
+
+
+class Due:
+    """``step_tokens``: what a step computes at most of a request that generates. ``looks``: how many there were."""
+
+    def __init__(self, step_tokens: int) -> None:
+        self._step_tokens = step_tokens
+        self._passed = 0  # tokens: no request that generates has computed more since the start
+        self._watched: list[tuple[int, int, str, Tracked]] = []
+        self.looks = 0
+
+    def of(self, scheduled: Any, tracked_by_name: Mapping[str, Tracked]) -> list[tuple[Tracked, int, int]]:
+        """Of the requests that this step brings to the end of a chunk: from which token to which it computes them."""
+        counts = scheduled.num_scheduled_tokens
+        self._passed += self._step_tokens
+        names = self._candidates(scheduled, tracked_by_name)
+        if not names:
+            return []
+        begins = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        found = []
+        for name in names:
+            self.looks += 1
+            tracked = tracked_by_name.get(name)
+            if tracked is None or tracked.tainted:
+                continue
+            begin = begins[name] if name in begins else adapter.computed_before(tracked.request)
+            end = begin + counts[name]
+            if end >= tracked.due:
+                found.append((tracked, begin, end))
+            else:
+                self.watch(tracked, end)
+        return found
+
+    def _candidates(self, scheduled: Any, tracked_by_name: Mapping[str, Tracked]) -> dict[str, None]:
+        counts = scheduled.num_scheduled_tokens
+        names = dict.fromkeys(new.req_id for new in scheduled.scheduled_new_reqs)
+        names |= dict.fromkeys(name for name in adapter.resumed(scheduled) if name in counts)
+        if scheduled.total_num_scheduled_tokens - len(counts) >= self._step_tokens:  # else none can have more
+            names |= {name: None for name, count in counts.items() if count > self._step_tokens}
+        while self._watched and self._watched[0][0] <= self._passed:
+            _, ticket, name, tracked = heapq.heappop(self._watched)
+            if ticket != tracked.ticket or tracked_by_name.get(name) is not tracked:
+                continue  # looked at since then, or ended
+            if name in counts:
+                names[name] = None
+            elif tracked.request.num_preemptions == tracked.preemptions:  # it runs, and this step has no room for it
+                self._push(tracked, self._passed + self._step_tokens)
+        return names
+
+    def watch(self, tracked: Tracked, end: int) -> None:
+        """Look again when the request, which has computed ``end`` tokens after this step, can be due."""
+        steps = max(1, -(-(tracked.due - end) // self._step_tokens))
+        self._push(tracked, self._passed + steps * self._step_tokens)
+
+    def _push(self, tracked: Tracked, at: int) -> None:
+        tracked.ticket += 1
+        heapq.heappush(self._watched, (at, tracked.ticket, tracked.request.request_id, tracked))
