@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +57,42 @@ def test_a_second_engine_in_one_process(start: Start) -> None:
     engine.ask("start_again")
     prove(engine, prompt(300, seed=1))
     assert any(name.startswith("stowage_requests_total") for name in engine.ask("metrics"))
+
+
+def example(directory: Path, role: str) -> dict[str, Any]:
+    """vLLM's connector that brings a prompt's blocks from a prefiller to a decoder through a directory."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+    }
+
+
+@pytest.mark.parametrize("ours", ["prefiller", "decoder", "both"])
+def test_a_prompt_is_prefilled_by_one_engine_and_decoded_by_another(ours: str, start: Start, tmp_path: Path) -> None:
+    """With Stowage below one of them or both, before the transport or behind it: the same numbers as a plain hit."""
+    options = {"max_num_batched_tokens": 1024}  # that connector takes no prompt in pieces
+    plain = start("llama", **options)
+    tokens = prompt(700)
+    plain.generate(tokens)
+    expected = plain.generate(tokens)
+    plain.close()
+    produce, consume = example(tmp_path, "kv_producer"), example(tmp_path, "kv_consumer")
+    first = [connector() | {"kv_role": "kv_producer"}, produce] if ours != "decoder" else [produce]
+    second = [consume, connector() | {"kv_role": "kv_consumer"}] if ours != "prefiller" else [consume]
+    prefiller = start("llama", several(*first) | {"kv_role": "kv_producer"}, **options)
+    prefiller.generate(tokens, 1)
+    if ours != "decoder":  # what it has lost from its device comes back from Stowage
+        prefiller.forget()
+        assert prefiller.generate(tokens, 1).external == expected.local
+    prefiller.close()
+    decoder = start("llama", several(*second) | {"kv_role": "kv_consumer"}, **options)
+    came = decoder.generate(tokens)
+    assert (came.external, came.distance(expected)) == (expected.local, 0.0)
+    if ours != "prefiller":  # what was brought once is Stowage's, when the transport has it no more
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        decoder.forget()
+        again = decoder.generate(tokens)
+        assert (again.external, again.distance(expected)) == (expected.local, 0.0)
+        decoder.ask("check")
