@@ -17,12 +17,13 @@ VLLM_NEXT_STAMP := $(VLLM_NEXT)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
-ORDINARY := "not vllm and not cuda and not device and not lmeval and not clients and not browser and not commands and not real"
+ORDINARY := "not vllm and not sglang and not cuda and not device and not lmeval and not clients and not browser and not commands and not real"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
 CLIENTS_STAMP := .clients/.installed
 TRITON_STAMP := .triton/.installed
 REAL_MODEL := .real-model/SmolLM2-135M-Instruct
+SGLANG_STAMP := .sglang/.installed
 DEPLOY_STAMP := .deploy-tools/.installed
 BROWSER_STAMP := tests/browser/node_modules/.installed
 COMPAT := .compat
@@ -39,7 +40,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env real real-model compat pythons release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -213,6 +214,15 @@ $(VLLM_NEXT_STAMP): requirements/vllm-next.txt $(VLLM_STAMP)
 	@ln -s "$$(cd $(VLLM_VENV)/lib/python3*/site-packages/vllm && pwd)"/*.so $(VLLM_NEXT)/vllm/
 	@touch $@
 
+sglang: $(SGLANG_STAMP) ## test the storage backend for HiCache against SGLang's own interface and file backend
+	$(PY) -m pytest -m sglang tests/sglang
+
+$(SGLANG_STAMP): $(ENV_STAMP) requirements/sglang.txt
+	@echo "Installing SGLang's Python code into .sglang, without what it needs to compute: 39 MB."
+	@rm -rf $(dir $@)
+	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/sglang.txt
+	@touch $@
+
 deploy-tools: $(DEPLOY_STAMP) ## install hadolint, which tests/deploy asks about the Dockerfile where it finds it
 
 $(DEPLOY_STAMP): requirements/deploy.txt | $(ENV_STAMP)
@@ -240,7 +250,7 @@ $(BENCH_STAMP): requirements/bench.txt requirements/peers.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products; cached KV data is left alone
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(COMPAT) .pythons .release-tools .lm-eval .clients .triton .deploy-tools .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(COMPAT) .pythons .release-tools .lm-eval .clients .triton .deploy-tools .sglang .real-model tests/browser/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src/stowage -name "*.so" -delete
 	rm -rf src/*.egg-info mutants htmlcov .coverage

@@ -33,6 +33,7 @@ NOT_RUN: Final = {
     ".": "the environment is active",
     "docker": "no container engine runs here; tests/deploy checks the files",
     "vllm": "vLLM has an environment of its own; tests/vllm ask its server through the plugin",
+    "sglang": "it needs a GPU; tests/sglang ask the backend through its interface",
     "sudo": "changes the machine; tests/deploy checks the files",
     "systemctl": "changes the machine; tests/deploy checks the files",
     "journalctl": "no service of ours is installed",

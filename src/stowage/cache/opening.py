@@ -19,7 +19,7 @@ from stowage.storage.disk import DiskTier
 from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Tier
 
-__all__ = ["check_tiers", "open_store"]
+__all__ = ["check_tiers", "open_store", "open_tiers"]
 
 _METHODS = ("lookup", "load", "store", "poll", "discard", "close")
 
@@ -68,7 +68,7 @@ def open_store(
         return None
     tiers: list[Tier] = []
     try:
-        for tier in _open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups), clock):
+        for tier in open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups), clock):
             tiers.append(tier)  # one by one, so that those that are open are closed when the next cannot be
         below = [*tiers, *others]
         return TieredStore(
@@ -87,8 +87,8 @@ def open_store(
         raise
 
 
-def _open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int, clock: Callable[[], float]) -> Iterator[Tier]:
-    """Those that `memory` asks for, nearest first."""
+def open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int, clock: Callable[[], float]) -> Iterator[Tier]:
+    """Those that `memory` asks for, nearest first. `name`: the namespace; `chunk_bytes_max`: of the longest chunk."""
     if memory.host_packed_bytes:
         if not lossless.is_quick():
             raise ConfigError(
