@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stowage.config.memory import Memory, unknown_name
+from stowage.config.memory import Memory
+from stowage.config.wording import unknown_name
 from stowage.errors import ConfigError
 
 __all__ = ["read"]
