@@ -66,7 +66,7 @@ def main() -> None:
                 more = f", mean {values['mean']:8.0f}, 95 % {values['95th']:8.0f}" if "mean" in values else ""
                 shown = values["median"] if isinstance(values["median"], float) else values["median"].median
                 print(f"{running:>5} running, {groups} groups, {name:>15}: median {shown:8.0f} us{more}", flush=True)
-    write_result("vllm_scheduler", {"unit": "microseconds per step", "steps": found} | vars(options))
+    write_result("vllm_scheduler", {"unit": "microseconds per step", "per_step": found} | vars(options))
 
 
 if __name__ == "__main__":

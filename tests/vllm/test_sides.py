@@ -472,6 +472,24 @@ def test_the_node_has_one_budget_whatever_the_ranks(made: Any) -> None:
     assert [here.scheduler._shared.offsets[rank][0] for rank in RANKS] == [0, *ends[:-1].tolist()]
 
 
+def test_engines_of_a_node_share_a_budget(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with data parallelism: an engine that would take the sum above the limit does not start, until one ends."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    budget = {"host": "4MiB", "node_host_memory": "10MiB"}
+    first, second = made([FULL], **budget), made([FULL], **budget)
+    with pytest.raises(BudgetError, match="other engines hold 8 MiB"):
+        made([FULL], **budget)
+    store_prompt(first, prompt(300))  # its workers hold the part too
+    first.scheduler.close()
+    with pytest.raises(BudgetError):
+        made([FULL], **budget)
+    first.close()
+    made([FULL], **budget)
+    second.close()
+    with pytest.raises(ConfigError, match="node_host_memory cannot be used"):
+        settings.read({"host_memory": "1GiB", "node_host_memory": "much"})
+
+
 def test_events_tell_what_is_stored_and_what_has_gone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash

@@ -98,13 +98,16 @@ def runs_of(tensor: Tensor, num_blocks: int, name: str = "") -> list[Tensor]:
 
 @dataclass(frozen=True)
 class SharedArena:
-    """Where workers find the arena. ``offsets``: by rank and group, where the rank's share of a block begins."""
+    """Where workers find the arena. ``offsets``: by rank and group, where the rank's share of a block begins.
+    ``lease``: the file of the engine's part of the node's budget, which workers hold too; or empty.
+    """
 
     path: str
     nbytes: int
     slabs: tuple[SlabClass, ...]
     bytes_per_block: tuple[int, ...]
     offsets: dict[Rank, tuple[int, ...]]
+    lease: str = ""
 
 
 class Copies:

@@ -23,7 +23,7 @@ from typing import Any
 from stowage.cache.background import Background
 from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import open_store
-from stowage.core.geometry import Geometry, Group, Kind
+from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import snapshot_spacing, strategy
 from stowage.errors import ConfigError, StowageError
 from stowage.log import Trouble
@@ -38,6 +38,7 @@ from stowage.plugins.vllm.startup_log import welcome
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.storing import Storing
 from stowage.plugins.vllm.worker import machine
+from stowage.storage.lease import Lease
 
 __all__ = ["SchedulerSide"]
 
@@ -70,6 +71,7 @@ class SchedulerSide:
         self._parts: dict[Rank, Part] = {}
         self._trouble = Trouble("stowage.vllm")
         self._background: Background | None = None
+        self._lease: Lease | None = None
         self.counts = dict.fromkeys(_COUNTS, 0)
 
     # Opening
@@ -88,7 +90,7 @@ class SchedulerSide:
         ranks = sorted(parts)
         sizes = [sum(parts[rank].bytes_per_block[g] for rank in ranks) for g in range(len(self._shapes))]
         self._groups = tuple(
-            self._group(g, shape, size) for g, (shape, size) in enumerate(zip(self._shapes, sizes, strict=True))
+            self._options.group(g, shape, size) for g, (shape, size) in enumerate(zip(self._shapes, sizes, strict=True))
         )
         geometry = Geometry(self._groups)
         memory = self._options.memory
@@ -100,6 +102,7 @@ class SchedulerSide:
         spacing = memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens)
         self._snapshot_tokens = snapshot_spacing(spacing, grid)
         self._has_states = bool(recurrent)
+        self._lease = self._options.lease()
         points = resume_points(self._options, self._groups)
         sparse = self._has_states or not points.everywhere
         store = open_store(
@@ -117,6 +120,7 @@ class SchedulerSide:
             store.slabs,
             tuple(sizes),
             offsets({rank: part.bytes_per_block for rank, part in parts.items()}),
+            "" if self._lease is None else str(self._lease.path),
         )
         self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
         full = [group for group in self._groups if group.kind is Kind.FULL]
@@ -125,10 +129,6 @@ class SchedulerSide:
         spacings = [self._snapshot_tokens if shape.dense else 0 for shape in self._shapes]
         self._storing = Storing(store, self._strategies, points, spacings, len(ranks), self._announcements)
         adapter.say(welcome(memory, store, self._groups, self._snapshot_tokens, step_tokens))
-
-    def _group(self, index: int, shape: adapter.GroupShape, nbytes: int) -> Group:
-        blocks = 1 if shape.kind is Kind.RECURRENT else self._options.blocks_per_chunk(shape.block_tokens)
-        return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window)
 
     # Loads
 
@@ -393,6 +393,8 @@ class SchedulerSide:
         if self._background is not None:
             self._background.close(self._options.close_timeout_s)
             self._background = None
+        if self._lease is not None:
+            self._lease.release()
 
     def _complain(self, event: str, text: str, error: Exception) -> None:
         self._trouble.report(logging.WARNING, event, text, error=f"{type(error).__name__}: {error}")

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stowage.config.memory import Memory
+from stowage.config.memory import Memory, parse_size, ram_total_bytes
 from stowage.config.names import all_today, renamed_hint
 from stowage.config.wording import unknown_name
 from stowage.core.geometry import Group, Kind, round_up
 from stowage.core.resume_points import Points
 from stowage.errors import ConfigError
+from stowage.plugins.vllm.adapter import GroupShape
+from stowage.storage.lease import Lease, budget_directory
 
 logger = logging.getLogger("stowage.vllm")
 
@@ -38,7 +40,8 @@ _POINT_SHARE = 2
 class Options:
     """``chunk_blocks``: blocks per chunk, 0: as many as ``_CHUNK_TOKENS`` take. ``close_timeout_s``: how long an end
     waits for what is still to be written. ``spacing_given``: whether the user said how far apart states are.
-    ``points``: one of ``_POINTS``, or a distance in tokens.
+    ``points``: one of ``_POINTS``, or a distance in tokens. ``node_bytes``: what the host memory of all engines on this
+    machine may sum to, 0: each has its own.
     """
 
     memory: Memory
@@ -46,6 +49,18 @@ class Options:
     close_timeout_s: float = 10.0
     spacing_given: bool = False
     points: str | int = "growing"
+    node_bytes: int = 0
+
+    def lease(self) -> Lease | None:
+        """This engine's part of the node's budget. Raises ``BudgetError`` when so much is not left."""
+        if not self.node_bytes:
+            return None
+        return Lease(budget_directory("vllm"), self.memory.host_memory_bytes, self.node_bytes)
+
+    def group(self, index: int, shape: GroupShape, nbytes: int) -> Group:
+        """A cache group whose blocks have so many bytes on all ranks together."""
+        blocks = 1 if shape.kind is Kind.RECURRENT else self.blocks_per_chunk(shape.block_tokens)
+        return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window)
 
     def blocks_per_chunk(self, block_tokens: int) -> int:
         """Of a paged group with blocks of so many tokens."""
@@ -55,7 +70,7 @@ class Options:
 def read(extra: Mapping[str, Any]) -> Options:
     """Takes old names too. Raises ``ConfigError`` for a name that is unknown or a value that cannot be used."""
     memory_names = [field.name for field in fields(Memory) if field.name not in _NOT_OURS]
-    own_names = ["chunk_blocks", "close_timeout_s", "resume_points"]
+    own_names = ["chunk_blocks", "close_timeout_s", "node_host_memory", "resume_points"]
     extra = all_today(extra, lambda old, new: logger.warning("StowageConnector: %s", renamed_hint(old, new)))
     for name in extra:
         if name not in memory_names + own_names:
@@ -71,9 +86,12 @@ def read(extra: Mapping[str, Any]) -> Options:
         raise ConfigError(f"chunk_blocks is {blocks!r}: it must be a whole number from 1 to {CHUNK_BLOCKS_MAX}, or 0.")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < float("inf"):
         raise ConfigError(f"close_timeout_s is {timeout_s!r}: it must be a number of seconds, 0 or more.")
-    return Options(
-        memory, blocks, float(timeout_s), "snapshot_tokens" in extra, _points(extra.get("resume_points", "growing"))
-    )
+    try:
+        node_bytes = parse_size(extra.get("node_host_memory", 0), ram_total_bytes())
+    except ConfigError as error:
+        raise ConfigError(f"node_host_memory cannot be used. {error}") from error
+    points = _points(extra.get("resume_points", "growing"))
+    return Options(memory, blocks, float(timeout_s), "snapshot_tokens" in extra, points, node_bytes)
 
 
 def _points(given: Any) -> str | int:

@@ -8,6 +8,7 @@ fails one store or one load; it never ends the engine.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import socket
 import threading
@@ -22,6 +23,7 @@ from stowage.log import Trouble
 from stowage.plugins.vllm.memory import Copies, GroupBytes, Rank, SharedArena, group_bytes
 from stowage.plugins.vllm.messages import Load, Part, Report, Step
 from stowage.storage.host import map_arena
+from stowage.storage.lease import hold
 
 __all__ = ["WorkerSide", "machine"]
 
@@ -43,6 +45,7 @@ class WorkerSide:
         self._report_part = report_part
         self._groups: list[GroupBytes] = []
         self._copies: Copies | None = None
+        self._lease = -1
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._arrived = threading.Event()
@@ -122,6 +125,9 @@ class WorkerSide:
             self._loads.put(None)
             self._thread.join(10.0)
         self._copies = None
+        if self._lease >= 0:
+            os.close(self._lease)
+            self._lease = -1
 
     # The thread
 
@@ -144,10 +150,12 @@ class WorkerSide:
 
     def _open(self, shared: SharedArena) -> None:
         try:
+            if shared.lease and self._lease < 0:
+                self._lease = hold(shared.lease)  # before the memory is mapped here
             self._copies = Copies(
                 self._groups, map_arena(shared.path, shared.nbytes), shared, shared.offsets[self._rank]
             )
-        except (StowageError, KeyError) as error:
+        except (StowageError, KeyError, OSError) as error:
             self._complain("arena_unreachable", "host memory cannot be reached: nothing is stored or loaded", error)
 
     def _open_copies(self) -> Copies:

@@ -1,0 +1,91 @@
+"""A lease of a part of one budget of memory, which the engines of a node share: the parts never sum above it.
+
+A budget is a directory with one file per engine, which tells its bytes. All processes that map the memory hold a lock
+on that file for as long as they live, so the part of a killed engine is free when the last of them has gone, and not
+before. Nothing has to clean up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import uuid
+from pathlib import Path
+
+from stowage.config.memory import format_size
+from stowage.errors import BudgetError, DirectoryError
+
+__all__ = ["Lease", "budget_directory", "hold"]
+
+_GATE = "gate"
+_SUFFIX = ".part"
+
+
+def budget_directory(name: str) -> Path:
+    """Where this user's engines on this machine meet for the budget ``name``."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"stowage-{os.getuid()}" / "budgets" / name
+
+
+class Lease:
+    """``nbytes`` of a budget of ``limit_bytes``, until ``release`` or the end of all processes that ``hold`` it.
+
+    Raises BudgetError when so much is not left, DirectoryError for a directory that cannot be used.
+    """
+
+    def __init__(self, directory: Path, nbytes: int, limit_bytes: int) -> None:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            gate = os.open(directory / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise DirectoryError(
+                f"The budget's directory {directory} cannot be used ({error.strerror}). Set XDG_RUNTIME_DIR to a "
+                "directory of yours."
+            ) from error
+        try:
+            if os.fstat(gate).st_uid != os.getuid():
+                raise DirectoryError(f"The budget's directory {directory} is another user's. Remove it.")
+            fcntl.flock(gate, fcntl.LOCK_EX)  # held for a few file operations, by whoever starts
+            taken = sum(_parts_of_the_living(directory))
+            if taken + nbytes > limit_bytes:
+                raise BudgetError(
+                    f"host_memory is {format_size(nbytes)}, and of the node's {format_size(limit_bytes)} other engines "
+                    f"hold {format_size(taken)}. Give each engine a smaller host_memory, or node_host_memory a larger "
+                    "one."
+                )
+            self.path = directory / f"{os.getpid()}-{uuid.uuid4().hex}{_SUFFIX}"
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+            os.write(self._file, str(nbytes).encode())
+        finally:
+            os.close(gate)
+
+    def release(self) -> None:
+        """The memory is unmapped here. Releasing again does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def hold(path: str) -> int:
+    """Keep a lease for as long as this process lives, or until the descriptor that is returned is closed."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def _parts_of_the_living(directory: Path) -> list[int]:
+    """Bytes of each part that some process holds; the others are removed. Under the gate."""
+    found = []
+    for path in directory.glob(f"*{_SUFFIX}"):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found.append(int(os.read(file, 32) or b"0"))
+        else:
+            path.unlink()
+        finally:
+            os.close(file)
+    return found
