@@ -40,7 +40,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env sglang real real-model compat pythons release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,9 @@ crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OP
 
 load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300: nothing lost, held or leaked
 	$(PY) -m tests.server.load --seconds $(or $(SECONDS),300)
+
+stress: $(ENV_STAMP) ## eight threads on one model whose weights come and go, signals, exceptions, hooks that raise: FORWARDS=10000 each of four
+	STOWAGE_TEST_FORWARDS=$(or $(FORWARDS),10000) $(PY) -m pytest -q -s tests/weights/test_stress.py
 
 second-device: $(ENV_STAMP) $(TRITON_STAMP) ## run the engine on a device that needs a C++ compiler only, and kernels for GPUs interpreted
 	$(PY) -m pytest -m device tests/second_device

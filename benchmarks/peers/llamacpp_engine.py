@@ -43,7 +43,7 @@ class Model:
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         asked = llama_cpp.llama_model_default_params()
-        assert asked.use_mmap, "it maps the file unless it is told not to"
+        asked.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), asked)
         if not self._model:
             raise SystemExit(f"llama.cpp does not load {path}")
