@@ -36,10 +36,23 @@ static inline ALWAYS __m512i coded_split(const uint8_t *from)
 }
 
 /* The same; low and high halves take turns. */
-static inline ALWAYS __m512i coded_turns(const uint8_t *from)
+static inline ALWAYS __m512i coded_turns(__m128i from)
 {
-    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+    __m512i bytes = _mm512_cvtepu8_epi32(from);
     return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+}
+
+static inline ALWAYS __m512i coded_turns_at(const uint8_t *from)
+{
+    return coded_turns(_mm_loadu_si128((const __m128i *)from));
+}
+
+/* What 16 codes of the group that input k is in mean: a code less its zero point, times its scale. */
+static inline ALWAYS __m512bh coded_words(const Coded *row, int64_t k)
+{
+    int64_t group = k / row->group;
+    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(zero_of(row, group)));
+    return coded_twice(_mm512_mul_ps(table, _mm512_set1_ps(scale_of(row, group))));
 }
 
 /* Codes with fifth bits where `high` says so. */
@@ -167,16 +180,50 @@ UNIT(mxfp4_block)
 UNIT(mxfp4)
 {
     __m512 table = _mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(power_of(row->scales[k / 32])));
-    w[0] = coded_lookup(coded_turns(row->w + k / 2), coded_twice(table));
+    w[0] = coded_lookup(coded_turns_at(row->w + k / 2), coded_twice(table));
 }
 
-UNIT(int4)
+static inline ALWAYS __m512i coded_codes_int4(const Coded *row, int64_t k)
 {
-    int64_t group = k / row->group;
-    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(zero_of(row, group)));
-    table = _mm512_mul_ps(table, _mm512_set1_ps(scale_of(row, group)));
-    w[0] = coded_lookup(coded_turns(row->w + k / 2), coded_twice(table));
+    return coded_turns_at(row->w + k / 2);
 }
+
+/* Of GPTQ, four words of eight inputs each, `across` bytes apart: together they are 32 codes as those of int4. */
+static inline ALWAYS __m512i coded_codes_gptq(const Coded *row, int64_t k)
+{
+    const uint8_t *from = row->w + k / 8 * row->across;
+    return coded_turns(_mm_setr_epi32((int)read_word(from), (int)read_word(from + row->across),
+                                      (int)read_word(from + 2 * row->across), (int)read_word(from + 3 * row->across)));
+}
+
+/* Of AWQ, a word for each input. */
+static inline ALWAYS __m512i coded_codes_awq(const Coded *row, int64_t k)
+{
+    const uint8_t *from = row->w + k * row->across;
+    __m128i shift = _mm_cvtsi32_si128(row->shift);
+    __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                    _mm512_set1_epi32((int)row->across));
+    __m512i low = _mm512_srl_epi32(_mm512_i32gather_epi32(at, from, 1), shift);
+    __m512i high = _mm512_srl_epi32(_mm512_i32gather_epi32(at, from + 16 * row->across, 1), shift);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)), _mm512_cvtepi32_epi16(high), 1);
+}
+
+/* One table for 32 inputs, or for 128 whose group is no smaller. */
+#define WORDS(format)                                                                                                  \
+    UNIT(format)                                                                                                       \
+    {                                                                                                                  \
+        w[0] = coded_lookup(coded_codes_##format(row, k), coded_words(row, k));                                        \
+    }                                                                                                                  \
+    UNIT(format##_wide)                                                                                                \
+    {                                                                                                                  \
+        __m512bh table = coded_words(row, k);                                                                          \
+        UNROLLED for (int u = 0; u < 4; u++)                                                                           \
+            w[u] = coded_lookup(coded_codes_##format(row, k + 32 * u), table);                                         \
+    }
+WORDS(int4)
+WORDS(gptq)
+WORDS(awq)
+#undef WORDS
 
 /* The low halves of a row's bytes are its first inputs, the high ones the rest; 32 inputs may be of both. */
 UNIT(packed4)
@@ -196,16 +243,32 @@ UNIT(packed4)
 }
 
 /* A float of 8 bits (e4m3) is one of 16 divided by 256. */
-UNIT(fp8)
+static inline ALWAYS __m512 coded_scale_fp8(const Coded *row, int64_t k)
 {
-    __m256i codes = _mm256_loadu_si256((const __m256i *)(row->w + k));
+    return _mm512_mul_ps(_mm512_set1_ps(scale_of(row, k / row->group)), _mm512_set1_ps(256));
+}
+
+static inline ALWAYS __m512bh coded_floats(const uint8_t *from, __m512 scale)
+{
+    __m256i codes = _mm256_loadu_si256((const __m256i *)from);
     __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7);
     bits = _mm512_and_si512(bits, _mm512_set1_epi16((short)0xbf80));
     __mmask32 none = _mm256_cmpeq_epi8_mask(_mm256_and_si256(codes, _mm256_set1_epi8(127)), _mm256_set1_epi8(127));
     bits = _mm512_mask_mov_epi16(bits, none, _mm512_set1_epi16(0x7e00));
-    __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scale_of(row, k / row->group)), _mm512_set1_ps(256));
-    w[0] = _mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), scale),
+    return _mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), scale),
                                _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), scale));
+}
+
+UNIT(fp8)
+{
+    w[0] = coded_floats(row->w + k, coded_scale_fp8(row, k));
+}
+
+UNIT(fp8_wide)
+{
+    __m512 scale = coded_scale_fp8(row, k);
+    UNROLLED for (int u = 0; u < 4; u++)
+        w[u] = coded_floats(row->w + k + 32 * u, scale);
 }
 
 UNIT(f32)
@@ -224,137 +287,4 @@ UNIT(f16)
 UNIT(bf16)
 {
     w[0] = (__m512bh)_mm512_loadu_si512(row->w + 2 * k);
-}
-
-/* Codes that lie across: one by one. */
-#define ACROSS(format)                                                                                                 \
-    UNIT(format)                                                                                                       \
-    {                                                                                                                  \
-        float values[32] __attribute__((aligned(64)));                                                                 \
-        avx512_decode_##format(row, k, 32, values);                                                                    \
-        w[0] = _mm512_cvtne2ps_pbh(_mm512_load_ps(values + 16), _mm512_load_ps(values));                               \
-    }
-ACROSS(gptq)
-ACROSS(awq)
-#undef ACROSS
-
-/* Inputs [k, k + 32) of which there are only `count`, and zeros. */
-static void coded_last(const Linear *job, const Coded *row, int64_t k, int count, uint16_t *to)
-{
-    float values[32];
-    avx512_decoders[job->format](row, k, count, values);
-    for (int i = 0; i < 32; i++)
-        to[i] = i < count ? float_half(values[i]) : 0;
-}
-
-/* BYTES: of 32 * U values, about, where a row is read; what is fetched ahead. */
-#define DOT(format, U, C)                                                                                              \
-    static void coded_dot_##format##C(const uint16_t *x, const Coded *rows, int64_t depth, int64_t k, __m512 *sums)    \
-    {                                                                                                                  \
-        __m512 own[C];                                                                                                 \
-        UNROLLED for (int c = 0; c < C; c++)                                                                           \
-            own[c] = _mm512_setzero_ps();                                                                              \
-        for (int64_t end = k + depth; k < end; k += 32 * U, x += 32 * U)                                               \
-            UNROLLED for (int c = 0; c < C; c++) {                                                                     \
-                __m512bh w[8];                                                                                         \
-                coded_##format(rows + c, k, w);                                                                        \
-                UNROLLED for (int u = 0; u < U; u++)                                                                   \
-                    own[c] = _mm512_dpbf16_ps(own[c], halves_load_b(x + 32 * u), w[u]);                                \
-            }                                                                                                          \
-        UNROLLED for (int c = 0; c < C; c++)                                                                           \
-            sums[c] = own[c];                                                                                          \
-    }
-#define FILL(format, U)                                                                                                \
-    static void coded_fill_##format(const Coded *row, int64_t k, int64_t end, uint16_t *to)                            \
-    {                                                                                                                  \
-        for (; k + 32 * U <= end; k += 32 * U, to += 32 * U) {                                                         \
-            __m512bh w[8];                                                                                             \
-            coded_##format(row, k, w);                                                                                 \
-            UNROLLED for (int u = 0; u < U; u++)                                                                       \
-                _mm512_storeu_si512(to + 32 * u, (__m512i)w[u]);                                                       \
-        }                                                                                                              \
-    }
-#define ALL(format, U) DOT(format, U, 1) DOT(format, U, 2) DOT(format, U, 3) FILL(format, U)
-ALL(q8_0, 1) ALL(q4_0, 1) ALL(q4_1, 1) ALL(q5_0, 1) ALL(q5_1, 1) ALL(q4_k, 8) ALL(q5_k, 8) ALL(q6_k, 8)
-ALL(mxfp4_block, 1) ALL(mxfp4, 1) ALL(fp8, 1) ALL(int4, 1) ALL(f32, 1) ALL(f16, 1) ALL(bf16, 1) ALL(gptq, 1)
-ALL(awq, 1) ALL(packed4, 1)
-#undef ALL
-#undef FILL
-#undef DOT
-#undef UNIT
-#undef UNROLLED
-
-typedef void (*CodedDot)(const uint16_t *, const Coded *, int64_t, int64_t, __m512 *);
-typedef void (*CodedFill)(const Coded *, int64_t, int64_t, uint16_t *);
-#define OF(FORMAT, format) [FORMAT] = {coded_dot_##format##1, coded_dot_##format##2, coded_dot_##format##3}
-static const CodedDot coded_dots[FORMATS_END][3] = {ALL_FORMATS(OF)};
-#undef OF
-#define OF(FORMAT, format) [FORMAT] = coded_fill_##format
-static const CodedFill coded_fills[FORMATS_END] = {ALL_FORMATS(OF)};
-#undef OF
-
-/* Inputs [k, end) of output n in bfloat16, and zeros up to a multiple of 32. */
-static void coded_fill(const Linear *job, int64_t n, int64_t k, int64_t end, uint16_t *to)
-{
-    Coded row = coded_row(job, n);
-    coded_fills[job->format](&row, k, end, to);
-    int64_t left = (end - k) % 32;
-    if (left && format_values[job->format] == 32)
-        coded_last(job, &row, end - left, (int)left, to + (end - k - left));
-}
-
-/* Outputs [begin, end) of one row of x, of a whole number of blocks. */
-static void coded_one(const Linear *job, int64_t row, int64_t begin, int64_t end, float *sums)
-{
-    const uint16_t *x = (const uint16_t *)job->x + row * job->x_row;
-    for (int64_t n = begin; n < end; n += 3) {
-        int c = end - n < 3 ? (int)(end - n) : 3;
-        Coded rows[3];
-        for (int i = 0; i < c; i++)
-            rows[i] = coded_row(job, n + i);
-        for (int64_t k = 0; k < job->inputs; k += HALVES_DEPTH) {
-            int64_t depth = job->inputs - k < HALVES_DEPTH ? job->inputs - k : HALVES_DEPTH;
-            __m512 parts[3];
-            coded_dots[job->format][c - 1](x + k, rows, depth, k, parts);
-            for (int i = 0; i < c; i++) {
-                float sum = avx512_total((avx512_vec)parts[i]);
-                sums[n - begin + i] = k == 0 ? sum : sums[n - begin + i] + sum;
-            }
-        }
-    }
-}
-
-/* What is laid out for several rows at a time: so much of the second cache. */
-enum { CODED_BYTES = 384 << 10, CODED_STEP = 32 };
-
-/* Outputs [begin, end) of all rows; 0: there is no memory for it. `multiply` does it with weights in bfloat16. */
-static int coded_linear(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
-{
-    if (job->rows == 1 && job->inputs % 32 == 0 && multiply == halves_linear) {
-        float sums[HALVES_PANEL] __attribute__((aligned(64)));
-        for (int64_t first = begin; first < end; first += HALVES_PANEL) {
-            int64_t wide = end - first < HALVES_PANEL ? end - first : HALVES_PANEL;
-            coded_one(job, 0, first, first + wide, sums);
-            halves_finish(job, sums, 0, first, wide);
-        }
-        return 1;
-    }
-    int64_t stride = (job->inputs + 31) / 32 * 32 + 32, most = CODED_BYTES / 2 / stride;
-    most = most > HALVES_PANEL ? HALVES_PANEL : most > CODED_STEP ? most / CODED_STEP * CODED_STEP : CODED_STEP;
-    uint16_t *room = aligned_alloc(64, (size_t)(most * stride * 2));
-    if (room == NULL)
-        return 0;
-    for (int64_t first = begin; first < end; first += most) {
-        int64_t wide = end - first < most ? end - first : most;
-        for (int64_t n = 0; n < wide; n++)
-            coded_fill(job, first + n, 0, job->inputs, room + n * stride);
-        Linear plain = *job;
-        plain.format = PLAIN;
-        plain.w = room;
-        plain.w_row = stride;
-        plain.y = (char *)job->y + first * (job->narrow ? 2 : 4);
-        multiply(&plain, 0, wide);
-    }
-    free(room);
-    return 1;
 }
