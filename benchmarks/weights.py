@@ -7,9 +7,10 @@ Needs the peers' environment (`make bench-env`) and a user who may drop the page
 in turn: batch 1 and 8, 128 tokens in. Ways: `memory` (plain Transformers); `mapped`, `stream`, `half` (ours: over the
 page cache, all from disk, half of the layers from disk); `accelerate` (`disk_offload`), `accelerate-half`
 (`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk), `airllm`, `llamacpp` (which maps
-a GGUF file of the same weights into memory). Greedy tokens of all must be the same, but for llama.cpp's, which rounds
-otherwise, and those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4
-(`stowage pack`), another model, which is compared with the cold rate of `stream`.
+a GGUF file of the same weights into memory); `lossless-stream` (`stream` of what `stowage pack --lossless` wrote, its
+limit that of the bytes before). Greedy tokens of all must be the same, but for llama.cpp's, which rounds otherwise, and
+those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4 (`stowage pack`), another
+model. Whatever is packed is compared with the cold rate of `stream` too.
 
 The limit of a cold step is the larger of its bytes over the rate of direct reads of the checkpoint itself, read before,
 measured in the same round, and the time of the same step in memory. The rate of a file that nobody has read is printed
@@ -28,10 +29,11 @@ from typing import Any
 from benchmarks import gguf_llama, limits, models
 from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
-from stowage.evaluation.pack import pack
+from stowage.evaluation.pack import pack, pack_lossless
 
 PEERS = Path(__file__).parent / "peers"
 SCRIPT, LLAMACPP = PEERS / "weights_engine.py", "llamacpp"
+LOSSLESS = "lossless-stream"
 PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))
 WAYS = (
     "memory",
@@ -43,6 +45,7 @@ WAYS = (
     "transformers",
     "airllm",
     LLAMACPP,
+    LOSSLESS,
     *PACKED,
 )
 ALWAYS_WARM = ("memory", "int8-memory", "int4-memory")
@@ -97,7 +100,7 @@ def measure(way: str, path: Path, dtype: str, new_tokens: int) -> dict[str, Any]
 def running(way: str, path: Path, dtype: str) -> Iterator[Peer]:
     """One process with the checkpoint at ``path``, and a directory for what it writes beside it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        model = path.with_name(way.partition("-")[0]) if way in PACKED else path
+        model = path.with_name(way.partition("-")[0]) if way in (*PACKED, LOSSLESS) else path
         script = PEERS / "llamacpp_engine.py" if way == LLAMACPP else SCRIPT
         model = path.with_suffix(".gguf") if way == LLAMACPP else model
         peer = Peer([PYTHON, script, way, model, dtype, scratch])
@@ -138,10 +141,11 @@ def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> 
                 entry["of_memory"] = median_spread([m / s for m, (s, _) in zip(plain_s, compared, strict=True)])
                 text += f"  {entry['of_memory'].median:6.1%} of memory"
             whole = [(s, r["stream"][case]["steps_s"]) for s, r in zip(step_s, taken, strict=True) if "stream" in r]
-            if way in PACKED and whole and case.startswith("cold"):
+            if way in (*PACKED, LOSSLESS) and whole and case.startswith("cold"):
                 entry["of_stream"] = median_spread([_mean(unpacked) / s for s, unpacked in whole])
                 text += f"  {entry['of_stream'].median:.2f} x stream"
-            step_bytes = int(taken[0][way][case]["stats"].get("pass_bytes", away.get(way, 0)))
+            counted = "stream" if way == LOSSLESS and "stream" in taken[0] else way
+            step_bytes = int(taken[0][counted][case]["stats"].get("pass_bytes", away.get(way, 0)))
             if plain_s and step_bytes and (case.startswith("cold") or way.endswith(("stream", "half"))):
                 limit_s = [max(step_bytes / r["disk"], m) for m, (_, r) in zip(plain_s, compared, strict=True)]
                 entry["of_limit"] = median_spread([a / s for a, (s, _) in zip(limit_s, compared, strict=True)])
@@ -172,6 +176,8 @@ def main() -> None:
         sizes = checkpoint(path, asked.dtype, layers, gguf=LLAMACPP in ways)
         for form in sorted({way.partition("-")[0] for way in ways if way in PACKED}):
             pack(str(path), path.with_name(form), form)
+        if LOSSLESS in ways:
+            pack_lossless(str(path), path.with_name("lossless"))
         rounds: list[dict[str, Any]] = []
         for number in range(asked.rounds):
             shard = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)

@@ -5,8 +5,8 @@
 Commands are JSON lines on stdin: {"batch": 1, "prompt_tokens": 128, "new_tokens": 8, "cold": true}; answers are seconds
 of the prompt and of each step, and the tokens. With "text", ids, its tokens are read instead of random ones and the
 answer's own. Ways: memory, mapped, stream, half, experts:BYTES (ours: Stowage's sources must be on the path; int8- and
-int4- before the first three: the model is a packed one), accelerate, accelerate-half, transformers, airllm (the
-peers').
+int4- before the first three, lossless- before stream: the model is a packed one), accelerate, accelerate-half,
+transformers, airllm (the peers').
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> None:
     way, path, dtype, scratch = sys.argv[1:5]
     began_s = time.perf_counter()
     packed, _, plain = way.partition("-")
-    if packed in ("int8", "int4"):  # computed with under the same name, but for what is in memory
+    if packed in ("int8", "int4", "lossless"):  # computed with under the same name, but for what is in memory
         way = plain if plain != "memory" else way
     model = load(way, path, dtype, scratch)
     print(json.dumps({"loaded_s": time.perf_counter() - began_s}), flush=True)
