@@ -65,7 +65,7 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 
 test: $(ENV_STAMP) ## run the whole test suite
 	$(PY) -m stowage.testing.sim --seeds 800 --complete --jobs $(JOBS)
-	$(PY) -m pytest $(PARALLEL) -m $(ORDINARY)
+	$(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)
 
 check: static ## formatter, linter, types, layers and the fast tests
 	$(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY)
