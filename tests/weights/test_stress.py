@@ -131,7 +131,7 @@ def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], 
     layers = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
     handles = [layer.register_forward_hook(sometimes) for layer in layers]
     handles += [layer.register_forward_pre_hook(sometimes, prepend=True) for layer in layers[::2]]
-    before = len(threading.enumerate())
+    before = set(threading.enumerate())
     try:
         with Interrupter(11) as interrupter:
             stress = Stress(model, wanted, interrupter, FORWARDS)
@@ -144,7 +144,7 @@ def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], 
     )
     assert not stress.wrong, (stress.wrong[:3], stress.counts)
     assert stress.counts["right"] and stress.counts["interrupted"] and interrupter.sent["signals"]
-    assert len(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before, "a thread was left over"
     for ids, expected in wanted * 2:
         assert torch.equal(logits(model, ids), expected)
     model.stowage.check()
