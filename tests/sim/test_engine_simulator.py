@@ -29,6 +29,7 @@ FOUND = {
     157: "a sequence larger than the device failed while copies that hold host memory were still under way",
     340: "weights that could not be read for the trial after a failed forward ended the engine",
     4477: "a newcomer that found no room was admitted and preempted for ever within one step",
+    101520: "a sequence that was preempted and came back within one step was computed from blocks of another",
 }
 
 

@@ -62,6 +62,9 @@ class Scheduler:
         self._apart: dict[int, int] = {}
         """By id, sequences that are computed by themselves until so many of their tokens are."""
         self._together_max = max_num_seqs
+        self._just_preempted: set[int] = set()
+        """By id. They may have work in the step that is being made, which is of blocks that are not theirs any more: so
+        they do not come back before the next one."""
 
     @property
     def busy(self) -> bool:
@@ -78,6 +81,7 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The next step's work; empty when every sequence waits for a tier, or there is none."""
         self._collect_arrived()
+        self._just_preempted.clear()
         work: list[Work] = []
         budget = self._max_num_batched_tokens
         self._logit_rows = self._logit_rows_max
@@ -168,6 +172,8 @@ class Scheduler:
         if not self.waiting or len(self.running) + len(self._admissions) >= self._max_num_seqs:
             return None
         sequence = self.waiting[0]
+        if sequence.id in self._just_preempted:
+            return None
         alone = not self.running and not len(self._admissions)
         if sequence.phase is Phase.PREEMPTED:
             headroom = 0 if alone else 1 + len(self.running)
@@ -218,6 +224,7 @@ class Scheduler:
         return recurrent_cuts(sequence, recurrent.group, self._kv_manager.snapshot_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._just_preempted.add(sequence.id)
         self.running.remove(sequence)
         self._overlapped_loads.drop(sequence)
         self._spill.out(sequence)
