@@ -175,6 +175,7 @@ def test_answers_and_threads_between_and_beside(checkpoints: Callable[..., Path]
     assert all(same(each, expected) for each in found)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt that hits a finalizer
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_whatever_ends_a_backward_pass_the_next_one_is_right(
     checkpointing: bool, checkpoints: Callable[..., Path]
