@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 import stowage
@@ -119,6 +120,7 @@ class Stress:
             torch.set_grad_enabled(True)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt that hits a finalizer
 def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
     family, model = placed
     wanted = expectations(plain(family), 3)
