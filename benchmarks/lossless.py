@@ -258,8 +258,8 @@ def measure_first_tokens(model: Path, rounds: int, tokens: int, directory: Path)
     ways: dict[str, dict[str, Any]] = {
         "host": {},
         "host packed": {"host_packed": "80%"},
-        "disk": {"disk": f"{directory / 'raw'}:1GiB", "compression": "off"},
-        "disk packed": {"disk": f"{directory / 'packed'}:1GiB", "compression": "on"},
+        "disk": {"disk": f"{directory / 'kv'}:1GiB", "compression": "off"},
+        "disk packed": {"disk": f"{directory / 'kv-packed'}:1GiB", "compression": "on"},
     }
     engines = {
         name: Engine(str(model), Memory(kv_cache_memory="128MiB", host_memory="256MiB", **settings))
