@@ -66,15 +66,12 @@ def open_store(
     """
     if not memory.host_memory_bytes:
         return None
-    tiers: list[Tier] = []
+    tiers = open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups), clock)
     try:
-        for tier in open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups), clock):
-            tiers.append(tier)  # one by one, so that those that are open are closed when the next cannot be
-        below = [*tiers, *others]
         return TieredStore(
             geometry,
             memory.arena_bytes,
-            below,
+            [*tiers, *others],
             snapshot_tokens=snapshot_tokens,
             common_slots=common_slots,
             clock=clock,
@@ -87,8 +84,22 @@ def open_store(
         raise
 
 
-def open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int, clock: Callable[[], float]) -> Iterator[Tier]:
-    """Those that `memory` asks for, nearest first. `name`: the namespace; `chunk_bytes_max`: of the longest chunk."""
+def open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int, clock: Callable[[], float]) -> list[Tier]:
+    """Those that `memory` asks for, nearest first; none is left open when one cannot be opened. `name`: the namespace;
+    `chunk_bytes_max`: of the longest chunk.
+    """
+    tiers: list[Tier] = []
+    try:
+        for tier in _tiers(memory, name, chunk_bytes_max, clock):
+            tiers.append(tier)  # one by one, so that it is known which are open
+    except BaseException:
+        for tier in tiers:
+            tier.close(clock())
+        raise
+    return tiers
+
+
+def _tiers(memory: Memory, name: bytes, chunk_bytes_max: int, clock: Callable[[], float]) -> Iterator[Tier]:
     if memory.host_packed_bytes:
         if not lossless.is_quick():
             raise ConfigError(

@@ -74,7 +74,7 @@ class StowageStorage(HiCacheStorage):
             raise ConfigError("SGLang has registered no host pool: start it with --enable-hierarchical-cache.")
         self._names = Names(self._config, self.registered_pools, _sglang_version())
         longest = max(map(page_bytes, self.registered_pools.values()))
-        tiers = list(open_tiers(self._memory, self._names.tier, longest, time.monotonic))
+        tiers = open_tiers(self._memory, self._names.tier, longest, time.monotonic)
         self._tiers = BlockingTiers(tiers, self._memory.load_timeout_s, self._memory.lookup_timeout_s)
 
     def _opened(self) -> tuple[BlockingTiers, Names]:
