@@ -95,8 +95,6 @@ class Scheduler:
         while budget > 0 and not apart and (admitted := self._admit()) is not None:
             if admitted.phase is Phase.RUNNING and admitted.id not in self._apart:
                 budget -= self._take(admitted, budget, work)
-                if admitted.phase is not Phase.RUNNING:  # there was no room after all: others must get on first
-                    break
         work = [w for w in work if sequence_of(w).phase is Phase.RUNNING][: self._together_max]
         self._notice_stuck(work)
         self._admissions.forwards += bool(work)
