@@ -39,11 +39,6 @@ class Ring:
         self._pieces: deque[Piece] = deque()
         self._head = 0
 
-    @property
-    def oldest(self) -> Piece | None:
-        """The one that has to go next."""
-        return self._pieces[0] if self._pieces else None
-
     def take(self, nbytes: int) -> Piece | None:
         """A piece of so many bytes, more than none, behind the newest one. None: the oldest has to go first."""
         assert 0 < nbytes <= self.bytes, "longer than the ring"
@@ -70,9 +65,9 @@ class Ring:
         if not nbytes:
             self._pieces.pop()
 
-    def drop_oldest(self) -> None:
-        """It is gone."""
-        self._pieces.popleft()
+    def drop_oldest(self) -> Piece:
+        """The one that is gone now."""
+        return self._pieces.popleft()
 
     def check(self) -> None:
         """Assert the invariants."""
