@@ -91,5 +91,17 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return out
 
 
+def assert_cached_one_by_one(model: Any, whole: Any) -> None:
+    """Experts of ``model`` come and go as they are published, and it answers as ``whole``. Closes it."""
+    assert model.stowage.placement.cached
+    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
+        assert torch.equal(logits(model, ids), logits(whole, ids))
+        model.stowage.check()
+    stats = model.stowage.stats()
+    assert stats["expert_misses"] > 0
+    assert stats["image_bytes"] == 0, "nothing is written"
+    model.stowage.close()
+
+
 def bytes_of(model: Any) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())

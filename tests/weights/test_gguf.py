@@ -23,7 +23,7 @@ from stowage.planner.model import read_model
 from stowage.testing import tiny_models
 from stowage.weights.quantized.blocks import BlockLinear
 from tests.weights import gguf_files
-from tests.weights.conftest import logits, prompt
+from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
 
 GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
 SIZE = tiny_models.TinySize(hidden=256, layers=2)
@@ -146,14 +146,7 @@ def test_experts_stay_as_they_are_and_are_cached_one_by_one(tmp_path: Path) -> N
     path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q4_0)
     whole = loading.load(path, "bfloat16")
     model = stowage.offload(path, weights="*=experts", dtype="bfloat16")
-    assert model.stowage.placement.cached
-    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
-        assert torch.equal(logits(model, ids), logits(whole.model, ids))
-        model.stowage.check()
-    stats = model.stowage.stats()
-    assert stats["expert_misses"] > 0
-    assert stats["image_bytes"] == 0
-    model.stowage.close()
+    assert_cached_one_by_one(model, whole.model)
 
 
 def test_a_tied_embedding_is_looked_up_row_by_row(tmp_path: Path) -> None:

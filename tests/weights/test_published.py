@@ -22,7 +22,7 @@ from stowage.planner.model import read_model
 from stowage.weights.quantized.blocks import BlockLinear, BlockMatrix
 from stowage.weights.quantized.formats import FORMATS, dequantized
 from tests.weights import published_files as files
-from tests.weights.conftest import logits, prompt
+from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
 
 GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -141,14 +141,7 @@ def test_experts_stay_as_published_and_are_cached_one_by_one(
     assert said(published) == expected
     whole = loading.load(published)
     model = stowage.offload(published, weights="*=experts")
-    assert model.stowage.placement.cached
-    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
-        assert torch.equal(logits(model, ids), logits(whole.model, ids))
-        model.stowage.check()
-    stats = model.stowage.stats()
-    assert stats["expert_misses"] > 0
-    assert stats["image_bytes"] == 0, "nothing is written"
-    model.stowage.close()
+    assert_cached_one_by_one(model, whole.model)
     kinds = {kind for layer in whole.model.modules() for kind, _ in layer.named_parameters(recurse=False)}
     assert any("gate_up_proj_" in kind for kind in kinds)
     assert read_model(published).total_bytes == taken_by(whole.model)
