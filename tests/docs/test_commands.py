@@ -76,6 +76,9 @@ def script(lines: list[str], model: Path, redis_port: int) -> str:
         if line.lstrip().startswith("#") or first_word(line) in NOT_RUN:
             continue
         line = re.sub(r"\bMODEL\b|\b[\w.-]+\.gguf\b", str(model), line)  # GGUF: tests/weights
+        line = re.sub(
+            r"(?<!\S)(?:\./chat-model|(?:Qwen|openai)/[\w.-]+)(?!\S)", str(model), line
+        )  # published: the same
         line = re.sub(r"redis://[\w.-]+:6379/0", f"redis://127.0.0.1:{redis_port}/0", line)
         line = line.replace("s3://bucket/", f"s3://{BUCKET}/")
         line = re.sub(r"--device cuda(:\d)?", "--device cpu", line)  # no GPU runs here
@@ -113,6 +116,16 @@ def write_adapter(model: Path, path: Path) -> None:
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(path)
 
 
+def write_embedding_model(model: Path, path: Path) -> None:
+    """The same model as one of sentence-transformers, which takes the last token's state."""
+    shutil.copytree(model, path)
+    (path / "modules.json").write_text(
+        '[{"idx": 0, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]'
+    )
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+
+
 @pytest.mark.commands
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_every_command_of_a_page(
@@ -140,6 +153,8 @@ def test_every_command_of_a_page(
     subprocess.run(made, check=True, env=environment, capture_output=True, timeout=60)
     for name in sorted(set(re.findall(r"\./([\w-]+-lora)\b", page.read_text()))):
         write_adapter(model, place / name)
+    if "./embedding-model" in page.read_text():
+        write_embedding_model(model, place / "embedding-model")
     said = tmp_path / "said"
     with said.open("w") as log:
         code = subprocess.run(
