@@ -5,12 +5,13 @@
 Needs the peers' environment (`make bench-env`) and a user who may drop the page cache. A Llama-like checkpoint (hidden
 2048, 16 heads over 4 KV heads, vocabulary 32,000) of about 1.7 GB. Each round runs every way in a process of its own,
 in turn: batch 1 and 8, 128 tokens in. Ways: `memory` (plain Transformers); `mapped`, `stream`, `half` (ours: over the
-page cache, all from disk, half of the layers from disk); `accelerate` (`disk_offload`), `accelerate-half`
-(`dispatch_model`, every second layer on disk), `transformers` (`device_map` to disk), `airllm`, `llamacpp` (which maps
-a GGUF file of the same weights into memory); `lossless-stream` (`stream` of what `stowage pack --lossless` wrote, its
-limit that of the bytes before). Greedy tokens of all must be the same, but for llama.cpp's, which rounds otherwise, and
-those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and the same with int4 (`stowage pack`), another
-model. Whatever is packed is compared with the cold rate of `stream` too.
+page cache, all from disk, half of the layers from disk), and the same in the engine (`engine-mapped`, ...), which has
+its own kernels; `accelerate` (`disk_offload`), `accelerate-half` (`dispatch_model`, every second layer on disk),
+`transformers` (`device_map` to disk), `airllm`, `llamacpp` (which maps a GGUF file of the same weights into memory);
+`lossless-stream` (`stream` of what `stowage pack --lossless` wrote, its limit that of the bytes before). Warm: all of
+the checkpoint is in the page cache when the prompts come. Greedy tokens of all must be the same, but for llama.cpp's
+and the engine's, which round otherwise, and those with packed weights: `int8-memory`, `int8-mapped`, `int8-stream` and
+the same with int4 (`stowage pack`), another model. Whatever is packed is compared with the cold rate of `stream` too.
 
 The limit of a cold step is the larger of its bytes over the rate of direct reads of the checkpoint itself, read before,
 measured in the same round, and the time of the same step in memory. The rate of a file that nobody has read is printed
@@ -34,12 +35,14 @@ from stowage.evaluation.pack import pack, pack_lossless
 PEERS = Path(__file__).parent / "peers"
 SCRIPT, LLAMACPP = PEERS / "weights_engine.py", "llamacpp"
 LOSSLESS = "lossless-stream"
+ENGINE = ("engine-mapped", "engine-stream", "engine-half")
 PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))
 WAYS = (
     "memory",
     "mapped",
     "stream",
     "half",
+    *ENGINE,
     "accelerate",
     "accelerate-half",
     "transformers",
@@ -90,10 +93,20 @@ def measure(way: str, path: Path, dtype: str, new_tokens: int) -> dict[str, Any]
                 if warmth == "cold" and way in ALWAYS_WARM:
                     continue
                 command = {"batch": batch, "prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
-                if warmth == "warm":  # once to fill the page cache, where it is used at all
-                    peer.ask(**command | {"new_tokens": 1, "cold": False})
+                if warmth == "warm":
+                    peer.ask(**command | {"new_tokens": 1, "cold": False})  # what is done once
+                    read_through(path)
                 found[f"{warmth}, batch {batch}"] = peer.ask(**command, cold=warmth == "cold")
     return found
+
+
+def read_through(path: Path) -> None:
+    """All files of the checkpoint and beside it are in the page cache, where there is space for them."""
+    for file in path.parent.rglob("*"):
+        if file.is_file() and file.suffix in (".safetensors", ".gguf"):
+            with file.open("rb", buffering=0) as whole:
+                while whole.read(1 << 24):
+                    pass
 
 
 @contextmanager
@@ -101,7 +114,9 @@ def running(way: str, path: Path, dtype: str) -> Iterator[Peer]:
     """One process with the checkpoint at ``path``, and a directory for what it writes beside it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         model = path.with_name(way.partition("-")[0]) if way in (*PACKED, LOSSLESS) else path
-        script = PEERS / "llamacpp_engine.py" if way == LLAMACPP else SCRIPT
+        script = {LLAMACPP: PEERS / "llamacpp_engine.py"}.get(
+            way, PEERS / "engine_weights.py" if way in ENGINE else SCRIPT
+        )
         model = path.with_suffix(".gguf") if way == LLAMACPP else model
         peer = Peer([PYTHON, script, way, model, dtype, scratch])
         try:
@@ -192,7 +207,7 @@ def main() -> None:
                 steps = [_mean(v["steps_s"]) for k, v in found[way].items() if "batch" in k]
                 print(f"  {way:<16} loaded in {found[way]['loaded_s']:5.1f} s, steps of", *(f"{s:.2f}" for s in steps))
             for batch in BATCHES:
-                same = [way for way in ways if way not in (*PACKED, LLAMACPP)]
+                same = [way for way in ways if way not in (*PACKED, *ENGINE, LLAMACPP)]
                 said = {str(v["tokens"]) for w in same for k, v in found[w].items() if k.endswith(f"batch {batch}")}
                 assert len(said) <= 1, "an answer changed"
             rounds.append(found)

@@ -1,15 +1,26 @@
-"""An open file of weights: two descriptors, and the mark by which a change under a running process is noticed."""
+"""An open file of weights: two descriptors, and the mark by which a change under a running process is noticed.
+
+Long reads go past the page cache, but what lies there already is copied from it: a copy is several times quicker than
+a disk, and takes no place from others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 from pathlib import Path
+from typing import Any, Final
 
+import numpy as np
+
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
 
 __all__ = ["File", "mark_of"]
+
+_MINCORE: Final[Any] = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
 
 
 class File:
@@ -17,12 +28,13 @@ class File:
     system has none.
     """
 
-    __slots__ = ("_mark", "_view", "direct", "fd", "path")
+    __slots__ = ("_mark", "_pages", "_view", "direct", "fd", "path")
 
     def __init__(self, path: Path, fd: int, direct: int) -> None:
         self.path, self.fd, self.direct = path, fd, direct
         self._mark = mark_of(fd) if fd >= 0 else (0, 0)
         self._view: mmap.mmap | None = None
+        self._pages: mmap.mmap | bytes | None = None
 
     @classmethod
     def open(cls, path: Path) -> File:
@@ -49,6 +61,44 @@ class File:
         """So many bytes from there on, or fewer at the end. Raises OSError."""
         return os.pread(self.fd, length, offset)
 
+    def fill(self, into: memoryview, offset: int, *, whole_pages: bool) -> None:
+        """Fill ``into`` from ``offset`` on; of its last page what follows the file's end stays as it is.
+
+        ``whole_pages``: offset, length and memory are, so that the page cache need not be filled. Raises OSError.
+        """
+        direct_from = into.nbytes
+        if whole_pages and self.direct >= 0:
+            direct_from = self._cached_bytes(into.nbytes, offset)
+        done = 0
+        while done < into.nbytes:
+            fd, until = (self.direct, into.nbytes) if done >= direct_from else (self.fd, direct_from)
+            count = os.preadv(fd, [into[done:until]], offset + done)
+            if count == 0 and offset + done >= self.length:
+                return  # the last page of a file: what follows belongs to nothing
+            if count == 0:
+                raise OSError(f"{self.path} ends too early")
+            done += count
+            if count % PAGE_BYTES:
+                direct_from = into.nbytes  # direct reads cannot go on from within a page; the file ends, most often
+
+    def _cached_bytes(self, length: int, offset: int) -> int:
+        """How many of ``length`` bytes from there on the page cache has without a gap, in whole pages.
+
+        mincore(2), because reads with RWF_NOWAIT begin to read ahead what they do not find. It tells nothing about
+        files that are neither this user's nor for him to write, but claims that everything was there.
+        """
+        if self._pages is None:
+            told = _MINCORE is not None and (_is_own(self.fd) or os.access(f"/proc/self/fd/{self.fd}", os.W_OK))
+            self._pages = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ) if told and self.length else b""
+        if not self._pages or offset >= self.length:
+            return 0
+        begin = int(np.frombuffer(self._pages, np.uint8).__array_interface__["data"][0])
+        resident = np.zeros(-(-min(length, self.length - offset) // PAGE_BYTES), np.uint8)
+        if _MINCORE(ctypes.c_void_p(begin + offset), ctypes.c_size_t(resident.size * PAGE_BYTES), resident.ctypes):
+            return 0
+        gaps = np.flatnonzero(resident & 1 == 0)
+        return (int(gaps[0]) if gaps.size else resident.size) * PAGE_BYTES
+
     def check(self) -> None:
         """Raises CheckpointError when the file is not what it was when it was opened."""
         if mark_of(self.fd) != self._mark:
@@ -69,7 +119,7 @@ class File:
 
     def close(self) -> None:
         """Tensors over ``view`` stay usable; the mapping goes with the last of them."""
-        self._view = None
+        self._view = self._pages = None
         fds, self.fd, self.direct = (self.fd, self.direct), -1, -1
         for fd in fds:
             if fd >= 0:
@@ -77,6 +127,10 @@ class File:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _is_own(fd: int) -> bool:
+    return os.fstat(fd).st_uid == os.geteuid()
 
 
 def mark_of(fd: int) -> tuple[int, int]:

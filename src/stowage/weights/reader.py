@@ -1,14 +1,13 @@
 """Bytes of files into memory, by several threads.
 
-Owns the threads and their queue. Reads go past the page cache: straight into memory where offset, length and memory are
-whole pages, through a page-aligned buffer of the thread where they are long. Every read that was asked for ends: done,
-or failed with the reason.
+Owns the threads and their queue. Reads go past the page cache, except for what lies there already: straight into memory
+where offset, length and memory are whole pages, through a page-aligned buffer of the thread where they are long. Every
+read that was asked for ends: done, or failed with the reason.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import queue
 import threading
 import time
@@ -19,8 +18,9 @@ from typing import Final
 
 import numpy as np
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
-from stowage.weights.checkpoint import PAGE_BYTES, File
+from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import PackedTensor
 
 _LATE: Final = (
@@ -239,7 +239,7 @@ def _fill(read: Read, buffer: _Buffer) -> None:
         _copy(read.source[read.offset : read.offset + read.into.nbytes], read.into)
         return
     if isinstance(read.source, PackedTensor):
-        read.source.fill(read.offset, read.into, buffer.taken(PackedTensor.around_bytes(read.into.nbytes)))
+        read.source.unpack(read.offset, read.into, buffer.taken(PackedTensor.around_bytes(read.into.nbytes)))
         return
     whole_pages = _in_whole_pages(read)
     if read.source.direct >= 0 and not whole_pages and read.into.nbytes >= _BUFFERED_BYTES:
@@ -249,14 +249,4 @@ def _fill(read: Read, buffer: _Buffer) -> None:
         _fill(Read(read.source, begin, around), buffer)
         _copy(around[read.offset - begin :][: read.into.nbytes], read.into)
         return
-    fd = read.source.direct if whole_pages and read.source.direct >= 0 else read.source.fd
-    done = 0
-    while done < read.into.nbytes:
-        count = os.preadv(fd, [read.into[done:]], read.offset + done)
-        if count == 0 and read.offset + done >= read.source.length:
-            return  # the last page of a file: what follows belongs to nothing
-        if count == 0:
-            raise OSError(f"{read.source.path} ends too early")
-        done += count
-        if count % PAGE_BYTES and fd == read.source.direct:
-            fd = read.source.fd  # direct reads cannot go on from within a page; there the file ends, most often
+    read.source.fill(read.into, read.offset, whole_pages=whole_pages)

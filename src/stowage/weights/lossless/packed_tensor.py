@@ -11,7 +11,6 @@ finds tensors of another shape, and refuses them.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Mapping
 from math import prod
 from typing import Any, Final
@@ -64,21 +63,21 @@ class PackedTensor(File):
     def pread(self, length: int, offset: int) -> bytes:
         raw = bytearray(max(0, min(length, self.length - offset)))
         if raw:
-            self.fill(offset, memoryview(raw), memoryview(mmap.mmap(-1, self.around_bytes(len(raw)))))
+            self.unpack(offset, memoryview(raw), memoryview(mmap.mmap(-1, self.around_bytes(len(raw)))))
         return bytes(raw)
 
     def fill_all(self, into: memoryview) -> None:
         """All of it, by this thread."""
         around = memoryview(mmap.mmap(-1, self.around_bytes(_AT_ONCE_BYTES)))
         for at in range(0, self.length, _AT_ONCE_BYTES):
-            self.fill(at, into[at : at + _AT_ONCE_BYTES], around)
+            self.unpack(at, into[at : at + _AT_ONCE_BYTES], around)
 
     @staticmethod
     def around_bytes(length: int) -> int:
         """Memory for what ``length`` bytes of the tensor are unpacked from, at most."""
         return length + 2 * FRAME_BYTES + 2 * PAGE_BYTES
 
-    def fill(self, offset: int, into: memoryview, around: memoryview) -> None:
+    def unpack(self, offset: int, into: memoryview, around: memoryview) -> None:
         """Unpack ``into`` from ``offset`` on. ``around``: see `around_bytes`; direct reads go to a whole page of it.
 
         Raises OSError for what cannot be read, FormatError for what was not packed.
@@ -88,15 +87,9 @@ class PackedTensor(File):
         begin, stop = int(self._at[first]), int(self._at[last])
         page = begin // PAGE_BYTES * PAGE_BYTES
         packed = around[: -(-stop // PAGE_BYTES) * PAGE_BYTES - page]
-        done, wanted = 0, stop - page
-        fd = self._file.direct if self._file.direct >= 0 else self._file.fd
-        while done < wanted:
-            count = os.preadv(fd, [packed[done:]], page + done)
-            if not count:
-                raise OSError(f"{self.path} ends too early")
-            done += count
-            if done % PAGE_BYTES:
-                fd = self._file.fd  # direct reads cannot go on from within a page
+        if stop > self._file.length:
+            raise OSError(f"{self.path} ends too early")
+        self._file.fill(packed, page, whole_pages=True)
         for frame in range(first, last):
             at, length = int(self._at[frame]) - page, int(self._at[frame + 1] - self._at[frame])
             self._unpack(packed[at : at + length], frame * FRAME_BYTES, offset, end, into)

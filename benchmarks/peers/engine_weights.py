@@ -1,0 +1,80 @@
+"""Stowage's engine whose weights lie somewhere, in a process of its own, for `benchmarks.weights`.
+
+    python benchmarks/peers/engine_weights.py WAY MODEL DTYPE SCRATCH
+
+Commands and answers are those of `weights_engine.py`. Ways: engine-mapped, engine-stream, engine-half.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from weights_engine import drop_page_cache, status
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+RULES = {
+    "engine-mapped": ("*=mapped", "100%"),
+    "engine-stream": ("lm_head=stream,model.layers.*=stream", "0"),
+    "engine-half": ("last 1 of 2=stream", "0"),
+}
+
+
+def run(engine: Any, way: str, batch: int, prompt_tokens: int, new_tokens: int, cold: bool) -> dict[str, Any]:
+    """Greedy decoding of prompts that come at once. Cold: nothing is in the page cache when the prompts come."""
+    import torch
+
+    from stowage import SamplingParams
+
+    generator = torch.Generator().manual_seed(batch)
+    ids = torch.randint(5, engine.model.config.vocab_size, (batch, prompt_tokens), generator=generator).tolist()
+    asked = SamplingParams(1 + new_tokens, temperature=0.0, ignore_eos=True)
+    engine.drop_device_cache()
+    engine.drop_host()
+    if cold:
+        drop_page_cache()
+    Path("/proc/self/clear_refs").write_text("5\n", encoding="ascii")
+    heard_s: list[float] = []
+    began_s = time.perf_counter()
+    requests = [engine.submit(prompt, asked, lambda _: heard_s.append(time.perf_counter())) for prompt in ids]
+    for request in requests:
+        request.wait()
+    done = [request.result() for request in requests]
+    first_s = began_s + max(one.ttft_s for one in done)
+    tokens = list(zip(*(one.token_ids for one in done), strict=True))
+    return {
+        "prefill_s": first_s - began_s,
+        "steps_s": [(max(heard_s) - first_s) / new_tokens],
+        "tokens": tokens,
+        "stats": engine.weights.stats() if engine.weights is not None else {},
+        "decoded": {},
+        "peak": status("VmHWM"),
+        "own": status("RssAnon"),
+    }
+
+
+def main() -> None:
+    way, path, dtype = sys.argv[1:4]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever is printed goes to stderr: the answers have the pipe for themselves
+    began_s = time.perf_counter()
+    from stowage import openmp
+
+    openmp.wait_briefly()  # as `stowage run` and `stowage serve`
+    from stowage import Engine, Memory
+
+    rules, host = RULES[way]
+    memory = Memory(kv_cache_memory="128MiB", host_memory=host, weights=rules, max_num_seqs=8)
+    with Engine(path, memory, dtype=dtype) as engine:
+        print(json.dumps({"loaded_s": time.perf_counter() - began_s}), file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(run(engine, way, **json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
