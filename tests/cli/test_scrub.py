@@ -15,7 +15,7 @@ from stowage.storage import key_file
 from stowage.storage.format.protection import Method
 from tests.cli.conftest import SOURCE, Stowage
 from tests.disk_client import Client, key, segments
-from tests.unit.test_scrub import fill
+from tests.numbered_chunks import fill
 
 COUNT = 60
 

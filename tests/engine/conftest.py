@@ -164,6 +164,15 @@ def assert_same(completion: object, answer: Answer) -> None:
     assert max(abs(a - b) for a, b in zip(found, answer.logprobs, strict=True)) < LOGPROB_BOUND
 
 
+def assert_well(engine, references, family, prompt):
+    """It answers, and right, and nothing is held that nobody has."""
+    (completion,) = engine.generate([prompt], greedy(8))
+    assert_same(completion, references(family).answer(prompt, 8))
+    engine.check()
+    assert all(pool["used"] == 0 for pool in engine.stats()["pools"])
+    return completion.reused_tokens
+
+
 def small_pool(engines, family, **memory):
     """An engine whose device holds about one and a half sequences of 160 tokens."""
     layouts = engines(family, context_tokens=160).parts.layout.blocks
