@@ -1,4 +1,4 @@
-"""Callbacks, streams and event loops: what becomes of one is its request's alone, and a stopped engine tells them all."""
+"""Callbacks, streams and event loops: what one does is its own request's affair. An engine that stops tells all."""
 
 from __future__ import annotations
 

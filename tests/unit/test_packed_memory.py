@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from stowage.core import lossless
 from stowage.errors import ConfigError
+from stowage.storage.circular_log import ALIGNED, CircularLog, Piece
 from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Outcome, Transfer
-from stowage.storage.ring import ALIGNED, Piece, Ring
 from tests.disk_client import NEVER_S, aligned, key
 
 KIB = 1 << 10
@@ -168,14 +168,19 @@ def test_more_memory_than_there_is() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), max_size=200))
-def test_a_ring_never_gives_the_same_byte_twice(asked: list[tuple[int, int]]) -> None:
-    ring, held = Ring(1000), list[Piece]()
+def test_a_log_never_gives_the_same_byte_twice(asked: list[tuple[int, int]]) -> None:
+    log, held = CircularLog[Piece](1000), list[Piece]()
     for wanted, used in asked:
-        while (piece := ring.take(wanted)) is None:
-            assert ring.drop_oldest() is held.pop(0)
-        assert piece.start % ALIGNED == 0 and piece.nbytes == wanted
-        assert all(other.end <= piece.start or piece.end <= other.start for other in held)
-        ring.shorten(piece, min(used, wanted))
-        held += [piece] if min(used, wanted) else []
-        ring.check()
-    assert all(ring.drop_oldest() is piece for piece in held) and ring.take(1000) is not None
+        while (start := log.space(wanted)) is None:
+            assert log.oldest is held.pop(0)
+            log.drop_oldest()
+        assert start % ALIGNED == 0 and start + wanted <= 1000
+        assert all(other.end <= start or start + wanted <= other.start for other in held)
+        if nbytes := min(used, wanted):  # else what was to lie there came to nothing
+            held.append(Piece(start, start + nbytes))
+            log.append(held[-1])
+        log.check()
+    assert list(log) == held
+    for _ in held:
+        log.drop_oldest()
+    assert log.space(1000) == 0

@@ -1,4 +1,4 @@
-"""Who holds which chunks in host, and who waits for which slots that are on their way.
+"""Fetches that are open: which slots of host memory each holds, and which it waits for while they are on their way.
 
 A slot in `Fetch.slots` is pinned for that fetch from the moment it is written there until the fetch is released. A
 fetch knows the slots that it waits for. A slot that is on its way knows its fetch, or that there is more than one, or

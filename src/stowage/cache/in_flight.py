@@ -1,4 +1,4 @@
-"""Transfers between the host and the lower tiers, from the action that starts one to the report that ends it.
+"""Transfers in flight between host memory and the lower tiers, from the action that starts one to its report.
 
     begin --> under way --> reported
                   └──(deadline)──> late --> reported

@@ -1,11 +1,11 @@
 """The packed part of host memory: chunks in two thirds of their bytes, to the bit, above the disk and below the arena.
 
-    store: arena slot --packed into--> ring        load: ring --unpacked into--> arena slot
+    store: arena slot --packed into--> log         load: log --unpacked into--> arena slot
 
-Chunks lie in a ring, in the order in which they came. What was loaded since it was written is moved to the front once
-when its turn to go comes, as the disk tier does (`disk/compaction`). Their memory is one mapping of the size that was
-asked for; 300 bytes of Python's memory per chunk come on top. What does not pack lies there as it is. There is no
-checksum, as in the arena: bytes in memory are the machine's own affair.
+Chunks lie in a circular log, in the order in which they came. What was loaded since it was written is moved to the
+front once when its turn to go comes, as the disk tier does (`disk/compaction`). Their memory is one mapping of the size
+that was asked for; 300 bytes of Python's memory per chunk come on top. What does not pack lies there as it is. There is
+no checksum, as in the arena: bytes in memory are the machine's own affair.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from stowage.core import lossless
 from stowage.errors import FormatError
 from stowage.log import Trouble
+from stowage.storage.circular_log import CircularLog, Piece
 from stowage.storage.counters import TierCounters
 from stowage.storage.host import map_memory
 from stowage.storage.protocol import Outcome, Transfer
-from stowage.storage.ring import Piece, Ring
 
 __all__ = ["PackedMemoryTier"]
 
@@ -45,13 +45,12 @@ _TROUBLES: Final = ("refused", "dropped", "timed_out", "faults")
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
+class _Chunk(Piece):
     """`length`: of the payload. `readers`: who unpack it now; until they have ended it stays where it is."""
 
     key: bytes
     mask: int
     length: int
-    piece: Piece
     is_packed: bool
     readers: int = 0
     was_read: bool = False
@@ -84,11 +83,10 @@ class PackedMemoryTier:
         self._mapping = map_memory(limit_bytes, "host_packed")
         self._view = memoryview(self._mapping)
         self._memory = np.frombuffer(self._mapping, np.uint8)
-        self._ring = Ring(limit_bytes)
+        self._log: CircularLog[_Chunk] = CircularLog(limit_bytes)  # some of its chunks are not found any more
         self._chunks: dict[bytes, _Chunk] = {}
         self._masks: dict[bytes, int] = {}  # of the same keys: look-ups need nothing else
-        self._moving: dict[bytes, tuple[_Chunk, NDArray[np.uint8]]] = {}  # in no ring now; not found meanwhile
-        self._order: deque[_Chunk] = deque()  # as their pieces lie in the ring; some are not found any more
+        self._moving: dict[bytes, tuple[_Chunk, NDArray[np.uint8]]] = {}  # not in the log now; not found meanwhile
         self._may_move_bytes = self._filled_bytes = 0
         self._change = threading.Condition()
         self._outcomes: deque[Outcome] = deque()
@@ -111,7 +109,7 @@ class PackedMemoryTier:
                 self._loads.submit(self._run, self._load_part, under, part)
 
     def store(self, transfer: Transfer) -> None:
-        """Packs the chunks into the ring, one after the other."""
+        """Packs the chunks into the log, one after the other."""
         under = self._begin(transfer, False, 1)
         if under is not None:
             self._stores.submit(self._run, self._store_all, under, range(len(transfer.keys)))
@@ -171,7 +169,7 @@ class PackedMemoryTier:
     def _forget(self, key: bytes) -> None:
         if (chunk := self._chunks.pop(key, None)) is not None:
             del self._masks[key]
-            self._filled_bytes -= chunk.piece.nbytes
+            self._filled_bytes -= chunk.nbytes
 
     # Loads
 
@@ -200,7 +198,7 @@ class PackedMemoryTier:
         self._counters.add("read_bytes", sum(buffers[at].nbytes for at in good))
 
     def _fill(self, buffer: memoryview, chunk: _Chunk) -> None:
-        where = slice(chunk.piece.start, chunk.piece.end)
+        where = slice(chunk.start, chunk.end)
         if chunk.is_packed:
             lossless.unpack(self._view[where], buffer)
         else:
@@ -215,28 +213,24 @@ class PackedMemoryTier:
             if self._closed:
                 under.errors.add("given up: closing")
                 return
-            if not 0 < nbytes <= self._ring.bytes or not masks[at]:
+            if not 0 < nbytes <= self._log.bytes or not masks[at]:
                 self._counters.add("refused")
                 under.errors.add("some chunks do not fit")
                 continue
-            self._may_move_bytes = min(self._may_move_bytes + nbytes // MOVED_SHARE, self._ring.bytes // MOVED_SHARE)
+            self._may_move_bytes = min(self._may_move_bytes + nbytes // MOVED_SHARE, self._log.bytes // MOVED_SHARE)
             self._put(keys[at], masks[at], buffers[at])
             under.ok[at] = True
             while self._moving:
                 self._put_back()
 
     def _put(self, key: bytes, mask: int, payload: memoryview) -> None:
-        piece = self._room(payload.nbytes, moves=True)
-        try:
-            most = lossless.worth_bytes(payload.nbytes)
-            length = lossless.pack(payload, self._view[piece.start : piece.start + most]) if most else 0
-            if not length:
-                np.copyto(self._memory[piece.start : piece.end], np.frombuffer(payload, np.uint8))
-        except BaseException:
-            self._ring.shorten(piece, 0)
-            raise
-        self._ring.shorten(piece, length or payload.nbytes)
-        self._add(_Chunk(key, mask, payload.nbytes, piece, bool(length)))
+        start = self._space(payload.nbytes, moves=True)
+        most = lossless.worth_bytes(payload.nbytes)
+        length = lossless.pack(payload, self._view[start : start + most]) if most else 0
+        end = start + (length or payload.nbytes)
+        if not length:
+            np.copyto(self._memory[start:end], np.frombuffer(payload, np.uint8))
+        self._add(_Chunk(start, end, key, mask, payload.nbytes, bool(length)))
         self._counters.add("writes")
         self._counters.add("write_bytes", length or payload.nbytes)
         if length:
@@ -249,51 +243,51 @@ class PackedMemoryTier:
             if not self._moving:
                 return
             old, stored = next(iter(self._moving.values()))
-        piece = self._room(len(stored), moves=False)
-        self._memory[piece.start : piece.end] = stored
+        start = self._space(len(stored), moves=False)
+        end = start + len(stored)
+        self._memory[start:end] = stored
         with self._change:
             if self._moving.pop(old.key, None) is None:
-                self._ring.shorten(piece, 0)  # discarded meanwhile
-                return
-            self._add(_Chunk(old.key, old.mask, old.length, piece, old.is_packed))
+                return  # discarded meanwhile
+            self._add(_Chunk(start, end, old.key, old.mask, old.length, old.is_packed))
         self._counters.add("moved")
 
-    def _room(self, nbytes: int, moves: bool) -> Piece:
-        """The newest piece, which nobody knows yet. The oldest chunks go for it, but for those that are `_moving` then.
-        The storing thread alone uses the ring.
+    def _space(self, nbytes: int, moves: bool) -> int:
+        """Where so many bytes are free. The oldest chunks go for them, but for those that are `_moving` then. The
+        storing thread alone uses the log.
         """
-        while (piece := self._ring.take(nbytes)) is None:
+        while (start := self._log.space(nbytes)) is None:
             with self._change:
-                chunk = self._order.popleft()
+                chunk = self._log.oldest
                 while chunk.readers:
                     self._change.wait()
-                self._ring.drop_oldest()
+                self._log.drop_oldest()
                 if self._chunks.get(chunk.key) is not chunk:
                     continue  # written anew, or discarded
                 self._forget(chunk.key)
-                if moves and chunk.was_read and chunk.piece.nbytes <= self._may_move_bytes:
-                    self._may_move_bytes -= chunk.piece.nbytes
-                    self._moving[chunk.key] = chunk, self._memory[chunk.piece.start : chunk.piece.end].copy()
+                if moves and chunk.was_read and chunk.nbytes <= self._may_move_bytes:
+                    self._may_move_bytes -= chunk.nbytes
+                    self._moving[chunk.key] = chunk, self._memory[chunk.start : chunk.end].copy()
                     continue
             self._counters.add("evicted")
-        return piece
+        return start
 
     def _add(self, chunk: _Chunk) -> None:
         """From now on it is found."""
         with self._change:
             self._forget(chunk.key)
             self._moving.pop(chunk.key, None)
-            self._order.append(chunk)
+            self._log.append(chunk)
             self._chunks[chunk.key] = chunk
             self._masks[chunk.key] = chunk.mask
-            self._filled_bytes += chunk.piece.nbytes
+            self._filled_bytes += chunk.nbytes
 
     def stats(self) -> dict[str, int | float | str]:
         """Counters since opening (chunks, unless their name says otherwise) and gauges."""
         with self._change:
             gauges = {
                 "chunks": len(self._chunks),
-                "bytes_limit": self._ring.bytes,
+                "bytes_limit": self._log.bytes,
                 "bytes_used": self._filled_bytes,
                 "loads_under_way": self._under_way[True],
                 "stores_under_way": self._under_way[False],
@@ -303,11 +297,11 @@ class PackedMemoryTier:
     def check(self) -> None:
         """Assert the invariants. Only while nothing is under way."""
         with self._change:
-            self._ring.check()
+            self._log.check()
             assert self._masks == {key: chunk.mask for key, chunk in self._chunks.items()}
-            assert self._chunks.keys() <= {chunk.key for chunk in self._order}
-            assert self._filled_bytes == sum(chunk.piece.nbytes for chunk in self._chunks.values())
-            assert not any(chunk.readers for chunk in self._order)
+            assert set(self._chunks.values()) <= set(self._log), "a chunk that is found does not lie in the log"
+            assert self._filled_bytes == sum(chunk.nbytes for chunk in self._chunks.values())
+            assert not any(chunk.readers for chunk in self._log)
 
     def close(self, deadline_s: float) -> None:
         """Gives up what has not begun, and waits for the rest: all of it is memory's work, and short."""
