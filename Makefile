@@ -17,7 +17,9 @@ VLLM_NEXT_STAMP := $(VLLM_NEXT)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
-ORDINARY := "not vllm and not sglang and not cuda and not device and not lmeval and not clients and not browser and not commands and not real"
+# What needs nothing but the environment; of families, one for each way to compute, unless it is ALL_FAMILIES.
+ALL_FAMILIES := "not vllm and not sglang and not cuda and not device and not lmeval and not clients and not browser and not commands and not real"
+ORDINARY := $(ALL_FAMILIES)" and not every_family"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
 CLIENTS_STAMP := .clients/.installed
@@ -40,7 +42,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval clients deploy-tools browser commands vllm vllm-env sglang real real-model compat pythons release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval clients deploy-tools browser commands families vllm vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,7 +112,7 @@ sim-engine: $(ENV_STAMP) ## run simulated worlds of the engine: SEEDS=2000, FIRS
 	$(PY) -m stowage.testing.sim --engine --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
 
 crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OPERATIONS=1000000 in one directory
-	STOWAGE_KILLS=$(or $(KILLS),1000) STOWAGE_SHARING_OPERATIONS=$(or $(OPERATIONS),1000000) $(PY) -m pytest -s tests/crash
+	STOWAGE_KILLS=$(or $(KILLS),1000) STOWAGE_KILL_EVERY=1 STOWAGE_SHARING_OPERATIONS=$(or $(OPERATIONS),1000000) $(PY) -m pytest -s tests/crash
 
 load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300: nothing lost, held or leaked
 	$(PY) -m tests.server.load --seconds $(or $(SECONDS),300)
@@ -150,7 +152,7 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@touch $@
 
 compat: $(COMPAT)/$(or $(SERIES),newest)/.installed ## the newest series of Transformers, or SERIES=5.20: parity, reuse, library; the oldest is the pinned one
-	PYTHONPATH=$(COMPAT)/$(or $(SERIES),newest) $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY) $(COMPAT_TESTS)
+	PYTHONPATH=$(COMPAT)/$(or $(SERIES),newest) $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ALL_FAMILIES) $(COMPAT_TESTS)
 
 $(COMPAT)/%/.installed: requirements/compat-%.txt | $(ENV_STAMP)
 	@rm -rf $(dir $@)
@@ -186,6 +188,9 @@ $(REAL_MODEL)/config.json: requirements/real-model.txt src/stowage/testing/real_
 
 commands: $(ENV_STAMP) ## run every command of the documentation
 	$(PY) -m pytest $(PARALLEL) -m commands tests/docs
+
+families: $(ENV_STAMP) ## every family of models, of which `make test` runs one for each way to compute
+	$(PY) -m pytest $(PARALLEL) -m "every_family and "$(ALL_FAMILIES) tests/engine tests/weights
 
 browser: $(BROWSER_STAMP) ## test the dashboard in headless Chromium; needs chromium, node and npm
 	$(PY) -m pytest -m browser tests/server

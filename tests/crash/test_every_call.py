@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 import signal
 import time
@@ -32,6 +33,8 @@ OPTIONS = {"segment_bytes": 56 << 10, "readers": 1, "refresh_s": 1e9}
 OPEN_S = 1.0
 TRIES = 4
 STAGES = 2
+EVERY = int(os.environ.get("STOWAGE_KILL_EVERY", "3"))
+"""`make crash` has time for every call."""
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +148,7 @@ class Case:
 
 
 def kill_everywhere(stages: list[Stage], case: Case) -> list[str]:
-    """Kill a life at each of its calls; names of the calls."""
+    """Kill a life at each `EVERY`th of its calls; names of the calls."""
     for stage in stages:
         assert case.run(stage, 0, NEVER) == 0
     trace, names = stages[0].board.trace(), stages[0].names()
@@ -153,6 +156,7 @@ def kill_everywhere(stages: list[Stage], case: Case) -> list[str]:
     # After a call is before the next one: between them nothing leaves the process. So only the last has an after.
     points = [(at, BEFORE) for at in range(1, len(trace) + 1)] + [(len(trace), AFTER)]
     points += [(at, TORN) for at, name in enumerate(names, 1) if name in WRITES]
+    points = points[::EVERY]
     done = []
 
     def kill_some(number: int) -> None:

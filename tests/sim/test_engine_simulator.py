@@ -18,10 +18,10 @@ from stowage.engine.scheduler import Scheduler
 from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.engine.swap.swap_space import SwapSpace
 from stowage.executor.block_pool import BlockPool
-from stowage.testing.engine_sim import simulate
+from stowage.testing.engine_sim import simulate, world
 from stowage.testing.sim import Failure
 from stowage.transfer.async_copies import AsyncCopies
-from tests.sim.worlds import Plant, command, first_failure
+from tests.sim.worlds import Planted, assert_no_hash_seed_matters
 
 SEEDS_TO_FIND = 600
 
@@ -137,28 +137,29 @@ def stuck_too_soon(patch: pytest.MonkeyPatch) -> None:
 
 
 def requests_left_behind(patch: pytest.MonkeyPatch) -> None:
-    """Who was preempted never gets its turn again."""
+    """Who was preempted never gets its turn again. Worlds have some 1,000 steps."""
+    patch.setattr(world, "STEPS_MAX", 20_000)
     patch.setattr(PreemptionSwap, "back", lambda self, sequence, headroom_blocks, running: False)
 
 
-PLANTS: list[Plant] = [
-    leaked_blocks,
-    pin_that_is_kept,
-    waiter_that_is_not_told,
-    callback_that_ends_the_engine,
-    commit_before_the_bytes,
-    slots_given_back_while_they_are_read,
-    nan_that_is_drawn,
-    temperature_that_overflows,
-    window_that_is_too_short,
-    preempted_state_that_does_not_come_back,
-    swapped_chunk_that_is_not_pinned,
-    everybody_pays_for_one,
-    blocks_that_are_not_computed_again,
-    tier_whose_errors_get_through,
-    block_that_is_named_for_another,
-    stuck_too_soon,
-    requests_left_behind,
+PLANTS = [
+    Planted(leaked_blocks, 1, "blocks in use that no sequence has"),
+    Planted(pin_that_is_kept, 0, "fetches were not given back"),
+    Planted(waiter_that_is_not_told, 4, "is not told"),
+    Planted(callback_that_ends_the_engine, 0, "the engine stopped: ValueError"),
+    Planted(commit_before_the_bytes, 5, "wrong bytes of token"),
+    Planted(slots_given_back_while_they_are_read, 161, "changed while it was read"),
+    Planted(nan_that_is_drawn, 14, "nothing is left that may be drawn"),
+    Planted(temperature_that_overflows, 0, "failed: StowageError"),
+    Planted(window_that_is_too_short, 2, "a query needs a block that is nowhere"),
+    Planted(preempted_state_that_does_not_come_back, 0, "a wrong recurrent state"),
+    Planted(swapped_chunk_that_is_not_pinned, 1, "wrong bytes of token"),
+    Planted(everybody_pays_for_one, 19, "failed: StowageError"),
+    Planted(blocks_that_are_not_computed_again, 19, "is not told"),
+    Planted(tier_whose_errors_get_through, 23, "the engine stopped: KeyError"),
+    Planted(block_that_is_named_for_another, 0, "wrong bytes of token"),
+    Planted(stuck_too_soon, 30, "failed: TransferError"),
+    Planted(requests_left_behind, 3, "requests do not end"),
 ]
 
 
@@ -173,20 +174,12 @@ def test_seeds_that_once_failed_hold(seed: int) -> None:
 
 
 def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
-    runs = [
-        command("--engine", "--first", "7", "--seeds", "3", "--jobs", "1", PYTHONHASHSEED=number)
-        for number in ("0", "1")
-    ]
-    for run in runs:
-        del run["seconds"]
-    assert runs[0] == runs[1] and simulate(7).digest == simulate(7).digest != simulate(8).digest
-    assert runs[0]["failures"] == [] and "fault copy_in_fails" in runs[0]["never"]
+    told = assert_no_hash_seed_matters(engine=True)
+    assert "fault copy_in_fails" in told["never"] and simulate(7).digest == simulate(7).digest != simulate(8).digest
 
 
 def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    nan_that_is_drawn(monkeypatch)
-    failure = first_failure(simulate, SEEDS_TO_FIND)
-    assert failure is not None
+    failure = PLANTS[0].is_found(simulate, SEEDS_TO_FIND, monkeypatch)
     assert f"sim --engine --first {failure.seed} --seeds 1" in str(failure)
     with pytest.raises(Failure) as again:
         simulate(failure.seed)
@@ -194,8 +187,6 @@ def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    failure = first_failure(simulate, SEEDS_TO_FIND)
-    assert failure is not None, f"{plant.__name__} survived {SEEDS_TO_FIND} seeds"
+@pytest.mark.parametrize("planted", PLANTS, ids=lambda planted: planted.plant.__name__)
+def test_a_planted_bug_is_found(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.is_found(simulate, SEEDS_TO_FIND, monkeypatch)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from stowage.cache.fetches import Fetches
 from stowage.cache.flow import Flow
+from stowage.cache.keymap import After
 from stowage.cache.ledger import Ledger
-from stowage.cache.spill_queue import SpillQueue
 from stowage.storage.disk import allocator, loader, reader
 from stowage.storage.disk.index import Index
 from stowage.testing.sim import Failure, simulate
-from tests.sim.worlds import Plant, command, first_failure
+from stowage.testing.sim.__main__ import main
+from tests.sim.worlds import Planted, assert_no_hash_seed_matters, command
 
 SEEDS_TO_FIND = 1000
 FOUND = Path(__file__).with_name("found_seeds.json")
@@ -36,8 +38,8 @@ def early_ready(patch: pytest.MonkeyPatch) -> None:
     """Reserved slots are served before their bytes are written."""
     real = Flow.reserve
 
-    def reserve(self: Flow, group: int, keys: list[bytes], masks: np.ndarray) -> np.ndarray:
-        slots = real(self, group, keys, masks)
+    def reserve(self: Flow, group: int, keys: list[bytes], masks: np.ndarray, after: After = None) -> np.ndarray:
+        slots = real(self, group, keys, masks, after)
         self.ledger.commit(slots[slots >= 0])
         return slots
 
@@ -49,7 +51,7 @@ def early_ready(patch: pytest.MonkeyPatch) -> None:
 def missed_pin_of_a_fetch(patch: pytest.MonkeyPatch) -> None:
     """What a fetch found in host may be evicted under it."""
     patch.setattr(Ledger, "pin", lambda self, slots: None)
-    patch.setattr(Ledger, "unpin", lambda self, slots: None)
+    patch.setattr(Ledger, "unpin", lambda self, slots, used=True: None)
 
 
 def limit_off_by_a_page(patch: pytest.MonkeyPatch) -> None:
@@ -83,21 +85,28 @@ def lost_wake_up_of_the_engine(patch: pytest.MonkeyPatch) -> None:
 
 def outcome_before_the_last_run(patch: pytest.MonkeyPatch) -> None:
     """A transfer is reported when its first run is done; the others still write into its buffers."""
-    patch.setattr(loader.Loader, "_settled", lambda self, flight, chunks: self._report(flight))
+    reported = set()
+
+    def settled(self: loader.Loader, flight: loader.Flight, chunks: int) -> None:
+        if flight not in reported:
+            reported.add(flight)
+            self._report(flight)
+
+    patch.setattr(loader.Loader, "_settled", settled)
 
 
 def index_after_reclaim(patch: pytest.MonkeyPatch) -> None:
     """Rows of a segment that is gone are not forgotten."""
-    patch.setattr(Index, "drop_segment", lambda self, segment: None)
+    patch.setattr(Index, "drop_segment", lambda self, segment: 0)
 
 
 def forgotten_holes(patch: pytest.MonkeyPatch) -> None:
     """A chunk that is stored with holes, because its first blocks were freed, is remembered as whole."""
     real = Ledger.reserve
 
-    def reserve(self: Ledger, slab: int, keys: list[bytes], masks: np.ndarray) -> np.ndarray:
+    def reserve(self: Ledger, slab: int, keys: list[bytes], masks: np.ndarray, after: After = None) -> np.ndarray:
         whole = [(1 << int(mask).bit_length()) - 1 for mask in masks.tolist()]
-        return real(self, slab, keys, np.array(whole, np.uint64))
+        return real(self, slab, keys, np.array(whole, np.uint64), after)
 
     patch.setattr(Ledger, "reserve", reserve)
 
@@ -108,17 +117,20 @@ def fetch_without_deadline(patch: pytest.MonkeyPatch) -> None:
 
 def spill_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
     """A slot may be given to another chunk while the disk still reads it."""
-    real = Flow._spill
+    begin, end = Flow._spill, Flow._spilled
 
-    def spill(self: Flow, tier: int, queue: SpillQueue, now_s: float) -> bool:
-        pin, Ledger.pin = Ledger.pin, lambda self, slots: None  # type: ignore[method-assign]
-        try:
-            return real(self, tier, queue, now_s)
-        finally:
-            Ledger.pin = pin  # type: ignore[method-assign]
+    def spill(self: Flow, *args: Any) -> bool:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(Ledger, "pin", lambda self, slots: None)
+            return begin(self, *args)
+
+    def spilled(self: Flow, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(Ledger, "unpin", lambda self, slots, used=True: None)
+            end(self, *args)
 
     patch.setattr(Flow, "_spill", spill)
-    patch.setattr(Ledger, "unpin", lambda self, slots: None)
+    patch.setattr(Flow, "_spilled", spilled)
 
 
 def leaked_segment(patch: pytest.MonkeyPatch) -> None:
@@ -126,19 +138,19 @@ def leaked_segment(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(allocator.SegmentAllocator, "_discard", lambda self, file, name: None)
 
 
-PLANTS: list[Plant] = [
-    dropped_checksum,
-    early_ready,
-    missed_pin_of_a_fetch,
-    limit_off_by_a_page,
-    lost_wake_up_of_a_reader,
-    lost_wake_up_of_the_engine,
-    outcome_before_the_last_run,
-    index_after_reclaim,
-    forgotten_holes,
-    fetch_without_deadline,
-    spill_that_is_not_pinned,
-    leaked_segment,
+PLANTS = [
+    Planted(dropped_checksum, 54, "came back with other bytes"),
+    Planted(early_ready, 8, "came back with other bytes"),
+    Planted(missed_pin_of_a_fetch, 0, "a pin is held by nobody"),
+    Planted(limit_off_by_a_page, 0, "bytes in a directory whose limit is"),
+    Planted(lost_wake_up_of_a_reader, 7, "every reader sleeps"),
+    Planted(lost_wake_up_of_the_engine, 0, "the engine sleeps"),
+    Planted(outcome_before_the_last_run, 47, "filled by a read whose transfer had been reported"),
+    Planted(index_after_reclaim, 0, "chunks of an unknown segment"),
+    Planted(forgotten_holes, 34, "came back with other bytes"),
+    Planted(fetch_without_deadline, 138, "did not end by its deadline"),
+    Planted(spill_that_is_not_pinned, 0, "a pin is held by nobody, or a holder has no pin"),
+    Planted(leaked_segment, 4, "descriptors are still open"),
 ]
 
 
@@ -152,33 +164,27 @@ def test_seeds_that_once_failed_hold(found: dict) -> None:
     simulate(found["seed"])
 
 
-def test_the_report_says_what_was_never_reached() -> None:
+def test_the_report_says_what_was_never_reached(capsys: pytest.CaptureFixture[str]) -> None:
     report = command("--first", "3", "--seeds", "1", "--complete", expected=1)
     assert report["failures"] == [] and "fault read_eio" in report["never"] and "power_cut" in report["never"]
-    assert command("--first", "3", "--seeds", "1")["happened"]["processes"] >= 3
+    assert main(["--first", "3", "--seeds", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["happened"]["processes"] >= 3
 
 
 def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
-    runs = [command("--first", "7", "--seeds", "3", "--jobs", "1", PYTHONHASHSEED=number) for number in ("0", "1", "2")]
-    for run in runs:
-        del run["seconds"]
-    assert runs[0] == runs[1] == runs[2]
+    assert_no_hash_seed_matters(engine=False)
     assert simulate(7).digest == simulate(7).digest != simulate(8).digest
 
 
 def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped_checksum(monkeypatch)
-    failure = first_failure(simulate, SEEDS_TO_FIND)
-    assert failure is not None
-    assert f"--first {failure.seed} --seeds 1" in str(failure) and "other bytes" in str(failure)
+    failure = PLANTS[0].is_found(simulate, SEEDS_TO_FIND, monkeypatch)
+    assert f"--first {failure.seed} --seeds 1" in str(failure)
     with pytest.raises(Failure) as again:
         simulate(failure.seed)
     assert str(again.value) == str(failure)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    failure = first_failure(simulate, SEEDS_TO_FIND)
-    assert failure is not None, f"{plant.__name__} survived {SEEDS_TO_FIND} seeds"
+@pytest.mark.parametrize("planted", PLANTS, ids=lambda planted: planted.plant.__name__)
+def test_a_planted_bug_is_found(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.is_found(simulate, SEEDS_TO_FIND, monkeypatch)

@@ -4,27 +4,61 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stowage.testing.sim import Failure
+from stowage.testing.sim.runner import report_of, run
 
 SOURCE = Path(__file__).parents[2] / "src"
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def first_failure(simulate: Callable[[int], object], seeds: int) -> Failure | None:
-    for seed in range(seeds):
+@dataclass(frozen=True)
+class Planted:
+    """A bug, a seed that has found it, and what the failure said there: a plant that does not fit the code any more
+    fails in another way, and shows nothing.
+    """
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    seed: int
+    says: str
+
+    def is_found(self, simulate: Callable[[int], object], seeds: int, patch: pytest.MonkeyPatch) -> Failure:
+        """The failure of the first seed that finds it, from the known one on."""
+        self.plant(patch)
+        failure = first_failure(simulate, seeds, self.seed)
+        assert failure is not None, f"{self.plant.__name__} survived {seeds} seeds"
+        assert re.search(self.says, str(failure)), failure
+        return failure
+
+
+def first_failure(simulate: Callable[[int], object], seeds: int, first: int = 0) -> Failure | None:
+    for seed in range(first, first + seeds):
         try:
             simulate(seed)
         except Failure as failure:
             return failure
     return None
+
+
+def assert_no_hash_seed_matters(*, engine: bool) -> dict[str, Any]:
+    """Three worlds, here and in a process whose hashes have another seed. The report of that."""
+    other = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
+    flags = ["--engine"] if engine else []
+    told = command(*flags, "--first", "7", "--seeds", "3", "--jobs", "1", PYTHONHASHSEED=other)
+    here = report_of(engine, 7)
+    for part in run(7, 3, 1, engine=engine):
+        here.add(part)
+    assert (told["steps"], told["simulated_s"]) == (here.steps, here.simulated_s)
+    assert (told["happened"], told["failures"]) == (here.happened, here.failures)
+    return told
 
 
 def command(*arguments: str, expected: int = 0, **variables: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from stowage.testing import tiny_models
 from stowage.weights import saving
 from stowage.weights.away import AwayParameter
 from stowage.weights.placement import Delivery
+from tests.families import all_of
 from tests.weights.conftest import bytes_of, logits, prompt
 
 PLACEMENTS = {
@@ -68,7 +69,7 @@ def placed(
     return family, stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
 
 
-@pytest.mark.parametrize("family", [family for family in tiny_models.FAMILIES if family not in NEVER_STREAMED])
+@pytest.mark.parametrize("family", all_of(family for family in tiny_models.FAMILIES if family not in NEVER_STREAMED))
 def test_what_is_saved_is_what_transformers_saves(
     family: str, checkpoints: Callable[..., Path], plain: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from stowage.executor.block_pool import bytes_needed
 from stowage.testing import tiny_models
 from tests.engine.conftest import check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
+from tests.families import ONE_OF_EACH, all_of
 
 LONG = random_prompt(187)
 CUTS = (131, 75)
@@ -19,14 +20,11 @@ CUTS = (131, 75)
 
 STATES = ("mamba", "mamba2", "falcon_mamba")
 """Those that keep a state and nothing else."""
-EXACT = frozenset(
-    "llama qwen3_moe deepseek_v3 gemma2 gemma3n gemma4 gpt_oss llama4 mixtral phi3 gpt2 bitnet longcat_flash "
-    "mimo_v2_flash qwen3_next nemotron_h kimi_linear bamba falcon_h1 lfm2 zamba2 granitemoehybrid mamba2".split()
-)
-"""One for each way to compute: all families pass, and every engine makes sure when it opens; it takes twice as long."""
+EXACT = ONE_OF_EACH - {*tiny_models.ALONE}
+"""All families pass, and every engine makes sure when it opens; it takes twice as long."""
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", all_of(tiny_models.FAMILIES))
 def test_batches_and_reuse(family, tmp_path):
     """A batch of unequal prompts, cold, in pieces of 64 tokens; then prompts that share a part of one of them, which
     comes from the device, from host, from disk, and from disk after a restart. Blocks of 16 tokens.
@@ -68,7 +66,7 @@ SMALL = [family for family in tiny_models.FAMILIES if family != "doge"]
 """Doge reads the keys that it finds largest: of near-equal ones Transformers itself takes others token by token."""
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", all_of(SMALL, pytest.mark.slow))
 def test_a_small_pool(family):
     """The device holds one and a half sequences: they take turns through host memory, and nothing is computed twice.
     Blocks of 32 tokens. Some are deterministic: the same to the bit as one that was asked alone and had room.

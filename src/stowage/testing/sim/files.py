@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from greenlet import GreenletExit
@@ -26,6 +27,10 @@ class SimFiles:
         self._loop = disk.loop
         self._fault_profile = disk.fault_profile
         self._handles: dict[int, Handle] = {}
+        self.may_fill: Callable[[memoryview], bool] = lambda buffer: True
+        """Whether a read may write there now."""
+        self.overwritten = False
+        """One wrote elsewhere."""
 
     def release_all(self) -> None:
         """The process is gone: the kernel closes what it had open."""
@@ -116,6 +121,8 @@ class SimFiles:
             if number and self._loop.chance.random() < 0.2:
                 self._enter_quickly()
             part = data[at : at + buffer.nbytes]
+            if not self.may_fill(buffer):
+                self.overwritten = True
             buffer[: len(part)] = part
             at += len(part)
 

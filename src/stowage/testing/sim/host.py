@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from stowage.cache.store import TieredStore
 from stowage.core.geometry import Geometry
@@ -13,6 +15,7 @@ from stowage.errors import DirectoryError
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.system import System, Turn, one_by_one
 from stowage.storage.format.protection import Protection
+from stowage.storage.protocol import Outcome, Transfer
 from stowage.testing.sim.client import Client, Prompts
 from stowage.testing.sim.content import Device, Violation
 from stowage.testing.sim.disk import SimDisk
@@ -26,6 +29,35 @@ __all__ = ["Host", "Shape"]
 DEVICE_ROWS: Final = 512
 SETTLE_S: Final = 30.0
 """Within this time the tier reports its next transfer, counted from when its disk last let go of an operation."""
+
+
+class _WatchedTier(DiskTier):
+    """A disk tier, and which of the store's memory is lent to it: from a load until its report is taken."""
+
+    def __init__(self, *options: Any, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self.arena = range(0)
+        self._lent: dict[int, list[range]] = {}
+
+    def load(self, transfer: Transfer) -> None:
+        self._lent[transfer.id] = [_addresses(buffer) for buffer in transfer.buffers]
+        super().load(transfer)
+
+    def poll(self) -> list[Outcome]:
+        outcomes = super().poll()
+        for outcome in outcomes:
+            self._lent.pop(outcome.id, None)
+        return outcomes
+
+    def may_fill(self, buffer: memoryview) -> bool:
+        """Whether a read may write there."""
+        begin = _addresses(buffer).start
+        return begin not in self.arena or any(begin in lent for spans in self._lent.values() for lent in spans)
+
+
+def _addresses(buffer: memoryview) -> range:
+    begin: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return range(begin, begin + buffer.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +91,7 @@ class Host:
         self.files = SimFiles(disk, self.process)
         self.signal = SimSignal(self.process)
         self.worker_pools: dict[str, SimWorkerPool] = {}
-        self.tier: DiskTier | None = None
+        self.tier: _WatchedTier | None = None
         self.store: TieredStore | None = None
         self.client: Client | None = None
         self.device: Device | None = None
@@ -92,6 +124,8 @@ class Host:
             policy=self._shape.policy,
         )
         geometry, arena = self._shape.geometry, self.store.arena
+        self.tier.arena = _addresses(arena.numpy().data)
+        self.files.may_fill = self.tier.may_fill
         self.device = Device(geometry, self.store.slabs, arena.numpy(), self._fault_profile, DEVICE_ROWS)
         self.client = Client(self._loop, self.store, self.device, geometry, self._namespace, self._prompts)
         self.client.run(self._requests, chance.choice((1, 2, 4)))
@@ -99,7 +133,7 @@ class Host:
             self._end()
         self.done = True
 
-    def _open_tier(self) -> DiskTier:
+    def _open_tier(self) -> _WatchedTier:
         chance, loop = self._loop.chance, self._loop
         system = System(
             files=self.files,
@@ -113,7 +147,7 @@ class Host:
             pack_at_once=one_by_one,
             run_jobs=SimJobRunner(self.process),
         )
-        return DiskTier(
+        return _WatchedTier(
             Path("/simulated"),
             self._disk.limit_bytes,
             self._namespace,
@@ -174,6 +208,8 @@ class Host:
         if self.tier is None or not self.process.alive:
             return ""
         loader, storer = self.tier._loader, self.tier._storer  # the simulator looks behind the façade
+        if self.files.overwritten:
+            return "memory was filled by a read whose transfer had been reported"
         if self.tier._counters.snapshot()["faults"]:
             return "an exception reached the outermost frame of a worker"
         if loader.waiting and self.worker_pools["read"].all_asleep_for_good():

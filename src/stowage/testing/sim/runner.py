@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Final
 
-from stowage.testing import engine_sim
 from stowage.testing.sim.fault_profile import FAULTS
 from stowage.testing.sim.world import Failure, Result, simulate
 
@@ -56,16 +55,27 @@ class Report:
 
 def report_of(engine: bool, first: int) -> Report:
     """An empty one, of worlds of the engine or of the disk."""
-    faults, happenings = (engine_sim.FAULTS, engine_sim.HAPPENINGS) if engine else (FAULTS, BRANCHES)
+    faults: Sequence[str] = FAULTS
+    happenings: Sequence[str] = BRANCHES
+    if engine:
+        from stowage.testing import engine_sim  # with torch, which worlds of the disk do without
+
+        faults, happenings = engine_sim.FAULTS, engine_sim.HAPPENINGS
     return Report(first, [*(f"fault {fault}" for fault in faults), *happenings])
 
 
 def run_some(first: int, seeds: int, engine: bool = False) -> Report:
     """Run the worlds `first` to `first + seeds - 1`."""
     report = Report(first)
-    with quiet(), engine_sim.one_thread() if engine else contextlib.nullcontext():
+    play: Callable[[int], Result] = simulate
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    if engine:
+        from stowage.testing import engine_sim
+
+        play, around = engine_sim.simulate, engine_sim.one_thread
+    with quiet(), around():
         for seed in range(first, first + seeds):
-            _run_one(seed, report, engine_sim.simulate if engine else simulate)
+            _run_one(seed, report, play)
     return report
 
 
