@@ -114,8 +114,8 @@ sim-engine: $(ENV_STAMP) ## run simulated worlds of the engine: SEEDS=2000, FIRS
 crash: $(ENV_STAMP) ## kill real processes: a loaded engine KILLS=1000 times; OPERATIONS=1000000 in one directory
 	STOWAGE_KILLS=$(or $(KILLS),1000) STOWAGE_KILL_EVERY=1 STOWAGE_SHARING_OPERATIONS=$(or $(OPERATIONS),1000000) $(PY) -m pytest -s tests/crash
 
-load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300: nothing lost, held or leaked
-	$(PY) -m tests.server.load --seconds $(or $(SECONDS),300)
+load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300, ATTACKERS=0 beside them: nothing lost, held or leaked
+	$(PY) -m tests.server.load --seconds $(or $(SECONDS),300) --attack $(or $(ATTACKERS),0)
 
 stress: $(ENV_STAMP) ## eight threads on one model whose weights come and go, signals, exceptions, hooks that raise: FORWARDS=10000 each of four
 	STOWAGE_TEST_FORWARDS=$(or $(FORWARDS),10000) $(PY) -m pytest -q -s tests/weights/test_stress.py
