@@ -190,7 +190,7 @@ commands: $(ENV_STAMP) ## run every command of the documentation
 	$(PY) -m pytest $(PARALLEL) -m commands tests/docs
 
 families: $(ENV_STAMP) ## every family of models, of which `make test` runs one for each way to compute
-	$(PY) -m pytest $(PARALLEL) -m "every_family and "$(ALL_FAMILIES) tests/engine tests/weights
+	$(PY) -m pytest $(PARALLEL) -m "every_family and "$(ALL_FAMILIES) tests/engine tests/weights tests/planner
 
 browser: $(BROWSER_STAMP) ## test the dashboard in headless Chromium; needs chromium, node and npm
 	$(PY) -m pytest -m browser tests/server

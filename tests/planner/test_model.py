@@ -20,6 +20,7 @@ from stowage.planner.model import read_model, shape
 from stowage.planner.shapes import Kept, Model, seen_pairs
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TABLE, TinySize
+from tests.families import all_of
 
 EXACT = [
     "llama",
@@ -78,7 +79,7 @@ def test_every_layer_has_the_parameters_of_the_real_model(name: str) -> None:
     assert predicted(model) == parameters(config)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", all_of(TABLE))
 def test_parameters_and_cached_bytes_are_those_of_the_engine(name: str) -> None:
     """Of all families: every layer's rows and states, their windows and kinds; where parameters lie and what chooses
     among experts.
