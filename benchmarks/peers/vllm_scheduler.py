@@ -120,10 +120,11 @@ class Running:
 
     def _open(self, groups: int) -> None:
         """What the workers' handshake would do."""
+        from stowage.plugins.vllm.division import Piece
         from stowage.plugins.vllm.messages import Part
         from stowage.plugins.vllm.worker import machine
 
-        part = Part(machine(), BLOCKS, (512,) * groups, ("",) * groups)
+        part = Part(machine(), BLOCKS, tuple((Piece(f"layer {number}", 512, ""),) for number in range(groups)))
         self._connector.set_xfer_handshake_metadata_pp_aware({(0, 0): part})
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,8 @@ STALL_S = 300.0
 
 class Engine:
     """vLLM's engine core with these ranks. ``kinds``: ``full`` or ``sliding`` by layer, half of them on each stage.
-    ``machines``: where the ranks say that they are. ``options``: vLLM's; ``extra``: the connector's.
+    ``machines``: where the ranks say that they are. ``division``: how many stages of how many tensor ranks.
+    ``kv_heads``: of each layer. ``options``: vLLM's; ``extra``: the connector's.
     """
 
     def __init__(
@@ -40,12 +41,16 @@ class Engine:
         blocks: int = 200,
         *,
         machines: Sequence[str] = (),
+        division: tuple[int, int] = (STAGES, TENSOR),
+        kv_heads: int = 4,
         options: Mapping[str, Any] | None = None,
         **extra: Any,
     ) -> None:
         model = directory / "model"
         model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(_CONFIG | {"num_hidden_layers": len(kinds)}), encoding="utf-8")
+        (model / "config.json").write_text(
+            json.dumps(_CONFIG | {"num_hidden_layers": len(kinds), "num_key_value_heads": kv_heads}), encoding="utf-8"
+        )
         Ranks.kinds, Ranks.machines = kinds, machines
         config = EngineArgs(
             model=str(model),
@@ -57,8 +62,8 @@ class Engine:
             max_num_seqs=8,
             max_num_batched_tokens=96,
             num_gpu_blocks_override=blocks,
-            pipeline_parallel_size=STAGES,
-            tensor_parallel_size=TENSOR,
+            pipeline_parallel_size=division[0],
+            tensor_parallel_size=division[1],
             distributed_executor_backend=Ranks,
             enable_prefix_caching=True,
             disable_log_stats=False,
@@ -163,6 +168,9 @@ def broken(rank: Rank, **ways: Callable[[], None]) -> Iterator[None]:
         def store(self, plan: Any) -> int:
             ways.get("store", lambda: None)()
             return int(real.store(plan))
+
+        def digests(self, plan: Any) -> dict[int, bytes]:
+            return dict(real.digests(plan))
 
     worker._copies = Copies()
     yield

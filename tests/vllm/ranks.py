@@ -1,7 +1,9 @@
-"""Ranks for vLLM's engine core that compute nothing: two pipeline stages of two tensor ranks, and their executor.
+"""Ranks for vLLM's engine core that compute nothing, two pipeline stages of two tensor ranks or others, and their
+executor.
 
-What a rank writes for a token is made from the tokens up to it, and a step reads all that its queries see. One wrong
-byte anywhere, and the token is a wrong one. The KV cache is vLLM's, and so is what happens around a forward.
+What a rank writes for a token is made from the tokens up to it, by layer and KV head, and a step reads all that its
+queries see. One wrong byte anywhere, and the token is a wrong one. The KV cache is vLLM's, and so is what happens
+around a forward.
 
     batch    stage 0 runs when it is submitted, stage 1 when its result is asked for:
              stage 0   | batch 0 | batch 1 |         | batch 2 |
@@ -13,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Around
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -93,18 +96,26 @@ class Rank:
         self.rows: dict[str, _Row] = {}
         self.read = 0
         self.wrong: list[str] = []
-        share = len(kinds) // STAGES
+        share = len(kinds) // config.parallel_config.pipeline_parallel_size
         self._mine = range(rank[0] * share, (rank[0] + 1) * share)
+        parallel = config.parallel_config
+        heads = config.model_config.get_total_num_kv_heads()
+        count = max(1, heads // parallel.tensor_parallel_size)
+        first = rank[1] * heads // parallel.tensor_parallel_size
+        self._heads = range(first, first + count)
+        self._last = rank[0] == parallel.pipeline_parallel_size - 1
+        backend = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: Ranks.backend))
+        config.compilation_config.static_forward_context |= {_name(layer): backend for layer in self._mine}
 
     def specs(self) -> dict[str, KVCacheSpec]:
         """Of this stage's layers, as a model's would be."""
-        plain = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-        return {
-            _name(layer): SlidingWindowSpec(**plain, sliding_window=WINDOW)
-            if self.kinds[layer] == "sliding"
-            else FullAttentionSpec(**plain)
-            for layer in self._mine
+        plain = {"block_size": BLOCK, "num_kv_heads": len(self._heads), "head_size": 8, "dtype": torch.float32}
+        of_kind = {
+            "full": FullAttentionSpec(**plain),
+            "sliding": SlidingWindowSpec(**plain, sliding_window=WINDOW),
+            "mla": MLAAttentionSpec(**plain | {"num_kv_heads": 1}),
         }
+        return {_name(layer): of_kind[self.kinds[layer]] for layer in self._mine}
 
     def allocate(self, kv_cache_config: Any) -> None:
         """vLLM's own tensors, and the connector as vLLM makes it in a worker."""
@@ -137,7 +148,7 @@ class Rank:
             sampled = {
                 name: self._forward(name, count, computed, right) for name, count, computed in _counts(scheduled)
             }
-        if self.rank[0] < STAGES - 1:
+        if not self._last:
             return ModelRunnerOutput.with_kv_conn_output_only(told)
         return ModelRunnerOutput(
             req_ids=list(sampled),
@@ -175,10 +186,8 @@ class Rank:
             cache = self.caches[key].view(torch.uint8).numpy()  # [blocks, heads, tokens, bytes]
             table = np.array(row.blocks[self._group[key]])
             first = max(0, computed - WINDOW + 1) if self.kinds[layer] == "sliding" else 0
-            expected = _written(
-                links[first:end], layer * len(RANKS) + RANKS.index(self.rank), cache.shape[1] * cache.shape[3]
-            )
-            expected = expected.reshape(-1, cache.shape[1], cache.shape[3])
+            heads = [0] if self.kinds[layer] == "mla" else self._heads
+            expected = np.stack([_written(links[first:end], layer * 64 + head, cache.shape[3]) for head in heads], 1)
             at = np.arange(first, end)
             blocks, slots = table[at // BLOCK], at % BLOCK
             assert (blocks > 0).all(), f"{name} sees vLLM's null block"
@@ -188,7 +197,7 @@ class Rank:
                 right[name] = False
                 self.wrong.append(name)
             cache[blocks[computed - first :], :, slots[computed - first :]] = expected[computed - first :]
-        if end < len(row.tokens) or self.rank[0] < STAGES - 1:
+        if end < len(row.tokens) or not self._last:
             return []
         token = _next(links[end - 1]) if right.get(name, True) else VOCAB - 1
         row.tokens.append(token)
@@ -237,16 +246,20 @@ class _Batch:
 
 
 class Ranks(Executor):
-    """vLLM's executor of all four. ``kinds``: of the layers; set before vLLM makes it."""
+    """vLLM's executor of all. ``kinds``: of the layers; ``backend``: of their attention. Set before vLLM makes it."""
 
     supports_pp = True
     kinds: Sequence[str] = ()
     machines: Sequence[str] = ()
+    backend = "CPU_ATTN"
 
     def _init_executor(self) -> None:
-        self.ranks = [Rank(self.vllm_config, rank, self.kinds) for rank in RANKS]
+        parallel = self.vllm_config.parallel_config
+        self._stages, self._tensor = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        names = [(stage, tensor) for stage in range(self._stages) for tensor in range(self._tensor)]
+        self.ranks = [Rank(self.vllm_config, name, self.kinds) for name in names]
         self._flying: list[_Batch] = []
-        self.flying_max = 0
+        self.flying_max = self.running = 0
 
     def collective_rpc(
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, non_block: Any = False
@@ -265,7 +278,7 @@ class Ranks(Executor):
     def _part(self, rank: Rank) -> Any:
         part = rank.connector.get_handshake_metadata()
         if self.machines:
-            object.__setattr__(part, "machine", self.machines[RANKS.index(rank.rank)])
+            object.__setattr__(part, "machine", self.machines[self.ranks.index(rank)])
         return _across(part)
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
@@ -288,13 +301,15 @@ class Ranks(Executor):
         return pending if non_block else pending.result()
 
     def _stage(self, stage: int, batch: _Batch) -> None:
-        for rank in self.ranks[stage * TENSOR : (stage + 1) * TENSOR]:
+        for rank in self.ranks[stage * self._tensor : (stage + 1) * self._tensor]:
+            self.running = rank.rank[1]
             batch.outputs.append(_across(rank.run(_across(batch.scheduled), batch.right)))
 
     def _finish(self, batch: _Batch) -> ModelRunnerOutput:
         assert self._flying.pop(0) is batch, "vLLM takes results in the order of the batches"
-        self._stage(1, batch)
+        for stage in range(1, self._stages):
+            self._stage(stage, batch)
         assert self.kv_output_aggregator is not None
-        result = self.kv_output_aggregator.aggregate(batch.outputs, output_rank=len(RANKS) - TENSOR)
+        result = self.kv_output_aggregator.aggregate(batch.outputs, output_rank=len(self.ranks) - self._tensor)
         assert result is not None
         return result

@@ -20,6 +20,7 @@ from stowage.core.geometry import Kind
 from stowage.errors import BudgetError, ConfigError
 from stowage.plugins.vllm import namespace, scheduler, settings
 from stowage.plugins.vllm.adapter import GroupShape
+from stowage.plugins.vllm.division import Piece
 from stowage.plugins.vllm.messages import Part, Report
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.step_times import StepTimes
@@ -149,7 +150,7 @@ WINDOW = GroupShape(Kind.SLIDING, BLOCK, 40, ("d", "e"))
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespace, "engine_namespace", lambda *_: bytes(32))
+    monkeypatch.setattr(namespace, "engine_namespace", lambda *_, **__: bytes(32))
 
 
 @pytest.fixture
@@ -325,7 +326,7 @@ def test_drafts_that_nobody_confirmed_are_not_stored(
     """A step's last tokens are drafts. A chunk is stored when all of its tokens are the request's, and with draft
     layers so is the token behind; then it is found by prompts that have that token.
     """
-    monkeypatch.setattr(namespace, "engine_namespace", lambda *_: bytes(32))
+    monkeypatch.setattr(namespace, "engine_namespace", lambda *_, **__: bytes(32))
     machine = Machine([FULL], speculative_config=Speculative(method), chunk_blocks=1)
     tokens = list(range(1, 30))
     request = Request("a", tokens)
@@ -458,7 +459,8 @@ def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="chunk_blocks"):
         settings.read({"host_memory": "1GiB", "chunk_blocks": 65})
     scheduler = SchedulerSide(SimpleNamespace(speculative_config=None), [FULL], settings.read({"host_memory": "4MiB"}))
-    parts = {(0, 0): Part(machine(), BLOCKS, (64,), ("",)), (0, 1): Part("elsewhere 1", BLOCKS, (64,), ("",))}
+    piece = ((Piece("a", 64, ""),),)
+    parts = {(0, 0): Part(machine(), BLOCKS, piece), (0, 1): Part("elsewhere 1", BLOCKS, piece)}
     with pytest.raises(ConfigError, match="several machines"):
         scheduler.connect(parts)
 
@@ -466,10 +468,10 @@ def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.Monk
 def test_the_node_has_one_budget_whatever_the_ranks(made: Any) -> None:
     here = made([FULL, WINDOW], host="1MiB")
     assert here.scheduler._store.arena.bytes <= 1 << 20
-    sizes = [sum(worker.part().bytes_per_block[g] for worker in here.workers) for g in range(2)]
-    assert [group.bytes_per_block for group in here.scheduler._groups] == sizes
-    ends = np.cumsum([worker.part().bytes_per_block[0] for worker in here.workers])
-    assert [here.scheduler._shared.offsets[rank][0] for rank in RANKS] == [0, *ends[:-1].tolist()]
+    pieces = [[piece.nbytes for worker in here.workers for piece in worker.part().pieces[g]] for g in range(2)]
+    assert [group.bytes_per_block for group in here.scheduler._groups] == [sum(sizes) for sizes in pieces]
+    begins = [here.scheduler._shared.shares[rank][0].offsets.tolist() for rank in RANKS]
+    assert [begin for mine in begins for begin in mine] == [0, *np.cumsum(pieces[0])[:-1].tolist()], "side by side"
 
 
 def test_engines_of_a_node_share_a_budget(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from stowage.plugins.vllm import adapter, multi, settings
+from stowage.plugins.vllm import adapter, layer_heads, multi, settings
 from stowage.plugins.vllm.messages import Part, Report, Step
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.stats import Metrics, Reporter, Stats
@@ -55,7 +55,15 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             layers = [shape.layers for shape in shapes]
             rank = adapter.rank_of_worker()
-            self._worker = WorkerSide(layers, kv_cache_config.num_blocks, rank, report_part=self._told_in_reports)
+            naming = layer_heads.naming(
+                vllm_config,
+                kv_cache_config,
+                rank[1],
+                shared=options.deduplicate_ranks,
+                each_head=options.any_parallel_size,
+            )
+            blocks = kv_cache_config.num_blocks
+            self._worker = WorkerSide(layers, blocks, rank, naming, report_part=self._told_in_reports)
             last = rank[0] == vllm_config.parallel_config.pipeline_parallel_size - 1
             self._never_told_to_save = vllm_config.speculative_config is not None and not last
 

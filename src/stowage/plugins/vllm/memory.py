@@ -1,33 +1,32 @@
 """A worker's KV cache as bytes: which runs of bytes make up a block, and copies between them and the arena.
 
-Owns nothing: the KV cache is vLLM's, the arena the scheduler's. Blocks move whole and opaque, because what is inside is
-the backend's business (a CPU backend packs keys for its instructions). A block of a group is the runs of its layers one
-after the other, in the order of the layers' names; padding between and behind them is not stored.
+Owns nothing: the KV cache is vLLM's, the arena the scheduler's. What is inside of a block is the backend's business (a
+CPU backend packs keys for its instructions), so its pieces (see ``division``) move opaque. A piece is the runs of its
+tensor one after the other; padding between and behind them is not stored.
 
     layer's tensor   [blocks, ...]     block b:  |== run 0 ==|..padding..|== run 1 ==|
-    arena            slot, block, rank           |== run 0 ==|== run 1 ==|  next layer ...
+    arena            slot, block, piece          |== run 0 ==|== run 1 ==|  next piece ...
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.core.geometry import IntArray, SlabClass
+from stowage.core.geometry import BoolArray, IntArray, SlabClass
 from stowage.errors import TransferError, UnsupportedModelError
+from stowage.plugins.vllm.division import Naming, Piece, Rank, Share
 
-__all__ = ["Copies", "GroupBytes", "Rank", "SharedArena", "group_bytes", "runs_of"]
-
-Rank = tuple[int, int]
-"""Pipeline rank and tensor rank."""
+__all__ = ["Copies", "GroupBytes", "SharedArena", "group_bytes", "runs_of"]
 
 _RUNS_MAX = 4096
 """Of one tensor's block. More would be a layout that scatters single elements: copying it would take for ever."""
@@ -35,33 +34,53 @@ _RUNS_MAX = 4096
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """A group's blocks on this rank. ``runs``: uint8 views ``[blocks, length]`` of the KV cache. ``layout``: text."""
+    """A group's blocks on this rank. ``runs``: uint8 views ``[blocks, length]`` of the KV cache, and of which of the
+    ``pieces`` each is a part, ascending.
+    """
 
     runs: tuple[Tensor, ...]
-    layout: str
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block on this rank, without padding."""
-        return sum(run.shape[1] for run in self.runs)
+    piece_of_run: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
 
-def group_bytes(caches: Mapping[str, Tensor | Sequence[Tensor]], layers: Iterable[str], num_blocks: int) -> GroupBytes:
+def group_bytes(
+    caches: Mapping[str, Tensor | Sequence[Tensor]], layers: Iterable[str], num_blocks: int, naming: Naming
+) -> GroupBytes:
     """The blocks of the layers of one group, from the tensors that are really allocated (case C): each once, however
     many layers share it.
 
     Raises ``UnsupportedModelError`` for a tensor whose first dimension is not its blocks.
     """
-    runs: dict[tuple[int, int, int], Tensor] = {}
-    texts = []
-    for name in sorted(set(layers) & set(caches)):
-        cache = caches[name]
-        for tensor in [cache] if isinstance(cache, Tensor) else cache:
-            for run in runs_of(tensor, num_blocks, name):
-                runs.setdefault((run.data_ptr(), run.stride(0), run.shape[1]), run)
-            ratio = tensor.shape[0] // num_blocks
-            texts.append(f"{name}:{tensor.dtype}:{ratio}:{tuple(tensor.shape[1:])}:{tuple(tensor.stride()[1:])}")
-    return GroupBytes(tuple(runs.values()), ";".join(texts))
+    runs: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
+    pieces: list[Piece] = []
+    for layer in sorted(set(layers) & set(caches)):
+        for name, tensor in _tensors(caches[layer], layer, naming):
+            found = {(run.data_ptr(), run.stride(0), run.shape[1]): run for run in runs_of(tensor, num_blocks, layer)}
+            fresh = {place: run for place, run in found.items() if place not in runs}
+            if fresh:
+                runs |= {place: (run, len(pieces)) for place, run in fresh.items()}
+                layout = _layout(tensor, num_blocks, naming.backends.get(layer, ""))
+                pieces.append(Piece(name, sum(run.shape[1] for run in fresh.values()), layout))
+    return GroupBytes(tuple(run for run, _ in runs.values()), tuple(at for _, at in runs.values()), tuple(pieces))
+
+
+def _tensors(cache: Tensor | Sequence[Tensor], layer: str, naming: Naming) -> Iterator[tuple[str, Tensor]]:
+    """Names and bytes of the pieces of a layer. vLLM's attention caches are ``[blocks, heads, tokens, content]``."""
+    heads = naming.single(layer)
+    for number, tensor in enumerate([cache] if isinstance(cache, Tensor) else cache):
+        if heads and tensor.ndim == 4 and tensor.shape[1] == len(heads):
+            yield from ((f"{name} #{number}", tensor[:, at : at + 1]) for at, name in enumerate(heads))
+        else:
+            yield f"{naming.whole(layer)} #{number}", tensor
+
+
+def _layout(tensor: Tensor, num_blocks: int, backend: str) -> str:
+    """In which order the runs of a tensor hold its elements: its dimensions from the outermost to the innermost."""
+    if not num_blocks or not tensor.numel():
+        return ""
+    counts = [tensor.shape[0] // num_blocks, *tensor.shape[1:]]
+    axes = sorted(zip(tensor.stride(), range(tensor.ndim), counts, strict=True), reverse=True)
+    return " ".join([str(tensor.dtype), *(f"{axis}:{count}" for _, axis, count in axes if count > 1), backend])
 
 
 def runs_of(tensor: Tensor, num_blocks: int, name: str = "") -> list[Tensor]:
@@ -96,60 +115,94 @@ def runs_of(tensor: Tensor, num_blocks: int, name: str = "") -> list[Tensor]:
     return [empty.clone().set_(storage, begin + at, (num_blocks, length), (block_bytes, 1)) for at in offsets]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SharedArena:
-    """Where workers find the arena. ``offsets``: by rank and group, where the rank's share of a block begins.
-    ``lease``: the file of the engine's part of the node's budget, which workers hold too; or empty.
+    """Where workers find the arena. ``shares``: by rank and group, what the rank copies of a block. ``lease``: the file
+    of the engine's part of the node's budget, which workers hold too; or empty.
     """
 
     path: str
     nbytes: int
     slabs: tuple[SlabClass, ...]
     bytes_per_block: tuple[int, ...]
-    offsets: dict[Rank, tuple[int, ...]]
+    shares: dict[Rank, tuple[Share, ...]]
     lease: str = ""
 
 
+class _Runs:
+    """Of a group, what a copy moves of each block. ``begins``: where the runs begin in a stored block."""
+
+    def __init__(self, group: GroupBytes, share: Share, pieces: BoolArray) -> None:
+        lengths = np.array([run.shape[1] for run in group.runs], dtype=np.int64)
+        owner = np.array(group.piece_of_run, dtype=np.int64)
+        before = np.cumsum(lengths) - lengths
+        first = np.searchsorted(owner, owner)  # the first run of each run's piece
+        mine = pieces[owner] if len(owner) else np.zeros(0, dtype=np.bool_)
+        self.begins = (share.offsets[owner] + before - before[first])[mine] if len(owner) else lengths
+        self.lengths = lengths[mine]
+        self.views = [run for run, moves in zip(group.runs, mine.tolist(), strict=True) if moves]
+        self.pointers = np.array([run.data_ptr() for run in self.views], dtype=np.int64)
+        self.strides = np.array([run.stride(0) for run in self.views], dtype=np.int64)
+
+
 class Copies:
-    """Carries out plans between ``groups`` and ``arena``, all its bytes, in which this rank's share of a block begins
-    at ``offsets[group]``.
-    """
+    """Carries out plans between ``groups`` and ``arena``, all its bytes. ``shares``: this rank's, by group."""
 
     def __init__(
-        self, groups: Sequence[GroupBytes], arena: NDArray[np.uint8], shared: SharedArena, offsets: Sequence[int]
+        self, groups: Sequence[GroupBytes], arena: NDArray[np.uint8], shared: SharedArena, shares: Sequence[Share]
     ) -> None:
         self._groups = groups
         self._arena = arena
         self._shared = shared
-        self._offsets = offsets
+        self._twins = [share.twins for share in shares]
+        pairs = list(zip(groups, shares, strict=True))
+        self._loads = [_Runs(group, share, np.ones(len(group.pieces), dtype=np.bool_)) for group, share in pairs]
+        self._stores = [_Runs(group, share, share.stores) for group, share in pairs]
         self._slab_of = {group: slab for slab in shared.slabs for group in slab.groups}
         self._on_host = all(run.device.type == "cpu" for group in groups for run in group.runs)
 
     def store(self, plan: CopyPlan) -> int:
-        """Device to arena, how many bytes. Done when it returns; on an accelerator in the order of its stream."""
-        if self._on_host:
-            return self._move(plan, to_arena=True)
-        arena = torch.from_numpy(self._arena)
-        for block, address in zip(plan.blocks.tolist(), self._addresses(plan).tolist(), strict=True):
-            for run in self._groups[plan.group].runs:
-                arena[address : address + run.shape[1]].copy_(run[block])
-                address += run.shape[1]
-        return plan.copies * self._groups[plan.group].bytes_per_block
+        """Device to arena what this rank stores of each block, how many bytes. Done when it returns; on an accelerator
+        in the order of its stream.
+        """
+        return self._copy(plan, self._stores[plan.group], to_arena=True)
 
     def load(self, plan: CopyPlan) -> int:
-        """Arena to device; the reverse."""
+        """Arena to device, all that this rank holds of each block."""
+        return self._copy(plan, self._loads[plan.group], to_arena=False)
+
+    def digests(self, plan: CopyPlan) -> dict[int, bytes]:
+        """Of what other ranks hold too of the blocks of a plan, by the number of those ranks together."""
+        group = self._groups[plan.group]
+        found = {}
+        for number in sorted({*self._twins[plan.group].tolist()} - {-1}):
+            digest = blake3()
+            for run, piece in zip(group.runs, group.piece_of_run, strict=True):
+                if self._twins[plan.group][piece] == number:
+                    digest.update(run[torch.from_numpy(plan.blocks).to(run.device)].cpu().numpy().tobytes())
+            found[number] = digest.digest()
+        return found
+
+    def _copy(self, plan: CopyPlan, runs: _Runs, *, to_arena: bool) -> int:
+        if not plan.copies or not runs.views:
+            return 0
+        addresses = self._addresses(plan)
         if self._on_host:
-            return self._move(plan, to_arena=False)
+            return self._move(plan, addresses, runs, to_arena=to_arena)
         arena = torch.from_numpy(self._arena)
-        for block, address in zip(plan.blocks.tolist(), self._addresses(plan).tolist(), strict=True):
-            for run in self._groups[plan.group].runs:
-                run[block].copy_(arena[address : address + run.shape[1]])
-                address += run.shape[1]
-        return plan.copies * self._groups[plan.group].bytes_per_block
+        places = list(zip(runs.views, runs.begins.tolist(), runs.lengths.tolist(), strict=True))
+        for block, address in zip(plan.blocks.tolist(), addresses.tolist(), strict=True):
+            for run, begin, length in places:
+                stored = arena[address + begin : address + begin + length]
+                if to_arena:
+                    stored.copy_(run[block])
+                else:
+                    run[block].copy_(stored)
+        return int(plan.copies * runs.lengths.sum())
 
     def _addresses(self, plan: CopyPlan) -> IntArray:
-        """Where each copy's block begins in the arena: this rank's share of it. Raises TransferError for a plan that
-        reaches outside of either memory, rather than write there.
+        """Where each copy's block begins in the arena. Raises TransferError for a plan that reaches outside of either
+        memory, rather than write there.
         """
         slab = self._slab_of[plan.group]
         for values, first, end in (
@@ -160,25 +213,16 @@ class Copies:
             if plan.copies and not (first <= int(values.min()) and int(values.max()) < end):
                 raise TransferError(f"a plan of group {plan.group} names addresses outside of [{first}, {end})")
         slots = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes
-        addresses: IntArray = (
-            slots + plan.offsets * self._shared.bytes_per_block[plan.group] + self._offsets[plan.group]
-        )
+        addresses: IntArray = slots + plan.offsets * self._shared.bytes_per_block[plan.group]
         return addresses
 
-    def _move(self, plan: CopyPlan, *, to_arena: bool) -> int:
+    def _move(self, plan: CopyPlan, addresses: IntArray, runs: _Runs, *, to_arena: bool) -> int:
         """Plain memory on both sides. Runs that lie side by side on both sides move as one; other threads run
         meanwhile, since ``memmove`` is called without the interpreter's lock.
         """
-        runs = self._groups[plan.group].runs
-        if not plan.copies or not runs:
-            return 0
-        lengths = np.array([run.shape[1] for run in runs], dtype=np.int64)
-        begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        pointers = np.array([run.data_ptr() for run in runs], dtype=np.int64)
-        strides = np.array([run.stride(0) for run in runs], dtype=np.int64)
-        host = ((self._addresses(plan) + self._arena.ctypes.data)[:, np.newaxis] + begins).ravel()
-        device = (pointers + plan.blocks[:, np.newaxis] * strides).ravel()
-        sizes = np.tile(lengths, plan.copies)
+        host = ((addresses + self._arena.ctypes.data)[:, np.newaxis] + runs.begins).ravel()
+        device = (runs.pointers + plan.blocks[:, np.newaxis] * runs.strides).ravel()
+        sizes = np.tile(runs.lengths, plan.copies)
         joined = (np.diff(host) == sizes[:-1]) & (np.diff(device) == sizes[:-1])
         first = np.concatenate([[True], ~joined])
         at = np.flatnonzero(first)
@@ -187,14 +231,3 @@ class Copies:
         for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
         return int(sizes.sum())
-
-
-def offsets(bytes_per_block: Mapping[Rank, Sequence[int]]) -> dict[Rank, tuple[int, ...]]:
-    """By group, where each rank's share of a block begins: one after the other, in the order of the ranks."""
-    found: dict[Rank, tuple[int, ...]] = {}
-    begins: list[int] = []
-    for rank, sizes in sorted(bytes_per_block.items()):
-        begins = begins or [0] * len(sizes)
-        found[rank] = tuple(begins)
-        begins = [begin + size for begin, size in zip(begins, sizes, strict=True)]
-    return found

@@ -19,21 +19,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.plugins.vllm.memory import Rank, SharedArena
+from stowage.plugins.vllm.division import Piece, Rank
+from stowage.plugins.vllm.memory import SharedArena
 
 __all__ = ["Load", "Part", "Report", "Step", "Store"]
 
 
 @dataclass(frozen=True)
 class Part(KVConnectorHandshakeMetadata):
-    """One rank's share of every block. ``bytes_per_block`` and ``layout`` by group; a layout is text that differs when
-    the order or meaning of bytes inside a block does. ``machine``: the same for processes that can share memory.
+    """What one rank holds of every block: ``pieces`` by group. ``machine``: the same for processes that can share
+    memory.
     """
 
     machine: str
     num_blocks: int
-    bytes_per_block: tuple[int, ...]
-    layout: tuple[str, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """After which step; how many ranks have ended each store, and which stores failed on any of them. ``parts``: in the
-    first one, where the handshake is another connector's.
+    """After which step; how many ranks have ended each store, and which stores failed on any of them. ``digests``: by
+    store, group and number of the ranks that hold the same, of what each of them holds: one, unless they differ.
+    ``parts``: in the first one, where the handshake is another connector's.
     """
 
     step: int = 0
@@ -76,6 +77,7 @@ class Report(KVConnectorWorkerMetadata):
     failed: set[int] = field(default_factory=set)
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    digests: dict[tuple[int, int, int], set[bytes]] = field(default_factory=dict)
     parts: dict[Rank, Part] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> Report:
@@ -86,5 +88,7 @@ class Report(KVConnectorWorkerMetadata):
         self.failed |= other.failed
         self.loaded_bytes += other.loaded_bytes
         self.stored_bytes += other.stored_bytes
+        for place, digests in other.digests.items():
+            self.digests[place] = self.digests.get(place, set()) | digests
         self.parts |= other.parts
         return self

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from stowage.core.geometry import Group
 from stowage.core.key import Field, namespace, tenant_namespace
 from stowage.models import identity
 from stowage.plugins.vllm import adapter
-from stowage.plugins.vllm.memory import Rank
-from stowage.plugins.vllm.messages import Part
+from stowage.plugins.vllm.division import Division
 from stowage.storage.format import envelope, segment
 
 __all__ = ["FORMAT", "Namespaces", "engine_namespace"]
 
-FORMAT = 1
+FORMAT = 2
 """How chunks are laid out; raised whenever the same tokens come to other bytes."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
 _NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
@@ -32,8 +31,10 @@ _NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map
 logger = logging.getLogger("stowage.vllm")
 
 
-def engine_namespace(config: Any, groups: Iterable[Group], parts: Mapping[Rank, Part]) -> bytes:
-    """The 32 bytes for an engine whose ranks hold ``parts`` of every block."""
+def engine_namespace(config: Any, groups: Iterable[Group], division: Division, *, by_name: bool) -> bytes:
+    """The 32 bytes for an engine whose ranks divide every block so. ``by_name``: they are those of other numbers of
+    ranks, too, if these have the same pieces.
+    """
     import vllm
     from vllm.platforms import current_platform
 
@@ -44,10 +45,7 @@ def engine_namespace(config: Any, groups: Iterable[Group], parts: Mapping[Rank, 
             "block_tokens": group.block_tokens,
             "blocks_per_chunk": group.blocks_per_chunk,
             "window": group.window,
-            "parts": [
-                [*rank, part.bytes_per_block[group.index], part.layout[group.index]]
-                for rank, part in sorted(parts.items())
-            ],
+            "pieces": [[piece.name, piece.nbytes, piece.layout] for piece in division.pieces[group.index]],
         }
         for group in groups
     ]
@@ -64,11 +62,15 @@ def engine_namespace(config: Any, groups: Iterable[Group], parts: Mapping[Rank, 
             "kv_dtype": str(config.cache_config.cache_dtype),
             "quantization": str(model.quantization),
             "groups": shapes,
-            "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
-            "expert_parallel": bool(getattr(parallel, "enable_expert_parallel", False)),
+            "parallel": "any" if by_name else _parallel(parallel),
             **_draft_fields(config),
         }
     )
+
+
+def _parallel(parallel: Any) -> Field:
+    expert_parallel = bool(getattr(parallel, "enable_expert_parallel", False))
+    return [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, expert_parallel]
 
 
 def _draft_fields(config: Any) -> dict[str, Field]:

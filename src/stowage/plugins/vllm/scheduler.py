@@ -28,13 +28,14 @@ from stowage.core.groups import snapshot_spacing, strategy
 from stowage.errors import ConfigError, StowageError
 from stowage.log import Trouble
 from stowage.plugins.vllm import adapter, namespace
+from stowage.plugins.vllm.division import Rank, divide
 from stowage.plugins.vllm.due import Due
 from stowage.plugins.vllm.events import Announcements
-from stowage.plugins.vllm.memory import Rank, SharedArena, offsets
+from stowage.plugins.vllm.memory import SharedArena
 from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
 from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
 from stowage.plugins.vllm.settings import Options, resume_points, state_spacing
-from stowage.plugins.vllm.startup_log import welcome
+from stowage.plugins.vllm.startup_log import said, welcome
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.storing import Storing
 from stowage.plugins.vllm.worker import machine
@@ -87,14 +88,14 @@ class SchedulerSide:
                 "engine per machine (--data-parallel-size, or a router before them) and share chunks through an object "
                 "store or a Valkey server."
             )
-        ranks = sorted(parts)
-        sizes = [sum(parts[rank].bytes_per_block[g] for rank in ranks) for g in range(len(self._shapes))]
+        by_name = self._options.any_parallel_size
+        division = divide({rank: part.pieces for rank, part in parts.items()}, by_name=by_name)
+        sizes = division.bytes_per_block
         self._groups = tuple(
             self._options.group(g, shape, size) for g, (shape, size) in enumerate(zip(self._shapes, sizes, strict=True))
         )
-        geometry = Geometry(self._groups)
         memory = self._options.memory
-        name = namespace.engine_namespace(self._config, self._groups, parts)
+        name = namespace.engine_namespace(self._config, self._groups, division, by_name=by_name)
         recurrent = [group.block_tokens for group in self._groups if group.kind is Kind.RECURRENT]
         grid = math.lcm(*recurrent) if recurrent else 1
         step_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -105,30 +106,24 @@ class SchedulerSide:
         self._lease = self._options.lease()
         points = resume_points(self._options, self._groups)
         sparse = self._has_states or not points.everywhere
-        store = open_store(
-            geometry, memory, name, self._snapshot_tokens, time.monotonic, shared=True, common_slots=sparse
-        )
+        geometry, spacing = Geometry(self._groups), self._snapshot_tokens
+        store = open_store(geometry, memory, name, spacing, time.monotonic, shared=True, common_slots=sparse)
         assert store is not None, "host was checked"
         self._store = store
         self._namespaces = namespace.Namespaces(name)
         self._strategies = [strategy(group) for group in self._groups]
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         self._prefixes = Prefixes(store, self._cost_model, self._strategies, points, memory.lookup_timeout_s)
-        self._shared = SharedArena(
-            store.arena.path,
-            store.arena.bytes,
-            store.slabs,
-            tuple(sizes),
-            offsets({rank: part.bytes_per_block for rank, part in parts.items()}),
-            "" if self._lease is None else str(self._lease.path),
-        )
+        lease = "" if self._lease is None else str(self._lease.path)
+        self._shared = SharedArena(store.arena.path, store.arena.bytes, store.slabs, sizes, division.shares, lease)
         self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
         full = [group for group in self._groups if group.kind is Kind.FULL]
         if self._hash_tokens and full:
             self._announcements = Announcements(store, full[0], self._hash_tokens)
         spacings = [self._snapshot_tokens if shape.dense else 0 for shape in self._shapes]
-        self._storing = Storing(store, self._strategies, points, spacings, len(ranks), self._announcements)
-        adapter.say(welcome(memory, store, self._groups, self._snapshot_tokens, step_tokens))
+        self._storing = Storing(store, self._strategies, points, spacings, len(parts), self._announcements)
+        text = welcome(memory, store, self._groups, spacing, step_tokens)
+        adapter.say(text + said(division, by_name))
 
     # Loads
 
@@ -314,6 +309,7 @@ class SchedulerSide:
                 self._loaded(request_id, request_id in failed)
             self._poll()
             self._background.notice()
+            self._storing.check_alike()
 
     @property
     def behind(self) -> bool:

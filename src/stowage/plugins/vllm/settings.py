@@ -31,6 +31,7 @@ _CHUNK_TOKENS = 128
 CHUNK_BLOCKS_MAX = 64
 _SPACING_MAX = 2048
 """Of recurrent states, where nobody says how far apart they will be: prompts are often no longer."""
+_SWITCHES = {"deduplicate_ranks": True, "any_parallel_size": False}
 _POINTS = ("growing", "all", "ends")
 _POINT_SHARE = 2
 """Points that grow apart are no further apart than this part of the way from the prompt's start."""
@@ -41,7 +42,8 @@ class Options:
     """``chunk_blocks``: blocks per chunk, 0: as many as ``_CHUNK_TOKENS`` take. ``close_timeout_s``: how long an end
     waits for what is still to be written. ``spacing_given``: whether the user said how far apart states are.
     ``points``: one of ``_POINTS``, or a distance in tokens. ``node_bytes``: what the host memory of all engines on this
-    machine may sum to, 0: each has its own.
+    machine may sum to, 0: each has its own. ``deduplicate_ranks``: what several ranks hold alike is stored once.
+    ``any_parallel_size``: chunks are named by heads and layers, and serve engines of another number of ranks.
     """
 
     memory: Memory
@@ -50,6 +52,8 @@ class Options:
     spacing_given: bool = False
     points: str | int = "growing"
     node_bytes: int = 0
+    deduplicate_ranks: bool = True
+    any_parallel_size: bool = False
 
     def lease(self) -> Lease | None:
         """This engine's part of the node's budget. Raises ``BudgetError`` when so much is not left."""
@@ -70,7 +74,7 @@ class Options:
 def read(extra: Mapping[str, Any]) -> Options:
     """Takes old names too. Raises ``ConfigError`` for a name that is unknown or a value that cannot be used."""
     memory_names = [field.name for field in fields(Memory) if field.name not in _NOT_OURS]
-    own_names = ["chunk_blocks", "close_timeout_s", "node_host_memory", "resume_points"]
+    own_names = ["chunk_blocks", "close_timeout_s", "node_host_memory", "resume_points", *_SWITCHES]
     extra = all_today(extra, lambda old, new: logger.warning("StowageConnector: %s", renamed_hint(old, new)))
     for name in extra:
         if name not in memory_names + own_names:
@@ -91,7 +95,15 @@ def read(extra: Mapping[str, Any]) -> Options:
     except ConfigError as error:
         raise ConfigError(f"node_host_memory cannot be used. {error}") from error
     points = _points(extra.get("resume_points", "growing"))
-    return Options(memory, blocks, float(timeout_s), "snapshot_tokens" in extra, points, node_bytes)
+    switches = {name: extra.get(name, default) for name, default in _SWITCHES.items()}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}: it must be true or false.")
+    if switches["any_parallel_size"] and not switches["deduplicate_ranks"]:
+        raise ConfigError(
+            "any_parallel_size names chunks by heads and not by ranks, and deduplicate_ranks=false by ranks. Leave one."
+        )
+    return Options(memory, blocks, float(timeout_s), "snapshot_tokens" in extra, points, node_bytes, **switches)
 
 
 def _points(given: Any) -> str | int:

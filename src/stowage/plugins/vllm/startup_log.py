@@ -8,8 +8,9 @@ from stowage.cache.store import TieredStore
 from stowage.config.addresses import shown
 from stowage.config.memory import Memory, format_size
 from stowage.core.geometry import Group, Kind
+from stowage.plugins.vllm.division import Division
 
-__all__ = ["welcome"]
+__all__ = ["said", "welcome"]
 
 
 def welcome(memory: Memory, store: TieredStore, groups: Sequence[Group], snapshot_tokens: int, step_tokens: int) -> str:
@@ -28,6 +29,17 @@ def welcome(memory: Memory, store: TieredStore, groups: Sequence[Group], snapsho
         text += (
             "prompt, where prompts part that begin alike, and at the end; a smaller --max-num-batched-tokens has more."
         )
+    return text
+
+
+def said(division: Division, by_name: bool) -> str:
+    """What is stored once for several ranks, and which layers keep a chunk to one number of ranks."""
+    once, held = sum(division.bytes_per_block), sum(division.bytes_held)
+    text = f" What several ranks hold is stored once: {once / held:.0%} of their bytes." if once < held else ""
+    if by_name:
+        own = sum(" rank " in piece.name or " heads " in piece.name for pieces in division.pieces for piece in pieces)
+        text += f" {own} tensors show no heads: chunks serve this number of ranks alone." if own else ""
+        text += "" if own else " Chunks serve engines of any number of ranks."
     return text
 
 

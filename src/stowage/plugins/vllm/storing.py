@@ -7,7 +7,7 @@ built, written by every rank when the step is computed, and found from when the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
 from stowage.core.resume_points import Points, tail_of
+from stowage.errors import StowageError
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.messages import Report, Store
@@ -42,8 +43,11 @@ class _Single(NamedTuple):
 
 @dataclass(slots=True)
 class _Writing:
+    """``digests``: by what several ranks hold, of what each of them has."""
+
     slots: IntArray
     ranks_left: int
+    digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
 
 
 class Storing:
@@ -69,6 +73,7 @@ class Storing:
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
         self._numbers = 0
+        self._unlike = False
 
     @property
     def idle(self) -> bool:
@@ -221,14 +226,37 @@ class Storing:
         for number in failed:
             self._store.abort(self._writing.pop(number).slots)
             self._announce(number, stored=False)
+        for (number, *of), digests in report.digests.items():
+            if number in self._writing:
+                self._writing[number].digests.setdefault((of[0], of[1]), set()).update(digests)
         for number, ranks in report.ended.items():
             writing = self._writing.get(number)
             if writing is not None:
                 writing.ranks_left -= ranks
                 if not writing.ranks_left:
-                    self._store.commit(self._writing.pop(number).slots)
-                    self._announce(number, stored=True)
+                    failed += self._end(number)
         return len(failed)
+
+    def _end(self, number: int) -> list[int]:
+        """The last rank has written: the store is found from now on, unless ranks differ in what they hold alike."""
+        writing = self._writing.pop(number)
+        alike = all(len(digests) == 1 for digests in writing.digests.values())
+        if alike:
+            self._store.commit(writing.slots)
+        else:
+            self._store.abort(writing.slots)
+            self._unlike = True
+        self._announce(number, stored=alike)
+        return [] if alike else [number]
+
+    def check_alike(self) -> None:
+        """Raises ``StowageError``, once, when ranks were found to differ in what is stored once for them."""
+        unlike, self._unlike = self._unlike, False
+        if unlike:
+            raise StowageError(
+                "Tensor-parallel ranks differ in KV heads or latents that should be the same on each. Set "
+                '"deduplicate_ranks": false, which stores what each rank has, and report the model.'
+            )
 
     def _announce(self, number: int, *, stored: bool) -> None:
         if self._announcements is not None:

@@ -20,8 +20,9 @@ from torch import Tensor
 from stowage import openmp
 from stowage.errors import StowageError
 from stowage.log import Trouble
-from stowage.plugins.vllm.memory import Copies, GroupBytes, Rank, SharedArena, group_bytes
-from stowage.plugins.vllm.messages import Load, Part, Report, Step
+from stowage.plugins.vllm.division import Naming, Rank
+from stowage.plugins.vllm.memory import Copies, GroupBytes, SharedArena, group_bytes
+from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
 from stowage.storage.host import map_arena
 from stowage.storage.lease import hold
 
@@ -29,19 +30,29 @@ __all__ = ["WorkerSide", "machine"]
 
 _IDLE_WAIT_S = 0.001
 """A step that computes nothing waits so long for a load, instead of coming back at once."""
+_COMPARED_FIRST, _COMPARED_EVERY = 8, 256
+"""Of the stores, those in which ranks that hold the same bytes show that they do."""
 
 
 class WorkerSide:
-    """``layers``: the names of each group's layers. ``rank``: this worker's. ``report_part``: its share of a block goes
-    to the scheduler with the first report, since the handshake is another connector's.
+    """``layers``: the names of each group's layers. ``rank``: this worker's, and ``naming`` of its pieces.
+    ``report_part``: its part of a block goes to the scheduler with the first report, since the handshake is another
+    connector's.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[str]], num_blocks: int, rank: Rank, *, report_part: bool = False
+        self,
+        layers: Sequence[Sequence[str]],
+        num_blocks: int,
+        rank: Rank,
+        naming: Naming | None = None,
+        *,
+        report_part: bool = False,
     ) -> None:
         self._layers = layers
         self._num_blocks = num_blocks
         self._rank = rank
+        self._naming = naming or Naming(rank[1])
         self._report_part = report_part
         self._groups: list[GroupBytes] = []
         self._copies: Copies | None = None
@@ -59,18 +70,13 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
         """The KV cache has been allocated. Raises ``UnsupportedModelError`` for a layout that is not known."""
-        self._groups = [group_bytes(caches, names, self._num_blocks) for names in self._layers]
+        self._groups = [group_bytes(caches, names, self._num_blocks, self._naming) for names in self._layers]
         if self._report_part:
             self._report.parts[self._rank] = self.part()
 
     def part(self) -> Part:
-        """This rank's share of a block."""
-        return Part(
-            machine(),
-            self._num_blocks,
-            tuple(group.bytes_per_block for group in self._groups),
-            tuple(group.layout for group in self._groups),
-        )
+        """What this rank holds of a block."""
+        return Part(machine(), self._num_blocks, tuple(group.pieces for group in self._groups))
 
     # A step
 
@@ -97,10 +103,18 @@ class WorkerSide:
             try:
                 copies = self._open_copies()
                 report.stored_bytes += sum(copies.store(plan) for plan in store.plans)
+                if store.number <= _COMPARED_FIRST or store.number % _COMPARED_EVERY == 0:
+                    self._digest(store, copies, report)
             except Exception as error:  # noqa: BLE001 a failed copy costs a hit, whatever it was
                 report.failed.add(store.number)
                 self._complain("store_failed", "blocks could not be copied to host memory; they are not stored", error)
             report.ended[store.number] = 1
+
+    def _digest(self, store: Store, copies: Copies, report: Report) -> None:
+        """For the scheduler's side to compare: what ranks are said to hold alike."""
+        for plan in store.plans:
+            for number, digest in copies.digests(plan).items():
+                report.digests.setdefault((store.number, plan.group, number), set()).add(digest)
 
     def results(self, busy: bool) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and which of them failed."""
@@ -153,7 +167,7 @@ class WorkerSide:
             if shared.lease and self._lease < 0:
                 self._lease = hold(shared.lease)  # before the memory is mapped here
             self._copies = Copies(
-                self._groups, map_arena(shared.path, shared.nbytes), shared, shared.offsets[self._rank]
+                self._groups, map_arena(shared.path, shared.nbytes), shared, shared.shares[self._rank]
             )
         except (StowageError, KeyError, OSError) as error:
             self._complain("arena_unreachable", "host memory cannot be reached: nothing is stored or loaded", error)
