@@ -5,11 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from stowage.storage.format import segment
-from stowage.storage.format.envelope import HEADER_BYTES
+from stowage.storage.format.envelope import HEADER_BYTES, pack_fields
+from stowage.storage.format.protection import NO_MARK, Protection
 from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
 
 FRAME_BYTES = 128
 """What a page begins with before its content: magic, version, fields, checksum."""
+
+
+def header_of(key: bytes, namespace: bytes, mask: int, payload: bytes) -> bytes:
+    """A chunk's envelope, with the checksum of its payload."""
+    guard, fields = Protection().guard(bytes(8), NO_MARK), pack_fields(key, namespace, mask, len(payload))
+    return fields + guard.digest(fields, 0, memoryview(payload))  # type: ignore[union-attr]
 
 
 class Surgery:

@@ -35,6 +35,7 @@ else:
 
 from stowage.errors import FormatError
 from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentName
+from tests.segment_surgery import header_of
 
 NAME = SegmentName(7, b"\1\2\3\4\5\6\7\x08")
 NAMESPACE = bytes(range(32))
@@ -68,7 +69,7 @@ def good_segment() -> bytes:
     chunks = list(PAYLOADS.items())
     for some in (chunks[:2], chunks[2:]):
         at, lengths = len(data), [len(payload) for _, payload in some]
-        headers = [envelope.pack_header(key, NAMESPACE, 3, memoryview(payload)) for key, payload in some]
+        headers = [header_of(key, NAMESPACE, 3, payload) for key, payload in some]
         page = segment.pack_batch_page(NAME.id, at, headers, lengths)
         data += page + b"".join(payload + bytes(-len(payload) % PAGE_BYTES) for _, payload in some)
         batches.append(segment.parse_batch_page(page, NAME.id, at, FILE_BYTES_MAX)[0])
@@ -81,20 +82,7 @@ GOOD = good_segment()
 def one_input(data: bytes) -> None:
     """The first byte says what the others are; see the functions below."""
     if data:
-        (_envelope, _page, _sealed_page, _footer, _patched_file)[data[0] % 5](data[1:])
-
-
-def _envelope(data: bytes) -> None:
-    """A header of a chunk, and its payload."""
-    try:
-        header = envelope.parse_header(data[:128])
-    except FormatError:
-        return
-    assert header.mask and header.length
-    assert envelope.pack_fields(header.key, header.namespace, header.mask, header.length)[:88] == data[:88]
-    payload = data[128:]
-    if envelope.verify(header, memoryview(payload)):
-        assert envelope.pack_header(header.key, header.namespace, header.mask, memoryview(payload)) == data[:128]
+        (_page, _sealed_page, _footer, _patched_file)[data[0] % 4](data[1:])
 
 
 def _page(data: bytes) -> None:
@@ -194,7 +182,7 @@ def _patched_file(data: bytes) -> None:
         for at, (key, mask, size, offset) in enumerate(zip(*columns, strict=True)):
             payload = bytes(file[offset : offset + size])
             assert len(payload) == size, "a chunk that does not lie in its file"
-            if envelope.checksum(key, NAMESPACE, mask, memoryview(payload)) == records.digests[at].tobytes():
+            if header_of(key, NAMESPACE, mask, payload)[-envelope.DIGEST_BYTES :] == records.digests[at].tobytes():
                 assert PAYLOADS[key] == payload and mask == 3, "other bytes than were stored"
 
 

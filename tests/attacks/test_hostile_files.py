@@ -219,7 +219,6 @@ def test_damaged_headers_are_format_errors_only() -> None:
     """What parsers raise is one kind of error, whatever the bytes: whoever calls them catches that and nothing else."""
     for length in (0, 1, 127, 128, 129, PAGE_BYTES - 1, PAGE_BYTES + 1):
         for parse in (
-            lambda data: envelope.parse_header(data),
             lambda data: segment.parse_segment_header(data, ANOTHER),
             lambda data: segment.parse_batch_page(data, ANOTHER.id, PAGE_BYTES, 1 << 20),
             lambda data: segment.parse_trailer(data, ANOTHER.id, 1 << 20),

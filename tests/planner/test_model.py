@@ -212,14 +212,6 @@ def test_pairs_of_attention_are_counted(tokens: int, window: int, before: int) -
     assert seen_pairs(tokens, window, before) == counted
 
 
-def test_operations_of_a_prompt_and_of_a_token() -> None:
-    model, _ = planned("llama", TinySize())
-    layers = sum(layer.multiplied for layer in model.layers)
-    head = 512 * 64
-    assert model.decode_operations(100) == 2 * (layers + head) + 4 * 64 * 100 * 4
-    assert model.prefill_operations(10) == 10 * 2 * layers + 4 * 64 * 55 * 4 + 2 * head
-
-
 def test_whole_blocks_of_a_sequence_and_no_more_than_a_window() -> None:
     model, _ = planned("mistral", TinySize())
     per_token = 4 * 2 * 2 * 16 * 4

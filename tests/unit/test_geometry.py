@@ -12,10 +12,6 @@ from stowage.core.geometry import (
     Geometry,
     Group,
     Kind,
-    bytes_per_block,
-    bytes_per_chunk,
-    chunk_capacity,
-    round_up,
     split_arena,
 )
 from stowage.errors import BudgetError, ConfigError
@@ -69,37 +65,19 @@ def test_boundaries_are_common_multiples_of_the_blocks() -> None:
     assert Geometry((paged,)).boundary_tokens == 16
 
 
-def test_case_c_a_sum_is_not_multiplied_again() -> None:
-    """Two tensors of 61 layers and a small one, as seen by the group whose page size is a sum already."""
-    tensors = [1000 * 1152] * 61 + [1000 * 256]
-    per_block = bytes_per_block(tensors, 1000)
-    assert per_block == 61 * 1152 + 256
-    per_chunk = bytes_per_chunk(per_block, ranks=4, blocks_per_chunk=8)
-    assert per_chunk == round_up(per_block * 32, 4096)
-    assert chunk_capacity(100 * per_chunk + per_chunk - 1, per_chunk) == 100
-
-
 def test_case_c_zero_blocks_are_zero_chunks() -> None:
-    per_block = bytes_per_block([], 0)
-    assert bytes_per_block([4096], 0) == per_block == 0
-    assert bytes_per_chunk(per_block, ranks=8, blocks_per_chunk=4) == 0
-    assert chunk_capacity(MIB, 0) == 0
     (slab,) = split_arena(Geometry((group(bytes_per_block=0),)), MIB)
     assert (slab.slots, slab.groups, slab.end_bytes) == (0, (0,), 0)
 
 
 @pytest.mark.parametrize("host_bytes", [None, 0, -1, -(1 << 40)])
 def test_case_c_no_host_size_is_a_clear_error(host_bytes: int | None) -> None:
-    for capacity in (lambda: chunk_capacity(host_bytes, 4096), lambda: split_arena(Geometry((group(),)), host_bytes)):
-        with pytest.raises(ConfigError, match="set host_memory to a size") as raised:
-            capacity()
-        assert not isinstance(raised.value, BudgetError)
+    with pytest.raises(ConfigError, match="set host_memory to a size") as raised:
+        split_arena(Geometry((group(),)), host_bytes)
+    assert not isinstance(raised.value, BudgetError)
 
 
 def test_a_host_too_small_names_the_least_that_works() -> None:
-    with pytest.raises(BudgetError, match="least that works is 8192 bytes"):
-        chunk_capacity(8191, 8192)
-    assert chunk_capacity(8192, 8192) == 1
     geometry = Geometry((group(0, bytes_per_block=4096), group(1, bytes_per_block=1)))
     with pytest.raises(BudgetError, match="least that works is 20480 bytes"):
         split_arena(geometry, 20479)
@@ -200,12 +178,15 @@ def test_a_slot_belongs_to_its_class() -> None:
         (lambda: group(3, Kind.SLIDING), "group 3 (sliding): window is 0; it must be at least 1 token"),
         (lambda: Geometry(()), "a geometry needs at least one cache group"),
         (
-            lambda: chunk_capacity(4095, 4096),
-            "host memory of 4095 bytes cannot hold one chunk; the least that works is 4096 bytes",
+            lambda: split_arena(Geometry((group(),)), 4095),
+            "host memory of 4095 bytes cannot hold one chunk of every cache group; the least that works is 4096 bytes",
         ),
-        (lambda: chunk_capacity(None, 1), "no size of host memory is given; set host_memory to a size such as '2GiB'"),
         (
-            lambda: chunk_capacity(-5, 1),
+            lambda: split_arena(Geometry((group(),)), None),
+            "no size of host memory is given; set host_memory to a size such as '2GiB'",
+        ),
+        (
+            lambda: split_arena(Geometry((group(),)), -5),
             "host memory of -5 bytes is not a size; set host_memory to a size such as '2GiB'",
         ),
     ],
@@ -215,11 +196,3 @@ def test_a_refusal_says_what_and_which(refused: Callable[[], object], says: str)
         refused()
     assert str(raised.value) == says
     assert group(65535).index == 65535
-
-
-@pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
-def test_sizes_that_cannot_be_are_a_bug_of_the_caller(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(AssertionError):
-        bytes_per_chunk(*sizes)
-    with pytest.raises(AssertionError):
-        bytes_per_block([4096], -1)

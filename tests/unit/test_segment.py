@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.errors import FormatError
-from stowage.storage.format import envelope, segment
+from stowage.storage.format import segment
 from stowage.storage.format.protection import NO_MARK
 from stowage.storage.format.segment import PAGE_BYTES, SegmentHeader, SegmentName
+from tests.segment_surgery import header_of
 
 NAMESPACE = bytes(range(31)) + b"\0"
 NAME = SegmentName(7, b"\1\2\3\4\5\6\7\0")
@@ -21,7 +22,7 @@ NAME = SegmentName(7, b"\1\2\3\4\5\6\7\0")
 def headers(lengths: list[int], namespace: bytes = NAMESPACE) -> list[bytes]:
     keys = [hashlib.sha256(bytes([at])).digest()[:31] + b"\0" for at in range(len(lengths))]
     return [
-        envelope.pack_header(key, namespace, at + 1, memoryview(bytes(length)))
+        header_of(key, namespace, at + 1, bytes(length))
         for at, (key, length) in enumerate(zip(keys, lengths, strict=True))
     ]
 

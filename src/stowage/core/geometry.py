@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -148,34 +148,6 @@ class SlabClass:
 def round_up(value: int, alignment: int) -> int:
     """The least multiple of `alignment` that is not below `value`."""
     return -(-value // alignment) * alignment
-
-
-def bytes_per_block(tensor_bytes: Sequence[int], num_blocks: int) -> int:
-    """Bytes of one block, from the tensors that are really allocated: each tensor once, however many layers share it.
-
-    Zero blocks have zero bytes. (Case C: a size that is a sum already must never be multiplied by the tensors again.)
-    """
-    assert num_blocks >= 0, num_blocks
-    return sum(tensor_bytes) // num_blocks if num_blocks else 0
-
-
-def bytes_per_chunk(bytes_per_block: int, ranks: int, blocks_per_chunk: int, alignment: int = PAGE_BYTES) -> int:
-    """Host bytes that one chunk of all ranks takes, rounded up to `alignment`."""
-    assert bytes_per_block >= 0 and ranks >= 1 and blocks_per_chunk >= 1 and alignment >= 1
-    return round_up(bytes_per_block * ranks * blocks_per_chunk, alignment)
-
-
-def chunk_capacity(host_bytes: int | None, bytes_per_chunk: int) -> int:
-    """How many chunks fit. Chunks of zero bytes (a device with zero blocks): none.
-
-    Raises ConfigError for a missing, zero or negative host size, BudgetError for one that holds not even one chunk.
-    """
-    host = _checked_host_bytes(host_bytes)
-    if bytes_per_chunk == 0:
-        return 0
-    if host < bytes_per_chunk:
-        raise _too_small(host, bytes_per_chunk, "one chunk")
-    return host // bytes_per_chunk
 
 
 def split_arena(

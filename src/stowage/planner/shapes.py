@@ -186,15 +186,6 @@ class Model:
         """Of attention, for a prompt of so many tokens."""
         return sum(one.prompt_operations(tokens) for one in self.attention)
 
-    def decode_operations(self, length: int) -> int:
-        """Multiplications and additions for one token after ``length`` others."""
-        return 2 * self.active_parameters + sum(one.pair_operations * one.rows(length) for one in self.attention)
-
-    def prefill_operations(self, tokens: int) -> int:
-        """For a prompt of ``tokens`` tokens: logits are made of its last one only."""
-        per_token = 2 * (self.active_parameters - self.head_reads)
-        return tokens * per_token + self.prompt_pair_operations(tokens) + 2 * self.head_reads
-
 
 def seen_pairs(tokens: int, window: int, before: int = 0) -> int:
     """Pairs of query and key in causal attention of ``tokens`` tokens after ``before`` others, of at most ``window``
