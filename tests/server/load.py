@@ -116,11 +116,11 @@ class Load:
         self._weights = [6, 6, 2, 2, 3, 1, 1]
 
     async def run(self, clients: int, seconds: float, rounds: int, attacking: int = 0) -> Report:
-        """`attacking`: so many attackers in the second half of the rounds."""
+        """`attacking`: so many attackers in the second half of the rounds, or in the only one."""
         began_s = time.monotonic()
         for number in range(rounds):
             self._until_s = began_s + seconds * (number + 1) / rounds
-            self._attacked = bool(attacking) and 2 * number >= rounds
+            self._attacked = bool(attacking) and 2 * number + 1 >= rounds
             others = [self._attack(attacking)] if self._attacked else []
             await asyncio.gather(*(self._client() for _ in range(clients)), *others)
             self.report.states.append(await self._rest())
