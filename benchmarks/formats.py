@@ -33,7 +33,8 @@ ROWS = (1, 8, 512)
 SPECS = (
     *(Spec(name, SIDE, SIDE) for name in ("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
     Spec("fp8", SIDE, SIDE, 128, 128),
-    Spec("int4", SIDE, SIDE, 128, scale_dtype=torch.bfloat16),
+    *(Spec("int4", SIDE, SIDE, group, scale_dtype=torch.bfloat16) for group in (32, 128)),
+    *(Spec(name, SIDE, SIDE, 128, scale_dtype=torch.float16) for name in ("gptq", "awq")),
 )
 
 
@@ -57,7 +58,8 @@ def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
     }
     for spec in SPECS:
         matrices = [random_matrix(spec) for _ in range(count)]
-        found[spec.name] = (count * spec.nbytes, lambda x, own=matrices: _all(kernels.linear_blocks, x, own))
+        label = f"{spec.name}, {spec.group}" if spec.group else spec.name
+        found[label] = (count * spec.nbytes, lambda x, own=matrices: _all(kernels.linear_blocks, x, own))
     return found
 
 

@@ -22,6 +22,8 @@ def shapes_of(spec: Spec) -> list[Spec]:
     """The format with matrices of other sizes: no multiple of anything that its blocks allow."""
     by_inputs = spec.name in ("gptq", "awq")
     sizes = [(40, 512), (8, 4096 + 512)] if by_inputs else [(37, 256), (5, 4096 + 512), (301, 768)]
+    if spec.format.values <= 32 and (spec.group or 32) < 128:  # no multiple of 128 inputs
+        sizes.append((24 if by_inputs else 7, 4096 + 576))
     return [replace(spec, outputs=n, inputs=k) for n, k in [*sizes, *ODD.get(spec.name, ())]]
 
 
@@ -37,7 +39,7 @@ def test_products_have_the_bits_of_those_with_unpacked_weights(
         assert kernels.takes_blocks(x, matrix)
         expected = kernels.linear(x, plain)
         assert bool(expected.isfinite().all())
-        for rows in (1, 2, 8, 65, 300):
+        for rows in (1, 2, 3, 5, 8, 9, 65, 300):
             found = kernels.linear_blocks(x[:rows], matrix)
             assert torch.equal(found, expected[:rows]), (one, rows)
         bias = torch.randn(one.outputs).to(dtype)
@@ -61,15 +63,28 @@ def test_experts_are_taken_one_by_one_and_several_threads_change_nothing() -> No
 
 
 def test_no_number_is_no_number() -> None:
-    for name in ("fp8", "mxfp4", "q4_0"):
-        spec = Spec(name, 16, 64)
+    tall = Spec("fp8", 16, 128, 128, 128)
+    for spec in (tall, *(Spec(name, 16, 64) for name in ("fp8", "mxfp4", "q4_0"))):
         parts = parts_of(spec)
         for part in parts.values():
-            part.view(torch.uint8)[3].fill_(255)
+            part.view(torch.uint8)[3:4].fill_(255)
         for dtype in kernels.DTYPES:
             matrix: Any = BlockMatrix(spec, parts, dtype)
-            found = kernels.linear_blocks(torch.ones(2, 64, dtype=dtype), matrix)
-            assert torch.equal(found.isnan(), dequantized(spec, parts).sum(1).isnan().expand(2, 16)), name
+            found = kernels.linear_blocks(torch.ones(2, spec.inputs, dtype=dtype), matrix)
+            assert torch.equal(found.isnan(), dequantized(spec, parts).sum(1).isnan().expand(2, 16)), spec
+
+
+def test_every_float_of_8_bits_times_scales_of_both_signs_that_outputs_share() -> None:
+    spec = Spec("fp8", 16, 256, 128, 4, scale_dtype=torch.bfloat16)
+    codes = torch.arange(256, dtype=torch.uint8).expand(16, 256).clone()
+    codes[codes % 128 == 127] = 0
+    scales = torch.tensor([[0.37, -1.3], [-3e-3, 700.0], [1.0, 1e-38], [-1e-38, 0.1]]).bfloat16()
+    matrix = BlockMatrix(spec, {"codes": codes.view(torch.float8_e4m3fn), "scales": scales}, torch.bfloat16)
+    x = torch.eye(256, dtype=torch.bfloat16)
+    for rows in (1, 2, 8):  # one input each: products show every weight
+        for at in range(0, 256, rows):
+            expected = kernels.linear(x[at : at + rows], matrix.unpacked())
+            assert torch.equal(kernels.linear_blocks(x[at : at + rows], matrix), expected), at
 
 
 def test_what_is_away_or_scaled_at_odd_places_is_left_to_the_reference() -> None:

@@ -1,21 +1,51 @@
-/* Weights in block formats as bfloat16, 32 at a time in a register: what products of one row take at once, and what is
- * laid out for several. The numbers are those of formats.h, rounded to the nearest: so a product has the bits that it
- * has with weights that were rounded before.
+/* Weights in block formats as bfloat16, 32 at a time in a register: what products of few rows take at once, and what is
+ * laid out for many. The numbers are those of formats.h, rounded to the nearest: so a product has the bits that it has
+ * with weights that were rounded before.
  *
  * A block of codes of 4 or 5 bits has 16 or 32 different weights. They are computed and rounded once, and looked up.
+ * Scales are floats already, those of a piece of a row side by side: coded_scales.h.
  */
 #define UNROLLED _Pragma("GCC unroll 8")
-#define UNIT(format) static inline ALWAYS void coded_##format(const Coded *row, int64_t k, __m512bh w[8])
+
+/* Format, its name here, bytes of a block, scales of one, and how many parts of it are computed after each other, of so
+ * many registers each. FOUR: where inputs are a multiple of 128. WIDE: where those of a group are. */
+#define CODED_NARROW(OF)                                                                                               \
+    OF(Q8_0, q8_0, 34, 1, 1, 1)                                                                                        \
+    OF(Q4_0, q4_0, 18, 1, 1, 1)                                                                                        \
+    OF(Q4_1, q4_1, 20, 2, 1, 1)                                                                                        \
+    OF(Q5_0, q5_0, 22, 1, 1, 1)                                                                                        \
+    OF(Q5_1, q5_1, 24, 2, 1, 1)                                                                                        \
+    OF(Q4_K, q4_k, 144, 16, 4, 2)                                                                                      \
+    OF(Q5_K, q5_k, 176, 16, 4, 2)                                                                                      \
+    OF(Q6_K, q6_k, 210, 16, 8, 1)                                                                                      \
+    OF(MXFP4_BLOCK, mxfp4_block, 17, 1, 1, 1)                                                                          \
+    OF(F32, f32, 128, 0, 1, 1)                                                                                         \
+    OF(F16, f16, 64, 0, 1, 1)                                                                                          \
+    OF(BF16, bf16, 64, 0, 1, 1)                                                                                        \
+    OF(MXFP4, mxfp4, 16, 1, 1, 1)                                                                                      \
+    OF(FP8, fp8, 32, 1, 1, 1)                                                                                          \
+    OF(INT4_WORDS, int4, 16, 2, 1, 1)                                                                                  \
+    OF(PACKED4, packed4, 32, 2, 1, 1)
+#define CODED_FOUR(OF) OF(INT4_WORDS, int4_four, 64, 8, 4, 1) OF(MXFP4, mxfp4_four, 64, 4, 4, 1)
+#define CODED_WIDE(OF) OF(INT4_WORDS, int4_wide, 64, 2, 4, 1) OF(FP8, fp8_wide, 128, 1, 4, 1)
+
+/* Floats from the scales of one row to those of the next: of `fp8_tall` all rows have the same ones. */
+#define OF(FORMAT, format, ...) coded_each_##format = CODED_SCALES,
+enum {
+    CODED_SCALES = 256 + 32, /* of HALVES_DEPTH inputs at most, and what is written behind them */
+    CODED_NARROW(OF) CODED_FOUR(OF) CODED_WIDE(OF) coded_each_packed4_high = CODED_SCALES,
+    coded_each_fp8_tall = 0
+};
+#undef OF
+
+/* `part` of the block that lies `at` an address. */
+#define UNIT(format)                                                                                                   \
+    static inline ALWAYS void coded_##format(const uint8_t *at, const float *scales, int part, __m512bh *w)
 
 static inline ALWAYS __m512 coded_counting(float first)
 {
     return _mm512_add_ps(_mm512_set1_ps(first),
                          _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-
-static inline ALWAYS __m512 coded_half(const uint8_t *from)
-{
-    return _mm512_cvtph_ps(_mm256_set1_epi16((short)read_short(from)));
 }
 
 static inline ALWAYS __m512bh coded_lookup(__m512i codes, __m512bh table)
@@ -35,24 +65,30 @@ static inline ALWAYS __m512i coded_split(const uint8_t *from)
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(low, 4), 1);
 }
 
-/* The same; low and high halves take turns. */
-static inline ALWAYS __m512i coded_turns(__m128i from)
+/* The same; low and high halves take turns. Byte i goes to both halves of lane i. */
+static inline ALWAYS __m512i coded_turns(const uint8_t *from)
 {
-    __m512i bytes = _mm512_cvtepu8_epi32(from);
-    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    __m512i spread = _mm512_setr_epi32(0x00000000, 0x00010001, 0x00020002, 0x00030003, 0x00040004, 0x00050005,
+                                       0x00060006, 0x00070007, 0x00080008, 0x00090009, 0x000a000a, 0x000b000b,
+                                       0x000c000c, 0x000d000d, 0x000e000e, 0x000f000f);
+    __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
+    return _mm512_srlv_epi16(_mm512_shuffle_epi8(bytes, spread), _mm512_set1_epi32(4 << 16));
 }
 
-static inline ALWAYS __m512i coded_turns_at(const uint8_t *from)
+/* The same of quarter `part` of 64 bytes, which are loaded once. */
+static inline ALWAYS __m512i coded_turns_of(const uint8_t *from, int part)
 {
-    return coded_turns(_mm_loadu_si128((const __m128i *)from));
+    __m512i words = _mm512_setr_epi32(0x00000000, 0x00000000, 0x00010001, 0x00010001, 0x00020002, 0x00020002,
+                                      0x00030003, 0x00030003, 0x00040004, 0x00040004, 0x00050005, 0x00050005,
+                                      0x00060006, 0x00060006, 0x00070007, 0x00070007);
+    __m512i shifts = _mm512_set1_epi64((long long)12 << 48 | (long long)8 << 32 | 4 << 16);
+    words = _mm512_add_epi16(words, _mm512_set1_epi16((short)(8 * part)));
+    return _mm512_srlv_epi16(_mm512_permutexvar_epi16(words, _mm512_loadu_si512(from)), shifts);
 }
 
-/* What 16 codes of the group that input k is in mean: a code less its zero point, times its scale. */
-static inline ALWAYS __m512bh coded_words(const Coded *row, int64_t k)
+static inline ALWAYS __m512i coded_bytes(const uint8_t *from)
 {
-    int64_t group = k / row->group;
-    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(zero_of(row, group)));
-    return coded_twice(_mm512_mul_ps(table, _mm512_set1_ps(scale_of(row, group))));
+    return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from));
 }
 
 /* Codes with fifth bits where `high` says so. */
@@ -62,229 +98,216 @@ static inline ALWAYS __m512i coded_fifth(__m512i codes, uint32_t high)
     return _mm512_mask_add_epi16(low, (__mmask32)high, low, _mm512_set1_epi16(16));
 }
 
-static inline ALWAYS __m512 coded_wide(__m128i codes)
+static inline ALWAYS __m512 coded_whole(__m128i codes)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
 }
 
+/* Codes from `first` on, times a scale, plus a least value. */
+static inline ALWAYS __m512 coded_line(float first, float scale, float least)
+{
+    return _mm512_fmadd_ps(_mm512_set1_ps(scale), coded_counting(first), _mm512_set1_ps(least));
+}
+
 UNIT(q8_0)
 {
-    const uint8_t *block = row->w + k / 32 * 34;
-    __m512 scale = coded_half(block);
-    __m512 low = coded_wide(_mm_loadu_si128((const __m128i *)(block + 2)));
-    __m512 high = coded_wide(_mm_loadu_si128((const __m128i *)(block + 18)));
+    __m512 scale = _mm512_set1_ps(scales[0]);
+    __m512 low = coded_whole(_mm_loadu_si128((const __m128i *)(at + 2)));
+    __m512 high = coded_whole(_mm_loadu_si128((const __m128i *)(at + 18)));
+    (void)part;
     w[0] = _mm512_cvtne2ps_pbh(_mm512_mul_ps(scale, high), _mm512_mul_ps(scale, low));
 }
 
 UNIT(q4_0)
 {
-    const uint8_t *block = row->w + k / 32 * 18;
-    w[0] = coded_lookup(coded_split(block + 2), coded_twice(_mm512_mul_ps(coded_half(block), coded_counting(-8))));
+    (void)part;
+    w[0] = coded_lookup(coded_split(at + 2), coded_twice(_mm512_mul_ps(_mm512_set1_ps(scales[0]), coded_counting(-8))));
 }
 
 UNIT(q4_1)
 {
-    const uint8_t *block = row->w + k / 32 * 20;
-    __m512 table = _mm512_fmadd_ps(coded_half(block), coded_counting(0), coded_half(block + 2));
-    w[0] = coded_lookup(coded_split(block + 4), coded_twice(table));
+    (void)part;
+    w[0] = coded_lookup(coded_split(at + 4), coded_twice(coded_line(0, scales[0], scales[1])));
 }
 
 UNIT(q5_0)
 {
-    const uint8_t *block = row->w + k / 32 * 22;
-    __m512 scale = coded_half(block);
+    __m512 scale = _mm512_set1_ps(scales[0]);
     __m512bh table = _mm512_cvtne2ps_pbh(_mm512_mul_ps(scale, coded_counting(0)),
                                          _mm512_mul_ps(scale, coded_counting(-16)));
-    w[0] = coded_lookup(coded_fifth(coded_split(block + 6), read_word(block + 2)), table);
+    (void)part;
+    w[0] = coded_lookup(coded_fifth(coded_split(at + 6), read_word(at + 2)), table);
+}
+
+static inline ALWAYS __m512bh coded_of_32(float scale, float least)
+{
+    return _mm512_cvtne2ps_pbh(coded_line(16, scale, least), coded_line(0, scale, least));
 }
 
 UNIT(q5_1)
 {
-    const uint8_t *block = row->w + k / 32 * 24;
-    __m512 scale = coded_half(block), least = coded_half(block + 2);
-    __m512bh table = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(scale, coded_counting(16), least),
-                                         _mm512_fmadd_ps(scale, coded_counting(0), least));
-    w[0] = coded_lookup(coded_fifth(coded_split(block + 8), read_word(block + 4)), table);
+    (void)part;
+    w[0] = coded_lookup(coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(scales[0], scales[1]));
 }
 
-/* As `scales_k`, with the least values negated. */
-static inline ALWAYS void coded_scales(const uint8_t *block, float scales[16])
-{
-    uint32_t a = read_word(block + 4), b = read_word(block + 8), c = read_word(block + 12);
-    uint32_t a_high = (c & 0x0f0f0f0f) | (a >> 6 & 0x03030303) << 4;
-    uint32_t b_high = (c >> 4 & 0x0f0f0f0f) | (b >> 6 & 0x03030303) << 4;
-    __m128i bits = _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)a_high, (int)(b & 0x3f3f3f3f), (int)b_high);
-    __m512 least = _mm512_sub_ps(_mm512_set1_ps(-0.0f), coded_half(block + 2));
-    __m512 factors = _mm512_mask_mov_ps(least, 0x00ff, coded_half(block));
-    _mm512_store_ps(scales, _mm512_mul_ps(factors, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bits))));
-}
-
+/* Low and high halves of the same bytes have scales of their own, whose 16 weights fill half of a table each. */
 UNIT(q4_k)
 {
-    const uint8_t *block = row->w + k / 256 * 144;
-    float scales[16] __attribute__((aligned(64)));
-    coded_scales(block, scales);
-    UNROLLED for (int j = 0; j < 8; j++) {
-        __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(block + 16 + j / 2 * 32)));
-        __m512 table = _mm512_fmadd_ps(_mm512_set1_ps(scales[j]), coded_counting(0), _mm512_set1_ps(scales[8 + j]));
-        w[j] = coded_lookup(j % 2 ? _mm512_srli_epi16(codes, 4) : codes, coded_twice(table));
-    }
+    const float *own = scales + 2 * part;
+    __m512i codes = coded_bytes(at + 16 + 32 * part);
+    __m512bh table = _mm512_cvtne2ps_pbh(coded_line(0, own[1], own[9]), coded_line(0, own[0], own[8]));
+    w[0] = coded_lookup(_mm512_and_si512(codes, _mm512_set1_epi16(15)), table);
+    w[1] = coded_lookup(_mm512_or_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi16(16)), table);
 }
 
 UNIT(q5_k)
 {
-    const uint8_t *block = row->w + k / 256 * 176;
-    float scales[16] __attribute__((aligned(64)));
-    coded_scales(block, scales);
-    __m512i fifth = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(block + 16)));
-    UNROLLED for (int j = 0; j < 8; j++) {
-        __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(block + 48 + j / 2 * 32)));
-        __m512i low = j % 2 ? _mm512_srli_epi16(codes, 4) : codes;
+    __m512i codes = coded_bytes(at + 48 + 32 * part), fifth = coded_bytes(at + 16);
+    UNROLLED for (int i = 0; i < 2; i++) {
+        int j = 2 * part + i;
+        __m512i low = i ? _mm512_srli_epi16(codes, 4) : codes;
         __m512i high = j < 4 ? _mm512_slli_epi16(fifth, 4 - j) : _mm512_srli_epi16(fifth, j - 4);
         __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca); /* 15: low, else: high */
-        __m512 scale = _mm512_set1_ps(scales[j]), least = _mm512_set1_ps(scales[8 + j]);
-        w[j] = coded_lookup(code, _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(scale, coded_counting(16), least),
-                                                      _mm512_fmadd_ps(scale, coded_counting(0), least)));
+        w[i] = coded_lookup(code, coded_of_32(scales[j], scales[8 + j]));
     }
 }
 
 /* 64 different weights are too many to look up. A scale times 32 is exact, and so is what is left of a code. */
 UNIT(q6_k)
 {
-    const uint8_t *block = row->w + k / 256 * 210;
-    float scales[16] __attribute__((aligned(64)));
-    __m512 all = coded_wide(_mm_loadu_si128((const __m128i *)(block + 192)));
-    _mm512_store_ps(scales, _mm512_mul_ps(coded_half(block + 208), all));
-    UNROLLED for (int j = 0; j < 8; j++) {
-        __m256i low = _mm256_loadu_si256((const __m256i *)(block + j / 4 * 64 + j % 2 * 32));
-        __m256i high = _mm256_loadu_si256((const __m256i *)(block + 128 + j / 4 * 32));
-        low = j % 4 / 2 ? _mm256_srli_epi16(low, 4) : low;
-        high = j % 4 < 2 ? _mm256_slli_epi16(high, 4 - j % 4 * 2) : _mm256_srli_epi16(high, j % 4 * 2 - 4);
-        __m256i code = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)),
-                                       _mm256_and_si256(high, _mm256_set1_epi8(48)));
-        code = _mm256_sub_epi8(code, _mm256_set1_epi8(32));
-        __m512 first = _mm512_mul_ps(_mm512_set1_ps(scales[2 * j]), coded_wide(_mm256_castsi256_si128(code)));
-        __m512 second = _mm512_mul_ps(_mm512_set1_ps(scales[2 * j + 1]),
-                                      coded_wide(_mm256_extracti128_si256(code, 1)));
-        w[j] = _mm512_cvtne2ps_pbh(second, first);
-    }
+    __m256i low = _mm256_loadu_si256((const __m256i *)(at + part / 4 * 64 + part % 2 * 32));
+    __m256i high = _mm256_loadu_si256((const __m256i *)(at + 128 + part / 4 * 32));
+    low = part % 4 / 2 ? _mm256_srli_epi16(low, 4) : low;
+    high = part % 4 < 2 ? _mm256_slli_epi16(high, 4 - part % 4 * 2) : _mm256_srli_epi16(high, part % 4 * 2 - 4);
+    __m256i code = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)),
+                                   _mm256_and_si256(high, _mm256_set1_epi8(48)));
+    code = _mm256_sub_epi8(code, _mm256_set1_epi8(32));
+    __m512 first = _mm512_mul_ps(_mm512_set1_ps(scales[2 * part]), coded_whole(_mm256_castsi256_si128(code)));
+    __m512 second = _mm512_mul_ps(_mm512_set1_ps(scales[2 * part + 1]),
+                                  coded_whole(_mm256_extracti128_si256(code, 1)));
+    w[0] = _mm512_cvtne2ps_pbh(second, first);
+}
+
+static inline ALWAYS __m512bh coded_fp4(float scale)
+{
+    return coded_twice(_mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(scale)));
 }
 
 UNIT(mxfp4_block)
 {
-    const uint8_t *block = row->w + k / 32 * 17;
-    __m512 table = _mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(power_of(block[0])));
-    w[0] = coded_lookup(coded_split(block + 1), coded_twice(table));
+    (void)part;
+    w[0] = coded_lookup(coded_split(at + 1), coded_fp4(scales[0]));
 }
 
 UNIT(mxfp4)
 {
-    __m512 table = _mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(power_of(row->scales[k / 32])));
-    w[0] = coded_lookup(coded_turns_at(row->w + k / 2), coded_twice(table));
+    (void)part;
+    w[0] = coded_lookup(coded_turns(at), coded_fp4(scales[0]));
 }
 
-static inline ALWAYS __m512i coded_codes_int4(const Coded *row, int64_t k)
+UNIT(mxfp4_four)
 {
-    return coded_turns_at(row->w + k / 2);
+    w[0] = coded_lookup(coded_turns_of(at, part), coded_fp4(scales[part]));
 }
 
-/* Of GPTQ, four words of eight inputs each, `across` bytes apart: together they are 32 codes as those of int4. */
-static inline ALWAYS __m512i coded_codes_gptq(const Coded *row, int64_t k)
+/* A code less its zero point, times its scale. */
+static inline ALWAYS __m512bh coded_int4_table(const float *scales)
 {
-    const uint8_t *from = row->w + k / 8 * row->across;
-    return coded_turns(_mm_setr_epi32((int)read_word(from), (int)read_word(from + row->across),
-                                      (int)read_word(from + 2 * row->across), (int)read_word(from + 3 * row->across)));
+    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(scales[1]));
+    return coded_twice(_mm512_mul_ps(table, _mm512_set1_ps(scales[0])));
 }
 
-/* Of AWQ, a word for each input. */
-static inline ALWAYS __m512i coded_codes_awq(const Coded *row, int64_t k)
+UNIT(int4)
 {
-    const uint8_t *from = row->w + k * row->across;
-    __m128i shift = _mm_cvtsi32_si128(row->shift);
-    __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                    _mm512_set1_epi32((int)row->across));
-    __m512i low = _mm512_srl_epi32(_mm512_i32gather_epi32(at, from, 1), shift);
-    __m512i high = _mm512_srl_epi32(_mm512_i32gather_epi32(at, from + 16 * row->across, 1), shift);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)), _mm512_cvtepi32_epi16(high), 1);
+    (void)part;
+    w[0] = coded_lookup(coded_turns(at), coded_int4_table(scales));
 }
 
-/* One table for 32 inputs, or for 128 whose group is no smaller. */
-#define WORDS(format)                                                                                                  \
-    UNIT(format)                                                                                                       \
-    {                                                                                                                  \
-        w[0] = coded_lookup(coded_codes_##format(row, k), coded_words(row, k));                                        \
-    }                                                                                                                  \
-    UNIT(format##_wide)                                                                                                \
-    {                                                                                                                  \
-        __m512bh table = coded_words(row, k);                                                                          \
-        UNROLLED for (int u = 0; u < 4; u++)                                                                           \
-            w[u] = coded_lookup(coded_codes_##format(row, k + 32 * u), table);                                         \
-    }
-WORDS(int4)
-WORDS(gptq)
-WORDS(awq)
-#undef WORDS
+UNIT(int4_four)
+{
+    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales + 2 * part));
+}
 
-/* The low halves of a row's bytes are its first inputs, the high ones the rest; 32 inputs may be of both. */
+UNIT(int4_wide)
+{
+    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales));
+}
+
+/* The codes are in the low halves of bytes: what comes of a row's first inputs. Others see `coded_packed4_high`. */
 UNIT(packed4)
 {
-    int64_t half = row->across, group = k / row->group;
-    if (k < half && k + 32 > half) {
-        float values[32] __attribute__((aligned(64)));
-        avx512_decode_packed4(row, k, 32, values);
-        w[0] = _mm512_cvtne2ps_pbh(_mm512_load_ps(values + 16), _mm512_load_ps(values));
-        return;
-    }
-    __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(row->w + (k < half ? k : k - half))));
-    __m512 table = _mm512_fmadd_ps(coded_half(row->scales + 2 * group), coded_counting(0),
-                                   coded_half(row->zeros + 2 * group));
-    codes = _mm512_srl_epi16(codes, _mm_cvtsi32_si128(k < half ? 0 : 4));
-    w[0] = coded_lookup(codes, coded_twice(table));
+    (void)part;
+    w[0] = coded_lookup(coded_bytes(at), coded_twice(coded_line(0, scales[0], scales[1])));
 }
 
-/* A float of 8 bits (e4m3) is one of 16 divided by 256. */
-static inline ALWAYS __m512 coded_scale_fp8(const Coded *row, int64_t k)
+UNIT(packed4_high)
 {
-    return _mm512_mul_ps(_mm512_set1_ps(scale_of(row, k / row->group)), _mm512_set1_ps(256));
+    (void)part;
+    w[0] = coded_lookup(_mm512_srli_epi16(coded_bytes(at), 4), coded_twice(coded_line(0, scales[0], scales[1])));
 }
 
-static inline ALWAYS __m512bh coded_floats(const uint8_t *from, __m512 scale)
+/* A float of 8 bits (e4m3) is one of 16 divided by 256: a scale has these already. */
+UNIT(fp8_wide)
 {
-    __m256i codes = _mm256_loadu_si256((const __m256i *)from);
+    __m512 scale = _mm512_set1_ps(scales[0]);
+    __m256i codes = _mm256_loadu_si256((const __m256i *)(at + 32 * part));
     __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7);
     bits = _mm512_and_si512(bits, _mm512_set1_epi16((short)0xbf80));
     __mmask32 none = _mm256_cmpeq_epi8_mask(_mm256_and_si256(codes, _mm256_set1_epi8(127)), _mm256_set1_epi8(127));
     bits = _mm512_mask_mov_epi16(bits, none, _mm512_set1_epi16(0x7e00));
+    w[0] = _mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), scale),
+                               _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), scale));
+}
+
+/* Sizes of 32 codes from `first` on, times a scale. */
+static inline ALWAYS __m512bh coded_fp8_sizes(int first, __m512 scale)
+{
+    __m512i codes = _mm512_add_epi16(_mm512_set1_epi16((short)first),
+                                     _mm512_cvtepu8_epi16(_mm256_setr_epi8(
+                                         0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                         22, 23, 24, 25, 26, 27, 28, 29, 30, 31)));
+    __mmask32 none = _mm512_cmpeq_epi16_mask(codes, _mm512_set1_epi16(127));
+    __m512i bits = _mm512_mask_mov_epi16(_mm512_slli_epi16(codes, 7), none, _mm512_set1_epi16(0x7e00));
     return _mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), scale),
                                _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), scale));
 }
 
-UNIT(fp8)
+/* Where several outputs have a scale in common, all of its 128 sizes are computed once for them. */
+UNIT(fp8_tall)
 {
-    w[0] = coded_floats(row->w + k, coded_scale_fp8(row, k));
+    __m512 scale = _mm512_set1_ps(scales[0]);
+    __m512i codes = coded_bytes(at + 32 * part);
+    __m512i low = _mm512_permutex2var_epi16((__m512i)coded_fp8_sizes(0, scale), codes,
+                                            (__m512i)coded_fp8_sizes(32, scale));
+    __m512i high = _mm512_permutex2var_epi16((__m512i)coded_fp8_sizes(64, scale), codes,
+                                             (__m512i)coded_fp8_sizes(96, scale));
+    __m512i size = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64)), high);
+    __m512i sign = _mm512_slli_epi16(codes, 8);
+    w[0] = (__m512bh)_mm512_ternarylogic_epi32(sign, _mm512_set1_epi16((short)0x8000), size, 0x6a); /* (a & b) ^ c */
 }
 
-UNIT(fp8_wide)
+UNIT(fp8)
 {
-    __m512 scale = coded_scale_fp8(row, k);
-    UNROLLED for (int u = 0; u < 4; u++)
-        w[u] = coded_floats(row->w + k + 32 * u, scale);
+    coded_fp8_wide(at, scales, part, w);
 }
 
 UNIT(f32)
 {
-    const float *from = (const float *)row->w + k;
-    w[0] = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+    (void)scales, (void)part;
+    w[0] = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + 64), _mm512_loadu_ps(at));
 }
 
 UNIT(f16)
 {
-    const __m256i *from = (const __m256i *)(row->w + 2 * k);
+    const __m256i *from = (const __m256i *)at;
+    (void)scales, (void)part;
     w[0] = _mm512_cvtne2ps_pbh(_mm512_cvtph_ps(_mm256_loadu_si256(from + 1)),
                                _mm512_cvtph_ps(_mm256_loadu_si256(from)));
 }
 
 UNIT(bf16)
 {
-    w[0] = (__m512bh)_mm512_loadu_si512(row->w + 2 * k);
+    (void)scales, (void)part;
+    w[0] = (__m512bh)_mm512_loadu_si512(at);
 }
+#undef UNIT

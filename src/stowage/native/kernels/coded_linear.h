@@ -1,4 +1,8 @@
-/* Products with the weights of coded.h: of one row of x in registers, of several with what is laid out for them. */
+/* Products with the weights of coded.h: of a few rows of x with what is in registers, of many with what is laid out for
+ * them. Sums are in the order of halves.h.
+ */
+enum { CODED_STEP = 32, CODED_TURNED = HALVES_DEPTH / 2 + 64, CODED_ROOM = CODED_STEP * CODED_TURNED };
+enum { CODED_BYTES = 384 << 10 }; /* what is laid out for many rows at a time: so much of the second cache */
 
 /* Inputs [k, k + 32) of which there are only `count`, and zeros. */
 static void coded_last(const Linear *job, const Coded *row, int64_t k, int count, uint16_t *to)
@@ -9,127 +13,278 @@ static void coded_last(const Linear *job, const Coded *row, int64_t k, int count
         to[i] = i < count ? float_half(values[i]) : 0;
 }
 
-/* BYTES: of 32 * U values, about, where a row is read; what is fetched ahead. */
-#define DOT(format, U, C)                                                                                              \
-    static void coded_dot_##format##C(const uint16_t *x, const Coded *rows, int64_t depth, int64_t k, __m512 *sums)    \
+/* R rows of x, C outputs whose blocks are at `rows`: columns of sums go on from `kept`. */
+#define DOT(format, BYTES, SCALES, PARTS, U, R, C)                                                                     \
+    static void coded_dot_##format##R(const uint16_t *x, int64_t x_row, const uint8_t *const *rows, int64_t blocks,    \
+                                      int64_t ahead, const float *scales, __m512 *kept)                                \
     {                                                                                                                  \
-        __m512 own[C];                                                                                                 \
-        UNROLLED for (int c = 0; c < C; c++)                                                                           \
-            own[c] = _mm512_setzero_ps();                                                                              \
-        for (int64_t end = k + depth; k < end; k += 32 * U, x += 32 * U)                                               \
-            UNROLLED for (int c = 0; c < C; c++) {                                                                     \
-                __m512bh w[8];                                                                                         \
-                coded_##format(rows + c, k, w);                                                                        \
-                UNROLLED for (int u = 0; u < U; u++)                                                                   \
-                    own[c] = _mm512_dpbf16_ps(own[c], halves_load_b(x + 32 * u), w[u]);                                \
-            }                                                                                                          \
-        UNROLLED for (int c = 0; c < C; c++)                                                                           \
-            sums[c] = own[c];                                                                                          \
-    }
-#define FILL(format, U)                                                                                                \
-    static void coded_fill_##format(const Coded *row, int64_t k, int64_t end, uint16_t *to)                            \
-    {                                                                                                                  \
-        for (; k + 32 * U <= end; k += 32 * U, to += 32 * U) {                                                         \
-            __m512bh w[8];                                                                                             \
-            coded_##format(row, k, w);                                                                                 \
-            UNROLLED for (int u = 0; u < U; u++)                                                                       \
-                _mm512_storeu_si512(to + 32 * u, (__m512i)w[u]);                                                       \
+        __m512 sums[R][C];                                                                                             \
+        const uint8_t *at[C];                                                                                          \
+        UNROLLED for (int c = 0; c < C; c++) {                                                                         \
+            at[c] = rows[c];                                                                                           \
+            UNROLLED for (int r = 0; r < R; r++)                                                                       \
+                sums[r][c] = kept[c * R + r];                                                                          \
         }                                                                                                              \
+        for (; blocks > 0; blocks--, scales += SCALES) {                                                               \
+            UNROLLED for (int part = 0; part < PARTS; part++, x += 32 * U) {                                           \
+                __m512bh w[C][U];                                                                                      \
+                UNROLLED for (int c = 0; c < C; c++) {                                                                 \
+                    coded_##format(at[c], scales + c * coded_each_##format, part, w[c]);                               \
+                    FETCH_FAR(at[c] + ahead + part * BYTES / PARTS);                                                   \
+                }                                                                                                      \
+                UNROLLED for (int u = 0; u < U; u++)                                                                   \
+                    UNROLLED for (int r = 0; r < R; r++) {                                                             \
+                        __m512bh inputs = halves_load_b(x + r * x_row + 32 * u);                                       \
+                        UNROLLED for (int c = 0; c < C; c++)                                                           \
+                            sums[r][c] = _mm512_dpbf16_ps(sums[r][c], inputs, w[c][u]);                                \
+                    }                                                                                                  \
+            }                                                                                                          \
+            UNROLLED for (int c = 0; c < C; c++)                                                                       \
+                at[c] += BYTES;                                                                                        \
+        }                                                                                                              \
+        UNROLLED for (int c = 0; c < C; c++)                                                                           \
+            UNROLLED for (int r = 0; r < R; r++)                                                                       \
+                kept[c * R + r] = sums[r][c];                                                                          \
     }
-#define ALL(format, U) DOT(format, U, 1) DOT(format, U, 2) DOT(format, U, 3) FILL(format, U)
-ALL(q8_0, 1) ALL(q4_0, 1) ALL(q4_1, 1) ALL(q5_0, 1) ALL(q5_1, 1) ALL(q4_k, 8) ALL(q5_k, 8) ALL(q6_k, 8)
-ALL(mxfp4_block, 1) ALL(mxfp4, 1) ALL(fp8, 1) ALL(int4, 1) ALL(f32, 1) ALL(f16, 1) ALL(bf16, 1) ALL(gptq, 1)
-ALL(awq, 1) ALL(packed4, 1) ALL(int4_wide, 4) ALL(gptq_wide, 4) ALL(awq_wide, 4) ALL(fp8_wide, 4)
-#undef ALL
+#define FILL(format, BYTES, SCALES, PARTS, U)                                                                          \
+    static void coded_fill_##format(const uint8_t *at, int64_t blocks, const float *scales, uint16_t *to)              \
+    {                                                                                                                  \
+        for (; blocks > 0; blocks--, at += BYTES, scales += SCALES)                                                    \
+            UNROLLED for (int part = 0; part < PARTS; part++, to += 32 * U) {                                          \
+                __m512bh w[U];                                                                                         \
+                coded_##format(at, scales, part, w);                                                                   \
+                UNROLLED for (int u = 0; u < U; u++)                                                                   \
+                    _mm512_storeu_si512(to + 32 * u, (__m512i)w[u]);                                                   \
+            }                                                                                                          \
+    }
+#define OF(FORMAT, format, B, S, P, U)                                                                                 \
+    DOT(format, B, S, P, U, 1, 4) DOT(format, B, S, P, U, 2, 4) DOT(format, B, S, P, U, 4, 4) DOT(format, B, S, P, U, 8, 2) \
+    FILL(format, B, S, P, U)
+CODED_NARROW(OF)
+CODED_FOUR(OF)
+CODED_WIDE(OF)
+OF(, packed4_high, 32, 2, 1, 1)
+#undef OF
 #undef FILL
+#define coded_fill_fp8_tall coded_fill_fp8_wide /* an output alone */
+DOT(fp8_tall, 128, 1, 4, 1, 1, 4) DOT(fp8_tall, 128, 1, 4, 1, 2, 4) DOT(fp8_tall, 128, 1, 4, 1, 4, 4)
+DOT(fp8_tall, 128, 1, 4, 1, 8, 2)
 #undef DOT
-#undef UNIT
+
+typedef void (*CodedDot)(const uint16_t *, int64_t, const uint8_t *const *, int64_t, int64_t, const float *, __m512 *);
+typedef struct {
+    int64_t bytes, inputs; /* of a block */
+    int64_t step;          /* inputs with a scale, of formats whose scales lie apart */
+    CodedDot dots[4];      /* of 1, 2, 4 and 8 rows */
+    void (*fill)(const uint8_t *, int64_t, const float *, uint16_t *);
+} CodedWays;
+
+#define WAYS(format, B, P, U, STEP)                                                                                    \
+    {B, 32 * (P) * (U), STEP, {coded_dot_##format##1, coded_dot_##format##2, coded_dot_##format##4, coded_dot_##format##8},  \
+     coded_fill_##format}
+#define OF(FORMAT, format, B, S, P, U) [FORMAT] = WAYS(format, B, P, U, 32),
+static const CodedWays coded_narrow[FORMATS_END] = {CODED_NARROW(OF)};
+static const CodedWays coded_four[FORMATS_END] = {CODED_FOUR(OF)};
+#undef OF
+#define OF(FORMAT, format, B, S, P, U) [FORMAT] = WAYS(format, B, P, U, 128),
+static const CodedWays coded_wide[FORMATS_END] = {CODED_WIDE(OF)};
+#undef OF
+static const CodedWays coded_high = WAYS(packed4_high, 32, 1, 1, 32), coded_tall = WAYS(fp8_tall, 128, 4, 1, 128);
+#undef WAYS
 #undef UNROLLED
 
-typedef void (*CodedDot)(const uint16_t *, const Coded *, int64_t, int64_t, __m512 *);
-typedef void (*CodedFill)(const Coded *, int64_t, int64_t, uint16_t *);
-#define OF(FORMAT, format) [FORMAT] = {coded_dot_##format##1, coded_dot_##format##2, coded_dot_##format##3}
-static const CodedDot coded_dots[FORMATS_END][3] = {ALL_FORMATS(OF)};
-#undef OF
-#define OF(FORMAT, format) [FORMAT] = coded_fill_##format
-static const CodedFill coded_fills[FORMATS_END] = {ALL_FORMATS(OF)};
-#undef OF
-/* Of formats whose groups may be of 128 inputs or more; others have none. */
-#define OF(FORMAT, format) [FORMAT] = {coded_dot_##format##_wide1, coded_dot_##format##_wide2, coded_dot_##format##_wide3}
-static const CodedDot coded_wide_dots[FORMATS_END][3] = {OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(FP8, fp8)};
-#undef OF
-#define OF(FORMAT, format) [FORMAT] = coded_fill_##format##_wide
-static const CodedFill coded_wide_fills[FORMATS_END] = {OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(FP8, fp8)};
-#undef OF
-
-static inline int coded_is_wide(const Linear *job)
+static inline int coded_by_inputs(const Linear *job)
 {
-    return job->group % 128 == 0 && job->inputs % 128 == 0 && coded_wide_fills[job->format] != NULL;
+    return job->format == GPTQ || job->format == AWQ;
 }
 
-/* Inputs [k, end) of output n in bfloat16, and zeros up to a multiple of 32. */
-static void coded_fill(const Linear *job, int64_t n, int64_t k, int64_t end, uint16_t *to)
+/* How what begins at input k is computed. */
+static const CodedWays *coded_ways(const Linear *job, int64_t k)
 {
-    Coded row = coded_row(job, n);
-    (coded_is_wide(job) ? coded_wide_fills : coded_fills)[job->format](&row, k, end, to);
-    int64_t left = (end - k) % 32;
-    if (left && format_values[job->format] == 32)
-        coded_last(job, &row, end - left, (int)left, to + (end - k - left));
+    int format = coded_by_inputs(job) ? INT4_WORDS : job->format;
+    if (format == PACKED4 && k >= job->inputs / 2)
+        return &coded_high;
+    if (format == FP8 && job->inputs % 128 == 0 && job->group % 128 == 0 && job->tall % 4 == 0)
+        return &coded_tall;
+    if (job->inputs % 128 == 0 && job->group % 128 == 0 && coded_wide[format].fill != NULL)
+        return coded_wide + format;
+    return (job->inputs % 128 == 0 && coded_four[format].fill != NULL ? coded_four : coded_narrow) + format;
 }
 
-/* Outputs [begin, end) of one row of x, of a whole number of blocks. */
-static void coded_one(const Linear *job, int64_t row, int64_t begin, int64_t end, float *sums)
+/* Where the piece from input k on ends that is computed at once, of at most `most` inputs. */
+static int64_t coded_end(const Linear *job, int64_t k, int64_t most)
 {
-    const uint16_t *x = (const uint16_t *)job->x + row * job->x_row;
-    const CodedDot *dots = (coded_is_wide(job) ? coded_wide_dots : coded_dots)[job->format];
-    for (int64_t n = begin; n < end; n += 3) {
-        int c = end - n < 3 ? (int)(end - n) : 3;
-        Coded rows[3];
-        for (int i = 0; i < c; i++)
-            rows[i] = coded_row(job, n + i);
-        for (int64_t k = 0; k < job->inputs; k += HALVES_DEPTH) {
-            int64_t depth = job->inputs - k < HALVES_DEPTH ? job->inputs - k : HALVES_DEPTH;
-            __m512 parts[3];
-            dots[c - 1](x + k, rows, depth, k, parts);
-            for (int i = 0; i < c; i++) {
-                float sum = avx512_total((avx512_vec)parts[i]);
-                sums[n - begin + i] = k == 0 ? sum : sums[n - begin + i] + sum;
+    int64_t end = k / HALVES_DEPTH * HALVES_DEPTH + HALVES_DEPTH, half = job->inputs / 2;
+    end = end < job->inputs ? end : job->inputs;
+    end = end < k + most ? end : k + most;
+    return job->format == PACKED4 && k < half && half < end ? half : end;
+}
+
+/* Where blocks of outputs [n, n + wide) begin, from input k on; `room` of CODED_ROOM bytes: for codes that lie apart. */
+static void coded_begin(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, uint8_t *room,
+                        const uint8_t **at)
+{
+    if (coded_by_inputs(job))
+        (job->format == GPTQ ? coded_turn_gptq : coded_turn_awq)(job, n, wide, k, depth, room, CODED_TURNED);
+    int64_t half = job->inputs / 2, first = job->format == PACKED4 && k >= half ? k - half : k;
+    const CodedWays *ways = coded_ways(job, k);
+    for (int64_t i = 0; i < wide; i++)
+        at[i] = coded_by_inputs(job)
+                    ? room + i * CODED_TURNED
+                    : (const uint8_t *)job->w + (n + i) * job->w_row + first / ways->inputs * ways->bytes;
+}
+
+/* Whether 32 inputs may be in low halves of bytes and in high ones. */
+static int coded_is_odd(const Linear *job)
+{
+    return job->format == PACKED4 && job->inputs % 64 != 0;
+}
+
+static void coded_fill_plainly(const Linear *job, int64_t n, int64_t wide, uint16_t *to, int64_t stride)
+{
+    for (int64_t i = 0; i < wide; i++) {
+        Coded row = coded_row(job, n + i);
+        for (int64_t k = 0; k < job->inputs; k += 32)
+            coded_last(job, &row, k, 32, to + i * stride + k);
+    }
+}
+
+/* Outputs [n, n + wide), of at most CODED_STEP, in bfloat16, `stride` apart, and zeros up to a multiple of 32. */
+static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint8_t *room, uint16_t *to, int64_t stride)
+{
+    float scales[CODED_SCALES];
+    const uint8_t *at[CODED_STEP];
+    if (coded_is_odd(job)) {
+        coded_fill_plainly(job, n, wide, to, stride);
+        return;
+    }
+    for (int64_t k = 0, end; k < job->inputs; k = end) {
+        end = coded_end(job, k, HALVES_DEPTH);
+        const CodedWays *ways = coded_ways(job, k);
+        coded_begin(job, n, wide, k, end - k, room, at);
+        for (int64_t i = 0; i < wide; i++) {
+            Coded row = coded_row(job, n + i);
+            uint16_t *own = to + i * stride + k;
+            int left = (int)((end - k) % 32);
+            coded_scales(job, &row, at[i], k, end - k, ways->step, scales);
+            ways->fill(at[i], (end - k) / ways->inputs, scales, own);
+            if (left)
+                coded_last(job, &row, end - left, left, own + (end - k - left));
+        }
+    }
+}
+
+/* A piece of up to 8 rows, side by side, and zeros up to a multiple of 32; what is no row repeats the last one. */
+static int64_t coded_near(const Linear *job, int rows, int64_t k, int64_t depth, uint16_t *near)
+{
+    int64_t whole = (depth + 31) / 32 * 32, stride = rows > 1 ? whole + HALVES_APART : whole;
+    for (int r = 0; r < rows; r++) {
+        const uint16_t *from = (const uint16_t *)job->x + (r < job->rows ? r : job->rows - 1) * job->x_row + k;
+        memcpy(near + r * stride, from, (size_t)depth * 2);
+        memset(near + r * stride + depth, 0, (size_t)(whole - depth) * 2);
+    }
+    return stride;
+}
+
+/* What is left of the inputs after the last whole 32 of them, for outputs [first, first + wide). */
+static void coded_rest(const Linear *job, int rows, int step, int64_t first, int64_t wide, int64_t k, const uint16_t *x,
+                       int64_t x_row, __m512 *kept)
+{
+    uint16_t last[32] __attribute__((aligned(64)));
+    for (int64_t n = 0; n < wide; n++) {
+        Coded row = coded_row(job, first + n);
+        coded_last(job, &row, k, (int)(job->inputs - k), last);
+        __m512 *own = kept + n / step * step * rows + n % step * rows;
+        for (int r = 0; r < rows; r++)
+            own[r] = _mm512_dpbf16_ps(own[r], halves_load_b(x + r * x_row), halves_load_b(last));
+    }
+}
+
+/* Outputs [first, first + wide) of up to 8 rows, a piece of inputs after the other. */
+static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide, uint8_t *room, __m512 *kept, float *sums)
+{
+    uint16_t near[HALVES_NEAR + HALVES_ROWS * HALVES_APART] __attribute__((aligned(64)));
+    float scales[4 * CODED_SCALES] __attribute__((aligned(64))), totals[16];
+    const uint8_t *at[HALVES_PANEL + 4];
+    int rows = 1 << way, step = rows == 8 ? 2 : 4;
+    int64_t ahead = coded_by_inputs(job) ? 0 : 2 * step * job->w_row;
+    for (int64_t k = 0, end; k < job->inputs; k = end) {
+        end = coded_end(job, k, HALVES_NEAR / rows);
+        const CodedWays *ways = coded_ways(job, k);
+        if (k % HALVES_DEPTH == 0)
+            memset(kept, 0, (size_t)((wide + 3) * rows) * sizeof *kept);
+        int64_t x_row = coded_near(job, rows, k, end - k, near);
+        coded_begin(job, first, wide, k, end - k, room, at);
+        for (int64_t n = 0; n < wide; n += step) {
+            int c = wide - n < step ? (int)(wide - n) : step;
+            for (int i = 0; i < step; i++) {
+                Coded own = coded_row(job, first + n + (i < c ? i : 0));
+                at[n + i] = at[n + (i < c ? i : 0)];
+                coded_scales(job, &own, at[n + i], k, end - k, ways->step, scales + i * CODED_SCALES);
+            }
+            ways->dots[way](near, x_row, at + n, (end - k) / ways->inputs, ahead, scales, kept + n * rows);
+        }
+        if (end % 32)
+            coded_rest(job, rows, step, first, wide, end / 32 * 32, near + (end - k) / 32 * 32, x_row, kept);
+        for (int64_t i = 0; (end % HALVES_DEPTH == 0 || end == job->inputs) && i < wide * rows; i += 8) {
+            halves_totals(kept + i, totals);
+            for (int j = 0; j < 8; j++) {
+                float *sum = sums + (i + j) % rows * HALVES_PANEL + (i + j) / rows, own = totals[j % 4 * 4 + j / 4];
+                if (i + j < wide * rows)
+                    *sum = end <= HALVES_DEPTH ? own : *sum + own;
             }
         }
     }
 }
 
-/* What is laid out for several rows at a time: so much of the second cache. */
-enum { CODED_BYTES = 384 << 10, CODED_STEP = 32 };
-
-/* Outputs [begin, end) of all rows; 0: there is no memory for it. `multiply` does it with weights in bfloat16. */
-static int coded_linear(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
+/* Outputs [begin, end) of up to 8 rows. */
+static void coded_few(const Linear *job, int64_t begin, int64_t end, uint8_t *room)
 {
-    if (job->rows == 1 && job->inputs % 32 == 0 && multiply == halves_linear) {
-        float sums[HALVES_PANEL] __attribute__((aligned(64)));
-        for (int64_t first = begin; first < end; first += HALVES_PANEL) {
-            int64_t wide = end - first < HALVES_PANEL ? end - first : HALVES_PANEL;
-            coded_one(job, 0, first, first + wide, sums);
-            halves_finish(job, sums, 0, first, wide);
-        }
-        return 1;
+    float sums[HALVES_ROWS * HALVES_PANEL] __attribute__((aligned(64)));
+    __m512 kept[HALVES_ROWS * (HALVES_PANEL + 4) + 8];
+    int way = job->rows > 4 ? 3 : job->rows > 2 ? 2 : (int)job->rows - 1;
+    int64_t panel = coded_by_inputs(job) ? CODED_STEP : HALVES_PANEL;
+    for (int64_t first = begin; first < end; first += panel) {
+        int64_t wide = end - first < panel ? end - first : panel;
+        coded_panel(job, way, first, wide, room, kept, sums);
+        for (int r = 0; r < job->rows; r++)
+            halves_finish(job, sums + r * HALVES_PANEL, r, first, wide);
     }
+}
+
+/* Outputs [begin, end) of many rows, which `multiply` does with weights in bfloat16. */
+static int coded_many(const Linear *job, int64_t begin, int64_t end, uint8_t *room,
+                      void (*multiply)(const Linear *, int64_t, int64_t))
+{
     int64_t stride = (job->inputs + 31) / 32 * 32 + 32, most = CODED_BYTES / 2 / stride;
     most = most > HALVES_PANEL ? HALVES_PANEL : most > CODED_STEP ? most / CODED_STEP * CODED_STEP : CODED_STEP;
-    uint16_t *room = aligned_alloc(64, (size_t)(most * stride * 2));
-    if (room == NULL)
+    uint16_t *laid = aligned_alloc(64, (size_t)(most * stride * 2));
+    if (laid == NULL)
         return 0;
     for (int64_t first = begin; first < end; first += most) {
         int64_t wide = end - first < most ? end - first : most;
-        for (int64_t n = 0; n < wide; n++)
-            coded_fill(job, first + n, 0, job->inputs, room + n * stride);
+        for (int64_t n = 0; n < wide; n += CODED_STEP)
+            coded_fill(job, first + n, wide - n < CODED_STEP ? wide - n : CODED_STEP, room, laid + n * stride, stride);
         Linear plain = *job;
         plain.format = PLAIN;
-        plain.w = room;
+        plain.w = laid;
         plain.w_row = stride;
         plain.y = (char *)job->y + first * (job->narrow ? 2 : 4);
         multiply(&plain, 0, wide);
     }
-    free(room);
+    free(laid);
     return 1;
+}
+
+/* Outputs [begin, end) of all rows; 0: there is no memory for it. `multiply` does it with weights in bfloat16. */
+static int coded_linear(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
+{
+    uint8_t *room = coded_by_inputs(job) ? aligned_alloc(64, CODED_ROOM) : NULL;
+    int done = room != NULL || !coded_by_inputs(job);
+    if (done && job->rows <= HALVES_ROWS && multiply == halves_linear && !coded_is_odd(job))
+        coded_few(job, begin, end, room);
+    else if (done)
+        done = coded_many(job, begin, end, room, multiply);
+    free(room);
+    return done;
 }

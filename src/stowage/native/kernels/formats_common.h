@@ -115,7 +115,9 @@ static inline float zero_of(const Coded *row, int64_t i)
 static inline Coded coded_row(const Linear *job, int64_t n)
 {
     static const int bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
-    int64_t groups = (job->inputs + job->group - 1) / job->group, eighth = job->outputs / 8;
+    int64_t eighth = job->outputs / 8, groups = 0;
+    if (job->scales != NULL) /* what it takes to divide is felt where rows are short */
+        groups = (int64_t)((uint32_t)(job->inputs + job->group - 1) / (uint32_t)job->group);
     Coded row = {.w = (const uint8_t *)job->w + n * job->w_row, .scales = job->scales, .zeros = job->zeros,
                  .group = job->group, .kind = job->kind, .scale_step = 1, .zero_step = 1,
                  .zero_shift = (int)(n % 8) * 4};
@@ -134,7 +136,7 @@ static inline Coded coded_row(const Linear *job, int64_t n)
         row.scales += n * groups * 2;
         row.zeros += n * groups * 2;
     } else if (job->scales != NULL) {
-        row.scales += n / job->tall * groups * bytes[job->kind];
+        row.scales += (job->tall == 1 ? n : n / job->tall) * groups * bytes[job->kind];
         row.zeros += job->zeros != NULL ? n / 8 * groups * 4 : 0;
     }
     return row;

@@ -50,6 +50,8 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma")
 #include "halves.h"
 #include "coded.h"
+#include "coded_scales.h"
+#include "coded_turned.h"
 #include "coded_linear.h"
 #pragma GCC pop_options
 #endif

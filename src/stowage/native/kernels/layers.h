@@ -132,7 +132,8 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
         outputs += own[3];
     }
     long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
-    int tiled = common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW, step = tiled ? 32 : 12;
+    int tiled = common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW;
+    int step = tiled || shares.job[0].format != PLAIN ? 32 : 12;
     shares.each = threads > 1 ? (outputs / (8 * threads) / step + 1) * step : outputs;
     shares.firsts[0] = 0;
     for (int i = 0; i < TOGETHER; i++)

@@ -1,0 +1,162 @@
+/* Scales of a piece of an output's row as floats, those of a block side by side as coded.h takes them.
+ *
+ * That it is done for a whole piece before its codes are looked at leaves a load of each scale for the loop over codes,
+ * where the instructions that turn halves into floats are as dear as the codes themselves.
+ */
+/* As `scales_k`, with the least values negated. */
+static inline ALWAYS void coded_scales_k(const uint8_t *block, float *to)
+{
+    uint32_t a = read_word(block + 4), b = read_word(block + 8), c = read_word(block + 12);
+    uint32_t a_high = (c & 0x0f0f0f0f) | (a >> 6 & 0x03030303) << 4;
+    uint32_t b_high = (c >> 4 & 0x0f0f0f0f) | (b >> 6 & 0x03030303) << 4;
+    __m128i bits = _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)a_high, (int)(b & 0x3f3f3f3f), (int)b_high);
+    __m256i halves = _mm256_castsi128_si256(_mm_cvtsi32_si128((int)read_word(block)));
+    __m128 both = _mm512_castps512_ps128(_mm512_cvtph_ps(halves));
+    __m512 least = _mm512_sub_ps(_mm512_set1_ps(-0.0f), _mm512_broadcastss_ps(_mm_movehdup_ps(both)));
+    __m512 factors = _mm512_mask_broadcastss_ps(least, 0x00ff, both);
+    _mm512_storeu_ps(to, _mm512_mul_ps(factors, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bits))));
+}
+
+static inline ALWAYS void coded_scales_q6_k(const uint8_t *block, float *to)
+{
+    __m512 all = coded_whole(_mm_loadu_si128((const __m128i *)(block + 192)));
+    _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_set1_ps(read_half(block + 208)), all));
+}
+
+/* Of `count` blocks `words` of two bytes apart: the half that each begins with, or two; 16 halves at a time. These are
+ * among up to nine registers of bytes. */
+static inline ALWAYS void coded_scales_halves(const uint8_t *at, int words, int64_t count, int two, float *to)
+{
+    enum { MOST = 9 };
+    int blocks = two ? 8 : 16;
+    uint16_t places[32] __attribute__((aligned(64))) = {0};
+    for (int i = 0; i < 16; i++)
+        places[i] = (uint16_t)(two ? i / 2 * words + i % 2 : i * words);
+    __m512i place = _mm512_load_si512(places), own = _mm512_srli_epi16(place, 5);
+    __mmask32 in[MOST];
+    for (int i = 0; i < MOST; i++)
+        in[i] = _mm512_cmpeq_epi16_mask(own, _mm512_set1_epi16((short)i)) & 0xffff;
+    for (; count > 0; count -= blocks, at += 2 * blocks * words, to += 16) {
+        int64_t last = (count < blocks ? count : blocks) * words; /* not a byte is read behind the last block */
+        __m512i found = _mm512_setzero_si512();
+        for (int i = 0; 32 * i < last; i++) {
+            __mmask32 there = last - 32 * i < 32 ? ((__mmask32)1 << (last - 32 * i)) - 1 : 0xffffffff;
+            __m512i bytes = _mm512_maskz_loadu_epi16(there, at + 64 * i);
+            found = _mm512_mask_permutexvar_epi16(found, in[i], place, bytes);
+        }
+        _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm512_castsi512_si256(found)));
+    }
+}
+
+/* Numbers of a scale's type that lie side by side, 16 at once. */
+static inline ALWAYS __m512 coded_numbers(int kind, const uint8_t *from, int64_t at)
+{
+    if (kind == SCALES_F32)
+        return _mm512_loadu_ps(from + 4 * at);
+    if (kind == SCALES_E8M0) {
+        __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + at)));
+        __mmask16 ends = _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_add_epi32(e, _mm512_set1_epi32(1)),
+                                                                  _mm512_set1_epi32(0xfe)), _mm512_setzero_si512());
+        e = _mm512_slli_epi32(e, 23);
+        return (__m512)_mm512_mask_or_epi32(e, ends, e, _mm512_set1_epi32(1 << 22)); /* see `power_of` */
+    }
+    __m256i raw = _mm256_loadu_si256((const __m256i *)(from + 2 * at));
+    return kind == SCALES_F16 ? _mm512_cvtph_ps(raw) : (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+}
+
+/* 16 scales, each with what is told of its group besides. */
+static inline ALWAYS void coded_pairs(__m512 scales, __m512 others, float *to)
+{
+    __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(scales, low, others));
+    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(scales, high, others));
+}
+
+/* Scales of groups that lie side by side, 16 at a time; how many were done. */
+static int64_t coded_scales_beside(const Linear *job, const Coded *row, int64_t first, int64_t count, float *to)
+{
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        __m512 scales = coded_numbers(row->kind, row->scales, first + i), others = _mm512_set1_ps(8);
+        if (job->format == MXFP4) {
+            _mm512_storeu_ps(to + i, scales);
+            continue;
+        }
+        if (job->format == PACKED4)
+            others = coded_numbers(SCALES_F16, row->zeros, first + i);
+        else if (row->zeros != NULL) {
+            __m512i words = _mm512_loadu_si512(row->zeros + 4 * (first + i));
+            words = _mm512_srl_epi32(words, _mm_cvtsi32_si128(row->zero_shift));
+            others = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(15)));
+        }
+        coded_pairs(scales, others, to + 2 * i);
+    }
+    return i;
+}
+
+/* Of formats whose scales lie apart: one, or two, for every `step` inputs from input k on. */
+static void coded_scales_apart(const Linear *job, const Coded *row, int64_t k, int64_t depth, int64_t step, float *to)
+{
+    int64_t count = (depth + step - 1) / step, i = 0;
+    int words = job->format == INT4_WORDS || job->format == GPTQ || job->format == AWQ, packed = job->format == PACKED4;
+    if (job->format != FP8 && row->scale_step == 1 && step == row->group && k % step == 0)
+        i = coded_scales_beside(job, row, k / step, count, to);
+    float scale = 0, zero = 0;
+    for (int64_t end = 0; i < count; i++) {
+        int64_t at = k + i * step;
+        if (at >= end) {
+            int64_t group = at / row->group;
+            end = (group + 1) * row->group;
+            scale = packed ? read_half(row->scales + 2 * group) : scale_of(row, group);
+            zero = packed ? read_half(row->zeros + 2 * group) : words ? zero_of(row, group) : 0;
+        }
+        if (words || packed) {
+            to[2 * i] = scale;
+            to[2 * i + 1] = zero;
+        } else
+            to[i] = job->format == FP8 ? scale * 256 : scale;
+    }
+}
+
+/* Of one row, whose blocks from input k on begin `at` an address; one or more for every `step` inputs. */
+static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at, int64_t k, int64_t depth, int64_t step,
+                         float *to)
+{
+    switch (job->format) {
+    case Q8_0:
+        coded_scales_halves(at, 17, depth / 32, 0, to);
+        return;
+    case Q4_0:
+        coded_scales_halves(at, 9, depth / 32, 0, to);
+        return;
+    case Q4_1:
+        coded_scales_halves(at, 10, depth / 32, 1, to);
+        return;
+    case Q5_0:
+        coded_scales_halves(at, 11, depth / 32, 0, to);
+        return;
+    case Q5_1:
+        coded_scales_halves(at, 12, depth / 32, 1, to);
+        return;
+    case Q4_K:
+    case Q5_K:
+        for (int64_t block = 0; block < depth / 256; block++)
+            coded_scales_k(at + block * (job->format == Q4_K ? 144 : 176), to + 16 * block);
+        return;
+    case Q6_K:
+        for (int64_t block = 0; block < depth / 256; block++)
+            coded_scales_q6_k(at + block * 210, to + 16 * block);
+        return;
+    case MXFP4_BLOCK:
+        for (int64_t block = 0; block < depth / 32; block++)
+            to[block] = power_of(at[block * 17]);
+        return;
+    case F32:
+    case F16:
+    case BF16:
+        return;
+    default:
+        coded_scales_apart(job, row, k, depth, step, to);
+    }
+}
