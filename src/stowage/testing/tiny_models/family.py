@@ -87,3 +87,18 @@ def common(size: TinySize) -> dict[str, Any]:
 def with_heads(size: TinySize) -> dict[str, Any]:
     """``common``, for families that state the size of a head."""
     return common(size) | {"head_dim": size.head_dim}
+
+
+def shared_experts(size: TinySize) -> dict[str, Any]:
+    """Small experts, of which some are used by every token, behind a first layer without."""
+    return {
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": size.hidden // 2,
+        "n_shared_experts": 1,
+        "shared_expert_intermediate_size": size.hidden // 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }

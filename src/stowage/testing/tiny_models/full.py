@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stowage.testing.tiny_models.family import Family, TinySize, common, with_heads
+from stowage.testing.tiny_models.family import Family, TinySize, common, shared_experts, with_heads
 
 
 def _experts(size: TinySize) -> dict[str, Any]:
@@ -12,18 +12,7 @@ def _experts(size: TinySize) -> dict[str, Any]:
 
 
 def _shared_experts(size: TinySize) -> dict[str, Any]:
-    """Small experts, of which some are used by every token, behind a first layer without."""
-    return with_heads(size) | {
-        "num_experts": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": size.hidden // 2,
-        "n_shared_experts": 1,
-        "shared_expert_intermediate_size": size.hidden // 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    }
+    return with_heads(size) | shared_experts(size)
 
 
 def _qwen3_moe(size: TinySize) -> dict[str, Any]:

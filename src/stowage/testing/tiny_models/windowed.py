@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stowage.testing.tiny_models.family import Family, TinySize, common, with_heads
+from stowage.testing.tiny_models.family import Family, TinySize, common, shared_experts, with_heads
 
 WINDOW_TOKENS = 72
 """No multiple of a block."""
@@ -24,18 +24,7 @@ def alternating(size: TinySize) -> dict[str, Any]:
 
 
 def experts(size: TinySize) -> dict[str, Any]:
-    return {
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": size.hidden // 2,
-        "n_shared_experts": 1,
-        "shared_expert_intermediate_size": size.hidden // 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    }
+    return shared_experts(size) | {"num_local_experts": 4}
 
 
 def _alternating_experts(size: TinySize) -> dict[str, Any]:
