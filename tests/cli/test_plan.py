@@ -111,23 +111,19 @@ def test_nothing_is_measured_twice(model: Path, tmp_path: Path) -> None:
     state.mkdir(parents=True)
     environment = {"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
     program = (
-        "import sys\nfrom stowage.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end: assert not end.code, end\n"
-    )
-    own = (
-        "import json, dataclasses\nfrom stowage.planner import probe\nfrom stowage.planner.machine import TYPICAL_CPU\n"
+        "import json, dataclasses, sys\nfrom stowage.cli import main\nfrom stowage.planner import probe\n"
+        "from stowage.planner.machine import TYPICAL_CPU\n"
         "probe._remember(dataclasses.replace(TYPICAL_CPU, name='remembered', key=probe.machine_key()))\n"
+        "asked = sys.argv[:-2]\n"
+        "for sys.argv in (asked, [*asked, *sys.argv[-2:]]):\n"
+        "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code, end\n"
     )
-    (tmp_path / "other.json").write_text(json.dumps(TYPICAL_CPU.to_json() | {"name": "another"}))
-    for prepared, flags, name in (
-        (own, [], "remembered"),
-        ("", ["--machine", str(tmp_path / "other.json")], "another"),
-    ):
-        command = [sys.executable, "-c", prepared + program, "plan", str(model), "--device-memory", "1GiB", *flags]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert f"machine    {name}" in done.stdout
-        assert done.stderr == ""
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(TYPICAL_CPU.to_json() | {"name": "another"}))
+    asked = ["plan", str(model), "--device-memory", "1GiB", "--machine", str(other)]
+    done = subprocess.run([sys.executable, "-c", program, *asked], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert 0 < done.stdout.find("machine    remembered") < done.stdout.find("machine    another")
 
 
 def test_a_budget_that_cannot_work_says_what_would(call: Stowage, model: Path) -> None:

@@ -13,10 +13,11 @@ from stowage.executor.block_pool import bytes_needed
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 REQUESTS, PREFIXES, CONTEXT = 36, 4, 256
+MORE = [pytest.param(family, marks=pytest.mark.every_family) for family in ("llama", "llama4", "nemotron_h")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next", *MORE])
 def test_many_requests(family, engines, references, tmp_path):
     draw = random.Random(family)
     layouts = engines(family, context_tokens=CONTEXT).parts.layout.blocks

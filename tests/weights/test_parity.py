@@ -157,17 +157,21 @@ print(status("VmHWM") - before, model.stowage.placement.device_bytes, model.stow
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    size = tiny_models.TinySize(layers=12, hidden=512, vocab=4096)
+    return tiny_models.write("mixtral", tmp_path_factory.mktemp("large"), size)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host_share", [0.0, 0.4])
-def test_budgets_are_hard(host_share: float, tmp_path: Path) -> None:
+def test_budgets_are_hard(host_share: float, large: Path) -> None:
     """The process's own peak, from before loading on, stays below the budget and the largest module."""
-    size = tiny_models.TinySize(layers=12, hidden=512, vocab=4096)
-    tiny_models.write("mixtral", tmp_path, size)
-    total = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    total = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     device, host = int(total * 0.45), int(total * host_share)
     environment = os.environ | {"PYTHONPATH": "src", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path), str(device), str(host)],
+        [sys.executable, "-c", PEAK, str(large), str(device), str(host)],
         capture_output=True,
         text=True,
         env=environment,
