@@ -143,7 +143,7 @@ def _name_of(model: str) -> str:
 
 
 def _tell(engines: "Engines", name: str, address: "ListenAddress", keys: "ApiKeys", *, json: bool) -> None:
-    """Says what is served, where, and what lies in which hold."""
+    """Says what is served, where, and what lies in which memory."""
     from stowage.engine.placement_report import placement
 
     engine = engines.engine

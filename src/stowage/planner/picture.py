@@ -30,7 +30,7 @@ _STYLE = (
 
 
 def draw(solution: Solution) -> str:
-    """An SVG. A bar's length is the hold's budget, with its parts inside; below, one column for each layer."""
+    """An SVG. A bar's length is a memory's budget, with its parts inside; below, one column for each layer."""
     model, prediction = solution.model, solution.prediction
     title = f"{model.family}, {model.total_parameters / 1e9:.3g} B parameters in {model.dtype}"
     speeds = f"predicted: {prediction.tokens_per_s:.3g} tokens/s for a batch of {solution.workload.batch}, "

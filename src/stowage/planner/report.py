@@ -190,7 +190,7 @@ def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, An
 
 
 def segments(solution: Solution, tier: str) -> list[tuple[str, int]]:
-    """What a hold is filled with, as (kind, bytes), free room last. The bars of both pictures are made of it."""
+    """What a memory is filled with, as (kind, bytes), what is free last. The bars of both pictures are made of it."""
     found = [("weights", solution.weights_bytes(tier) + (solution.small_bytes if tier == DEVICE else 0))]
     if tier == DEVICE:
         found += [

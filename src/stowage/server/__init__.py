@@ -4,5 +4,5 @@
     bytes, limits  keys,    routes fields    threads
                    counts
 
-Nothing outside this room imports Starlette or uvicorn.
+Nothing outside this package imports Starlette or uvicorn.
 """

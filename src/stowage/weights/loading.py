@@ -1,5 +1,5 @@
 """Loads a model under a budget: Transformers builds it and converts its weights, one parameter at a time, and each
-goes to its hold as soon as it has its final form. The memory for all of it is the budget and the largest parameter.
+goes to its memory as soon as it has its final form. The memory for all of it is the budget and the largest parameter.
 """
 
 from __future__ import annotations

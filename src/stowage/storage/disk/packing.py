@@ -1,7 +1,7 @@
 """Packs chunks before they are written, and decides whether that pays.
 
 Packed payloads are whole pages, so that direct I/O takes them from where they are. Their memory is used again and
-again: a room is lent until all chunks in it are written. Whether packing pays is decided by measure, as loading
+again: a buffer is lent until all chunks in it are written. Whether packing pays is decided by measure, as loading
 against computing is: packed chunks have to be loaded sooner than others, and where stores queue up, packing has to keep
 up with the disk.
 """
@@ -20,11 +20,11 @@ from stowage.storage.disk.read_plan import Run
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.segment import PAGE_BYTES, round_up
 
-__all__ = ["ROOM_BYTES", "Packer", "PackingRates"]
+__all__ = ["BUFFER_BYTES", "Packer", "PackingRates"]
 
-ROOM_BYTES: Final = 8 << 20
+BUFFER_BYTES: Final = 8 << 20
 """Chunks of so many bytes, or a longer one, are packed together."""
-ROOMS_KEPT: Final = 8
+BUFFERS_KEPT: Final = 8
 HOPELESS: Final = 32
 """So many chunks in a row that did not pay, and only one in as many is tried."""
 _NEW_SHARE: Final = 0.1
@@ -125,13 +125,13 @@ def _mixed(old: float, new: float) -> float:
 
 
 def _pack(work: tuple[memoryview, memoryview]) -> int:
-    """Packs a payload into a room; the length there in whole pages, 0 where that saves none. Any thread."""
-    payload, room = work
+    """Packs a payload into a buffer; the length there in whole pages, 0 where that saves none. Any thread."""
+    payload, buffer = work
     length = payload.nbytes
     most = min(lossless.worth_bytes(length), round_up(length) - PAGE_BYTES)
-    packed = lossless.pack(payload, room[:most]) if most > 0 else 0
+    packed = lossless.pack(payload, buffer[:most]) if most > 0 else 0
     whole = round_up(packed)
-    room[packed:whole] = bytes(whole - packed)
+    buffer[packed:whole] = bytes(whole - packed)
     return whole
 
 
@@ -171,25 +171,25 @@ class Packer:
         back, if there are any.
         """
         *starts, total = accumulate((round_up(payload.nbytes) for payload in payloads), initial=0)
-        room = self._room(total)
+        buffer = self._buffer(total)
         tried = [self._is_tried() for _ in payloads]
         work = [
-            (payload, room[start:]) if is_tried else (payload[:0], room[:0])
+            (payload, buffer[start:]) if is_tried else (payload[:0], buffer[:0])
             for payload, start, is_tried in zip(payloads, starts, tried, strict=True)
         ]
         lengths = self._packed_lengths(work)
         paying = [self._pays(*each) for each in zip(payloads, lengths, tried, strict=True)]
         written = [
-            room[start : start + length] if pays else payload
+            buffer[start : start + length] if pays else payload
             for payload, start, length, pays in zip(payloads, starts, lengths, paying, strict=True)
         ]
         if not any(paying):
-            self.give_back(room)
+            self.give_back(buffer)
             return None, written, paying
         self._counters.add("packed", sum(paying))
         saved = sum(payload.nbytes for payload in payloads) - sum(part.nbytes for part in written)
         self._counters.add("packed_bytes_saved", saved)
-        return room, written, paying
+        return buffer, written, paying
 
     def _is_tried(self) -> bool:
         """Whether the next one is worth trying."""
@@ -217,12 +217,12 @@ class Packer:
         self._failed = 0 if pays else self._failed + (self._failed < HOPELESS)
         return pays or is_probe
 
-    def _room(self, wanted: int) -> memoryview:
-        if wanted > ROOM_BYTES:
+    def _buffer(self, wanted: int) -> memoryview:
+        if wanted > BUFFER_BYTES:
             return pages(wanted)
-        return self._free.pop() if self._free else pages(ROOM_BYTES)
+        return self._free.pop() if self._free else pages(BUFFER_BYTES)
 
-    def give_back(self, room: memoryview) -> None:
+    def give_back(self, buffer: memoryview) -> None:
         """Nothing in it is needed any more."""
-        if room.nbytes == ROOM_BYTES and len(self._free) < ROOMS_KEPT:
-            self._free.append(room)
+        if buffer.nbytes == BUFFER_BYTES and len(self._free) < BUFFERS_KEPT:
+            self._free.append(buffer)

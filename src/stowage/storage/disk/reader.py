@@ -92,17 +92,17 @@ class Reader:
         return results
 
     def _as_it_lies(self, run: Run) -> Run:
-        """The run with room of its own for what is packed."""
+        """The run with memory of its own for what is packed."""
         total = sum(round_up(length) for length, is_packed in zip(run.lengths, run.packed, strict=True) if is_packed)
-        room = self._packed
-        if room is None or total > room.nbytes:
-            room = pages(max(total, RUN_BYTES_MAX + PAGE_BYTES))
-            if total <= room.nbytes == RUN_BYTES_MAX + PAGE_BYTES:
-                self._packed = room  # a longer one is for this run alone
+        memory = self._packed
+        if memory is None or total > memory.nbytes:
+            memory = pages(max(total, RUN_BYTES_MAX + PAGE_BYTES))
+            if total <= memory.nbytes == RUN_BYTES_MAX + PAGE_BYTES:
+                self._packed = memory  # a longer one is for this run alone
         buffers, at = list(run.buffers), 0
         for index, (length, is_packed) in enumerate(zip(run.lengths, run.packed, strict=True)):
             if is_packed:
-                buffers[index] = room[at : at + length]
+                buffers[index] = memory[at : at + length]
                 at += round_up(length)
         return replace(run, buffers=buffers)
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.storage.disk.packing import ROOM_BYTES, Packer
+from stowage.storage.disk.packing import BUFFER_BYTES, Packer
 from stowage.storage.protocol import Transfer
 
 __all__ = ["Chunks", "PendingStore", "WriteQueue"]
@@ -65,7 +65,7 @@ class PendingStore:
     taken: int = 0
     written: int = 0
     ready: int = 0
-    rooms: deque[tuple[int, memoryview]] = field(default_factory=deque)
+    buffers: deque[tuple[int, memoryview]] = field(default_factory=deque)
     """What packed payloads lie in: each until so many chunks are written."""
 
 
@@ -114,11 +114,11 @@ class WriteQueue:
         """Packs the chunks before `after` that are not ready; only some of them where they are long."""
         chunks = writing.chunks
         sizes = accumulate(payload.nbytes for payload in chunks.payloads[writing.ready : after])
-        after = writing.ready + max(1, sum(size <= ROOM_BYTES for size in sizes))
+        after = writing.ready + max(1, sum(size <= BUFFER_BYTES for size in sizes))
         some = slice(writing.ready, after)
-        room, chunks.payloads[some], chunks.packed[some] = packer.pack(chunks.payloads[some])
-        if room is not None:
-            writing.rooms.append((after, room))
+        buffer, chunks.payloads[some], chunks.packed[some] = packer.pack(chunks.payloads[some])
+        if buffer is not None:
+            writing.buffers.append((after, buffer))
         writing.ready = after
 
     def awaits(self, count: int) -> bool:
@@ -165,8 +165,8 @@ class WriteQueue:
             writing.ok[writing.indices[writing.written : writing.written + some]] = True
             writing.written += some
             count -= some
-            while self._packer is not None and writing.rooms and writing.rooms[0][0] <= writing.written:
-                self._packer.give_back(writing.rooms.popleft()[1])
+            while self._packer is not None and writing.buffers and writing.buffers[0][0] <= writing.written:
+                self._packer.give_back(writing.buffers.popleft()[1])
         assert count == 0, "more than were taken"
 
     def settled(self) -> list[PendingStore]:
