@@ -44,10 +44,11 @@ def pack(
     """
     memory = settings.memory()
     check_given(model)
+    given = None if text is None else _read(text)
     from stowage.demo import corpus
     from stowage.evaluation import pack
 
-    scored, name = (pack.read_text(text), str(text)) if text is not None else (corpus.heldout_text(), "held-out text")
+    scored, name = (corpus.heldout_text(), "held-out text") if given is None else (given, str(text))
     quiet_libraries()
     if lossless:
         with progress_bars(not json) as progress:
@@ -73,6 +74,14 @@ def pack(
         print_json(written.as_json() | {"perplexity": found.as_json() if found else None})
     else:
         _print(written, found)
+
+
+def _read(text: Path) -> str:
+    """The text to score, read before the slow imports. Raises ConfigError."""
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--eval {text} cannot be read ({error}): give a file of plain text.") from error
 
 
 def _print(written: "Packed", found: "Perplexity | None") -> None:

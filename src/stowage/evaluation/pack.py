@@ -266,11 +266,3 @@ def perplexity(
         finally:
             engine.close()
     return Perplexity(name, scored, *found)
-
-
-def read_text(path: Path) -> str:
-    """The text to score. Raises ConfigError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--eval {path} cannot be read ({error}): give a file of plain text.") from error
