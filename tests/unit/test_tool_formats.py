@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -17,7 +18,58 @@ TWO = [("call", "f"), ("arguments", NESTED), ("call", "g"), ("arguments", "{}")]
 CHANNEL = "<|channel|>{}<|message|>{}"
 HEAD = "commentary to=functions.f <|constrain|>json"
 
+SCHEMAS = {
+    "f": {"properties": {"a": {"type": "string"}, "b": {"type": "array"}, "c": {"type": "boolean"}}},
+    "g": {"properties": {"n": {"type": ["string", "null"]}, "o": {"anyOf": [{"type": "object"}, {"type": "null"}]}}},
+}
+QUOTED = 'x < 1 </p "\\\n\n'
+ARGUMENTS = json.dumps({"a": QUOTED, "b": [1, "</"], "c": True})
+MIXED = '{"n": "1", "o": null}'
+TAGGED = [("content", "Look: "), ("call", "f"), ("arguments", ARGUMENTS), ("call", "g"), ("arguments", MIXED)]
+QWEN = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+LINES = "<parameter={}>\n{}\n</parameter>\n"
+GLM = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+INVOKE, VALUE = '<invoke name="{}">\n{}</invoke>\n', '<parameter name="{}">{}</parameter>\n'
+KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+FIRST, SECOND = (("a", QUOTED), ("b", '[1, "</"]'), ("c", "True")), (("n", "1"), ("o", "null"))
+
+
+def tagged(pattern: str, values: tuple[tuple[str, str], ...]) -> str:
+    return "".join(pattern.format(*one) for one in values)
+
+
 CASES = [
+    (
+        "qwen3_coder",
+        "Look: " + QWEN.format("f", tagged(LINES, FIRST)) + "\n" + QWEN.format("g", tagged(LINES, SECOND)),
+        TAGGED,
+    ),
+    ("qwen3_coder", QWEN.format("f", ""), [("call", "f"), ("arguments", "{}")]),
+    ("qwen3_coder", QWEN.format("h", tagged(LINES, (("a", "NaN"), ("b", "7")))),
+     [("call", "h"), ("arguments", '{"a": "NaN", "b": 7}')]),
+    ("qwen3_coder", "<tool_call><function=f>odd<parameter=a>1</parameter><b></tool_call>So",
+     [("call", "f"), ("arguments", '{"a": "1"}'), ("content", "So")]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nhal", [("call", "f"), ("arguments", '{"a": "hal')]),
+    ("qwen3_coder", "a <tool_call> is a tag", [("content", "a <tool_call> is a tag")]),
+    (
+        "glm45",
+        f"Look: <tool_call>f\n{tagged(GLM, FIRST)}</tool_call>\n<tool_call>g\n{tagged(GLM, SECOND)}</tool_call>",
+        TAGGED,
+    ),
+    ("glm47", "<tool_call>f</tool_call><tool_call>g<arg_key>o</arg_key><arg_value>{}</arg_value></tool_call>",
+     [("call", "f"), ("arguments", "{}"), ("call", "g"), ("arguments", '{"o": {}}')]),
+    (
+        "minimax_m2",
+        "Look: <minimax:tool_call>\n" + INVOKE.format("f", tagged(VALUE, FIRST))
+        + INVOKE.format("g", tagged(VALUE, SECOND)) + "</minimax:tool_call>",
+        TAGGED,
+    ),
+    (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|>{KIMI.format('f', 0, NESTED)}"
+        f"{KIMI.format('g', 1, '{}')}<|tool_calls_section_end|>",
+        TWO,
+    ),
     (
         "hermes",
         f'Look: <tool_call>\n{{"name": "f", "arguments": {NESTED}}}\n</tool_call>\n'
@@ -50,6 +102,7 @@ CASES = [
     ),
     ("openai", "no channel", [("content", "no channel")]),
 ]  # fmt: skip
+HERMES = next(case for case in CASES if case[0] == "hermes")
 
 
 def read(speech: Speech, text: str, cuts: random.Random | None = None) -> list[tuple[str, str]]:
@@ -69,7 +122,7 @@ def read(speech: Speech, text: str, cuts: random.Random | None = None) -> list[t
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_parts_of_an_answer(name: str, text: str, expected: list[tuple[str, str]]) -> None:
-    speech = Speech(FORMATS[name], harmony=name == "openai")
+    speech = Speech(FORMATS[name], harmony=name == "openai", schemas=SCHEMAS)
     assert read(speech, text) == expected
     for seed in range(100):
         assert read(speech, text, random.Random(seed)) == expected, seed
@@ -82,7 +135,7 @@ def test_parts_of_an_answer(name: str, text: str, expected: list[tuple[str, str]
         ("why</thin</think>Hello", True, [("reasoning", "why</thin"), ("content", "Hello")]),
         ("Hello <think>", False, [("content", "Hello <think>")]),
         ("why", True, [("reasoning", "why")]),
-        ("<think>a</think>\n" + CASES[0][1], False, [("reasoning", "a"), ("content", "Look: "), *TWO]),
+        ("<think>a</think>\n" + HERMES[1], False, [("reasoning", "a"), ("content", "Look: "), *TWO]),
         ('<think><tool_call>{"name": "f"', False, [("reasoning", '<tool_call>{"name": "f"')]),
     ],
 )
@@ -93,7 +146,7 @@ def test_thoughts(text: str, begun: bool, expected: list[tuple[str, str]]) -> No
 
 
 def test_only_the_first_call_counts_where_one_is_wanted() -> None:
-    assert read(Speech(FORMATS["hermes"], parallel=False), CASES[0][1]) == CASES[0][2][:3]
+    assert read(Speech(FORMATS["hermes"], parallel=False), HERMES[1]) == HERMES[2][:3]
 
 
 def test_random_texts_lose_nothing_but_markers() -> None:
@@ -136,6 +189,11 @@ def test_random_texts_lose_nothing_but_markers() -> None:
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
         ("<|channel|>analysis functions.", "openai"),
         ("{{ messages }}", "hermes"),
+        ("{{ tools }}<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder"),
+        ("{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>", "glm45"),
+        ("{{ tools }}<tool_call>{name}<arg_key>{key}</arg_key><arg_value>", "glm47"),
+        ('{{ tools }}<minimax:tool_call>\n<invoke name="', "minimax_m2"),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi_k2"),
     ],
 )
 def test_the_template_says_which_format(template: str, name: str) -> None:

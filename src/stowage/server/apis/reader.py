@@ -171,7 +171,8 @@ class Reader:
         thinks, begun = style.thoughts(prompt.tokens)
         form = style.format
         calls = form if offer.callable else None
-        speech = Speech(calls, thinks, begun, offer.parallel and offer.choice != "named", form.harmony)
+        schemas = {tool.name: tool.parameters for tool in offer.callable}
+        speech = Speech(calls, thinks, begun, offer.parallel and offer.choice != "named", form.harmony, schemas)
         wanted = enforced(form, offer, talk.wanted, self.grammars, style.thinking(thinks=thinks, begun=begun))
         shown = params.skip_special_tokens and (speech.is_plain or not style.hides_markers)
         return prompt, replace(params, structured_outputs=wanted, skip_special_tokens=shown), speech

@@ -4,6 +4,8 @@
     mixed    any text; but where a call begins, it is a call of a tool, and of `strict` tools the schema holds
     answer   what `response_format` asks for, unless it is calls
 
+Between tags, strings are text: their patterns and lengths are not enforced there.
+
 Owns how these are put together, in llguidance's Lark notation. They are compiled where the request is read.
 """
 
@@ -18,8 +20,9 @@ from stowage.engine.grammar import Grammars
 from stowage.engine.sampling_params import StructuredOutputs, Thinking
 from stowage.errors import RequestError
 from stowage.server.refusal import ApiError, bad
-from stowage.server.tools.formats import ToolFormat
+from stowage.server.tools.formats import INDEX, Tags, ToolFormat
 from stowage.server.tools.offer import Offer, Tool
+from stowage.server.tools.tagged import allows_text
 
 __all__ = ["enforced"]
 
@@ -99,11 +102,17 @@ class _Lark:
 
     def _lead(self) -> str:
         """Text up to where calls begin."""
-        trigger = self._literal(self._form.trigger)
-        if trigger.startswith("<["):
-            return f"TEXT {trigger}"
-        self._rules.append(f"lead[lazy]: TEXT {trigger}")
-        return "lead"
+        return self._until("lead", self._form.trigger)
+
+    def _until(self, rule: str, mark: str) -> str:
+        """Text, and then the first `mark`; as a rule where that is no token by itself."""
+        literal = self._literal(mark)
+        if literal.startswith("<["):
+            return f"TEXT {literal}"
+        line = f"{rule}[lazy]: TEXT {literal}"
+        if line not in self._rules:
+            self._rules.append(line)
+        return rule
 
     def _calls(self, said: str) -> str:
         """All calls, but for `said`, with which they begin."""
@@ -119,13 +128,17 @@ class _Lark:
         """Any one call, as a rule."""
         options = []
         for at, tool in enumerate(self._tools):
-            before = self._form.before.replace("NAME", tool.name).removeprefix(said)
-            options.append(f"{self._maybe(before)} arguments_{at} {self._maybe(self._form.after)}".strip())
+            before = self._form.before.removeprefix(said)
+            head = " /[0-9]+/ ".join(self._maybe(part.replace("NAME", tool.name)) for part in before.split(INDEX))
+            options.append(f"{head} arguments_{at} {self._maybe(self._form.after)}".strip())
         self._rules.append(f"{rule}: " + " | ".join(options))
         return rule
 
     def _arguments(self) -> None:
         for at, tool in enumerate(self._tools):
+            if self._form.tags is not None:
+                self._tagged(f"arguments_{at}", self._schema(tool), self._form.tags)
+                continue
             self._rules.append(f"arguments_{at}: %json {json.dumps(self._schema(tool))}")
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
@@ -135,6 +148,32 @@ class _Lark:
         if schema.get("properties") is not None or schema.keys() <= {"type", "x-guidance"}:
             schema.setdefault("additionalProperties", False)  # what is not named is of no use to the tool
         return schema
+
+    def _tagged(self, rule: str, schema: dict[str, Any], tags: Tags) -> None:
+        """Arguments between tags, in the schema's order: those that must be there, and those that may."""
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        parts = []
+        for at, (key, value) in enumerate(properties.items()):
+            opens = self._literal(tags.opens.replace("KEY", key))
+            one = f"{opens} {self._value(f'{rule}_{at}', value, schema, tags)} {self._maybe(tags.space)}".strip()
+            parts.append(one if key in required else f"({one})?")
+        if schema.get("additionalProperties", True) is not False:
+            before, after = map(self._maybe, tags.opens.split("KEY"))
+            parts.append(f"({before} /[^<>\\n]+/ {after} {self._until('value', tags.end)} {self._maybe(tags.space)})*")
+        self._rules.append(f"{rule}: " + (" ".join(parts) or '""'))
+
+    def _value(self, rule: str, schema: Any, whole: dict[str, Any], tags: Tags) -> str:
+        """One value and its end: a string is text, of any length; what is listed is one of that; all else is JSON."""
+        end = "\n" * tags.lines + tags.end
+        listed = schema.get("enum", [schema["const"]] if "const" in schema else None) if _is_object(schema) else None
+        if listed and all(isinstance(one, str) for one in listed):
+            return f"({' | '.join(map(self._literal, listed))}) {self._literal(end)}"
+        if allows_text(schema):
+            return self._until("text" if tags.lines else "value", end)
+        shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+        body = _WHITESPACE | shared | schema if _is_object(schema) else schema
+        self._rules.append(f"{rule}: %json {json.dumps(body)}")
+        return f"{rule} {self._literal(end)}"
 
     def _channels(self, answer: str | None) -> str:
         """gpt-oss: thoughts and remarks in channels of their own, then a call, or what is said at last."""
@@ -153,6 +192,10 @@ class _Lark:
 
     def _maybe(self, text: str) -> str:
         return self._literal(text) if text else ""
+
+
+def _is_object(schema: Any) -> bool:
+    return isinstance(schema, dict)
 
 
 def _json_body(text: str) -> str:

@@ -1,19 +1,21 @@
 """Finds thoughts and tool calls in what a model writes, piece by piece: of a text, the same parts however it is cut.
 
 Owns what is held back: no more than may yet be a marker, or the beginning of a call until its tool's name is whole.
-What looks like a call and is none is given out as text. Arguments are handed on as the model writes them.
+What looks like a call and is none is given out as text. Arguments are handed on as the model writes them; those between
+tags become JSON (`tagged`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from stowage.server.tools.formats import ToolFormat
+from stowage.server.tools.stage import Kind, Part, Stage
+from stowage.server.tools.tagged import TaggedCalls
 
 __all__ = ["PLAIN", "OutputParser", "Part", "Speech"]
 
@@ -26,21 +28,12 @@ _OBJECT: Final = re.compile(
 _KEY: Final = re.compile(r'\{\s*"(\w*)"')
 _KEYS: Final = ("name", "arguments", "parameters", "type", "id")
 """What the first key of a call may be."""
-Kind = Literal["content", "reasoning", "call", "arguments"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of an answer: text that is said or thought, the name of a tool that is called, or of its arguments."""
-
-    kind: Kind
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Speech:
     """What an answer may consist of. format: None: no calls. thinks: its thoughts stand before `</think>`; begun: it
-    begins with them. parallel: more than one call counts.
+    begins with them. parallel: more than one call counts. schemas: of the arguments of each tool, by its name.
     """
 
     format: ToolFormat | None = None
@@ -48,6 +41,7 @@ class Speech:
     begun: bool = False
     parallel: bool = True
     harmony: bool = False
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -64,9 +58,11 @@ class OutputParser:
 
     def __init__(self, speech: Speech) -> None:
         self._thoughts = _Thoughts(speech.begun) if speech.thinks else None
-        self._calls: _Stage | None = None
+        self._calls: Stage | None = None
         if speech.harmony:
             self._calls = _Harmony(calls=speech.format is not None)
+        elif speech.format is not None and speech.format.tags is not None:
+            self._calls = TaggedCalls(speech.format, speech.format.tags, speech.schemas)
         elif speech.format is not None:
             self._calls = _Calls(speech.format)
         self._parallel = speech.parallel
@@ -104,43 +100,7 @@ class OutputParser:
         return kept
 
 
-class _Stage(ABC):
-    """Reads a text that comes in pieces: `_step` takes what it can from `_held`, and says whether it took anything."""
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._parts: list[Part] = []
-
-    def feed(self, text: str, *, last: bool) -> list[Part]:
-        self._held += text
-        while self._held and self._step(last):
-            pass
-        parts, self._parts = self._parts, []
-        return parts
-
-    @abstractmethod
-    def _step(self, last: bool) -> bool:
-        """Take what can be taken from `_held`: whether that was anything."""
-
-    def _give(self, kind: Kind, end: int) -> bool:
-        """The first `end` characters are a part."""
-        self._parts.append(Part(kind, self._held[:end]))
-        self._held = self._held[end:]
-        return end > 0
-
-    def _give_until(self, kind: Kind, markers: tuple[str, ...], last: bool) -> str:
-        """What stands before the first of `markers` is a part; that marker, which is taken away, or none."""
-        found = [(at, -len(marker), marker) for marker in markers if (at := self._held.find(marker)) >= 0]
-        if found:
-            at, _, marker = min(found)
-            self._give(kind, at)
-            self._held = self._held[len(marker) :]
-            return marker
-        self._give(kind, len(self._held) - (0 if last else _begun(self._held, markers)))
-        return ""
-
-
-class _Thoughts(_Stage):
+class _Thoughts(Stage):
     """Thoughts stand before `</think>`; an answer may begin with `<think>`."""
 
     def __init__(self, begun: bool) -> None:
@@ -168,7 +128,7 @@ class _Thoughts(_Stage):
         return True
 
 
-class _Calls(_Stage):
+class _Calls(Stage):
     """Calls of any format but harmony."""
 
     def __init__(self, form: ToolFormat) -> None:
@@ -291,7 +251,7 @@ class _Calls(_Stage):
         return self._give("content", 1)
 
 
-class _Harmony(_Stage):
+class _Harmony(Stage):
     """Messages in channels: `analysis` is thought, what goes to a function is a call, all else is said."""
 
     def __init__(self, *, calls: bool) -> None:
@@ -353,12 +313,3 @@ def _text_of(raw: str) -> str:
         return str(json.loads(f'"{raw}"'))
     except ValueError:
         return raw
-
-
-def _begun(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker."""
-    longest = max(map(len, markers)) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
