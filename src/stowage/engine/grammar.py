@@ -68,10 +68,18 @@ class GrammarState:
         if self._thinking is not None and thought is not None:
             logits[self._thinking.begin] = thought
 
+    def allows(self, token: int) -> bool:
+        """Whether ``mask`` would leave ``token``: hundreds of times quicker than a mask. Raises RequestError as it."""
+        if self._is_thought(token):
+            return True
+        allowed = bool(self._matcher.validate_tokens([token]))
+        self._check()
+        return allowed
+
     def drawn(self, token: int) -> None:
         """``token`` was drawn. Raises RequestError as ``mask``."""
         thinking = self._thinking
-        if self._thinks or (self._may_think and thinking is not None and token == thinking.begin):
+        if self._is_thought(token):
             self._thinks, self._may_think = thinking is not None and token != thinking.end, False
             return
         self._may_think = False
@@ -82,6 +90,9 @@ class GrammarState:
     def is_over(self) -> bool:
         """Whether nothing may follow."""
         return not self._thinks and bool(self._matcher.is_stopped())
+
+    def _is_thought(self, token: int) -> bool:
+        return self._thinks or (self._may_think and self._thinking is not None and token == self._thinking.begin)
 
     def _check(self) -> None:
         if self._matcher.is_error():

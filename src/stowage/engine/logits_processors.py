@@ -38,12 +38,21 @@ class LogitsProcessors:
         self._prompt = frozenset(prompt)
         self._count = 0
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """The logits ``[vocab]`` to draw from; those given are not changed. Raises RequestError when nothing is left
-        that may be drawn.
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar says what may follow."""
+        return self._grammar is not None
+
+    def allows(self, token: int) -> bool:
+        """Whether the grammar lets ``token`` follow."""
+        return self._grammar is None or self._grammar.allows(token)
+
+    def apply(self, logits: Tensor, *, masked: bool = True) -> Tensor:
+        """The logits ``[vocab]`` to draw from; those given are not changed. masked: without what the grammar excludes.
+        Raises RequestError when nothing is left that may be drawn.
         """
         params, logits = self._params, logits.clone()
-        if self._grammar is not None:
+        if self._grammar is not None and masked:
             self._grammar.mask(logits)
         if params.biases:
             tokens, values = self._bias

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stowage.engine.grammar import GrammarState
-from stowage.engine.logits_processors import processors_of
+from stowage.engine.logits_processors import LogitsProcessors, processors_of
 from stowage.engine.sampling_params import LOGPROBS_MAX, SamplingParams
 from stowage.errors import ModelError
 
@@ -79,16 +79,34 @@ class Sampler:
 
     def draw(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token from ``logits`` ``[vocab]``, float32, with its log-probability when asked for."""
-        changed = logits if self._processors is None else self._processors.apply(logits)
-        if self.params.temperature == 0:
-            token = int(changed.argmax())
+        if self._processors is None:
+            token = self._pick(logits)
         else:
-            token = int(torch.multinomial(self._filtered(changed), 1, generator=self._generator))
-        if self._processors is not None:
+            token = self._pick_allowed(logits, self._processors)
             self._processors.drawn(token)
         if not self.params.logprobs:
             return token, None
         return token, logprobs_of(logits[None], [token], self.params.logprobs)[0]
+
+    def _pick(self, logits: Tensor) -> int:
+        if self.params.temperature == 0:
+            return int(logits.argmax())
+        return int(torch.multinomial(self._filtered(logits), 1, generator=self._generator))
+
+    def _pick_allowed(self, logits: Tensor, processors: LogitsProcessors) -> int:
+        """A mask costs much, so a token is drawn without one where that is the same. It is if the grammar allows what
+        was drawn: the likeliest of all tokens is then the likeliest of those allowed. So it is of sampling too, where
+        the least of exponential variables wins (PyTorch's `multinomial` of one), unless filters look at other tokens.
+        """
+        params = self.params
+        filtered = params.top_k or params.top_p < 1 or params.min_p
+        if processors.has_grammar and (params.temperature == 0 or not filtered):
+            state = self._generator.get_state()
+            token = self._pick(processors.apply(logits, masked=False))
+            if processors.allows(token):
+                return token
+            self._generator.set_state(state)
+        return self._pick(processors.apply(logits))
 
     def _filtered(self, logits: Tensor) -> Tensor:
         """Probabilities ``[vocab]`` after temperature and filters."""
