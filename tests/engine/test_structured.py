@@ -9,9 +9,11 @@ import re
 import time
 
 import pytest
+import torch
 
 from stowage import RequestError, SamplingParams, StructuredOutputs
 from stowage.engine.grammar import Grammars
+from stowage.engine.sampling import Sampler
 from tests.engine.conftest import random_prompt, small_pool
 
 SCHEMA = {
@@ -65,6 +67,31 @@ def test_every_answer_is_as_it_must_be(wanted, ignore_eos, opened):
             assert completion.finish_reason == "stop", completion.text
             assert is_as_wanted(wanted, completion.text), completion.text
     opened.check()
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted.kind)
+def test_drawing_without_a_mask_is_drawing_with_one(wanted, opened):
+    """A token that counts as allowed is one that the mask leaves; what is drawn is the same, greedily and sampled."""
+    eos = frozenset([2])
+    grammars = Grammars(opened.tokenizer, opened.parts.layout.vocab, eos)
+    chance = torch.Generator().manual_seed(7)
+    for seed, temperature in ((1, 0.0), (2, 1.0), (3, 5.0)):
+        params = SamplingParams(400, temperature=temperature, seed=seed, structured_outputs=wanted)
+        quick, slow = (Sampler(params, (), eos, grammars.begin(wanted)) for _ in range(2))
+        unmasked = 0
+        while not quick.is_over:
+            logits = torch.randn(opened.parts.layout.vocab, generator=chance)
+            left = slow._processors.apply(logits).isfinite()
+            for token in (*left.nonzero()[:20, 0].tolist(), *range(0, len(logits), 37)):
+                assert not quick._processors.allows(token) or left[token]
+            logits[left] += chance.initial_seed() * torch.rand((), generator=chance)
+            expected = slow._pick(slow._processors.apply(logits))
+            slow._processors.drawn(expected)
+            unmasked += quick._processors.allows(expected)
+            assert quick.draw(logits)[0] == expected
+            if expected in eos:
+                break
+        assert unmasked, "no token was drawn without a mask"
 
 
 def test_any_json_object(opened):
