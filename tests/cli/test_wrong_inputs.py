@@ -84,6 +84,12 @@ pack DIR
 pack DIR/none NEW
 pack DIR NEW --bits 5
 pack DIR DIR
+pack DIR NEW --eval NEW
+pack DIR NEW --eval DIR
+pack DIR NEW --weights int3
+pack DIR NEW --eval-tokens -1
+serve DIR --tool-call-parser qwen3coder
+serve DIR --reasoning-parser nonsense
 tiny llama DIR
 tiny llama NEW --layers 0
 tiny llama NEW --hidden 0
