@@ -158,6 +158,31 @@ def test_a_row_of_attention_is_its_own(kind, block_tokens, half, cuts):
     assert torch.equal(case.attend((begin, begin + 1), pieces[0])[0], whole[begin])
 
 
+ODD = (torch.inf, -torch.inf, torch.nan, -0.0, 1e-40, -1e-40, 3e38, -3e38, 1e20)
+"""What rounds, overflows and compares in its own way."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 1)])
+@pytest.mark.parametrize("width", [4, 20, 64, 72])
+def test_many_queries_give_the_bits_of_each_alone(width, heads, dtype, instructions):
+    """Many go with keys turned, few with keys as they lie; one at a time is what decoding does."""
+    case = Case(140, Kind.SLIDING, 100, 16, heads=heads, width=width, value=width + 8, dtype=dtype, softcap=0.0)
+    for odd in (False, True):
+        if odd:
+            places = torch.Generator().manual_seed(9)
+            for numbers_there in (case.keys, case.values, case.query):
+                flat = numbers_there.flatten()
+                at = torch.randperm(len(flat), generator=places)[: len(flat) // 2000 + 9]
+                flat[at] = torch.tensor(ODD, dtype=dtype).repeat(len(at) // len(ODD) + 1)[: len(at)]
+                numbers_there.copy_(flat.view_as(numbers_there))
+        whole = case.attend((0, 140)).float()
+        alone = torch.cat([case.attend((at, at + 1)) for at in range(140)]).float()
+        assert torch.equal(whole.isnan(), alone.isnan()) and bool(whole.isnan().any()) == odd
+        there = ~whole.isnan()
+        assert there.any() and torch.equal(whole[there].view(torch.int32), alone[there].view(torch.int32))
+
+
 def test_latents_are_keys_and_values_at_once():
     case = Case(100, Kind.FULL, 0, 16, heads=(8, 1), width=24)
     case.values = case.keys[..., :16]

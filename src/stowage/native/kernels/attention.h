@@ -2,8 +2,12 @@
  *
  * Keys are taken in tiles of KEYS at multiples of KEYS of their position, with running maxima and sums (Milakov and
  * Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). What a row gives depends on its own query, its position
- * and the keys that it sees: not on how many rows are computed with it, nor on which of them decode.
+ * and the keys that it sees: not on how many rows are computed with it, nor on which of them decode. Where
+ * there are many, keys are turned first, which saves the sums across vectors and gives the same bits.
  */
+
+#undef ADD_WIDE
+#define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums that four rows have registers for */
 
 static const void *NAME(address)(const Attention *job, const Blocks *of, const Run *run, int64_t head, int64_t at)
 {
@@ -65,23 +69,107 @@ DOTS(1, 1) DOTS(1, 4) DOTS(2, 1) DOTS(2, 4)
 #undef DOTS
 
 /* Raw scores of one row or of two for keys [first, end) of the tile. */
-static void NAME(score)(const Attention *job, int rows, const float *const *q, int first, int end, Scratch *s)
+static void NAME(score)(const Attention *job, int rows, const float *const *q, int first, int end, Scratch *s,
+                        float *const *weights)
 {
     int i = first;
     for (; i + 4 <= end; i += 4) {
-        float *out[2] = {s->weights[0] + i, s->weights[1] + i};
+        float *out[2] = {weights[0] + i, weights[1] + i};
         if (rows == 2)
             NAME(dots_24)(q, s->key + i, job->width, out);
         else
             NAME(dots_14)(q, s->key + i, job->width, out);
     }
     for (; i < end; i++) {
-        float *out[2] = {s->weights[0] + i, s->weights[1] + i};
+        float *out[2] = {weights[0] + i, weights[1] + i};
         if (rows == 2)
             NAME(dots_21)(q, s->key + i, job->width, out);
         else
             NAME(dots_11)(q, s->key + i, job->width, out);
     }
+}
+
+/* Keys [low, high) of the tile number by number: number d of key i is s->turned[d * KEYS + i]. What other keys have there
+ * means nothing. */
+static void NAME(turn)(const Attention *job, int low, int high, Scratch *s)
+{
+    for (int i = low / 4 * 4; i < high; i += 4) {
+        const float *key[4];
+        for (int c = 0; c < 4; c++)
+            key[c] = s->key[i + c < low ? low : i + c < high ? i + c : high - 1];
+        int64_t d = 0;
+#if LANES >= 8
+        for (; d + 4 <= job->width; d += 4) {
+            __m128 a = _mm_loadu_ps(key[0] + d), b = _mm_loadu_ps(key[1] + d), c = _mm_loadu_ps(key[2] + d),
+                   e = _mm_loadu_ps(key[3] + d);
+            _MM_TRANSPOSE4_PS(a, b, c, e);
+            float *to = s->turned + d * KEYS + i;
+            _mm_store_ps(to, a);
+            _mm_store_ps(to + KEYS, b);
+            _mm_store_ps(to + 2 * KEYS, c);
+            _mm_store_ps(to + 3 * KEYS, e);
+        }
+#endif
+        for (; d < job->width; d++)
+            for (int c = 0; c < 4; c++)
+                s->turned[d * KEYS + i + c] = key[c][d];
+    }
+}
+
+/* Sums of one lane after the other of a vector of numbers, as `total` adds them up, LANES keys at once: of lanes l,
+ * l + 4, l + 8 ... of MANY rows. */
+static inline ALWAYS void NAME(lane_sums)(const float *const *q, const float *keys, int64_t whole, int lane,
+                                          NAME(vec) *out)
+{
+    NAME(vec) sums[MANY][LANES / 4];
+    for (int r = 0; r < MANY; r++)
+        for (int m = 0; m < LANES / 4; m++)
+            sums[r][m] = (NAME(vec)){0};
+    for (int64_t d = lane; d < whole; d += LANES)
+        for (int m = 0; m < LANES / 4; m++) {
+            NAME(vec) key = NAME(load)(keys + (d + 4 * m) * KEYS);
+            for (int r = 0; r < MANY; r++)
+                sums[r][m] += NAME(fill)(q[r][d + 4 * m]) * key;
+        }
+    for (int r = 0; r < MANY; r++)
+#if LANES == 16
+        out[r] = (sums[r][0] + sums[r][2]) + (sums[r][1] + sums[r][3]);
+#elif LANES == 8
+        out[r] = sums[r][0] + sums[r][1];
+#else
+        out[r] = sums[r][0];
+#endif
+}
+
+/* What `score` gives, to the bit, of MANY rows and turned keys: a vector holds one number of LANES keys, so nothing is
+ * added across a vector. */
+static void NAME(score_many)(const Attention *job, const float *const *q, int first, int end, Scratch *s)
+{
+    int64_t whole = job->width / LANES * LANES;
+    for (int i = first / LANES * LANES; i < end; i += LANES) {
+        NAME(vec) even[MANY], odd[MANY], more[MANY];
+        const float *keys = s->turned + i;
+        NAME(lane_sums)(q, keys, whole, 0, even);
+        NAME(lane_sums)(q, keys, whole, 2, more);
+        for (int r = 0; r < MANY; r++)
+            even[r] += more[r];
+        NAME(lane_sums)(q, keys, whole, 1, odd);
+        NAME(lane_sums)(q, keys, whole, 3, more);
+        for (int r = 0; r < MANY; r++) {
+            NAME(vec) sum = even[r] + (odd[r] + more[r]);
+            for (int64_t e = whole; e < job->width; e++) {
+                sum += NAME(fill)(q[r][e]) * NAME(load)(keys + e * KEYS);
+                SETTLE(sum);
+            }
+            NAME(store)(s->weights[r] + i, sum);
+        }
+    }
+}
+
+static inline ALWAYS NAME(vec) NAME(larger)(NAME(vec) a, NAME(vec) b)
+{
+    NAME(ints) higher = a > b;
+    return (NAME(vec))(((NAME(ints))a & higher) | ((NAME(ints))b & ~higher));
 }
 
 /* Scores of one row become weights; what the row has already shrinks to the new largest score. Keys that it does not
@@ -106,14 +194,18 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
             bent = (NAME(vec))((NAME(ints))bent | sign);
             v = (NAME(vec))(((NAME(ints))bent & seen) | ((NAME(ints))v & ~seen));
         }
-        NAME(ints) higher = v > highest;
-        highest = (NAME(vec))(((NAME(ints))v & higher) | ((NAME(ints))highest & ~higher));
+        highest = NAME(larger)(v, highest);
         NAME(store)(weights + i, v);
     }
-    for (int i = 0; i < LANES; i++)
-        peak = highest[i] > peak ? highest[i] : peak;
-    float shrink[LANES];
-    NAME(store)(shrink, NAME(exponential)(NAME(fill)(s->peak[row] - peak)));
+    float peaks[LANES], shrink[LANES];
+    NAME(store)(peaks, highest);
+    for (int wide = LANES / 2; wide > 0; wide /= 2)
+        for (int i = 0; i < wide; i++)
+            peaks[i] = peaks[i + wide] > peaks[i] ? peaks[i + wide] : peaks[i];
+    peak = peaks[0];
+    shrink[0] = 1.0f; /* what e^0 is to the bit */
+    if (peak - s->peak[row] != 0.0f)
+        NAME(store)(shrink, NAME(exponential)(NAME(fill)(s->peak[row] - peak)));
     NAME(vec) sum = {0};
     for (int i = 0; i < KEYS; i += LANES) {
         NAME(vec) weight = NAME(exponential)(NAME(load)(weights + i) - peak);
@@ -123,33 +215,34 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
     s->sum[row] = s->sum[row] * shrink[0] + NAME(total)(sum);
     s->peak[row] = peak;
     float *out = s->out + row * job->value_width;
-    for (int64_t d = 0; d < job->value_width; d++)
-        out[d] *= shrink[0];
+    if (shrink[0] != 1.0f)
+        for (int64_t d = 0; d < job->value_width; d++)
+            out[d] *= shrink[0];
 }
 
 /* Values of keys [first, end), weighed, to R rows. */
-#define ADD(R)                                                                                                         \
+#define ADD(R, W)                                                                                                      \
     static void NAME(add_##R)(const Attention *job, const float *const *weights, int first, int end,                   \
                               const Scratch *s, float *const *out)                                               \
     {                                                                                                                  \
         int64_t d = 0;                                                                                                 \
-        for (; d + 4 * LANES <= job->value_width; d += 4 * LANES) {                                                    \
-            NAME(vec) sums[R][4];                                                                                      \
+        for (; d + W * LANES <= job->value_width; d += W * LANES) {                                                    \
+            NAME(vec) sums[R][W];                                                                                      \
             for (int r = 0; r < R; r++)                                                                                \
-                for (int j = 0; j < 4; j++)                                                                            \
+                for (int j = 0; j < W; j++)                                                                            \
                     sums[r][j] = NAME(load)(out[r] + d + j * LANES);                                                   \
             for (int i = first; i < end; i++) {                                                                        \
                 NAME(vec) weight[R];                                                                                   \
                 for (int r = 0; r < R; r++)                                                                            \
                     weight[r] = NAME(fill)(weights[r][i]);                                                             \
-                for (int j = 0; j < 4; j++) {                                                                          \
+                for (int j = 0; j < W; j++) {                                                                          \
                     NAME(vec) value = NAME(load)(s->value[i] + d + j * LANES);                                         \
                     for (int r = 0; r < R; r++)                                                                        \
                         sums[r][j] += weight[r] * value;                                                               \
                 }                                                                                                      \
             }                                                                                                          \
             for (int r = 0; r < R; r++)                                                                                \
-                for (int j = 0; j < 4; j++)                                                                            \
+                for (int j = 0; j < W; j++)                                                                            \
                     NAME(store)(out[r] + d + j * LANES, sums[r][j]);                                                   \
         }                                                                                                              \
         for (; d + LANES <= job->value_width; d += LANES)                                                              \
@@ -169,38 +262,48 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
                 out[r][d] = one;                                                                                       \
             }                                                                                                          \
     }
-ADD(1) ADD(2)
+ADD(1, 4) ADD(2, 4) ADD(4, ADD_WIDE)
 #undef ADD
 
-/* One tile for one row or for two: [from, until) is what each sees of it. A key that only one of them sees is not
- * given to the other: nothing times infinity is not nothing. */
-static void NAME(tile_rows)(const Attention *job, int row, int rows, const int *from, const int *until,
+/* One tile for up to MANY rows, whose keys are turned if `turned`: [from, until) is what each sees of it. A key that only
+ * some of them see is not given to the others: nothing times infinity is not nothing. */
+static void NAME(tile_rows)(const Attention *job, int row, int rows, int turned, const int *from, const int *until,
                             Scratch *s)
 {
-    const float *q[2];
-    float *out[2];
-    const float *weights[2] = {s->weights[0], s->weights[1]};
-    int low = from[0], high = until[0];
-    for (int r = 0; r < rows; r++) {
-        q[r] = s->q + (row + r) * job->width;
-        out[r] = s->out + (row + r) * job->value_width;
-        low = from[r] < low ? from[r] : low;
-        high = until[r] > high ? until[r] : high;
+    const float *q[MANY];
+    float *out[MANY];
+    const float *weights[MANY];
+    int low = from[0], high = until[0], first = from[0], last = until[0];
+    for (int r = 0; r < MANY; r++) {
+        int own = r < rows ? r : rows - 1;
+        q[r] = s->q + (row + own) * job->width;
+        out[r] = s->out + (row + own) * job->value_width;
+        weights[r] = s->weights[own];
+        low = from[own] < low ? from[own] : low;
+        high = until[own] > high ? until[own] : high;
+        first = from[own] > first ? from[own] : first;
+        last = until[own] < last ? until[own] : last;
     }
-    NAME(score)(job, rows, q, low, high, s);
+    if (turned)
+        NAME(score_many)(job, q, low, high, s);
+    else
+        for (int r = 0; r < rows; r += 2)
+            NAME(score)(job, rows - r < 2 ? 1 : 2, q + r, low, high, s, s->weights + r);
     for (int r = 0; r < rows; r++)
         NAME(soften)(job, row + r, from[r], until[r], s->weights[r], s);
-    int first = rows == 2 && from[1] > from[0] ? from[1] : from[0];
-    int last = rows == 2 && until[1] < until[0] ? until[1] : until[0];
-    if (rows == 1 || first >= last) {
-        for (int r = 0; r < rows; r++)
-            NAME(add_1)(job, weights + r, from[r], until[r], s, out + r);
+    if (first > last) /* there is no key that all see */
+        first = last = 0;
+    for (int r = 0; r < rows; r++)
+        NAME(add_1)(job, weights + r, from[r], last > first ? first : until[r], s, out + r);
+    if (last <= first)
         return;
-    }
-    for (int r = 0; r < 2; r++)
-        NAME(add_1)(job, weights + r, from[r], first, s, out + r);
-    NAME(add_2)(job, weights, first, last, s, out);
-    for (int r = 0; r < 2; r++)
+    if (rows == MANY)
+        NAME(add_4)(job, weights, first, last, s, out);
+    else if (rows >= 2)
+        NAME(add_2)(job, weights, first, last, s, out);
+    if (rows % 2)
+        NAME(add_1)(job, weights + rows - 1, first, last, s, out + rows - 1);
+    for (int r = 0; r < rows; r++)
         NAME(add_1)(job, weights + r, last, until[r], s, out + r);
 }
 
@@ -226,25 +329,23 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
         s->sum[row - begin] = job->sinks ? 1.0f : 0.0f;
     }
     memset(s->out, 0, (end - begin) * job->value_width * 4);
+    int turned = LANES >= 8 && end - begin >= TURNED_ROWS; /* no instruction fills fewer lanes at no cost */
     int64_t last = run->start + (end - 1) / fold, first = NAME(seen_from)(job, run->start + begin / fold);
     for (int64_t at = first / KEYS * KEYS; at <= last; at += KEYS) {
         int low = at < first ? (int)(first - at) : 0, high = at + KEYS <= last ? KEYS : (int)(last + 1 - at);
         NAME(fetch)(job, run, head, at, low, high, s);
-        int waiting = -1, from[2], until[2];
-        for (int64_t row = begin; row <= end; row++) {
-            int sees = 0;
-            if (row < end) {
-                int64_t position = run->start + row / fold, seen = NAME(seen_from)(job, position) - at;
-                int side = waiting < 0 ? 0 : 1;
-                from[side] = seen > low ? (int)seen : low;
-                until[side] = position - at < high ? (int)(position - at) + 1 : high;
-                sees = from[side] < until[side];
-            }
-            if (waiting >= 0) { /* its neighbour goes with it, if it sees something */
-                NAME(tile_rows)(job, waiting, 1 + sees, from, until, s);
-                waiting = -1;
-            } else if (sees) {
-                waiting = (int)(row - begin);
+        if (turned)
+            NAME(turn)(job, low, high, s);
+        int waiting = 0, from[MANY], until[MANY]; /* rows before this one that see something */
+        for (int64_t row = begin; row < end; row++) {
+            int64_t position = run->start + row / fold, seen = NAME(seen_from)(job, position) - at;
+            from[waiting] = seen > low ? (int)seen : low;
+            until[waiting] = position - at < high ? (int)(position - at) + 1 : high;
+            int sees = from[waiting] < until[waiting];
+            waiting += sees;
+            if (waiting == MANY || (waiting > 0 && (!sees || row + 1 == end))) {
+                NAME(tile_rows)(job, (int)(row + sees - begin) - waiting, waiting, turned, from, until, s);
+                waiting = 0;
             }
         }
     }

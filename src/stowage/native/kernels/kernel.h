@@ -34,6 +34,8 @@
 #define KEYS 64    /* keys that a softmax takes at a time */
 #define TILES_FEW 4 /* with more rows tiles are used, where there are any */
 #define ROWS 64    /* query rows of one head that are worked on together */
+#define MANY 4     /* of which so many are multiplied at once */
+#define TURNED_ROWS 16 /* with so many, turning keys pays */
 
 enum { FULL = 0, SLIDING = 1, CHUNKED = 2 };
 
@@ -190,7 +192,7 @@ enum { DELTA_VALUES = 64, SCAN_TOKENS = 16, CHANNELS = 256, TAPS = 16 }; /* what
 
 /* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. */
 typedef struct {
-    float *q, *out, *peak, *sum, *keys, *values, *weights[2];
+    float *q, *out, *peak, *sum, *keys, *values, *turned, *weights[MANY];
     const float *key[KEYS], *value[KEYS];
 } Scratch;
 

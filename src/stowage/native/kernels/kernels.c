@@ -156,20 +156,21 @@ static void share_attention(void *argument)
     AttentionShares *shares = argument;
     const Attention *job = shares->job;
     int64_t widths = job->width + job->value_width;
-    int64_t floats = ROWS * (widths + 2) + KEYS * (2 + (shares->wide ? widths : 0));
+    int64_t floats = ROWS * (widths + 2) + KEYS * (MANY + job->width + (shares->wide ? widths : 0));
     float *room = aligned_alloc(64, ((size_t)floats * 4 + 127) / 64 * 64);
     if (room == NULL) {
         atomic_store(&shares->failed, 1);
         return;
     }
     Scratch s;
-    s.q = room;
+    s.turned = room;
+    s.q = s.turned + KEYS * job->width;
     s.out = s.q + ROWS * job->width;
     s.peak = s.out + ROWS * job->value_width;
     s.sum = s.peak + ROWS;
-    s.weights[0] = s.sum + ROWS;
-    s.weights[1] = s.weights[0] + KEYS;
-    s.keys = s.weights[1] + KEYS;
+    for (int r = 0; r < MANY; r++)
+        s.weights[r] = s.sum + ROWS + r * KEYS;
+    s.keys = s.sum + ROWS + MANY * KEYS;
     s.values = s.keys + KEYS * job->width;
     int64_t run = 0;
     for (;;) {
