@@ -42,7 +42,7 @@ def refused(call: Stowage, *arguments: str) -> str:
         (("--host", "192.0.2.1"), "no such address"),
         (("--port", "70000"), "from 1 to 65535"),
         (("--port", "-1"), "from 1 to 65535"),
-        (("--port", "http"), "not a whole number"),
+        (("--port", "http"), "write a whole number"),
     ],
 )
 def test_an_address_that_cannot_be_had(call: Stowage, flags: tuple[str, ...], words: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -14,6 +15,11 @@ import pytest
 from tests.cli.conftest import Stowage
 
 LONGEST = 400
+NEXT_STEP = re.compile(
+    r"\b(did you mean|add|call|change|check|choose|copy|create|delete|download|give|install|leave|lower|make|mend|move|must|pass|pick|"
+    r"put|raise|remove|run|set|start|stop|try|unset|use|valid|write)\b",
+    re.IGNORECASE,
+)
 INPUTS = """
 run DIR
 run DIR -p x -n 0
@@ -39,6 +45,10 @@ run DIR -p x --adapter DIR
 run DIR -p x --chat-template DIR/none
 run DIR -p x --chat-template DIR
 run DIR -p x --raw --chat-template DIR/config.json
+run nonsense.json -p x
+plan nonsense.json
+simulate nonsense.jsonl
+run DIR --prompt-file NEW
 run DIR --prompt-file DIR
 run DIR --prompt-file DIR/model.safetensors
 run DIR -p x --config DIR/config.json
@@ -126,6 +136,7 @@ def test_a_wrong_input_is_told(line: str, call: Stowage, tiny_llama: Path, tmp_p
     said = " ".join(result.stderr.replace("\u2502", " ").replace(str(tmp_path), "").split())
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (said, result.exception)
     assert said and "Traceback" not in said and len(said) <= LONGEST, said
+    assert NEXT_STEP.search(said), f"nothing says what to do: {said}"
 
 
 def test_others_may_read_what_tiny_writes_as_they_may_read_other_files(tiny_llama: Path) -> None:

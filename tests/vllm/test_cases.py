@@ -76,7 +76,7 @@ def assert_slots_fit(arena: dict[str, Any], host: int) -> None:
         ("0", "StowageConnector needs host memory"),
         ("-1GiB", "host"),
         ("lots", "host"),
-        ("64KiB", "the least that works is"),
+        ("64KiB", "set host_memory to at least"),
     ],
 )
 def test_case_c_a_host_size_that_cannot_be(host: str | None, message: str, nursery: Nursery, tmp_path: Path) -> None:

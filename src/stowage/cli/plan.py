@@ -126,7 +126,9 @@ def _machine(name: str | None) -> "Machine":
         try:
             return from_json(Path(name).expanduser().read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"The machine's file {name} cannot be read: {error}.") from error
+            raise ConfigError(
+                f"The machine's file {name} cannot be read: {error}. Make one: stowage probe --json > FILE"
+            ) from error
     known = remembered()
     if known is not None:
         return known

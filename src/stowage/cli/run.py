@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from stowage.engine.engine import Engine, Prompt
     from stowage.engine.sampling_params import SamplingParams
 
+_TEXT_FILE = "Give a file of plain text, or - for standard input."
+
 
 @with_settings(*SAMPLING, *MEMORY, *GRAPHS, *LOG)
 def run(
@@ -205,11 +207,11 @@ def read_prompt(path: Path) -> str:
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
-        raise RequestError(f"The prompt file {path} cannot be read: {error.strerror}.") from error
+        raise RequestError(f"The prompt file {path} cannot be read: {error.strerror}. {_TEXT_FILE}") from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"The prompt file {path} is not UTF-8 text (byte {error.start}).") from error
+        raise RequestError(f"The prompt file {path} is not UTF-8 text (byte {error.start}). {_TEXT_FILE}") from error
 
 
 def _print_answers(engine: "Engine", prompts: "list[Prompt]", params: "SamplingParams") -> None:

@@ -44,7 +44,7 @@ _RENAMED_FLAGS: Mapping[str, str] = {
 }
 """Of ``plan`` and ``simulate``: never settings."""
 
-_DEVICE_MEMORY = "--device-memory SIZE, such as 20GiB, is for weights, KV cache and activations together"
+_DEVICE_MEMORY = "Use --device-memory SIZE, such as 20GiB: it is for weights, KV cache and activations together"
 _KV = "Use --kv-cache-memory SIZE"
 _HOST = "--host-memory SIZE keeps prefixes in host memory"
 _PLACED = "--device-memory SIZE decides which weights fit; --weights RULES names deliveries, as 'last 8 of 32=stream'"
@@ -52,7 +52,9 @@ _LENGTH = "Use --max-model-len N"
 _SEQUENCES = "Use --max-num-seqs N"
 _STEP = "Use --max-num-batched-tokens N"
 _ANSWER = "Use --max-new-tokens N, or -n N"
-_ONE_DEVICE = "One server computes on one device; servers share prefixes through --valkey URL or --object URL"
+_ONE_DEVICE = (
+    "One server computes on one device: start one for each, and share prefixes through --valkey URL or --object URL"
+)
 _KEY = "Every user of the machine can read a command line: write keys to --api-key-file FILE or STOWAGE_API_KEYS"
 _MODEL = "The model is the argument MODEL, or -m MODEL"
 _PREFIXES = "Prefixes are always reused; --host-memory SIZE and --disk DIR:SIZE say where they are kept"

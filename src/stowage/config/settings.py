@@ -53,7 +53,7 @@ def _as_int(value: object) -> int:
     if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
         return _digits(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"it is {value!r}, not a whole number.")
+        raise ConfigError(f"it is {value!r}; write a whole number.")
     return value
 
 

@@ -241,5 +241,5 @@ def _checked_host_bytes(host_bytes: int | None) -> int:
 
 def _too_small(host_bytes: int, least_bytes: int, what: str) -> BudgetError:
     return BudgetError(
-        f"host memory of {host_bytes} bytes cannot hold {what}; the least that works is {least_bytes} bytes"
+        f"host memory of {host_bytes} bytes cannot hold {what}; set host_memory to at least {least_bytes} bytes"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from stowage.errors import CheckpointError, first_line
 
@@ -18,6 +19,9 @@ _REASON_CHARACTERS = 200
 _YES = ("1", "ON", "YES", "TRUE")
 """As the hub's client reads a switch in the environment."""
 
+_ENDINGS: Final = (".bin", ".gguf", ".json", ".pt", ".safetensors")
+"""What no model on the hub ends in: a name that does is a file's, whether it exists or not."""
+
 
 def is_here(name: str) -> bool:
     """Whether looking for ``name`` asks nobody: it is a path, or the hub is not to be asked."""
@@ -27,7 +31,7 @@ def is_here(name: str) -> bool:
 def _is_local(name: str) -> bool:
     try:
         path = Path(name).expanduser()
-        return path.exists() or _is_path(name) or path.suffix == ".gguf"
+        return path.exists() or _is_path(name) or path.suffix in _ENDINGS
     except (OSError, RuntimeError, ValueError):  # what cannot be a path is no id either
         return True
 

@@ -152,12 +152,12 @@ def _check(status: os.stat_result, path: Path) -> None:
     mode = stat.S_IMODE(status.st_mode)
     reason = ""
     if not stat.S_ISREG(status.st_mode):
-        reason = "it is not a regular file"
+        reason = "it is not a regular file; give one with the key in it"
     elif status.st_uid != os.geteuid():
-        reason = f"it belongs to user {status.st_uid}, you are user {os.geteuid()}"
+        reason = f"it belongs to user {status.st_uid}, you are user {os.geteuid()}; use a copy of your own"
     elif mode & 0o177:
         reason = f"its mode {mode:04o} lets others read or change it; way out: chmod 600 {shlex.quote(str(path))}"
     elif status.st_size > _FILE_BYTES_MAX:
-        reason = f"it is larger than {_FILE_BYTES_MAX} bytes"
+        reason = f"it is larger than {_FILE_BYTES_MAX} bytes; give one with nothing but the key"
     if reason:
         raise ConfigError(f"The API key file {path} cannot be used: {reason}.")

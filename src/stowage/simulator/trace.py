@@ -32,9 +32,7 @@ Progress = Callable[[int, int], None]
 _FIELDS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
 _TOKENS_MAX: Final = 1 << 40
 _LINES_PER_REPORT: Final = 4096
-_EXAMPLE: Final = (
-    'A line is an object such as {"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]}.'
-)
+_EXAMPLE: Final = 'Each line must be an object such as {"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]}.'
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,9 @@ def read_trace(path: Path, block_tokens: int, limit: int = 0, progress: Progress
                 if number % _LINES_PER_REPORT == 0:
                     progress(_position(file), total_bytes)
     except OSError as error:
-        raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(
+            f"The trace {path} cannot be read: {error.strerror}. Give a file of lines. {_EXAMPLE}"
+        ) from error
     if not tokens:
         raise ConfigError(f"The trace {path} has no prompts. {_EXAMPLE}")
     progress(total_bytes, total_bytes)

@@ -36,7 +36,7 @@ CHUNK_BYTES_MAX: Final = 1 << 30
 def open_existing(path: Path, system: System, *, direct: bool) -> Directory:
     """A directory that is a cache already. Raises DirectoryError for any other, and for one that cannot be trusted."""
     if not path.is_dir():
-        raise DirectoryError(f"{path} is not a directory: no cache has been stored there yet.")
+        raise DirectoryError(f"{path} is not a directory: no cache has been stored there yet. Give the one of --disk.")
     if not (path / LOCK_NAME).exists():
         raise DirectoryError(f"{path} is not a Stowage cache. Give the directory that --disk was given.")
     return Directory(path, FILE_BYTES_MAX, system, Counters(), direct)
