@@ -16,8 +16,8 @@ from tests.cli.conftest import Stowage
 
 LONGEST = 400
 NEXT_STEP = re.compile(
-    r"\b(did you mean|add|call|change|check|choose|copy|create|delete|download|give|install|leave|lower|make|mend|move|must|pass|pick|"
-    r"put|raise|remove|run|set|start|stop|try|unset|use|valid|write)\b",
+    r"\b(did you mean|add|call|change|check|choose|copy|create|delete|download|give|install|leave|lower|make|mend|move|"
+    r"must|pass|pick|put|raise|remove|run|set|start|stop|try|unset|use|valid|write)\b",
     re.IGNORECASE,
 )
 INPUTS = """

@@ -32,7 +32,10 @@ Progress = Callable[[int, int], None]
 _FIELDS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
 _TOKENS_MAX: Final = 1 << 40
 _LINES_PER_REPORT: Final = 4096
-_EXAMPLE: Final = 'Each line must be an object such as {"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]}.'
+_EXAMPLE: Final = (
+    "Each line must be an object such as "
+    '{"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]}.'
+)
 
 
 @dataclass(frozen=True, slots=True)
