@@ -1,13 +1,15 @@
 """How fast the embedded engine computes: prefill, and decoding alone and eight at a time.
 
     python -m benchmarks.engine [--models llama,windowed,recurrent,space] [--ways stowage,...] [--rounds 3]
-        [--dtype float32]
+        [--dtype float32] [--prompts 512,2048,4096] [--checkpoint DIRECTORY]
     python -m benchmarks.engine --device cuda
 
 Ours with its kernels, deterministic, and without kernels; plain Transformers (`generate()`, eight prompts as one
-batch), its continuous batching, and vLLM's CPU build (needs `make bench-env`). 0.5 B random parameters, greedy.
-Prefill: 1,024 tokens to the first one drawn. Decoding: 128 tokens in, 64 out, without the first one. Nothing is ever
-asked twice, so nothing is reused. Each way runs in a process of its own, one at a time, in turn over the rounds.
+batch), its continuous batching, vLLM's CPU build, and llama.cpp with the same weights in a GGUF file that it does not
+map (these two need `make bench-env`). 0.5 B random parameters, or a Llama of `--checkpoint`; greedy.
+Prefill: 1,024 tokens, or those of `--prompts` (vLLM takes 1,536 at most), to the first one drawn. Decoding: 128 tokens
+in, 64 out, without the first one. Nothing is ever asked twice, so nothing is reused. Each way runs in a process of its
+own, one at a time, in turn over the rounds.
 
 The limit of decoding is printed with it: all weights are read once for each step, at the speed of a sum over them.
 
@@ -20,35 +22,41 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models
+from benchmarks import gguf_llama, models
 from benchmarks._peer import PYTHON, Peer
 from benchmarks._report import median_spread, write_result
 from stowage.errors import ConfigError
 from stowage.executor.device import resolve
 
 SCRIPT = Path(__file__).parent / "peers" / "turns.py"
-WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm")
+WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm", "llamacpp")
 BUILD = {
     "llama": models.half_billion,
     "windowed": models.half_billion_windowed,
     "recurrent": models.half_billion_recurrent,
     "space": models.half_billion_state_space,
 }
-ON_CPU = ("deterministic", "vllm")
-"""Of the ways, those that need a CPU: our deterministic answers, and vLLM's CPU build."""
-CANNOT = {(model, way) for model in ("recurrent", "space") for way in ("continuous", "vllm")}
-"""Transformers' continuous batching has attention only; vLLM's CPU build takes neither."""
-PREFILL_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 1024, 128, 64
+PEERS_OWN = ("vllm", "llamacpp")
+"""Of the ways, those of the peers' environment: vLLM's CPU build, and llama.cpp."""
+ON_CPU = ("deterministic", *PEERS_OWN)
+"""Of the ways, those that need a CPU: our deterministic answers too."""
+CANNOT = {(model, way) for model in ("recurrent", "space") for way in ("continuous", *PEERS_OWN)}
+CANNOT.add(("windowed", "llamacpp"))
+"""Transformers' continuous batching has attention only; vLLM's CPU build takes neither; `gguf_llama` writes Llamas."""
+PROMPT_TOKENS, NEW_TOKENS = 128, 64
 DEVICE_BYTES = 1 << 30
+GGUF = "model.gguf"
 
 
-def measure(way: str, model: Path, dtype: str, seed: int, device: str) -> dict[str, float]:
-    """Tokens per second."""
-    python = PYTHON if way == "vllm" else sys.executable
+def measure(way: str, model: Path, dtype: str, seed: int, device: str, lengths: Sequence[int]) -> dict[str, float]:
+    """Tokens per second; ``lengths`` of the prompts whose prefill is measured."""
+    python = PYTHON if way in PEERS_OWN else sys.executable
     way_there = "vllm-no-reuse" if way == "vllm" else way
+    model = model / GGUF if way == "llamacpp" else model
     peer = Peer([python, SCRIPT, way_there, model, dtype, str(DEVICE_BYTES), "0", device])
     asked = seed * 1000
 
@@ -64,7 +72,7 @@ def measure(way: str, model: Path, dtype: str, seed: int, device: str) -> dict[s
         return elapsed_s
 
     seconds(1, 64, 4)  # warm
-    found = {"prefill": PREFILL_TOKENS / seconds(1, PREFILL_TOKENS, 1)}
+    found = {f"prefill {length}": length / seconds(1, length, 1) for length in lengths}
     for batch in (1, 8):
         first_s = seconds(batch, PROMPT_TOKENS, 1)
         found[f"decode {batch}"] = batch * (NEW_TOKENS - 1) / (seconds(batch, PROMPT_TOKENS, NEW_TOKENS) - first_s)
@@ -102,6 +110,8 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(BUILD))
     parser.add_argument("--ways", default="", help=f"of {','.join(WAYS)} (all that the device can run)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--checkpoint", type=Path, help="the directory of a Llama, instead of --models")
+    parser.add_argument("--prompts", default="1024", help="tokens of the prompts whose prefill is measured")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--dtype", default="", choices=["", "bfloat16", "float32"])
     parser.add_argument(
@@ -110,11 +120,15 @@ def main() -> None:
         help="of the result's file (engine, engine_cuda and the like; none if not all is measured)",
     )
     options = parser.parse_args()
+    build = dict(BUILD)
+    if options.checkpoint:
+        options.models = options.checkpoint.name
+        build = {options.models: lambda dtype: models.from_checkpoint(options.checkpoint, dtype)}
     on_cpu = options.device == "cpu"
     on_device = "engine" if on_cpu else f"engine_{options.device.partition(':')[0]}"
     dtype = options.dtype or (models.native_dtype() if on_cpu else "bfloat16")
     ways = options.ways.split(",") if options.ways else [way for way in WAYS if on_cpu or way not in ON_CPU]
-    for asked, known in ((ways, WAYS), (options.models.split(","), tuple(BUILD))):
+    for asked, known in ((ways, WAYS), (options.models.split(","), tuple(build))):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(known)}")
     if not on_cpu and (there := set(ways) & set(ON_CPU)):
@@ -123,22 +137,25 @@ def main() -> None:
         resolve(options.device)
     except ConfigError as error:
         raise SystemExit(str(error)) from error
-    if "vllm" in ways and not PYTHON.exists():
-        raise SystemExit("vLLM is not here. Make the peers' environment first: make bench-env")
+    if set(ways) & set(PEERS_OWN) and not PYTHON.exists():
+        raise SystemExit("The peers are not here. Make the peers' environment first: make bench-env")
+    lengths = [int(length) for length in options.prompts.split(",")]
     part = bool(options.ways) or options.models != parser.get_default("models")
     file = options.name or ("" if part else on_device)  # a part does not replace the whole
     results: dict[str, Any] = {"device": options.device, "dtype": dtype, "rounds": options.rounds}
     for name in options.models.split(","):
         can = [way for way in ways if (name, way) not in CANNOT]
         with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
-            built = BUILD[name](dtype)
+            built = build[name](dtype)
             read = sum(p.nbytes for p in built.parameters()) - built.get_input_embeddings().weight.nbytes
             built.save_pretrained(directory)
+            if "llamacpp" in can:
+                gguf_llama.write(built, Path(directory) / GGUF)
             del built
             runs: dict[str, list[dict[str, float]]] = {way: [] for way in can}
             for number in range(options.rounds):
                 for way in can[:: 1 if number % 2 == 0 else -1]:
-                    runs[way].append(measure(way, Path(directory), dtype, number + 1, options.device))
+                    runs[way].append(measure(way, Path(directory), dtype, number + 1, options.device, lengths))
             print(f"{name}, {dtype}", flush=True)
             results[name] = report(runs, read_bytes_per_s(options.device) / read)
         if file:

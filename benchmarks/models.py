@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 VOCAB = 32_000
@@ -27,6 +28,14 @@ def native_dtype() -> str:
 def half_billion(dtype: str, context_tokens: int = 8192) -> Any:
     """A Llama-like model of 0.48 B parameters: 24 layers, hidden 1,024, 16 heads over 4 KV heads."""
     return _build("llama", dtype, **_HALF_BILLION | {"max_position_embeddings": context_tokens})
+
+
+def from_checkpoint(directory: Path, dtype: str) -> Any:
+    """The model that lies in ``directory``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
 
 
 def half_billion_windowed(dtype: str) -> Any:

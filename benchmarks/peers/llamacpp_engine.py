@@ -1,4 +1,5 @@
-"""llama.cpp with a GGUF file that it maps into memory, in a process of its own, for `benchmarks.weights`.
+"""llama.cpp with a GGUF file that it maps into memory, in a process of its own, for `benchmarks.weights`
+(`turns.py` takes `Model` too).
 
     python benchmarks/peers/llamacpp_engine.py llamacpp FILE.gguf DTYPE SCRATCH
 
@@ -33,9 +34,9 @@ def unmap(path: str) -> None:
 
 
 class Model:
-    """The model in the file at `path`."""
+    """The model in the file at `path`, which is mapped into memory, or (not `mapped`) read into it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, mapped: bool = True) -> None:
         import llama_cpp
 
         self._api, self.path = llama_cpp, path
@@ -43,7 +44,7 @@ class Model:
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         asked = llama_cpp.llama_model_default_params()
-        asked.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
+        asked.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_NONE
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), asked)
         if not self._model:
             raise SystemExit(f"llama.cpp does not load {path}")
@@ -56,6 +57,9 @@ class Model:
         asked.n_batch = batch * tokens
         asked.n_threads = asked.n_threads_batch = os.cpu_count() or 1
         return self._api.llama_init_from_model(self._model, asked)
+
+    def free(self, context: Any) -> None:
+        self._api.llama_free(context)
 
     def forward(self, context: Any, ids: Any, begin: int) -> Any:
         """The likeliest token after `ids` [sequences, tokens], which stand at position ``begin`` of theirs."""
@@ -92,7 +96,7 @@ class Model:
             ids, begin = self.forward(context, ids, begin), begin + ids.shape[1]
             seconds.append(time.perf_counter() - began_s)
             tokens.append(ids[:, 0].tolist())
-        self._api.llama_free(context)
+        self.free(context)
         found = {"prefill_s": seconds[0], "steps_s": seconds[1:], "tokens": tokens, "stats": {}, "decoded": {}}
         return {**found, "peak": status("VmHWM"), "own": status("RssAnon")}
 

@@ -6,11 +6,11 @@
 WAY: `stowage`, `stowage-device` (no tier below the device), `deterministic`, `torch` (Stowage without its kernels),
 `transformers` (one prompt after the other, no reuse), `generate` (Transformers' `generate()` of all prompts as one
 batch; they are of one length), `continuous` (its continuous batching), `vllm`, `vllm-no-reuse` (prefix caching off),
-`vllm-stowage` (with the plugin). Commands are JSON lines on stdin,
+`vllm-stowage` (with the plugin), `llamacpp` (a GGUF file that is read into memory). Commands are JSON lines on stdin,
 {"prompts": [[...], ...], "tokens": 16}; an answer has for each prompt the seconds from the round's begin to its first
 token, how many of its tokens were reused, and its greedy tokens. All of Stowage's ways and Transformers run in
-Stowage's own environment, those of vLLM in the peers', with Stowage's sources on its path. DEVICE: what they compute
-on, all but vLLM; a CPU if it is left out.
+Stowage's own environment, those of vLLM and llama.cpp in the peers', with Stowage's sources on its path. DEVICE: what
+they compute on, all but these two; a CPU if it is left out.
 """
 
 from __future__ import annotations
@@ -162,6 +162,24 @@ def vllm(model: str, dtype: str, device_bytes: int, host_bytes: int, reuse: bool
     return answer
 
 
+def llamacpp(model: str) -> Round:
+    import numpy as np
+    from llamacpp_engine import Model  # beside this file
+
+    loaded = Model(model, mapped=False)
+
+    def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        context = loaded.context(len(prompts), len(prompts[0]) + tokens)
+        ids, begin, drawn = np.array(prompts), 0, []
+        for _ in range(tokens):
+            ids, begin = loaded.forward(context, ids, begin), begin + ids.shape[1]
+            drawn.append(ids[:, 0])
+        loaded.free(context)
+        return {"tokens": np.stack(drawn, 1).tolist()}
+
+    return answer
+
+
 def main() -> None:
     way, model, dtype, device_bytes, host_bytes, *rest = sys.argv[1:]
     device = rest[0] if rest else "cpu"
@@ -176,6 +194,7 @@ def main() -> None:
         "generate": lambda: generate(model, dtype, device),
         "continuous": lambda: continuous(model, dtype, device),
         "transformers": lambda: transformers(model, dtype, device),
+        "llamacpp": lambda: llamacpp(model),
         "vllm": lambda: vllm(model, dtype, sizes[0], 0),
         "vllm-no-reuse": lambda: vllm(model, dtype, sizes[0], 0, reuse=False),
         "vllm-stowage": lambda: vllm(model, dtype, *sizes),
