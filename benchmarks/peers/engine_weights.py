@@ -2,7 +2,8 @@
 
     python benchmarks/peers/engine_weights.py WAY MODEL DTYPE SCRATCH
 
-Commands and answers are those of `weights_engine.py`. Ways: engine-mapped, engine-stream, engine-half.
+Commands and answers are those of `weights_engine.py`. Ways: engine-mapped, engine-stream, engine-half,
+engine-memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weights_engine import drop_page_cache, status
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 RULES = {
+    "engine-memory": ("auto", "0"),
     "engine-mapped": ("*=mapped", "100%"),
     "engine-stream": ("lm_head=stream,model.layers.*=stream", "0"),
     "engine-half": ("last 1 of 2=stream", "0"),
