@@ -1,4 +1,4 @@
-"""The engine and llama.cpp with the same GGUF files, by format: decoding alone and eight at a time, and a prompt of 512.
+"""The engine and llama.cpp with the same GGUF files, by format: decoding alone and eight, and a prompt of 512.
 
     python -m benchmarks.gguf_formats [--formats bf16,q8_0,q4_0,q4_k] [--rounds 3] [--new-tokens 32] [--json]
 
