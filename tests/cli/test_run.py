@@ -161,7 +161,7 @@ def test_a_second_process_finds_the_prefix_on_disk(call_process: OwnProcess, tin
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (["--prompt-file", "binary"], "not UTF-8"),
         (["--prompt", "x", "--kv-cache-memory", "1KiB"], "least that works"),
-        (["--prompt", "x", "--host-memory", "1KiB"], "least that works"),
+        (["--prompt", "x", "--host-memory", "1KiB"], "set host_memory to at least"),
         (["--prompt", "x", "--host-memory", "8MiB", "--disk", "kv:1KiB"], "least that works"),
         (["--prompt", "x", "--host-memory", "8MiB", "--disk", "file:1GiB"], "cache directory"),
         (["--prompt", "x", "--top-p", "2"], "top_p"),

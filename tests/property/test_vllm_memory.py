@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.errors import TransferError, UnsupportedModelError
+from stowage.plugins.vllm.division import Naming, divide
 from stowage.plugins.vllm.memory import Copies, GroupBytes, SharedArena, group_bytes, runs_of
 from stowage.storage.host import HostArena, map_arena
 
@@ -65,13 +66,18 @@ def test_runs_are_the_bytes_of_the_block_each_once(tensor: torch.Tensor) -> None
         assert sorted(byte for run in runs for byte in run[block].tolist()) == block_bytes(tensor, block)
 
 
-def place_of(sizes: list[int], host_bytes: int, ranks: int, per_chunk: int) -> tuple[HostArena, list[SharedArena]]:
-    groups = tuple(Group(g, Kind.FULL, 16, per_chunk, size * ranks, 0) for g, size in enumerate(sizes))
-    slabs = split_arena(Geometry(groups), host_bytes)
+def held_bytes(group: GroupBytes) -> int:
+    """Of a block, on one rank."""
+    return sum(piece.nbytes for piece in group.pieces)
+
+
+def place_of(groups: list[GroupBytes], host_bytes: int, per_chunk: int) -> tuple[HostArena, SharedArena]:
+    """An arena for one group of so many ranks, each with layers of its own."""
+    division = divide({(0, rank): [group.pieces] for rank, group in enumerate(groups)}, by_name=False)
+    (block_bytes,) = division.bytes_per_block
+    slabs = split_arena(Geometry((Group(0, Kind.FULL, 16, per_chunk, block_bytes, 0),)), host_bytes)
     arena = HostArena(slabs, shared=True)
-    offsets = {(0, rank): tuple(size * rank for size in sizes) for rank in range(ranks)}
-    whole = tuple(size * ranks for size in sizes)
-    return arena, [SharedArena(arena.path, arena.bytes, slabs, whole, offsets)]
+    return arena, SharedArena(arena.path, arena.bytes, slabs, division.bytes_per_block, division.shares)
 
 
 @given(data=st.data(), layers=st.integers(1, 3), ranks=st.integers(1, 3), per_chunk=st.integers(1, 3))
@@ -86,10 +92,10 @@ def test_what_was_stored_is_what_is_loaded_and_nothing_else_moves(
         for i, tensor in enumerate(mine.values()):
             fill(tensor, 10 * rank + i)
         caches_of.append(mine)
-    groups = [group_bytes(mine, mine, BLOCKS) for mine in caches_of]
-    size = groups[0].bytes_per_block
+    groups = [group_bytes(mine, mine, BLOCKS, Naming(rank, ranks)) for rank, mine in enumerate(caches_of)]
+    size = held_bytes(groups[0])
     assert size == sum(tensor.numel() * tensor.element_size() for tensor in tensors) // BLOCKS
-    arena, (place,) = place_of([size], 64 << 10, ranks, per_chunk)
+    arena, place = place_of(groups, 64 << 10, per_chunk)
     count = data.draw(st.integers(1, min(BLOCKS, arena.slots * per_chunk)))
     blocks = np.array(data.draw(st.permutations(range(BLOCKS)))[:count], dtype=np.int64)
     spots = data.draw(st.permutations(range(min(arena.slots, 8) * per_chunk)))[:count]
@@ -98,14 +104,14 @@ def test_what_was_stored_is_what_is_loaded_and_nothing_else_moves(
     before = [{name: tensor.clone() for name, tensor in mine.items()} for mine in caches_of]
     for rank, group in enumerate(groups):
         mapped = map_arena(place.path, place.nbytes)
-        assert Copies([group], mapped, place, place.offsets[0, rank]).store(plan) == count * size
+        assert Copies([group], mapped, place, place.shares[0, rank]).store(plan) == count * size
     kept = [b for b in range(BLOCKS) if b not in blocks.tolist()]
     for mine in caches_of:
         for tensor in mine.values():
             tensor.zero_()
     for rank, group in enumerate(groups):
         mapped = map_arena(place.path, place.nbytes)
-        assert Copies([group], mapped, place, place.offsets[0, rank]).load(plan) == count * size
+        assert Copies([group], mapped, place, place.shares[0, rank]).load(plan) == count * size
     for mine, old in zip(caches_of, before, strict=True):
         for name, tensor in mine.items():
             ratio = tensor.shape[0] // BLOCKS
@@ -119,10 +125,10 @@ def test_what_was_stored_is_what_is_loaded_and_nothing_else_moves(
 def test_layers_that_share_a_tensor_count_once() -> None:
     """Case C: a size that is a sum already is not multiplied by the tensors again."""
     tensor = torch.zeros(BLOCKS, 2, 16, 8)
-    twice = group_bytes({"a": tensor, "b": tensor}, ["a", "b"], BLOCKS)
-    assert twice.bytes_per_block == 2 * 16 * 8 * 4
+    twice = group_bytes({"a": tensor, "b": tensor}, ["a", "b"], BLOCKS, Naming())
+    assert held_bytes(twice) == 2 * 16 * 8 * 4
     states = [torch.zeros(BLOCKS, 3), torch.zeros(BLOCKS, 5, dtype=torch.bfloat16)]
-    assert group_bytes({"a": states}, ["a", "elsewhere"], BLOCKS).bytes_per_block == 3 * 4 + 5 * 2
+    assert held_bytes(group_bytes({"a": states}, ["a", "elsewhere"], BLOCKS, Naming())) == 3 * 4 + 5 * 2
 
 
 def test_a_layout_that_scatters_or_has_no_blocks_is_refused() -> None:
@@ -135,10 +141,10 @@ def test_a_layout_that_scatters_or_has_no_blocks_is_refused() -> None:
 
 @pytest.mark.parametrize("blocks, slot, offset", [(BLOCKS, 0, 0), (-1, 0, 0), (0, 10**6, 0), (0, -1, 0), (0, 0, 2)])
 def test_a_plan_that_reaches_outside_is_refused_before_anything_moves(blocks: int, slot: int, offset: int) -> None:
-    group = group_bytes({"a": torch.zeros(BLOCKS, 1024)}, ["a"], BLOCKS)
-    arena, (place,) = place_of([group.bytes_per_block], 1 << 20, 1, 2)
+    group = group_bytes({"a": torch.zeros(BLOCKS, 1024)}, ["a"], BLOCKS, Naming())
+    arena, place = place_of([group], 1 << 20, 2)
     plan = CopyPlan(0, *(np.array([value], dtype=np.int64) for value in (blocks, slot, offset)))
-    copies = Copies([group], arena.numpy(), place, (0,))
+    copies = Copies([group], arena.numpy(), place, place.shares[0, 0])
     for move in (copies.store, copies.load):
         with pytest.raises(TransferError, match="outside"):
             move(plan)
@@ -148,5 +154,4 @@ def test_a_plan_that_reaches_outside_is_refused_before_anything_moves(blocks: in
 
 def test_a_group_without_layers_on_a_rank_has_no_bytes() -> None:
     """Pipeline stages: a rank may hold none of a group's layers."""
-    nothing = group_bytes({}, ["a"], BLOCKS)
-    assert nothing == GroupBytes((), "") and nothing.bytes_per_block == 0
+    assert group_bytes({}, ["a"], BLOCKS, Naming()) == GroupBytes((), (), ())
