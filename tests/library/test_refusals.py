@@ -84,7 +84,7 @@ def test_models(make, error, says):
     ("settings", "error", "says"),
     [
         ({"host_memory": 0}, ConfigError, "host_memory is 0"),
-        ({"host_memory": "4KiB"}, BudgetError, "least that works"),
+        ({"host_memory": "4KiB"}, BudgetError, "set host_memory to at least"),
         ({"host_memory": "1MiB", "dsk": "x:1GiB"}, ConfigError, "'dsk'"),
         ({"snapshot_token": 3}, ConfigError, "Did you mean 'snapshot_tokens'"),
         ({"kv_cache_memory": "1GiB"}, ConfigError, "kv_cache_memory"),

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,11 +23,14 @@ PATIENCE_S = 60.0
 
 
 class Order(RealFileSystem):
-    """Notes what was written where, once it is. Payloads of the first batch are held back until others have passed."""
+    """Notes what was written where, once it is. Payloads of the first batch are held back until others have passed.
+    Those from ``fails_from`` on fail, when ``fails_after`` bytes of payloads before them are written.
+    """
 
     def __init__(self, held_below: int, passed_first: int) -> None:
         self.written: list[tuple[int, int]] = []
         self.fails_from = 1 << 62
+        self.fails_after = 0
         self._held_below, self._passed_first = held_below, passed_first
         self._lock = threading.Lock()
         self._passed = threading.Semaphore(0)
@@ -35,6 +39,7 @@ class Order(RealFileSystem):
         length = sum(buffer.nbytes for buffer in buffers)
         if length > PAGE_BYTES:
             if offset >= self.fails_from:
+                self._wait_for_those_before()
                 raise OSError(errno.EIO, "no")
             if offset < self._held_below:
                 for _ in range(self._passed_first):
@@ -46,6 +51,13 @@ class Order(RealFileSystem):
         if offset >= self._held_below:
             self._passed.release()
         return done
+
+    def _wait_for_those_before(self) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while self.fails_after > sum(length for _, length in list(self.written) if length > PAGE_BYTES):
+            assert time.monotonic() < until_s, "the payloads before it are not written"
+            time.sleep(0.01)
+        time.sleep(0.1)  # so that whoever wrote the last of them has said so
 
 
 def test_a_header_page_is_written_after_all_payloads_of_its_batch(tmp_path: Path) -> None:
@@ -72,6 +84,7 @@ def test_a_batch_whose_payloads_failed_is_absent_and_those_before_it_are_not(tmp
     files = Order(held_below=0, passed_first=0)
     names = keys_of(*range(93))
     with Client(tmp_path / "c", system=System(files=files), segment_bytes=32 << 20) as client:
+        files.fails_after = 31 * 256 * 1024
         files.fails_from = 2 * PAGE_BYTES + 31 * 256 * 1024 + PAGE_BYTES // 2  # the second batch's first payload
         outcome = client.store(names, [256 * 1024] * 93)
         assert outcome.ok.tolist() == [True] * 31 + [False] * 62
@@ -87,6 +100,7 @@ def test_batches_that_were_whole_before_the_disk_failed_are_kept(tmp_path: Path)
     files = Order(held_below=0, passed_first=0)
     names, length = keys_of(*range(186)), 256 << 10
     with Client(tmp_path / "c", system=System(files=files), segment_bytes=56 << 20) as client:
+        files.fails_after = 62 * length
         files.fails_from = PAGE_BYTES + 2 * (PAGE_BYTES + 31 * length) + PAGE_BYTES  # the third batch's first payload
         outcome = client.store(names, [length] * 186)
         assert outcome.ok.tolist() == [True] * 62 + [False] * 124

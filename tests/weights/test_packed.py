@@ -182,7 +182,7 @@ def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
     plan, original = read_model(packs(family, form)), read_model(checkpoints(family))
     assert plan.total_bytes == bytes_of(loading.load(packs(family, form)).model)
     assert plan.parameters_by_kind() == original.parameters_by_kind()
-    assert plan.decode_operations(100) == original.decode_operations(100)
+    assert plan.prompt_pair_operations(100) == original.prompt_pair_operations(100)
 
 
 def test_what_is_tied_is_in_memory_once(tmp_path: Path) -> None:
