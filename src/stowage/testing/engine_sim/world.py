@@ -33,7 +33,7 @@ __all__ = ["FAULTS", "HAPPENINGS", "World", "simulate"]
 STEPS_MAX: Final = 200_000
 CHECK_EVERY: Final = 5
 IDLE_S: Final = 120.0
-WORLD_S_MAX: Final = 30
+WORLD_S_MAX: Final = 60
 """Of processor time; a world takes 0.05."""
 HAPPENINGS: Final = """
     answers cancelled preemptions preemptions_recomputed blocks_moved_out overlapped_loads tokens_reused copies_failed
