@@ -447,7 +447,7 @@ def test_generated_tokens_count_when_they_are_known(made: Any) -> None:
 
 
 def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BudgetError, match="the least that works"):
+    with pytest.raises(BudgetError, match="set host_memory to at least"):
         made([FULL], host="4KiB")
     with pytest.raises(ConfigError, match="host memory"):
         settings.read({})
