@@ -90,7 +90,7 @@ def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.M
             recorded = engine.parts.graphs
             if triton:
                 assert recorded.backend.attend is launch.attend and recorded.backend.octave == 1
-                recorded.rules, recorded.clock = replace(recorded.rules, warm_steps=0), lambda: 0.0
+                recorded.rules, recorded.clock = replace(recorded.rules, warm_steps=0, quicker=False), lambda: 0.0
             found.append(engine.generate(PROMPTS, greedy(4)))
             assert not triton or engine.stats()["graphs"]["captured_steps"] > 0 == engine.stats()["graphs"]["refused"]
     for here, there in zip(*found, strict=True):
