@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -79,6 +80,16 @@ def test_a_file_whose_pages_are_kept_secret_is_read_directly(
     os.pread(file.fd, len(content), 0)
     assert not file._cached_bytes(PAGE, 0)
     assert filled(file, 0, 4) == content[: 4 * PAGE]
+
+
+def test_a_file_system_that_maps_nothing_is_read(file: File, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, "no such device")
+
+    with mmap.mmap(-1, 4 * PAGE) as memory, memoryview(memory) as view:
+        monkeypatch.setattr(mmap, "mmap", refuse)
+        file.fill(view, 0, whole_pages=True)
+        assert bytes(view) == content[: 4 * PAGE]
 
 
 def test_a_file_that_was_cut_is_an_error(file: File) -> None:

@@ -88,16 +88,23 @@ class File:
         files that are neither this user's nor for him to write, but claims that everything was there.
         """
         if self._pages is None:
-            told = _MINCORE is not None and (_is_own(self.fd) or os.access(f"/proc/self/fd/{self.fd}", os.W_OK))
-            self._pages = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ) if told and self.length else b""
-        if not self._pages or offset >= self.length:
+            self._pages = self._mapped_to_ask()
+        pages = self._pages  # another thread may map it too
+        if not pages or offset >= self.length:
             return 0
-        begin = int(np.frombuffer(self._pages, np.uint8).__array_interface__["data"][0])
+        begin = int(np.frombuffer(pages, np.uint8).__array_interface__["data"][0])
         resident = np.zeros(-(-min(length, self.length - offset) // PAGE_BYTES), np.uint8)
         if _MINCORE(ctypes.c_void_p(begin + offset), ctypes.c_size_t(resident.size * PAGE_BYTES), resident.ctypes):
             return 0
         gaps = np.flatnonzero(resident & 1 == 0)
         return (int(gaps[0]) if gaps.size else resident.size) * PAGE_BYTES
+
+    def _mapped_to_ask(self) -> mmap.mmap | bytes:
+        """The file mapped, so that it can be asked what is cached; empty where nobody tells."""
+        told = _MINCORE is not None and (_is_own(self.fd) or os.access(f"/proc/self/fd/{self.fd}", os.W_OK))
+        with contextlib.suppress(OSError, ValueError):  # some file systems map nothing, and nothing maps an empty file
+            return mmap.mmap(self.fd, 0, prot=mmap.PROT_READ) if told else b""
+        return b""
 
     def check(self) -> None:
         """Raises CheckpointError when the file is not what it was when it was opened."""
