@@ -76,6 +76,11 @@ class Piece:
     nbytes: int
     layout: str
 
+    @property
+    def is_of_one_size(self) -> bool:
+        """Whether it is all that a rank keeps of a layer: with another number of ranks there is none of this name."""
+        return " rank " in self.name or " heads " in self.name
+
 
 @dataclass(frozen=True, eq=False)
 class Share:

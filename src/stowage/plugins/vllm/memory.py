@@ -137,8 +137,8 @@ class _Runs:
         owner = np.array(group.piece_of_run, dtype=np.int64)
         before = np.cumsum(lengths) - lengths
         first = np.searchsorted(owner, owner)  # the first run of each run's piece
-        mine = pieces[owner] if len(owner) else np.zeros(0, dtype=np.bool_)
-        self.begins = (share.offsets[owner] + before - before[first])[mine] if len(owner) else lengths
+        mine = pieces[owner]
+        self.begins = (share.offsets[owner] + before - before[first])[mine]
         self.lengths = lengths[mine]
         self.views = [run for run, moves in zip(group.runs, mine.tolist(), strict=True) if moves]
         self.pointers = np.array([run.data_ptr() for run in self.views], dtype=np.int64)
@@ -173,15 +173,14 @@ class Copies:
 
     def digests(self, plan: CopyPlan) -> dict[int, bytes]:
         """Of what other ranks hold too of the blocks of a plan, by the number of those ranks together."""
-        group = self._groups[plan.group]
-        found = {}
-        for number in sorted({*self._twins[plan.group].tolist()} - {-1}):
-            digest = blake3()
+        group, twins = self._groups[plan.group], self._twins[plan.group].tolist()
+        found = {number: blake3() for number in sorted({*twins} - {-1})}
+        if found:
+            blocks = torch.from_numpy(plan.blocks).to(group.runs[0].device)
             for run, piece in zip(group.runs, group.piece_of_run, strict=True):
-                if self._twins[plan.group][piece] == number:
-                    digest.update(run[torch.from_numpy(plan.blocks).to(run.device)].cpu().numpy().tobytes())
-            found[number] = digest.digest()
-        return found
+                if twins[piece] in found:
+                    found[twins[piece]].update(run[blocks].cpu().numpy().tobytes())
+        return {number: digest.digest() for number, digest in found.items()}
 
     def _copy(self, plan: CopyPlan, runs: _Runs, *, to_arena: bool) -> int:
         if not plan.copies or not runs.views:

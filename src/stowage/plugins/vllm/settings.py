@@ -31,7 +31,7 @@ _CHUNK_TOKENS = 128
 CHUNK_BLOCKS_MAX = 64
 _SPACING_MAX = 2048
 """Of recurrent states, where nobody says how far apart they will be: prompts are often no longer."""
-_SWITCHES = {"deduplicate_ranks": True, "any_parallel_size": False}
+_SWITCHES = ("deduplicate_ranks", "any_parallel_size")
 _POINTS = ("growing", "all", "ends")
 _POINT_SHARE = 2
 """Points that grow apart are no further apart than this part of the way from the prompt's start."""
@@ -95,15 +95,16 @@ def read(extra: Mapping[str, Any]) -> Options:
     except ConfigError as error:
         raise ConfigError(f"node_host_memory cannot be used. {error}") from error
     points = _points(extra.get("resume_points", "growing"))
-    switches = {name: extra.get(name, default) for name, default in _SWITCHES.items()}
+    switches = {name: extra[name] for name in _SWITCHES if name in extra}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}: it must be true or false.")
-    if switches["any_parallel_size"] and not switches["deduplicate_ranks"]:
+    options = Options(memory, blocks, float(timeout_s), "snapshot_tokens" in extra, points, node_bytes, **switches)
+    if options.any_parallel_size and not options.deduplicate_ranks:
         raise ConfigError(
             "any_parallel_size names chunks by heads and not by ranks, and deduplicate_ranks=false by ranks. Leave one."
         )
-    return Options(memory, blocks, float(timeout_s), "snapshot_tokens" in extra, points, node_bytes, **switches)
+    return options
 
 
 def _points(given: Any) -> str | int:

@@ -37,7 +37,7 @@ def said(division: Division, by_name: bool) -> str:
     once, held = sum(division.bytes_per_block), sum(division.bytes_held)
     text = f" What several ranks hold is stored once: {once / held:.0%} of their bytes." if once < held else ""
     if by_name:
-        own = sum(" rank " in piece.name or " heads " in piece.name for pieces in division.pieces for piece in pieces)
+        own = sum(piece.is_of_one_size for pieces in division.pieces for piece in pieces)
         text += f" {own} tensors show no heads: chunks serve this number of ranks alone." if own else ""
         text += "" if own else " Chunks serve engines of any number of ranks."
     return text
