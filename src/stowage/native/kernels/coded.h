@@ -38,6 +38,10 @@ enum {
 };
 #undef OF
 
+#define OF(FORMAT, format, BYTES, ...) coded_bytes_##format = BYTES,
+enum { CODED_NARROW(OF) };
+#undef OF
+
 /* `part` of the block that lies `at` an address. */
 #define UNIT(format)                                                                                                   \
     static inline ALWAYS void coded_##format(const uint8_t *at, const float *scales, int part, __m512bh *w)

@@ -123,34 +123,31 @@ static void coded_scales_apart(const Linear *job, const Coded *row, int64_t k, i
 static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at, int64_t k, int64_t depth, int64_t step,
                          float *to)
 {
+#define HALVES_OF(FORMAT, format, two)                                                                                 \
+    case FORMAT:                                                                                                       \
+        coded_scales_halves(at, coded_bytes_##format / 2, depth / 32, two, to);                                        \
+        return;
     switch (job->format) {
-    case Q8_0:
-        coded_scales_halves(at, 17, depth / 32, 0, to);
-        return;
-    case Q4_0:
-        coded_scales_halves(at, 9, depth / 32, 0, to);
-        return;
-    case Q4_1:
-        coded_scales_halves(at, 10, depth / 32, 1, to);
-        return;
-    case Q5_0:
-        coded_scales_halves(at, 11, depth / 32, 0, to);
-        return;
-    case Q5_1:
-        coded_scales_halves(at, 12, depth / 32, 1, to);
-        return;
+        HALVES_OF(Q8_0, q8_0, 0)
+        HALVES_OF(Q4_0, q4_0, 0)
+        HALVES_OF(Q4_1, q4_1, 1)
+        HALVES_OF(Q5_0, q5_0, 0)
+        HALVES_OF(Q5_1, q5_1, 1)
     case Q4_K:
+        for (int64_t i = 0; i < depth / 256; i++)
+            coded_scales_k(at + i * coded_bytes_q4_k, to + 16 * i);
+        return;
     case Q5_K:
-        for (int64_t block = 0; block < depth / 256; block++)
-            coded_scales_k(at + block * (job->format == Q4_K ? 144 : 176), to + 16 * block);
+        for (int64_t i = 0; i < depth / 256; i++)
+            coded_scales_k(at + i * coded_bytes_q5_k, to + 16 * i);
         return;
     case Q6_K:
-        for (int64_t block = 0; block < depth / 256; block++)
-            coded_scales_q6_k(at + block * 210, to + 16 * block);
+        for (int64_t i = 0; i < depth / 256; i++)
+            coded_scales_q6_k(at + i * coded_bytes_q6_k, to + 16 * i);
         return;
     case MXFP4_BLOCK:
-        for (int64_t block = 0; block < depth / 32; block++)
-            to[block] = power_of(at[block * 17]);
+        for (int64_t i = 0; i < depth / 32; i++)
+            to[i] = power_of(at[i * coded_bytes_mxfp4_block]);
         return;
     case F32:
     case F16:
@@ -160,3 +157,4 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
         coded_scales_apart(job, row, k, depth, step, to);
     }
 }
+#undef HALVES_OF
