@@ -33,9 +33,11 @@ from benchmarks._report import median_spread, write_result
 from stowage.evaluation.pack import pack, pack_lossless
 
 PEERS = Path(__file__).parent / "peers"
-SCRIPT, LLAMACPP = PEERS / "weights_engine.py", "llamacpp"
+LLAMACPP = "llamacpp"
 LOSSLESS = "lossless-stream"
 ENGINE = ("engine-mapped", "engine-stream", "engine-half")
+SCRIPTS = {LLAMACPP: "llamacpp_engine.py", **dict.fromkeys(ENGINE, "engine_weights.py")}
+"""Of all other ways: `weights_engine.py`."""
 PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))
 WAYS = (
     "memory",
@@ -114,9 +116,7 @@ def running(way: str, path: Path, dtype: str) -> Iterator[Peer]:
     """One process with the checkpoint at ``path``, and a directory for what it writes beside it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         model = path.with_name(way.partition("-")[0]) if way in (*PACKED, LOSSLESS) else path
-        script = {LLAMACPP: PEERS / "llamacpp_engine.py"}.get(
-            way, PEERS / "engine_weights.py" if way in ENGINE else SCRIPT
-        )
+        script = PEERS / SCRIPTS.get(way, "weights_engine.py")
         model = path.with_suffix(".gguf") if way == LLAMACPP else model
         peer = Peer([PYTHON, script, way, model, dtype, scratch])
         try:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from placed_engine import Round
 from weights_engine import drop_page_cache, status
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -31,28 +32,19 @@ def run(engine: Any, way: str, batch: int, prompt_tokens: int, new_tokens: int, 
     """Greedy decoding of prompts that come at once. Cold: nothing is in the page cache when the prompts come."""
     import torch
 
-    from stowage import SamplingParams
-
     generator = torch.Generator().manual_seed(batch)
     ids = torch.randint(5, engine.model.config.vocab_size, (batch, prompt_tokens), generator=generator).tolist()
-    asked = SamplingParams(1 + new_tokens, temperature=0.0, ignore_eos=True)
     engine.drop_device_cache()
     engine.drop_host()
     if cold:
         drop_page_cache()
     Path("/proc/self/clear_refs").write_text("5\n", encoding="ascii")
-    heard_s: list[float] = []
-    began_s = time.perf_counter()
-    requests = [engine.submit(prompt, asked, lambda _: heard_s.append(time.perf_counter())) for prompt in ids]
-    for request in requests:
-        request.wait()
-    done = [request.result() for request in requests]
-    first_s = began_s + max(one.ttft_s for one in done)
-    tokens = list(zip(*(one.token_ids for one in done), strict=True))
+    done = Round(engine, ids, 1 + new_tokens)
+    taken = done.answer()
     return {
-        "prefill_s": first_s - began_s,
-        "steps_s": [(max(heard_s) - first_s) / new_tokens],
-        "tokens": tokens,
+        "prefill_s": max(taken["ttft_s"]),
+        "steps_s": [taken["decode_s"] / new_tokens],
+        "tokens": list(zip(*done.tokens, strict=True)),
         "stats": engine.weights.stats() if engine.weights is not None else {},
         "decoded": {},
         "peak": status("VmHWM"),

@@ -51,6 +51,11 @@ class Round:
     def _stats(self) -> dict[str, float]:
         return self._engine.weights.stats() if self._engine.weights is not None else {}
 
+    @property
+    def tokens(self) -> list[list[int]]:
+        """What each was answered."""
+        return [list(one.token_ids) for one in self._done]
+
     def answer(self) -> dict[str, Any]:
         after = self._stats()
         return {
