@@ -28,6 +28,7 @@ NEXT = (
     "test_pressure.py::test_abort[computes-llama]",
     "test_pressure.py::test_abort[waits_for_load-llama]",
     "test_sides.py",
+    "test_bookkeeping.py",
 )
 """What `make vllm` runs with the next release of vLLM too: hybrids, failed loads, events, resets, aborts, drafts."""
 
@@ -39,6 +40,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             if item.nodeid.partition("tests/vllm/")[2].startswith(NEXT):
                 item.add_marker(pytest.mark.vllm_next)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes the two sides of a connector (`two_sides.Machine`), which end with the test."""
+    from stowage.plugins.vllm import namespace
+    from tests.vllm.two_sides import Machine
+
+    monkeypatch.setattr(namespace, "engine_namespace", lambda *_, **__: bytes(32))
+    machines: list[Machine] = []
+
+    def make(*arguments: Any, **extra: Any) -> Machine:
+        machines.append(Machine(*arguments, **extra))
+        return machines[-1]
+
+    yield make
+    for one in machines:
+        one.close()
 
 
 @pytest.fixture(scope="session")
