@@ -46,7 +46,8 @@ _TEXTS = (
 _GROUP_KINDS = ("full", "sliding", "chunked", "recurrent")
 AUTO = "auto"
 """A size that Stowage chooses."""
-_KV_AUTO_BYTES = 1 << 30
+KV_AUTO_BYTES, KV_AUTO_PART = 1 << 30, 4
+"""Of the KV pool that ``auto`` sets aside: at most, and of device memory the part that it is then."""
 _HOST_AUTO_BYTES_MAX = 4 << 30
 POLICIES = ("cost", "lru", "s3fifo", "arc")
 """Of eviction, the default first; ``cache.policy`` makes them."""
@@ -313,7 +314,7 @@ class Memory:
         """With ``auto`` and a budget for the device: what is set aside for it before weights are placed."""
         if self.kv_cache_memory == AUTO:
             device_bytes = self.device_memory_bytes
-            return min(_KV_AUTO_BYTES, max(1, device_bytes // 4)) if device_bytes else _KV_AUTO_BYTES
+            return min(KV_AUTO_BYTES, max(1, device_bytes // KV_AUTO_PART)) if device_bytes else KV_AUTO_BYTES
         return _size_of("kv_cache_memory", self.kv_cache_memory)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stowage.config.memory import AUTO, Memory, format_size
+from stowage.config.memory import AUTO, KV_AUTO_BYTES, KV_AUTO_PART, Memory, format_size
 from stowage.errors import BudgetError
 from stowage.weights.placement import parse_rules
 
@@ -41,10 +41,17 @@ def weights_budget(memory: Memory, carrier: Carrier | None, config: Any) -> Budg
         raise BudgetError(
             f"device_memory is {format_size(memory.device_memory_bytes)}, and the KV pool (kv_cache_memory, "
             f"{format_size(memory.kv_cache_memory_bytes)}) and what a step computes with ({format_size(steps)}) leave "
-            "nothing of it for weights. Give device_memory a larger size, or kv_cache_memory or max_num_batched_tokens "
-            "a smaller one."
+            f"nothing of it for weights. Give device_memory more than {format_size(steps + _kv_bytes(memory, steps))}, "
+            "or kv_cache_memory or max_num_batched_tokens a smaller size."
         )
     return Budget(device_bytes, memory.host_memory_bytes // 2, image, rules, carrier)
+
+
+def _kv_bytes(memory: Memory, steps: int) -> int:
+    """Of the KV pool, where the device holds nothing besides but what a step computes with."""
+    if memory.kv_cache_memory == AUTO:
+        return min(KV_AUTO_BYTES, steps // (KV_AUTO_PART - 1))
+    return memory.kv_cache_memory_bytes
 
 
 def activation_bytes(memory: Memory, config: Any) -> int:
