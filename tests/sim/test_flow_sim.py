@@ -259,13 +259,17 @@ class World:
             _, _, slot = self.private.pop()
             self.store.drop_private(np.array([slot]))
             return
-        group, key = self.chance.randrange(2), self.chance.randbytes(32)
-        slots = self.store.reserve_private(group, [key])
-        if slots[0] >= 0:
-            self.store.payload(int(slots[0]), group)[:] = content(key, group)
-            self.store.commit_private(slots)
-            self.private.append((group, key, int(slots[0])))
-            assert self.store.lookup(group, [key])[0] == 0
+        group, keys = self.chance.randrange(2), [self.chance.randbytes(32) for _ in range(self.chance.randrange(1, 5))]
+        before = self.store.stats()["evictions"]
+        slots = self.store.reserve_private(group, keys)
+        if (slots < 0).any():
+            assert (slots < 0).all() and self.store.stats()["evictions"] == before, "evicted for nothing"
+            return
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            self.store.payload(slot, group)[:] = content(key, group)
+            self.private.append((group, key, slot))
+        self.store.commit_private(slots)
+        assert not self.store.lookup(group, keys).any()
 
     def drop(self) -> None:
         self.store.drop_host()

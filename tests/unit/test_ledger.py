@@ -262,9 +262,25 @@ def test_slots_where_there_is_room_for_some_only() -> None:
     assert filled.tolist() == [0, 1] and more.tolist() == [2, -1, -1] and more.dtype == np.int64
     ledger.check()
     ledger.abort(np.array([0, 1, 2]))
-    private = ledger.take_private(0, keys(6, 7, 8, 9))
-    assert (private >= 0).tolist() == [True, True, True, False] and private.dtype == np.int64
-    assert ledger.keys(private[:3]) == keys(6, 7, 8)
+    ledger.check()
+
+
+def test_private_slots_are_for_all_or_none_and_none_evicts_nothing() -> None:
+    ledger = Ledger([5, 2])
+    store(ledger, 1, 2, 3)
+    pinned = ledger.find(keys(3))
+    ledger.pin(pinned)
+    none = ledger.take_private(0, keys(6, 7, 8, 9, 10))
+    assert none.tolist() == [-1] * 5 and none.dtype == np.int64
+    assert present(ledger, 1, 2, 3) == [True] * 3 and ledger.evictions == 0 and ledger.used(0) == 3
+    ledger.check()
+    private = ledger.take_private(0, keys(6, 7, 8))
+    assert (private >= 0).all() and ledger.keys(private) == keys(6, 7, 8) and private.dtype == np.int64
+    assert present(ledger, 1, 2, 3) == [True, False, True] and ledger.evictions == 1
+    ledger.unpin(pinned)
+    assert (ledger.take_private(0, keys(9, 10)) >= 0).all() and ledger.evictions == 3
+    assert ledger.take_private(0, keys(11)).tolist() == [-1] and ledger.take_private(0, []).tolist() == []
+    assert (ledger.take_private(1, keys(11, 12)) >= 0).all()
     ledger.check()
 
 

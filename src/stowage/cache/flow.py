@@ -211,7 +211,7 @@ class Flow:
         self._fetches.failed(slots)
 
     def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
-        """A slot with one owner per key, -1 when there is no room. In no look-up, never evicted, never spilled."""
+        """A slot with one owner per key: in no look-up, never evicted, never spilled. All -1 when not all have room."""
         slots = self.ledger.take_private(self._slab_of_group[group], keys)
         self._sizes.taken(slots, group)
         return slots

@@ -242,14 +242,15 @@ class Ledger:
     # Private chunks
 
     def take_private(self, slab: int, keys: list[bytes]) -> IntArray:
-        """A pinned PRIVATE slot per key, ABSENT when there is no room."""
+        """A pinned PRIVATE slot per key. Where there is no room for all: ABSENT for each, and nothing is evicted."""
+        short = len(keys) - self._free_count[slab]
+        if short > 0 and short > len(self._policies[slab]):
+            return np.full(len(keys), ABSENT, np.int64)
         slots = self._take(slab, len(keys))
-        self._key_of[slots] = keys[: len(slots)]
+        self._key_of[slots] = keys
         self._state[slots] = PRIVATE
         self._pins[slots] = 1
-        if len(slots) == len(keys):
-            return slots
-        return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
+        return slots
 
     def drop_private(self, slots: IntArray) -> None:
         """PRIVATE -> FREE."""

@@ -192,7 +192,10 @@ class TieredStore:
         self._flow.abort(slots)
 
     def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
-        """A slot per chunk that only the caller knows: in no look-up, pinned, never spilled. -1: no room."""
+        """A slot per chunk that only the caller knows: in no look-up, pinned, never spilled.
+
+        All or none: -1 for each, and nothing is evicted, where there is no room for all of them.
+        """
         return self._flow.reserve_private(group, keys)
 
     def commit_private(self, slots: IntArray) -> None:
@@ -258,6 +261,10 @@ class TieredStore:
             limit_s = min(limit_s, _POLL_S)
         if limit_s > 0:
             self._wake.wait(limit_s)
+
+    def rouse(self) -> None:
+        """End the `wait` of another thread, or its next one if it has not begun since the last `poll`."""
+        self._wake.set()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is left to be spilled. False when that takes longer than `timeout_s`."""

@@ -36,7 +36,10 @@ REQUESTS_MAX = 1 << 16
 CHECK_EVERY_S = 30.0
 """An engine that has become idle verifies its invariants, at most this often."""
 _LOADING_WAIT_S = 0.005
+"""Longest wait for a tier while something is loaded: what it is worth to wait for runs out by itself. Waits for host
+memory that tiers write from begin with it, too; each is twice as long, up to `_IDLE_WAIT_S`."""
 _IDLE_WAIT_S = 0.05
+"""Longest wait while tiers write."""
 _TELLERS = 32
 """Threads that call ``on_delta`` of what was open when the engine stopped: one that blocks holds up nobody else."""
 
@@ -71,6 +74,7 @@ class Loop:
         self._inbox: list[tuple[Request, Sequence]] = []
         self._news = threads.Condition()
         self._checked_s = clock()
+        self._memory_wait_s = _LOADING_WAIT_S
         self._broken: BaseException | None = None
         _leave_cores()
         self.thread = threads.Thread(target=self._run, name="stowage-engine", daemon=True)
@@ -97,13 +101,13 @@ class Loop:
             if len(self._inbox) + len(self.open) >= REQUESTS_MAX:
                 raise RequestError(f"{REQUESTS_MAX} requests are open already; wait for some to end.")
             self._inbox.append((request, sequence))
-            self._news.notify()
+            self._rouse()
 
     def cancel(self, request: Request) -> None:
         """``request`` ends when the running step is done."""
         with self._news:
             request.cancelled = True
-            self._news.notify()
+            self._rouse()
 
     def end(self) -> bool:
         """Take nothing new, and cancel what runs; False when that was said before."""
@@ -111,7 +115,7 @@ class Loop:
             if self.closing:
                 return False
             self.closing = True
-            self._news.notify()
+            self._rouse()
             return True
 
     def check(self) -> None:
@@ -123,13 +127,21 @@ class Loop:
 
     # inside
 
+    def _rouse(self) -> None:
+        """There is news for the loop, which may be waiting for that or for a tier."""
+        self._news.notify()
+        if self._store is not None:
+            self._store.rouse()
+
     def _run(self) -> None:
         try:
             while self._rest():
                 with self.lock:
                     self._accept()
                     self._end_cancelled()
-                    self._step()
+                    wait_s = self._step()
+                if wait_s and self._store is not None:
+                    self._store.wait(wait_s)
             with self.lock:
                 self._accept()
                 self._finish_all(list(self.open.values()))
@@ -209,16 +221,27 @@ class Loop:
             self._end(sequence, _own(error))
             self._scheduler.check()
 
-    def _step(self) -> None:
+    def _step(self) -> float:
+        """Compute what is next. Where nothing can be before a tier has done more: the longest wait for one, which what
+        it has done ends, and so does a request.
+        """
         self._kv_manager.async_copies.collect()
         work = self._scheduler.schedule()
         self._end_failed()
         if not work:
             if len(self._kv_manager.async_copies):  # which hold what somebody may be waiting for
                 self._kv_manager.async_copies.collect(wait=True)
-            elif self._store is not None and (self._scheduler.loading or not self._store.idle):
-                self._store.wait(_LOADING_WAIT_S)
-            return
+            elif self._scheduler.loading:
+                return _LOADING_WAIT_S
+            elif self._store is not None and not self._store.idle:
+                wait_s, self._memory_wait_s = self._memory_wait_s, min(2 * self._memory_wait_s, _IDLE_WAIT_S)
+                return wait_s
+            return 0.0
+        self._memory_wait_s = _LOADING_WAIT_S
+        self._compute(work)
+        return 0.0
+
+    def _compute(self, work: list[Work]) -> None:
         began_s = self._clock()
         try:
             outputs = self._runner.run(work)

@@ -71,8 +71,9 @@ class Scheduler:
         return bool(self.waiting or self.running or len(self._admissions))
 
     @property
-    def loading(self) -> int:
-        return len(self._admissions)
+    def loading(self) -> bool:
+        """Whether tiers bring something that a sequence waits for, as long as that is worth it."""
+        return bool(len(self._admissions) or len(self._overlapped_loads))
 
     def add(self, sequence: Sequence) -> None:
         self._admissions.announce(sequence)

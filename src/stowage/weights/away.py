@@ -112,14 +112,14 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOS
     of packed weights are NaN. Raises UnsupportedModelError for other whole numbers.
     """
     if dtype is torch.uint8 or dtype is torch.int32:  # bytes, or words of codes whose scales are away too
-        return torch.full((1,), 0xFF if dtype is torch.uint8 else -1, dtype=dtype, device=device).expand(tuple(shape))
+        return torch.full((), 0xFF if dtype is torch.uint8 else -1, dtype=dtype, device=device).expand(tuple(shape))
     if not dtype.is_floating_point:
         raise UnsupportedModelError(
             f"a weight of type {dtype} has no value that says it is away, so it cannot be offloaded: keep its module "
             "resident."
         )
     # Not every type has NaN as a Python scalar fill (8-bit floats have): so it is made in float32 and cast.
-    return torch.full((1,), float("nan"), device=_HOST).to(dtype).to(device).expand(tuple(shape))
+    return torch.full((), float("nan"), device=_HOST).to(dtype).to(device).expand(tuple(shape))
 
 
 def point(parameter: Tensor, values: Tensor) -> None:
