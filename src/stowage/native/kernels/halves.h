@@ -1,10 +1,11 @@
 /* y = x w^T of numbers in bfloat16, with instructions that multiply pairs of them (AVX512_BF16) and sum in float32.
  *
  * As in linear.h every element is summed in one order: 32 columns of HALVES_DEPTH inputs at a time, what is left of
- * them filled up with zeros. Tiles of up to 8 rows by 3 outputs stay in registers. Where the inputs of their rows are
- * more than the first cache holds beside weights, all outputs of a panel go through HALVES_NEAR of them at a time, and
- * the columns are kept meanwhile as they are. These inputs are copied side by side first: rows that are 4 KiB apart
- * would share a few lines of that cache.
+ * them filled up with zeros. Tiles of up to 8 rows by 3 outputs stay in registers, or of few rows by 4, which lie in four
+ * quarters of a panel: four long runs of memory arrive sooner than one, or many short ones. Where the inputs of their
+ * rows are more than the first cache holds beside weights, all outputs of a panel go through HALVES_NEAR of them at a
+ * time, and the columns are kept meanwhile as they are. These inputs are copied side by side first: rows that are 4 KiB
+ * apart would share a few lines of that cache.
  */
 enum { HALVES_DEPTH = 4096, HALVES_ROWS = 8, HALVES_PANEL = 96, HALVES_NEAR = 8192, HALVES_APART = 32 };
 enum { FIRST = 1, GOES_ON = 2, ENDS = 4 }; /* the first HALVES_DEPTH; in these not the first inputs, the last ones */
@@ -62,9 +63,9 @@ static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
     {                                                                                                                  \
         __m512bh weights[C];                                                                                           \
         UNROLLED for (int c = 0; c < C; c++) {                                                                         \
-            const T *from = w + c * w_row + k;                                                                         \
+            const T *from = w + c * apart + k;                                                                         \
             weights[c] = WEIGHTS;                                                                                      \
-            FETCH_FAR(from + 2 * C * w_row);                                                                           \
+            FETCH_FAR((const char *)from + ahead);                                                                     \
         }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++) {                                                                         \
             const uint16_t *from = x + r * x_row + k;                                                                  \
@@ -74,8 +75,8 @@ static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
         }                                                                                                              \
     }
 #define TILE(F, T, R, C)                                                                                               \
-    static void halves_tile_##F##R##C(const uint16_t *x, int64_t x_row, const void *at, int64_t w_row, int64_t depth,  \
-                                      __m512 *kept, float *y, int64_t y_row, int part)                                 \
+    static void halves_tile_##F##R##C(const uint16_t *x, int64_t x_row, const void *at, int64_t apart, int64_t depth,  \
+                                      int64_t ahead, __m512 *kept, float *y, int64_t y_apart, int part)                \
     {                                                                                                                  \
         const T *w = at;                                                                                               \
         __m512 sums[R][C];                                                                                             \
@@ -106,25 +107,31 @@ static inline ALWAYS void halves_totals(const __m512 v[8], float to[16])
                     totals[r % 4 * 4 + r / 4] = avx512_total((avx512_vec)sums[r][c]);                                  \
             UNROLLED for (int r = 0; r < R; r++) {                                                                     \
                 float sum = totals[r % 4 * 4 + r / 4];                                                                 \
-                y[r * y_row + c] = part & FIRST ? sum : y[r * y_row + c] + sum;                                        \
+                float *to = y + r * HALVES_PANEL + c * y_apart;                                                        \
+                *to = part & FIRST ? sum : *to + sum;                                                                  \
             }                                                                                                          \
         }                                                                                                              \
     }
-#define ROW(F, T, R) TILE(F, T, R, 1) TILE(F, T, R, 2) TILE(F, T, R, 3)
+#define ROW(F, T, R) TILE(F, T, R, 1) TILE(F, T, R, 3)
+#define FEW_ROWS(F, T, R) TILE(F, T, R, 1) TILE(F, T, R, 4)
 #define ALL(F, T)                                                                                                      \
-    ROW(F, T, 1) ROW(F, T, 2) ROW(F, T, 3) ROW(F, T, 4) ROW(F, T, 5) ROW(F, T, 6) ROW(F, T, 7) ROW(F, T, 8)
+    FEW_ROWS(F, T, 1) FEW_ROWS(F, T, 2) FEW_ROWS(F, T, 3) FEW_ROWS(F, T, 4)                                            \
+    ROW(F, T, 5) ROW(F, T, 6) ROW(F, T, 7) ROW(F, T, 8)
 ALL(b, uint16_t)
 ALL(c, int8_t)
 #undef ALL
+#undef FEW_ROWS
 #undef ROW
 #undef TILE
 #undef STEP
 #undef UNROLLED
 
-typedef void (*HalvesTile)(const uint16_t *, int64_t, const void *, int64_t, int64_t, __m512 *, float *, int64_t, int);
-#define ROW(F, R) {halves_tile_##F##R##1, halves_tile_##F##R##2, halves_tile_##F##R##3}
-#define ALL(F) {ROW(F, 1), ROW(F, 2), ROW(F, 3), ROW(F, 4), ROW(F, 5), ROW(F, 6), ROW(F, 7), ROW(F, 8)}
-static const HalvesTile halves_tiles[2][HALVES_ROWS][3] = {ALL(b), ALL(c)};
+typedef void (*HalvesTile)(const uint16_t *, int64_t, const void *, int64_t, int64_t, int64_t, __m512 *, float *,
+                           int64_t, int);
+#define ROW(F, R, C) {halves_tile_##F##R##1, halves_tile_##F##R##C}
+#define ALL(F)                                                                                                         \
+    {ROW(F, 1, 4), ROW(F, 2, 4), ROW(F, 3, 4), ROW(F, 4, 4), ROW(F, 5, 3), ROW(F, 6, 3), ROW(F, 7, 3), ROW(F, 8, 3)}
+static const HalvesTile halves_tiles[2][HALVES_ROWS][2] = {ALL(b), ALL(c)};
 #undef ALL
 #undef ROW
 
@@ -147,6 +154,7 @@ static void halves_panel(const Linear *job, int64_t row, int r, int64_t first, i
 {
     uint16_t near[HALVES_NEAR + HALVES_ROWS * HALVES_APART] __attribute__((aligned(64)));
     int coded = job->form == INT8_HALVES, shift = !coded; /* bytes of a weight, as a power of two */
+    int64_t row_bytes = job->w_row << shift;
     for (int64_t k = 0, depth; k < job->inputs; k += depth) {
         int64_t block = k / HALVES_DEPTH * HALVES_DEPTH, left = job->inputs - k;
         depth = block + HALVES_DEPTH - k < left ? block + HALVES_DEPTH - k : left;
@@ -161,12 +169,15 @@ static void halves_panel(const Linear *job, int64_t row, int r, int64_t first, i
                 memcpy(near + i * x_row, x + i * job->x_row, (size_t)depth * sizeof *x);
             x = near;
         }
-        for (int64_t n = 0; n < wide; n += 3) {
-            int c = wide - n < 3 ? (int)(wide - n) : 3;
-            const char *w = (const char *)job->w + (((first + n) * job->w_row + k) << shift);
-            halves_tiles[coded][r - 1][c - 1](x, x_row, w, job->w_row, depth, kept + n * r, sums + n,
-                                              HALVES_PANEL, part);
-        }
+        int far = r <= FAR_ROWS, columns = far ? 4 : 3;
+        int64_t passes = wide / columns, apart = far ? passes : 1, next = far ? 1 : columns;
+        int64_t ahead = !far ? 2 * columns * row_bytes : depth < job->inputs ? row_bytes : AHEAD;
+        const char *w = (const char *)job->w + first * row_bytes + (k << shift);
+        for (int64_t n = 0; n < passes; n++)
+            halves_tiles[coded][r - 1][1](x, x_row, w + n * next * row_bytes, apart * job->w_row, depth, ahead,
+                                          kept + n * columns * r, sums + n * next, apart, part);
+        for (int64_t n = passes * columns; n < wide; n++)
+            halves_tiles[coded][r - 1][0](x, x_row, w + n * row_bytes, 0, depth, ahead, kept + n * r, sums + n, 0, part);
     }
 }
 

@@ -30,6 +30,8 @@
 #endif
 #define DEPTH 1024 /* inputs that are summed at a time */
 #define FEW 8      /* rows with which a weight's row is read to its end */
+#define FAR_ROWS 4 /* rows with which outputs that are computed together lie far apart */
+#define AHEAD 2048 /* bytes that are fetched before what is read so */
 #define PANEL 64   /* rows whose block of inputs stays in the cache */
 #define KEYS 64    /* keys that a softmax takes at a time */
 #define TILES_FEW 4 /* with more rows tiles are used, where there are any */

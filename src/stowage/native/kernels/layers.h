@@ -134,7 +134,8 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
     long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
     int tiled = common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW;
     int step = tiled || shares.job[0].format != PLAIN ? 32 : 12;
-    shares.each = threads > 1 ? (outputs / (8 * threads) / step + 1) * step : outputs;
+    int64_t pieces = (common.rows > FEW ? 8 : 4) * threads; /* with few rows memory is waited for: it likes long runs */
+    shares.each = threads > 1 ? (outputs / pieces / step + 1) * step : outputs;
     shares.firsts[0] = 0;
     for (int i = 0; i < TOGETHER; i++)
         shares.firsts[i + 1] =

@@ -4,8 +4,8 @@
  * the block. Tiles of up to 4 rows by 3 outputs stay in registers; nothing of a sum depends on the tile.
  */
 #define TILE(F, T, R, C)                                                                                               \
-    static void NAME(tile_##F##R##C)(const float *x, int64_t x_row, const void *at, int64_t w_row, int64_t depth,      \
-                                     float *y, int64_t y_row, int first, Ahead ahead)                                  \
+    static void NAME(tile_##F##R##C)(const float *x, int64_t x_row, const void *at, int64_t w_apart, int64_t depth,    \
+                                     float *y, int64_t y_row, int64_t y_apart, int first, Ahead ahead)                 \
     {                                                                                                                  \
         const T *w = at;                                                                                               \
         NAME(vec) sums[R][C];                                                                                          \
@@ -16,7 +16,7 @@
         for (; k + LANES <= depth; k += LANES) {                                                                       \
             NAME(vec) weights[C];                                                                                      \
             for (int c = 0; c < C; c++) {                                                                              \
-                weights[c] = NAME(load_##F)(w + c * w_row + k);                                                        \
+                weights[c] = NAME(load_##F)(w + c * w_apart + k);                                                      \
                 FETCH_FAR(ahead.at + c * ahead.row + (k << ahead.shift));                                              \
             }                                                                                                          \
             for (int r = 0; r < R; r++) {                                                                              \
@@ -29,10 +29,11 @@
             for (int c = 0; c < C; c++) {                                                                              \
                 float sum = NAME(total)(sums[r][c]);                                                                   \
                 for (int64_t i = k; i < depth; i++) {                                                                  \
-                    sum += x[r * x_row + i] * NAME(one_##F)(w[c * w_row + i]);                                         \
+                    sum += x[r * x_row + i] * NAME(one_##F)(w[c * w_apart + i]);                                       \
                     SETTLE(sum);                                                                                       \
                 }                                                                                                      \
-                y[r * y_row + c] = first ? sum : y[r * y_row + c] + sum;                                               \
+                float *to = y + r * y_row + c * y_apart;                                                               \
+                *to = first ? sum : *to + sum;                                                                         \
             }                                                                                                          \
     }
 
@@ -46,7 +47,8 @@ TILES(c, int8_t)
 #undef TILES
 #undef TILE
 
-typedef void (*NAME(tile))(const float *, int64_t, const void *, int64_t, int64_t, float *, int64_t, int, Ahead);
+typedef void (*NAME(tile))(const float *, int64_t, const void *, int64_t, int64_t, float *, int64_t, int64_t, int,
+                           Ahead);
 #define ROW(F, R) {NAME(tile_##F##R##1), NAME(tile_##F##R##2), NAME(tile_##F##R##3)}
 #define ALL(F) {ROW(F, 1), ROW(F, 2), ROW(F, 3), ROW(F, 4)}
 static const NAME(tile) NAME(tiles)[3][4][3] = {[FLOAT32] = ALL(f), [BFLOAT16] = ALL(b), [INT8] = ALL(c)};
@@ -72,50 +74,57 @@ static void NAME(unpack)(const Linear *job, int64_t n, int64_t k, int64_t end, f
     }
 }
 
-/* `rows` rows of x, from `row`, against outputs [n, n + c), inputs [k, k + depth). Weights become numbers in registers,
- * which is quicker than once for all rows in the cache; but for those of four bits and of block formats. */
-static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n, int c, int64_t k, float *scratch)
+/* `rows` rows of x, from `row`, against c outputs that are `apart` outputs apart, from n on; inputs [k, k + depth).
+ * Weights become numbers in registers, which is quicker than once for all rows in the cache; but for those of four bits
+ * and of block formats. */
+static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n, int c, int64_t apart, int64_t k,
+                        float *scratch)
 {
     static const int bytes[] = {[FLOAT32] = 2, [BFLOAT16] = 1, [INT8] = 0, [INT4] = 0}; /* powers of two */
-    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, w_row = job->w_row;
+    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, w_apart = apart * job->w_row;
     int form = job->form, shift = bytes[form];
-    const char *w = (const char *)job->w + ((n * w_row + k) << shift);
+    const char *w = (const char *)job->w + ((n * job->w_row + k) << shift);
     const float *x = job->x;
     /* Two strips on: outputs are gone through one by one with all of their inputs (see `linear`), or inputs first. */
     int64_t blocks = (job->inputs + DEPTH - 1) / DEPTH, then = k / DEPTH + 2;
-    int64_t on = rows <= FEW ? then / blocks * 3 * w_row + then % blocks * DEPTH - k : 6 * w_row;
-    Ahead ahead = {w + (on << shift), w_row << shift, shift};
+    int64_t on = rows <= FEW ? then / blocks * 3 * job->w_row + then % blocks * DEPTH - k : 6 * job->w_row;
+    Ahead ahead = {w + (rows <= FAR_ROWS ? AHEAD : on << shift), w_apart << shift, shift};
     if (form == INT4 || job->format != PLAIN) {
         for (int i = 0; i < c; i++)
-            (job->format != PLAIN ? NAME(decode) : NAME(unpack))(job, n + i, k, k + depth, scratch + i * DEPTH);
+            (job->format != PLAIN ? NAME(decode) : NAME(unpack))(job, n + i * apart, k, k + depth, scratch + i * DEPTH);
         if (job->format != PLAIN)
             ahead = (Ahead){job->w, 0, 0};
         w = (const char *)scratch;
-        w_row = DEPTH;
+        w_apart = DEPTH;
         form = FLOAT32;
     }
     for (int64_t end = row + rows; row < end; row += 4) {
         int r = end - row < 4 ? (int)(end - row) : 4;
-        NAME(tiles)[form][r - 1][c - 1](x + row * job->x_row + k, job->x_row, w, w_row, depth,
-                                        (float *)job->y + row * job->outputs + n, job->outputs, k == 0, ahead);
+        NAME(tiles)[form][r - 1][c - 1](x + row * job->x_row + k, job->x_row, w, w_apart, depth,
+                                        (float *)job->y + row * job->outputs + n, job->outputs, apart, k == 0, ahead);
     }
 }
 
-/* Outputs [begin, end) of all rows. Few rows: a weight's row is read to its end, as memory likes it. Many: a block of
- * inputs of PANEL rows stays in the cache while all weights pass. */
+/* Outputs [begin, end) of all rows. Few rows: weights' rows are read to their ends, and of very few one after the other
+ * in each of three thirds: a processor fetches a few long runs ahead better than many short ones. Many: a block of inputs
+ * of PANEL rows stays in the cache while all weights pass. */
 static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
 {
     float scratch[3 * DEPTH] __attribute__((aligned(64)));
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
-        if (rows <= FEW)
-            for (int64_t n = begin; n < end; n += 3)
+        if (rows <= FEW) {
+            int64_t passes = (end - begin) / 3, apart = rows <= FAR_ROWS ? passes : 1, next = rows <= FAR_ROWS ? 1 : 3;
+            for (int64_t n = 0; n < passes; n++)
                 for (int64_t k = 0; k < job->inputs; k += DEPTH)
-                    NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, k, scratch);
-        else
+                    NAME(strip)(job, row, rows, begin + n * next, 3, apart, k, scratch);
+            for (int64_t n = begin + 3 * passes; n < end; n++)
+                for (int64_t k = 0; k < job->inputs; k += DEPTH)
+                    NAME(strip)(job, row, rows, n, 1, 1, k, scratch);
+        } else
             for (int64_t k = 0; k < job->inputs; k += DEPTH)
                 for (int64_t n = begin; n < end; n += 3)
-                    NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, k, scratch);
+                    NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, 1, k, scratch);
     }
     for (int64_t row = 0; job->form == INT8 && row < job->rows; row++)
         scale_sums((float *)job->y + row * job->outputs + begin, (const float *)job->scales + begin, end - begin);
