@@ -98,9 +98,7 @@ class Case:
             runs.append([tokens, end - begin, begin, at, first * self.block_tokens])
             queries.append(self.query[begin:end])
             at, tokens = at + len(tables[-1]), tokens + end - begin
-        steps = kernels.AttentionRuns(
-            torch.cat(tables), torch.tensor(runs), self.kind, self.window, self.block_tokens, tokens
-        )
+        steps = kernels.AttentionRuns(torch.cat(tables), torch.tensor(runs), self.kind, self.window, self.block_tokens)
         return kernels.attend(
             torch.cat(queries), self.keys, self.values, steps, 0.3, softcap=self.softcap, sinks=self.sinks
         )

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import stowage
 from stowage.testing import tiny_models
 from stowage.weights import saving
-from stowage.weights.away import AwayParameter
+from stowage.weights.away import AwayParameter, absent
 from stowage.weights.placement import Delivery
 from tests.families import all_of
 from tests.weights.conftest import bytes_of, logits, prompt
@@ -198,6 +198,41 @@ def test_a_weight_that_is_away_is_read_by_nobody(how: str, placed: tuple[str, An
     assert model.device.type == "cpu" and model.dtype is torch.float32
     assert model.num_parameters() and model.get_memory_footprint()
     assert "NaN" not in repr(model) and all("away" in repr(p) for p in away.values())
+
+
+MADE_BELOW_PYTHON: dict[str, Callable[[Any], Tensor]] = {
+    "tensor": torch.tensor,
+    "as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
+    "asarray": lambda p: torch.asarray(p, copy=True, requires_grad=False),
+    "Tensor": torch.Tensor,
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "as_subclass": lambda p: p.as_subclass(Tensor),
+    "set": lambda p: torch.ones(p.shape).set_(p),
+    "dlpack": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p)),
+}
+
+
+@pytest.mark.parametrize("how", MADE_BELOW_PYTHON)
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_what_torch_makes_of_it_without_asking_holds_no_number(how: str, placed: tuple[str, Any]) -> None:
+    """These copy what they are given before Python is asked."""
+    _, model = placed
+    logits(model, prompt())
+    away = [p for p in model.parameters() if isinstance(p, AwayParameter)]
+    assert away
+    for parameter in away:
+        made = MADE_BELOW_PYTHON[how](parameter)
+        assert made.shape == parameter.shape and bool(made.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int32])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_what_stands_for_a_weight_that_is_away(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A single number, too, in no more memory than one."""
+    made = absent(shape, dtype)
+    assert made.shape == shape and made.dtype is dtype and made.untyped_storage().nbytes() == made.element_size()
+    ones = 255 if dtype is torch.uint8 else -1
+    assert bool(made.float().isnan().all()) if dtype.is_floating_point else bool((made == ones).all())
 
 
 def family_ties(model: Any) -> bool:

@@ -88,13 +88,8 @@ def paged_attention(
         return tabled(module, flat, views, group.decode, scores).view(batch, length, heads, -1), None
     if group.runs is not None:
         paged = _paged_latent if latent else _paged
-        tokens = group.runs.tokens
-        if tokens == batch * length:
-            return paged(module, flat, views, away, group.runs, scores).view(batch, length, heads, -1), None
-        out = flat.new_empty((batch * length, heads, value.shape[-1]))
-        out[:tokens] = paged(module, flat[:tokens], views, away, group.runs, scores)
-    else:
-        out = flat.new_empty((batch * length, heads, value.shape[-1]))
+        return paged(module, flat, views, away, group.runs, scores).view(batch, length, heads, -1), None
+    out = flat.new_empty((batch * length, heads, value.shape[-1]))
     for stream in group.streams:
         assert away is not None, "blocks are away, and no host memory is known"
         streamed = streamed_attention.attend_latent if latent else streamed_attention.attend

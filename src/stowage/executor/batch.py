@@ -122,20 +122,12 @@ class ForwardStep:
 
 
 HOST = torch.device("cpu")
-LONG_QUERIES, LONG_KEYS = 32, 512
 current: ContextVar[ForwardStep] = ContextVar("stowage_step")
 
 
 def order(work: Items[Work]) -> list[Work]:
-    """Single tokens first, runs after them, long ones last; otherwise in the given order."""
-    return sorted(work, key=lambda w: (w.count > 1) + is_long(w))
-
-
-def is_long(work: Work) -> bool:
-    """Whether torch's attention is quicker than the kernel: it takes more queries at once, once it has gathered keys
-    (two cores with AVX2: 1.4 times at 4,096 keys, the same at 512; with AVX-512 0.94 to 1.85 times at 1,024).
-    """
-    return work.count >= LONG_QUERIES and work.start + work.count > LONG_KEYS
+    """Single tokens first, runs after them; otherwise in the given order."""
+    return sorted(work, key=lambda w: w.count > 1)
 
 
 def build(
@@ -144,13 +136,13 @@ def build(
     strategies: Items[GroupStrategy],
     dtype: torch.dtype,
     *,
-    native: Callable[[BlockPool, Items[Work]], int] = lambda pool, work: 0,
+    native: Callable[[BlockPool, Items[Work]], bool] = lambda pool, work: False,
     paged: Attend | None = None,
     device: torch.device = HOST,
 ) -> ForwardStep:
     """The step that computes ``work`` (see ``order``) on ``device``, where ``pools`` lie, for those of them that are
-    attention's; ``native``: of how many of these, from the first on, the kernels compute the attention; ``paged``: what
-    computes that of the other single tokens without gathering their keys.
+    attention's; ``native``: whether the kernels compute it; ``paged``: what computes that of single tokens where they
+    do not, without gathering keys.
     """
     decodes = sum(1 for w in work if w.count == 1)
     ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
@@ -177,7 +169,7 @@ def _group_step(
     pool: BlockPool,
     strategy: GroupStrategy,
     dtype: torch.dtype,
-    native: Callable[[BlockPool, Items[Work]], int],
+    native: Callable[[BlockPool, Items[Work]], bool],
     paged: Attend | None,
 ) -> GroupStep:
     group = pool.group
@@ -189,24 +181,20 @@ def _group_step(
     assert (blocks > PADDING_BLOCK).all(), "a token has no block to go to"
     device = pool.storage.device
     step = GroupStep(pool, _on(device, blocks), _on(device, positions % group.block_tokens))
-    ours = native(pool, work)
-    assert not ours or ours >= decodes, "single tokens are computed in one way"
-    if ours < len(work) and any(table.is_away for table in tables):
-        assert not ours, "the kernels compute all or nothing where keys are away"
+    if native(pool, work):
+        return replace(step, runs=_runs(work, begins, addresses, group, strategy))
+    if any(table.is_away for table in tables):
         return replace(
             step,
             streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins.tolist(), addresses, strict=False)),
         )
     return replace(
         step,
-        runs=_runs(work[:ours], begins, addresses[:ours], group, strategy) if ours else None,
-        decode=_decode_step(work[:decodes], addresses, group, strategy, dtype, device, paged)
-        if decodes and not ours
-        else None,
+        decode=_decode_step(work[:decodes], addresses, group, strategy, dtype, device, paged) if decodes else None,
         prefills=tuple(
             _prefill_step(w, int(begins[i]), addresses[i], group, strategy, dtype, device)
             for i, w in enumerate(work)
-            if i >= max(decodes, ours)
+            if i >= decodes
         ),
     )
 
@@ -236,7 +224,7 @@ def _runs(
         for i, (w, first) in enumerate(zip(work, firsts, strict=True))
     ]
     table, listed = torch.from_numpy(whole), torch.from_numpy(np.array(runs, dtype=np.int64))
-    return AttentionRuns(table, listed, group.kind, group.window, size, int(begins[len(work)]))
+    return AttentionRuns(table, listed, group.kind, group.window, size)
 
 
 def _decode_step(

@@ -261,7 +261,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, more: float, *, rounded: bool) -
 class AttentionRuns:
     """Whose keys the tokens of a step read. ``table`` is ``BlockTable.addresses`` of all runs, one after the other;
     ``runs`` is ``[runs, 5]``: first token of the step, tokens, position of the first, where its table begins, and the
-    position of that table's first key. ``tokens``: all of them, the first of the step.
+    position of that table's first key.
     """
 
     table: Tensor
@@ -269,7 +269,6 @@ class AttentionRuns:
     kind: Kind
     window: int
     block_tokens: int
-    tokens: int
 
 
 def attend(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
 from stowage.executor import attention, decode_attention, kernels, paged_trial
-from stowage.executor.batch import ForwardStep, Work, build, current, is_long, order
+from stowage.executor.batch import ForwardStep, Work, build, current, order
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.determinism.cuts import Pieces
 from stowage.executor.determinism.row_invariance import mode_of
@@ -228,18 +228,15 @@ class Runner:
         finally:
             self._cache.unbind_states()
 
-    def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> int:
-        """Of how many of ``work``, from the first on, the kernels compute the attention. Where torch is quicker (it
-        expands latents) they need not; but keys that are away from the device they read where they lie.
+    def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> bool:
+        """Whether the kernels compute the attention of ``work``: wherever there are any, unless answers need not be
+        exact and torch is quicker, which expands latents. Keys that are away from the device they read where they lie.
         """
         if not self._kernels:
-            return 0
+            return False
         by_rows = self._exact and (not self._piece_tokens or work[0].count == 1)
-        if by_rows or any(w.sequence.tables[pool.group.index].is_away for w in work):
-            return len(work)
-        if pool.layout.layers[0].latent:
-            return 0
-        return next((i for i, w in enumerate(work) if is_long(w)), len(work))
+        is_away = any(w.sequence.tables[pool.group.index].is_away for w in work)
+        return by_rows or is_away or not pool.layout.layers[0].latent
 
     def _call(self, step: ForwardStep, shape: tuple[int, int], batched: bool) -> Tensor:
         rows = 1 if batched else step.logit_rows

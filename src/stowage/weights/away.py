@@ -1,8 +1,9 @@
 """A parameter whose bytes are somewhere else: it has a shape, a type and a device, and whoever reads it is told.
 
 While a parameter is away it is an `AwayParameter`, and anything but a look at its form raises `AwayError`, as it does
-for torch's own parameters without values. Below Python, where nothing can be told, every element of it reads as NaN
-(`absent`): what computes with it by mistake is wrong for all to see, and never a little. A parameter is of this class
+for torch's own parameters without values. Below Python, where nothing can be told (``torch.tensor(p)`` copies there),
+every element of it reads as NaN (`absent`): what computes with it by mistake is wrong for all to see, and never a
+little. A parameter is of this class
 before its bytes go, and until they have come, so an interrupt between leaves nothing to read.
 """
 
