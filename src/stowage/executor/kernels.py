@@ -192,7 +192,7 @@ def _coded(
 
 def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """``linear`` with each of up to ``TOGETHER`` ``weights`` of one type, without biases, in one call."""
-    form, halves = _form(x, weights[0])
+    form, halves = form_of(x, weights[0])
     if halves or x.dtype is torch.float32:
         outs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
         layers = [(weight, 0, out) for weight, out in zip(weights, outs, strict=True)]
@@ -202,7 +202,7 @@ def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, group: int = 0) -> Tensor:
-    form, halves = _form(x, weight)
+    form, halves = form_of(x, weight)
     narrow = halves and bias is None
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype if narrow else torch.float32)
     _multiply(x, [(weight, 0 if scales is None else scales.data_ptr(), out)], form, group, narrow)
@@ -211,7 +211,7 @@ def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
     return out if out.dtype is x.dtype else out.to(x.dtype)
 
 
-def _form(x: Tensor, weight: Tensor) -> tuple[int, bool]:
+def form_of(x: Tensor, weight: Tensor) -> tuple[int, bool]:
     """What the kernel calls this product, and whether it multiplies pairs of bfloat16."""
     if x.dtype is torch.bfloat16 and weight.dtype in _HALVES and _kernel.multiplies_halves():
         return _HALVES[weight.dtype], True

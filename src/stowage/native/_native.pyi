@@ -1,5 +1,6 @@
 """What the C sources of this room offer; their wrappers (see `native/__init__.py`) say what it means."""
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,7 @@ def attention(
     threads: int,
     /,
 ) -> None: ...
+def run_program(code: array[int], buffers: array[int], threads: int, /) -> None: ...
 def norm(
     x: int,
     w: int,

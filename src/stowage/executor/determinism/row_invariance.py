@@ -40,6 +40,7 @@ _NAMES = (
 ).split()
 _PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
 _ROWS = 16
+_MARK = "takes_whole_vectors"
 
 
 class RowInvariance(TorchFunctionMode):
@@ -52,7 +53,7 @@ class RowInvariance(TorchFunctionMode):
         self._special: dict[Any, Callable[..., Any]] = {}
         self._fused = FusedLinear()
         if linear:
-            self._special[F.linear] = self._alone if placed else self._linear
+            self._special[F.linear] = self.alone if placed else self._linear
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
                     self._special[grouped] = partial(_grouped, exact, self._multiply)
@@ -71,7 +72,7 @@ class RowInvariance(TorchFunctionMode):
     def instead_of(self, function: Any) -> Callable[..., Any]:
         """What is called when ``function`` is."""
         if function is F.linear and F.linear in self._special:
-            return self._alone
+            return self.alone
         found: Callable[..., Any] = self._special.get(function, function)
         return found
 
@@ -87,12 +88,17 @@ class RowInvariance(TorchFunctionMode):
         self._fused.end()
 
     def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        ours = self._exact or kernels.has_few_rows(input)
-        if ours and bias is None and type(weight) is Parameter and kernels.takes(input, weight):
+        if bias is None and self.by_kernels(input, weight):
             return self._fused.linear(input, weight)
-        return self._alone(input, weight, bias)
+        return self.alone(input, weight, bias)
 
-    def _alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    def by_kernels(self, input: Tensor, weight: Any) -> bool:
+        """Whether ``alone`` of these is a call of ``kernels.linear``."""
+        ours = self._exact or kernels.has_few_rows(input)
+        return ours and type(weight) is Parameter and kernels.takes(input, weight)
+
+    def alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """A linear layer that is computed by itself."""
         return _linear(input, weight, bias, self._multiply)
 
 
@@ -207,7 +213,13 @@ def _whole_vectors(function: Any) -> Callable[..., Any]:
         out = function(flat, *args[1:], **kwargs)[:count].view(x.shape)
         return x.copy_(out) if function.__name__.endswith("_") and not function.__name__.endswith("__") else out
 
+    apply.__dict__[_MARK] = True
     return apply
+
+
+def takes_whole_vectors(function: Any) -> bool:
+    """Whether it is a function of single numbers in the mode, whose results do not depend on what lies beside them."""
+    return _MARK in getattr(function, "__dict__", ())
 
 
 def _times(function: Any) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,6 +75,19 @@ class _Norm:
         rows = x.transpose(1, 2) if turned else x.contiguous()
         out = kernels.norm(rows, weight, self._eps, self._more, rounded=self._rounded)
         return out.transpose(1, 2) if turned else out
+
+
+def norm_of(function: Any, args: Sequence[Any]) -> tuple[Tensor, Tensor, float, float, bool] | None:
+    """If a list of calls has ``function``, and it is a norm that the kernel computes of ``args``: what ``kernels.norm``
+    is given then.
+    """
+    if function is not _Norm.__call__.__wrapped__ or len(args) != 2:  # type: ignore[attr-defined]
+        return None
+    norm, x = args
+    weight = norm._parameters["weight"]
+    if x.dtype is not weight.dtype or x.shape[-1] != weight.shape[0]:
+        return None
+    return x, weight, norm._eps, norm._more, norm._rounded
 
 
 def _is_candidate(module: nn.Module) -> bool:

@@ -19,10 +19,12 @@ from typing import Final
 
 from torch import Tensor, nn
 
+from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.cache import ReplayCache, Rules, StepShape
-from stowage.executor.replay.recorded_calls import RecordedCalls, recorded
+from stowage.executor.replay.programs import Arena, with_programs
+from stowage.executor.replay.recorded_calls import RecordedCalls, listed, recorded
 from stowage.executor.replay.recorder import CaptureError
 
 __all__ = ["CallBackend", "ModelStep", "RecordedSteps", "recorded_steps"]
@@ -64,6 +66,7 @@ class CallBackend:
     def __init__(self, model: nn.Module, mode: RowInvariance | None) -> None:
         self._model = model
         self._mode = mode
+        self._arena = Arena()
 
     def shape(self, step: ModelStep) -> StepShape:
         """See ``ReplayBackend``."""
@@ -79,8 +82,8 @@ class CallBackend:
             raise CaptureError("its modules have hooks")
         kept = [*self._model.parameters(), *self._model.buffers()]
         with step.bound() as states:
-            logits, calls = recorded(step.forward, step.given, states, kept, self._mode)
-        return calls, logits
+            logits, written = recorded(step.forward, step.given, states, kept, self._mode)
+        return (with_programs(written, self._arena) if kernels.is_built() else listed(written)), logits
 
     def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         """See ``ReplayBackend``. States that would be gathered are changed where they lie, if all calls can do that."""
@@ -90,7 +93,7 @@ class CallBackend:
             return recording.replay((*step.given, *states))
 
     def nbytes(self, recordings: Iterable[RecordedCalls]) -> int:
-        """A list keeps the model's own tensors, and numbers of Python."""
+        """A list keeps the model's own tensors, and numbers of Python; for its results see ``programs.Arena``."""
         return 0
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,53 +23,20 @@ from torch.overrides import TorchFunctionMode
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
+from stowage.executor.replay.recordable import ALLOWED, IN_PLACE, MAKERS, MAKERS_LIKE, READS
 from stowage.executor.replay.recorder import CaptureError
 
-__all__ = ["RecordedCalls", "one_call", "recorded"]
-
-_READS = frozenset(
-    "__get__ __len__ size dim stride numel nelement ndimension element_size is_contiguous is_floating_point is_complex "
-    "storage_offset get_device _set_grad_enabled".split()
-)
-"""What says something of a tensor's form, or only matters where gradients are kept. ``__get__``: its properties."""
-
-_MAKERS = frozenset("arange ones zeros full eye tensor".split())
-_MAKERS_LIKE = frozenset(
-    "ones_like zeros_like full_like empty_like new_zeros new_ones new_full new_empty "
-    "repeat repeat_interleave one_hot".split()
-)
-"""What makes as much as its arguments say, or those after the first: no tensors, which could say something else."""
-
-_ALLOWED = (
-    _MAKERS
-    | _MAKERS_LIKE
-    | frozenset(
-        """
-    __get__ __getitem__ view reshape transpose permute contiguous unsqueeze squeeze expand expand_as view_as reshape_as
-    flatten unflatten split chunk unbind narrow select movedim swapaxes t roll flip view_as_complex view_as_real
-    cat concat concatenate stack hstack pad tril triu
-    to type type_as float half bfloat16 bool long int clone detach
-    add sub subtract mul multiply div divide true_divide floor_divide remainder neg negative reciprocal abs
-    pow square sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tanh sigmoid erf floor ceil round polar
-    clamp clamp_min clamp_max minimum maximum lerp addcmul diff outer
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __floordiv__ __rfloordiv__
-    __mod__ __pow__ __rpow__ __neg__
-    eq ne gt ge lt le greater greater_equal less less_equal logical_not logical_and logical_or
-    __and__ __or__ __invert__ where masked_fill
-    mean sum prod var amax amin max min cumsum norm histc topk sort argsort gather scatter index_select
-    matmul mm bmm addmm baddbmm __matmul__ linear einsum conv1d _grouped_mm grouped_mm scaled_dot_product_attention
-    softmax log_softmax silu gelu relu relu6 softplus leaky_relu hardtanh elu mish logsigmoid glu
-    embedding layer_norm rms_norm group_norm dropout
-    """.split()
-    )
-)
-"""By name: none changes its arguments, or gives a result whose shape depends on numbers in them."""
-
-_IN_PLACE = frozenset(
-    "add_ sub_ mul_ div_ pow_ clamp_ exp_ neg_ sigmoid_ masked_fill_ copy_ zero_ fill_ scatter_ scatter_add_ "
-    "index_add_ __setitem__ __iadd__ __isub__ __imul__ __itruediv__".split()
-)
-"""What changes its first argument, which must be the step's own."""
+__all__ = [
+    "PART",
+    "WHOLE",
+    "RecordedCalls",
+    "WrittenCall",
+    "WrittenStep",
+    "linears_of",
+    "listed",
+    "one_call",
+    "recorded",
+]
 
 _recording: ContextVar[_Recording | None] = ContextVar("stowage_recording", default=None)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -128,6 +95,54 @@ class RecordedCalls:
         return logits
 
 
+PART, WHOLE = "part of a tuple", "tuple of parts"
+
+
+class WrittenCall(NamedTuple):
+    """``values[result] = function(*(values[index] for index in arguments))``. ``name``: that of torch's function, if it
+    is one that leaves its arguments as they are, or ``"linear"`` of several layers; ``PART``, ``WHOLE``: it takes a
+    value out of a tuple, or makes a tuple of values.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[int, ...]
+    result: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenStep:
+    """The calls of one step. ``values``, ``given`` and ``result`` as in ``RecordedCalls``; ``objects``: by their index,
+    the tensors of this very step; ``states``: indices of those that were given to be changed; ``idle``: results of
+    calls that do nothing where states are changed as they lie; ``None``: they cannot be.
+    """
+
+    calls: tuple[WrittenCall, ...]
+    values: tuple[Any, ...]
+    objects: dict[int, Any]
+    given: tuple[int, ...]
+    states: frozenset[int]
+    result: int
+    idle: frozenset[int] | None
+
+
+def listed(step: WrittenStep) -> RecordedCalls:
+    """``step`` as calls that can be made again."""
+    last = {index: at for at, call in enumerate(step.calls) for index in (*call.arguments, call.result)}
+    made = {call.result for call in step.calls} | set(step.given)
+    over: dict[int, list[int]] = {}
+    for index, at in last.items():
+        if index in made and index != step.result:
+            over.setdefault(at, []).append(index)
+    calls = tuple(
+        _Call(call.function, _picker(call.arguments), call.result, tuple(over.get(at, ())))
+        for at, call in enumerate(step.calls)
+    )
+    idle = step.idle
+    in_place = None if idle is None else tuple(call for call in calls if call.result not in idle)
+    return RecordedCalls(calls, step.values, step.given, step.result, in_place)
+
+
 class _Recording(TorchFunctionMode):
     """Writes down what is called. ``given``: the step's own tensors; ``states``: those that it changes; ``kept``: by
     ``id``, what stays as it is; ``mode``: what is computed otherwise than torch does.
@@ -145,9 +160,9 @@ class _Recording(TorchFunctionMode):
         """By weight: what fused linear layers gave for ``_x`` already."""
         self._values: list[Any] = []
         self._index_of: dict[int, int] = {}
-        self._alive: list[Any] = []
-        """Everything that has an index, so that no other one gets its ``id``."""
-        self._calls: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self._objects: dict[int, Any] = {}
+        """By index: everything that has an ``id`` of its own, so that no other one gets it."""
+        self._calls: list[WrittenCall] = []
         self._in_place: set[int] = set()
         """Of the calls, those that take states wherever they lie."""
         self._idle: set[int] = set()
@@ -159,7 +174,7 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if name in _READS:
+        if name in READS:
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
                 return found
@@ -170,20 +185,21 @@ class _Recording(TorchFunctionMode):
             if together is not None:
                 return together
         function = func if self._mode is None else self._mode.instead_of(func)
-        return self._did(function, args, kwargs, function(*args, **kwargs))
+        changes = name in IN_PLACE or bool(kwargs.get("inplace"))
+        return self._did(function, args, kwargs, function(*args, **kwargs), name="" if changes else name)
 
     def _against(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this call cannot be in a list, if it cannot."""
-        changes = name in _IN_PLACE or bool(kwargs.get("inplace"))
-        counts = [*args[name in _MAKERS_LIKE :], *kwargs.values()]
+        changes = name in IN_PLACE or bool(kwargs.get("inplace"))
+        counts = [*args[name in MAKERS_LIKE :], *kwargs.values()]
         elsewhere = kwargs.get("out") is not None
-        if name not in (_IN_PLACE if changes else _ALLOWED) or elsewhere or (name == "where" and not args[2:]):
+        if name not in (IN_PLACE if changes else ALLOWED) or elsewhere or (name == "where" and not args[2:]):
             return f"it calls {name or func}"
         if changes and args[0].untyped_storage().data_ptr() in self._lasting:
             return "it changes what is not the step's own"
         if name in ("__getitem__", "__setitem__") and any(_is_mask(part) for part in _flat(args[1:2])):
             return "it picks by a mask"
-        makes = name in _MAKERS or name in _MAKERS_LIKE
+        makes = name in MAKERS or name in MAKERS_LIKE
         if makes and (_has_tensor(counts) or (name == "one_hot" and not counts)):
             return "it makes as much as a tensor says"
         return ""
@@ -209,7 +225,7 @@ class _Recording(TorchFunctionMode):
         if not fused:
             return None
         together = partial(_linears, fused)
-        outs: list[Tensor] = self._did(together, (x,), {}, together(x))
+        outs: list[Tensor] = self._did(together, (x,), {}, together(x), name="linear")
         self._x, self._ready = x, {id(other): out for other, out in zip(fused[1:], outs[1:], strict=True)}
         return outs[0]
 
@@ -220,8 +236,9 @@ class _Recording(TorchFunctionMode):
         kwargs: dict[str, Any],
         found: Any,
         in_place: bool = False,
+        name: str = "",
     ) -> Any:
-        """Write down that ``function`` was called and gave ``found``."""
+        """Write down that ``function`` was called and gave ``found``; ``name``: as in ``WrittenCall``."""
         idle = (
             bool(args)
             and found is args[0]
@@ -239,50 +256,45 @@ class _Recording(TorchFunctionMode):
         if idle:
             self._idle.add(len(self._calls))
         if isinstance(found, Tensor):
-            self._calls.append((function, indices, self._put(found, None)))
+            self._calls.append(WrittenCall(function, indices, self._put(found, None), name))
         elif isinstance(found, (tuple, list)):
             together = self._put(found, None)
-            self._calls.append((function, indices, together))
+            self._calls.append(WrittenCall(function, indices, together, name))
             for at, part in enumerate(found):
                 if isinstance(part, Tensor) and id(part) not in self._index_of:
-                    self._calls.append((itemgetter(at), (together,), self._put(part, None)))
+                    self._calls.append(WrittenCall(itemgetter(at), (together,), self._put(part, None), PART))
         elif found is None:
             self._values.append(None)
-            self._calls.append((function, indices, len(self._values) - 1))
+            self._calls.append(WrittenCall(function, indices, len(self._values) - 1))
         else:
             raise self._refuse(f"it asks for {getattr(function, '__name__', function)}")
         return found
 
-    def end(self, logits: Tensor) -> RecordedCalls:
+    def end(self, logits: Tensor) -> WrittenStep:
         """What was written down; ``logits`` are what it was for."""
         if self._why is not None:  # the model has caught what was raised, and gone another way
             raise CaptureError(self._why)
         result = self._index_of.get(id(logits))
         if result is None:
             raise self._refuse("its logits do not come from a recorded call")
-        last = {index: at for at, (_, indices, made) in enumerate(self._calls) for index in (*indices, made)}
-        made = {call[2] for call in self._calls} | set(self._given)
-        over: dict[int, list[int]] = {}
-        for index, at in last.items():
-            if index in made and index != result:
-                over.setdefault(at, []).append(index)
-        calls = tuple(
-            _Call(function, _picker(indices), made, tuple(over.get(at, ())))
-            for at, (function, indices, made) in enumerate(self._calls)
-        )
-        return RecordedCalls(calls, tuple(self._values), self._given, result, self._where_states_lie(calls))
+        calls, values = tuple(self._calls), tuple(self._values)
+        return WrittenStep(calls, values, self._objects, self._given, self._states, result, self._idle_where_they_lie())
 
-    def _where_states_lie(self, calls: tuple[_Call, ...]) -> tuple[_Call, ...] | None:
-        """``calls`` for states that are not gathered: without those that do nothing. ``None``: other calls ask for
+    def _idle_where_they_lie(self) -> frozenset[int] | None:
+        """Results of calls that do nothing, and are not made, if states are not gathered. ``None``: other calls ask for
         states, or for what such a one gave.
         """
         taken = set(self._states)
-        for at, (_, indices, made) in enumerate(self._calls):
-            if at in self._idle and indices[0] in taken:
-                taken.add(made)
-            elif taken.intersection(indices) and (at not in self._in_place or not self._states >= taken & {*indices}):
+        idle: set[int] = set()
+        for at, call in enumerate(self._calls):
+            if at in self._idle and call.arguments[0] in taken:
+                taken.add(call.result)
+                idle.add(call.result)
+            elif taken.intersection(call.arguments) and (
+                at not in self._in_place or not self._states >= taken & {*call.arguments}
+            ):
                 return None
-        return tuple(call for at, call in enumerate(calls) if at not in self._idle or call.result not in taken)
+        return frozenset(idle)
 
     def _refuse(self, why: str) -> CaptureError:
         self._why = why
@@ -301,7 +313,7 @@ class _Recording(TorchFunctionMode):
             gathered = _gather_list if isinstance(value, list) else _gather_tuple
             indices = tuple(self._bind(part) for part in value)
             index = self._put(value, None)
-            self._calls.append((gathered, indices, index))
+            self._calls.append(WrittenCall(gathered, indices, index, WHOLE))
             return index
         if _has_tensor(value):
             raise self._refuse(f"it hands tensors over in a {type(value).__name__}")
@@ -310,8 +322,8 @@ class _Recording(TorchFunctionMode):
 
     def _put(self, value: Any, now: Any) -> int:
         """An index for ``value``; ``now``: what is there from the beginning."""
-        self._alive.append(value)
         self._values.append(now)
+        self._objects[len(self._values) - 1] = value
         self._index_of[id(value)] = len(self._values) - 1
         return len(self._values) - 1
 
@@ -322,7 +334,7 @@ def recorded(
     states: Sequence[Tensor],
     kept: Sequence[Tensor],
     mode: RowInvariance | None,
-) -> tuple[Tensor, RecordedCalls]:
+) -> tuple[Tensor, WrittenStep]:
     """What ``forward`` gives, and the calls that it makes for that. ``given``: tensors that every step has of its own;
     ``states``: more of them, which it may change; ``kept``: what stays as it is; ``mode``: what is computed otherwise
     than torch does. Raises ``CaptureError``, perhaps after some of the calls were made.
@@ -339,6 +351,12 @@ def recorded(
 
 def _linears(weights: tuple[Tensor, ...], x: Tensor) -> list[Tensor]:
     return kernels.linears(x, weights) if len(weights) > 1 else [kernels.linear(x, weights[0])]
+
+
+def linears_of(function: Any) -> tuple[Tensor, ...]:
+    """The weights of the layers that ``function`` computes together, if it is one of this module that does so."""
+    together = isinstance(function, partial) and function.func is _linears
+    return function.args[0] if together else ()
 
 
 def _picker(indices: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:

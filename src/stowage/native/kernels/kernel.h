@@ -135,6 +135,24 @@ typedef struct {
     int half, way;
 } Norm;
 
+/* Numbers in memory: `step` elements apart in each dimension, bfloat16 if `half`, else float32. */
+enum { INNER = 3, NUMBERS = 256 }; /* the last dimension; numbers that are worked on at a time */
+
+typedef struct {
+    void *at;
+    int64_t step[INNER + 1];
+    int half;
+} Operand;
+
+/* out = a, -a, a + b, a - b, a b; or that of the table b (bfloat16, by their 65,536 bits) for a, all in bfloat16. */
+enum { COPY = 0, NEGATE = 1, ADD = 2, SUBTRACT = 3, MULTIPLY = 4, LOOK_UP = 5 };
+
+typedef struct {
+    int way;
+    int64_t size[INNER + 1];
+    Operand out, a, b;
+} Pointwise;
+
 /* A sequence's number among states that lie somewhere in a pool; `rows` NULL: they are one after the other. */
 static inline int64_t row_of(const int64_t *rows, int64_t b)
 {

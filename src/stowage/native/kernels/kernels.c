@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
+#include "pointwise.h"
 #include "recurrence.h"
 #undef LANES
 #undef NAME
@@ -27,6 +28,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
+#include "pointwise.h"
 #include "recurrence.h"
 #undef LANES
 #undef NAME
@@ -40,6 +42,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "norm.h"
+#include "pointwise.h"
 #include "recurrence.h"
 #undef LANES
 #undef NAME
@@ -73,12 +76,13 @@ typedef struct {
     void (*tiles)(const Linear *, int64_t, int64_t);  /* the same of many rows, which lie laid out */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
     void (*norm)(const Norm *, int64_t, int64_t);
+    void (*pointwise)(const Pointwise *, int64_t, int64_t);
     void (*delta)(const Delta *, int64_t, int64_t, int64_t, int64_t, float *);
     void (*scan)(const Scan *, int64_t, int64_t, float *);
     void (*convolve)(const Convolution *, int64_t, int64_t, float *);
 } Instructions;
 
-#define ALL_BUT_LINEAR(set) set##_rows, set##_norm, set##_delta, set##_scan, set##_convolve
+#define ALL_BUT_LINEAR(set) set##_rows, set##_norm, set##_pointwise, set##_delta, set##_scan, set##_convolve
 
 static const Instructions BASE = {"base", base_linear, NULL, NULL, ALL_BUT_LINEAR(base)};
 #ifdef CHOICE
@@ -242,6 +246,12 @@ static void share_norm(void *argument)
     }
 }
 
+static void spread_norm(NormShares *shares, long threads)
+{
+    atomic_init(&shares->next, 0);
+    spread(share_norm, shares, shares->job.rows * shares->job.width < 65536 ? 1 : threads);
+}
+
 static PyObject *norm(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -251,13 +261,13 @@ static PyObject *norm(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "O&O&O&nnffiii", read_address, &job->x, read_address, &job->w, read_address, &job->y,
                           &job->rows, &job->width, &job->eps, &job->more, &job->half, &job->way, &threads))
         return NULL;
-    atomic_init(&shares.next, 0);
     Py_BEGIN_ALLOW_THREADS
-    spread(share_norm, &shares, job->rows * job->width < 65536 ? 1 : threads);
+    spread_norm(&shares, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
+#include "program.h"
 #include "states.h"
 
 static PyObject *use_threads(PyObject *self, PyObject *address)
@@ -303,6 +313,7 @@ static PyMethodDef methods[] = {
     {"linear", FAST(linear), METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
     {"norm", norm, METH_VARARGS, "Root mean square norm; addresses and sizes."},
+    {"run_program", run_program, METH_VARARGS, "Several of these; their numbers, the buffers' addresses, threads."},
     {"delta", delta, METH_VARARGS, "Gated delta rules; addresses, sizes and strides."},
     {"scan", scan, METH_VARARGS, "Selective state spaces; addresses, sizes and strides."},
     {"convolve", convolve, METH_VARARGS, "Short convolutions over tokens; addresses, sizes and strides."},

@@ -91,17 +91,9 @@ static int spread_tiles(LinearShares *shares, int layers, long threads)
 }
 #endif
 
-static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
+/* Up to TOGETHER layers with the same inputs, which are as `linear` takes them; 0: there is no memory for it. */
+static int multiply_together(const int64_t *value, int layers)
 {
-    (void)self;
-    int64_t value[COMMON + EACH * TOGETHER];
-    if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
-        PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
-                                         "to 8 layers w, scales, y, outputs, w_row, format, zeros, tall, kind");
-        return NULL;
-    }
-    if (read_numbers(args, count, value) < 0)
-        return NULL;
     Linear common = {.x = address(value[0]),
                      .rows = value[1],
                      .inputs = value[2],
@@ -109,13 +101,8 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
                      .group = value[4],
                      .form = (int)value[5],
                      .narrow = (int)value[6]};
-    if (common.form >= HALVES ? used->halves == NULL : common.narrow) {
-        PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
-        return NULL;
-    }
     LinearShares shares;
     atomic_init(&shares.failed, 0);
-    int layers = (int)((count - COMMON) / EACH);
     int64_t outputs = 0;
     for (int i = 0; i < layers; i++) {
         const int64_t *own = value + COMMON + EACH * i;
@@ -140,14 +127,34 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
     for (int i = 0; i < TOGETHER; i++)
         shares.firsts[i + 1] =
             shares.firsts[i] + (i < layers ? (shares.job[i].outputs + shares.each - 1) / shares.each : 0);
-    Py_BEGIN_ALLOW_THREADS
 #ifdef TILES
     tiled = tiled && spread_tiles(&shares, layers, threads);
 #endif
     if (!tiled)
         spread_linear(&shares, threads);
+    return !atomic_load(&shares.failed);
+}
+
+static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    (void)self;
+    int64_t value[COMMON + EACH * TOGETHER];
+    if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
+        PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
+                                         "to 8 layers w, scales, y, outputs, w_row, format, zeros, tall, kind");
+        return NULL;
+    }
+    if (read_numbers(args, count, value) < 0)
+        return NULL;
+    if (value[5] >= HALVES ? used->halves == NULL : value[6] != 0) {
+        PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
+        return NULL;
+    }
+    int there;
+    Py_BEGIN_ALLOW_THREADS
+    there = multiply_together(value, (int)((count - COMMON) / EACH));
     Py_END_ALLOW_THREADS
-    if (atomic_load(&shares.failed))
+    if (!there)
         return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

@@ -1,0 +1,149 @@
+"""Where the tensors of a written step lie: in which buffer, which is memory that one call has made. Views lie in the
+buffer of what they are views of.
+
+Owns buffers and their kinds; ``operations`` says which calls make them, ``programs`` where they are put.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stowage.executor.replay.recorded_calls import WrittenStep
+
+ARENA, CALLED, CONSTANT, RESULT = range(4)
+"""Whose memory a buffer is: the arena's; that of a tensor which the step was given, or a call of Python gave; that of
+one which stays as it is; that of the logits, which are the caller's own.
+"""
+NUMBERS = (torch.float32, torch.bfloat16)
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Memory of ``nbytes`` from ``address`` on, in the step that was written down. ``root``: the index of the value
+    that is a tensor from its beginning on; ``tensor``: that one. Calls ``first`` to ``last`` use it. ``offset``: where
+    in the arena it is put.
+    """
+
+    kind: int
+    nbytes: int
+    address: int = 0
+    root: int = -1
+    tensor: Tensor | None = None
+    first: int = -1
+    last: int = -1
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first byte of the arena behind it."""
+        return self.offset + self.nbytes
+
+    def use(self, at: int) -> None:
+        """Call ``at`` uses it."""
+        self.first = at if self.first < 0 else min(self.first, at)
+        self.last = max(self.last, at)
+
+
+class Place(NamedTuple):
+    """An address: so many bytes from a buffer's beginning."""
+
+    buffer: Buffer
+    offset: int
+
+
+@dataclass(slots=True)
+class Memory:
+    """Where the tensors of ``step`` lie, as far as its calls were looked at. ``tables``: all results of functions of
+    single numbers, by the function; they outlive the step.
+    """
+
+    step: WrittenStep
+    tables: dict[Any, Tensor]
+    _all: list[Buffer] = field(default_factory=list)
+    _of_storage: dict[int, Buffer] = field(default_factory=dict)
+    _index_of: dict[int, int] = field(default_factory=dict)
+    _states: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for index, value in self.step.objects.items():
+            self._index_of.setdefault(id(value), index)
+        self._states = {_storage(self.step.objects[index]) for index in self.step.states}
+        for index in self.step.given:
+            self.called(self.step.objects[index])
+
+    def at(self, index: int) -> Any:
+        """The value ``index`` of the step."""
+        return self.step.objects.get(index, self.step.values[index])
+
+    def buffer(self, tensor: Tensor) -> Buffer | None:
+        """Where it lies, if that is known."""
+        return self._of_storage.get(_storage(tensor))
+
+    def lies_in(self, index: int) -> Buffer | None:
+        """The same of a value; ``None`` also if it is no tensor."""
+        value = self.step.objects.get(index)
+        return self.buffer(value) if isinstance(value, Tensor) else None
+
+    def is_ours(self, value: Any) -> bool:
+        """Whether it is a tensor that a program may read: of numbers, and no state, which is elsewhere in each step."""
+        usual = isinstance(value, Tensor) and value.dtype in NUMBERS and value.device.type == "cpu"
+        return usual and value.layout is torch.strided and value.numel() > 0 and _storage(value) not in self._states
+
+    def is_new(self, value: Any) -> bool:
+        """Whether it is one whose memory was not there before."""
+        return self.is_ours(value) and self.buffer(value) is None and value.storage_offset() == 0
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where it begins; one that no call has made is a constant."""
+        buffer = self.buffer(tensor) or self._add(CONSTANT, tensor)
+        return Place(buffer, begin_of(tensor) - buffer.address)
+
+    def made(self, tensor: Tensor) -> Place:
+        """Where it begins; one that is new is made by a program."""
+        buffer = self.buffer(tensor) or self._add(ARENA, tensor)
+        return Place(buffer, begin_of(tensor) - buffer.address)
+
+    def called(self, found: Any) -> None:
+        """A call of Python has given this."""
+        if isinstance(found, Tensor) and _storage(found) not in self._states and self.buffer(found) is None:
+            self._add(CALLED, found)
+
+    def temporary(self, nbytes: int) -> Place:
+        """New memory of no tensor."""
+        self._all.append(Buffer(ARENA, nbytes))
+        return Place(self._all[-1], 0)
+
+    def undo(self, count: int) -> None:
+        """Only the first ``count`` buffers are there after all."""
+        gone = {id(buffer) for buffer in self._all[count:]}
+        self._of_storage = {key: buffer for key, buffer in self._of_storage.items() if id(buffer) not in gone}
+        del self._all[count:]
+
+    @property
+    def count(self) -> int:
+        """How many buffers there are."""
+        return len(self._all)
+
+    def used(self, kind: int) -> list[Buffer]:
+        """Buffers of that kind which a call uses."""
+        return [buffer for buffer in self._all if buffer.kind == kind and buffer.last >= 0]
+
+    def _add(self, kind: int, tensor: Tensor) -> Buffer:
+        root = self._index_of.get(id(tensor), -1)
+        buffer = Buffer(kind, tensor.untyped_storage().nbytes(), begin_of(tensor), root, tensor)
+        self._of_storage[_storage(tensor)] = buffer
+        self._all.append(buffer)
+        return buffer
+
+
+def begin_of(tensor: Tensor) -> int:
+    """Its address, also if nothing is in it."""
+    return _storage(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

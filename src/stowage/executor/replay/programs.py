@@ -1,0 +1,242 @@
+"""Runs of a step's calls as one call of the kernels each: what lies between two calls that only Python can make.
+
+    norm linear view mul neg cat mul add ... | attention | linear add norm linear silu mul linear add ...
+    one program                              | one call  | one program
+
+A token of a small model takes a third of its time in calls of torch that compute next to nothing: a rotary embedding is
+thirteen of them per layer. A program is a list of numbers (``native/kernels/program.h``); which calls it can stand for
+is said in ``operations``.
+
+Owns where results lie: in an ``Arena``, at the same places in each replay, so that calls of Python find there what they
+need. Results that nobody needs any more make room for others. The logits lie in memory of their own, since they are the
+caller's. The addresses of parameters, and of what calls of Python give, are asked for in every replay.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stowage.executor.replay.memory import ARENA, CALLED, CONSTANT, RESULT, Buffer, Memory, Place, begin_of
+from stowage.executor.replay.operations import Operation, operations
+from stowage.executor.replay.recordable import ALLOWED
+from stowage.executor.replay.recorded_calls import RecordedCalls, WrittenCall, WrittenStep, listed
+from stowage.native import extension as _kernel
+
+__all__ = ["Arena", "with_programs"]
+
+_ALIGNMENT = 64
+
+
+class Arena:
+    """What programs of one model work in, one after the other, and tables that they look into.
+
+    It is as large as the largest recorded step needs for what it computes, without its logits: less than that step
+    takes when the model computes it.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.tables: dict[Any, Tensor] = {}
+        """All results of functions of single bfloat16 numbers, 128 KiB each."""
+
+    def room(self, nbytes: int) -> Tensor:
+        """At least so many bytes. It grows by doubling; who has been given less before keeps that."""
+        if nbytes > self._memory.numel():
+            self._memory = torch.empty(max(nbytes, 2 * self._memory.numel()), dtype=torch.uint8)
+        return self._memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Program:
+    """Called with the tensors of which ``inputs`` has slots and strides; gives ``result`` (slot, shape, strides, type),
+    if it has one. ``room`` is where it works.
+    """
+
+    code: array[int]
+    addresses: array[int]
+    room: Tensor
+    inputs: tuple[tuple[int, tuple[int, ...]], ...]
+    result: tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype] | None
+
+    def __call__(self, *given: Tensor) -> Tensor | None:
+        kept = []
+        for (slot, strides), tensor in zip(self.inputs, given, strict=True):
+            if tensor.stride() != strides:  # it was made in another way than when it was written down
+                tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+                kept.append(tensor)
+            self.addresses[slot] = tensor.data_ptr()
+        out = None
+        if self.result is not None:
+            slot, shape, strides, dtype = self.result
+            out = torch.empty_strided(shape, strides, dtype=dtype)
+            self.addresses[slot] = out.data_ptr()
+        _kernel.run_program(self.code, self.addresses, torch.get_num_threads())
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Constants:
+    """Says where they lie just now: slots ``begin`` to ``begin + len(tensors)``."""
+
+    tensors: tuple[Tensor, ...]
+    addresses: array[int]
+    begin: int
+
+    def __call__(self) -> None:
+        self.addresses[self.begin :] = array("q", [tensor.data_ptr() for tensor in self.tensors])
+
+
+def with_programs(step: WrittenStep, arena: Arena) -> RecordedCalls:
+    """``step``, with programs for all runs of calls that can be made by one."""
+    memory = Memory(step, arena.tables)
+    taken = [operations(memory, call) for call in step.calls]
+    if not any(taken):
+        return listed(step)
+    result = memory.lies_in(step.result)
+    if result is not None and result.kind == ARENA:
+        result.kind = RESULT
+    needed = _needed(step, memory, taken)
+    room = arena.room(_put(memory.used(ARENA)))
+    writer = _Writer(step, memory, room)
+    for index in needed:
+        writer.show(index)
+    return listed(writer.written(taken, needed))
+
+
+def _needed(step: WrittenStep, memory: Memory, taken: Sequence[Sequence[Operation] | None]) -> dict[int, int]:
+    """Values that calls of Python need, or programs that do not know their address, and until which call; how long
+    buffers are used is noted.
+    """
+    needed = {step.result: len(step.calls)}
+
+    def need(indices: Sequence[int], until: int) -> None:
+        for index in indices:
+            needed[index] = max(needed.get(index, 0), until)
+
+    for at in reversed(range(len(step.calls))):
+        call, done = step.calls[at], taken[at]
+        if done is None:
+            if call.name not in ALLOWED or call.result in needed:
+                need(call.arguments, at)
+        elif not done and call.result in needed and not _is_there(memory, call.result):
+            need(call.arguments, needed[call.result])
+        for buffer in (buffer for operation in done or () for buffer in operation.buffers()):
+            buffer.use(at)
+            if buffer.kind == CALLED:
+                need((buffer.root,), at)
+    for index, until in needed.items():
+        lies_in = memory.lies_in(index)
+        if lies_in is not None:
+            lies_in.use(until)
+    return needed
+
+
+def _is_there(memory: Memory, index: int) -> bool:
+    """Whether no call of Python has to give this value: it is in the arena, or the very tensor that a program gives."""
+    buffer = memory.lies_in(index)
+    return buffer is not None and (buffer.kind == ARENA or (buffer.kind == RESULT and buffer.root == index))
+
+
+def _put(buffers: Sequence[Buffer]) -> int:
+    """Give each of ``buffers`` its place, where nothing is that is used at the same time; bytes of all."""
+    there: list[Buffer] = []
+    total = 0
+    for buffer in sorted(buffers, key=lambda buffer: buffer.first):
+        there = sorted((one for one in there if one.last >= buffer.first), key=lambda one: one.offset)
+        buffer.offset = 0
+        for one in there:
+            if buffer.end <= one.offset:
+                break
+            buffer.offset = max(buffer.offset, -(-one.end // _ALIGNMENT) * _ALIGNMENT)
+        there.append(buffer)
+        total = max(total, buffer.end)
+    return -(-total // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Writer:
+    """Writes a step's calls down once more, with programs. Slot 0 is the arena; constants are the last slots."""
+
+    def __init__(self, step: WrittenStep, memory: Memory, room: Tensor) -> None:
+        self._step, self._memory, self._room = step, memory, room
+        self._values = list(step.values)
+        self._constants = memory.used(CONSTANT)
+        others = [*memory.used(CALLED), *memory.used(RESULT)]
+        self._slots = {id(buffer): 1 + at for at, buffer in enumerate((*others, *self._constants))}
+        self._addresses = array("q", bytes(8 * (1 + len(self._slots))))
+        self._addresses[0] = room.data_ptr()
+        self._calls: list[WrittenCall] = []
+        self._program: list[Operation] = []
+        self._views: list[WrittenCall] = []
+
+    def show(self, index: int) -> None:
+        """Have the value ``index`` there from the beginning, if it lies in the arena."""
+        buffer, tensor = self._memory.lies_in(index), self._step.objects.get(index)
+        if buffer is not None and buffer.kind == ARENA and isinstance(tensor, Tensor):
+            begin = buffer.offset + begin_of(tensor) - buffer.address
+            typed = self._room.view(tensor.dtype)
+            self._values[index] = typed.as_strided(tensor.shape, tensor.stride(), begin // tensor.element_size())
+
+    def written(self, taken: Sequence[Sequence[Operation] | None], needed: dict[int, int]) -> WrittenStep:
+        """The step as it is made from now on."""
+        tensors = tuple(buffer.tensor for buffer in self._constants if buffer.tensor is not None)
+        begin = len(self._addresses) - len(tensors)
+        self._calls = [WrittenCall(_Constants(tensors, self._addresses, begin), (), self._new_value())]
+        for call, done in zip(self._step.calls, taken, strict=True):
+            wanted = call.result in needed
+            if done:
+                self._program += done
+            elif done is not None:
+                if wanted and not _is_there(self._memory, call.result):
+                    self._views.append(call)
+            elif wanted or call.name not in ALLOWED:
+                self._flush()
+                self._calls.append(call)
+        self._flush()
+        return replace(self._step, calls=tuple(self._calls), values=tuple(self._values))
+
+    def _flush(self) -> None:
+        """What is to be done before the next call of Python: the program, and then views of what it gives."""
+        if self._program:
+            used = {id(buffer): buffer for operation in self._program for buffer in operation.buffers()}
+            called = [buffer for buffer in used.values() if buffer.kind == CALLED]
+            inputs = tuple((self._slots[id(buffer)], _tensor(buffer).stride()) for buffer in called)
+            code = array("q", [number for operation in self._program for number in self._numbers(operation)])
+            results = [buffer for buffer in used.values() if buffer.kind == RESULT]
+            given, index = None, -1
+            if results and not self._is_given(results[0]):
+                tensor, index = _tensor(results[0]), results[0].root
+                given = (self._slots[id(results[0])], tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            program = _Program(code, self._addresses, self._room, inputs, given)
+            arguments = tuple(buffer.root for buffer in called)
+            self._calls.append(WrittenCall(program, arguments, index if index >= 0 else self._new_value()))
+        self._calls += self._views
+        self._program, self._views = [], []
+
+    def _is_given(self, result: Buffer) -> bool:
+        return any(call.result == result.root for call in self._calls)
+
+    def _numbers(self, operation: Operation) -> list[int]:
+        found: list[int] = []
+        for word in operation.words:
+            if not isinstance(word, Place):
+                found.append(word)
+            elif word.buffer.kind == ARENA:
+                found += (0, word.buffer.offset + word.offset)
+            else:
+                found += (self._slots[id(word.buffer)], word.offset)
+        return found
+
+    def _new_value(self) -> int:
+        self._values.append(None)
+        return len(self._values) - 1
+
+
+def _tensor(buffer: Buffer) -> Tensor:
+    assert buffer.tensor is not None, "only the arena's buffers may be no tensor's"
+    return buffer.tensor

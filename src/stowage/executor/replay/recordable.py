@@ -1,0 +1,49 @@
+"""Which functions of torch may be in a list of calls, by their names: what they give depends on nothing but their
+arguments, and has the same shape for arguments of the same shape.
+"""
+
+from __future__ import annotations
+
+READS = frozenset(
+    "__get__ __len__ size dim stride numel nelement ndimension element_size is_contiguous is_floating_point is_complex "
+    "storage_offset get_device _set_grad_enabled".split()
+)
+"""What says something of a tensor's form, or only matters where gradients are kept. ``__get__``: its properties."""
+
+MAKERS = frozenset("arange ones zeros full eye tensor".split())
+MAKERS_LIKE = frozenset(
+    "ones_like zeros_like full_like empty_like new_zeros new_ones new_full new_empty "
+    "repeat repeat_interleave one_hot".split()
+)
+"""What makes as much as its arguments say, or those after the first: no tensors, which could say something else."""
+
+ALLOWED = (
+    MAKERS
+    | MAKERS_LIKE
+    | frozenset(
+        """
+    __get__ __getitem__ view reshape transpose permute contiguous unsqueeze squeeze expand expand_as view_as reshape_as
+    flatten unflatten split chunk unbind narrow select movedim swapaxes t roll flip view_as_complex view_as_real
+    cat concat concatenate stack hstack pad tril triu
+    to type type_as float half bfloat16 bool long int clone detach
+    add sub subtract mul multiply div divide true_divide floor_divide remainder neg negative reciprocal abs
+    pow square sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tanh sigmoid erf floor ceil round polar
+    clamp clamp_min clamp_max minimum maximum lerp addcmul diff outer
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __floordiv__ __rfloordiv__
+    __mod__ __pow__ __rpow__ __neg__
+    eq ne gt ge lt le greater greater_equal less less_equal logical_not logical_and logical_or
+    __and__ __or__ __invert__ where masked_fill
+    mean sum prod var amax amin max min cumsum norm histc topk sort argsort gather scatter index_select
+    matmul mm bmm addmm baddbmm __matmul__ linear einsum conv1d _grouped_mm grouped_mm scaled_dot_product_attention
+    softmax log_softmax silu gelu relu relu6 softplus leaky_relu hardtanh elu mish logsigmoid glu
+    embedding layer_norm rms_norm group_norm dropout
+    """.split()
+    )
+)
+"""By name: none changes its arguments, or gives a result whose shape depends on numbers in them."""
+
+IN_PLACE = frozenset(
+    "add_ sub_ mul_ div_ pow_ clamp_ exp_ neg_ sigmoid_ masked_fill_ copy_ zero_ fill_ scatter_ scatter_add_ "
+    "index_add_ __setitem__ __iadd__ __isub__ __imul__ __itruediv__".split()
+)
+"""What changes its first argument, which must be the step's own."""

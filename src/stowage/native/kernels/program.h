@@ -1,0 +1,170 @@
+/* Several kernels in one call of Python: their order, and where everything lies, is written down as a list of numbers
+ * (executor/replay/programs.py). An address is a buffer's, out of a list that may change between calls, and an offset.
+ * Included by kernels.c. */
+
+enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3 };
+
+typedef struct {
+    const int64_t *at, *end, *buffers;
+    int64_t count;
+    int wrong;
+} Reader;
+
+static int64_t next_number(Reader *r)
+{
+    if (r->at < r->end)
+        return *r->at++;
+    r->wrong = 1;
+    return 0;
+}
+
+static void *next_address(Reader *r)
+{
+    int64_t buffer = next_number(r), offset = next_number(r);
+    if (buffer >= 0 && buffer < r->count)
+        return address(r->buffers[buffer] + offset);
+    r->wrong = r->wrong || buffer != -1; /* -1: nothing is there */
+    return NULL;
+}
+
+/* As `linear` takes them, in numbers; of the formats only plain ones. */
+static int run_linear(Reader *r, long threads)
+{
+    int64_t value[COMMON + EACH * TOGETHER] = {0};
+    int64_t layers = next_number(r);
+    if (layers < 1 || layers > TOGETHER) {
+        r->wrong = 1;
+        return 1;
+    }
+    value[0] = (int64_t)(intptr_t)next_address(r);
+    for (int i = 1; i < COMMON - 1; i++)
+        value[i] = next_number(r); /* rows, inputs, x_row, group, form, narrow */
+    value[COMMON - 1] = threads;
+    for (int64_t *each = value + COMMON; each < value + COMMON + EACH * layers; each += EACH) {
+        each[0] = (int64_t)(intptr_t)next_address(r);
+        each[2] = (int64_t)(intptr_t)next_address(r);
+        each[3] = next_number(r);
+        each[4] = next_number(r);
+        each[7] = 1;
+    }
+    r->wrong = r->wrong || (value[5] >= HALVES ? used->halves == NULL : value[6] != 0);
+    return r->wrong || multiply_together(value, (int)layers);
+}
+
+static float next_float(Reader *r)
+{
+    int64_t number = next_number(r);
+    double value;
+    memcpy(&value, &number, sizeof value);
+    return (float)value;
+}
+
+static void run_norm(Reader *r, long threads)
+{
+    NormShares shares;
+    Norm *job = &shares.job;
+    job->x = next_address(r);
+    job->w = next_address(r);
+    job->y = next_address(r);
+    job->rows = next_number(r);
+    job->width = next_number(r);
+    job->eps = next_float(r);
+    job->more = next_float(r);
+    job->half = (int)next_number(r);
+    job->way = (int)next_number(r);
+    if (!r->wrong)
+        spread_norm(&shares, threads);
+}
+
+static void read_operand(Reader *r, Operand *o)
+{
+    o->at = next_address(r);
+    o->half = (int)next_number(r);
+    for (int d = 0; d <= INNER; d++)
+        o->step[d] = next_number(r);
+}
+
+typedef struct {
+    Pointwise job;
+    int64_t rows, each;
+    atomic_long next;
+} PointwiseShares;
+
+static void share_pointwise(void *argument)
+{
+    PointwiseShares *shares = argument;
+    for (;;) {
+        int64_t begin = atomic_fetch_add(&shares->next, 1) * shares->each;
+        if (begin >= shares->rows)
+            return;
+        int64_t end = begin + shares->each;
+        used->pointwise(&shares->job, begin, end < shares->rows ? end : shares->rows);
+    }
+}
+
+static void run_pointwise(Reader *r, long threads)
+{
+    PointwiseShares shares;
+    Pointwise *job = &shares.job;
+    job->way = (int)next_number(r);
+    shares.rows = 1;
+    for (int d = 0; d <= INNER; d++) {
+        job->size[d] = next_number(r);
+        shares.rows *= d < INNER ? job->size[d] : 1;
+    }
+    read_operand(r, &job->out);
+    read_operand(r, &job->a);
+    read_operand(r, &job->b);
+    if (r->wrong || shares.rows < 1 || job->size[INNER] < 1)
+        return;
+    int64_t numbers = shares.rows * job->size[INNER];
+    shares.each = 1 + 8192 / job->size[INNER];
+    atomic_init(&shares.next, 0);
+    spread(share_pointwise, &shares, numbers < 32768 ? 1 : threads);
+}
+
+/* 0: there is no memory for it. */
+static int run_all(Reader *r, long threads)
+{
+    while (r->at < r->end && !r->wrong)
+        switch (next_number(r)) {
+        case LINEAR_LAYERS:
+            if (!run_linear(r, threads))
+                return 0;
+            break;
+        case NORM_ROWS_OF:
+            run_norm(r, threads);
+            break;
+        case POINTWISE:
+            run_pointwise(r, threads);
+            break;
+        default:
+            r->wrong = 1;
+        }
+    return 1;
+}
+
+static PyObject *run_program(PyObject *self, PyObject *args)
+{
+    (void)self;
+    int threads, there;
+    Py_buffer code, buffers;
+    if (!PyArg_ParseTuple(args, "y*y*i", &code, &buffers, &threads))
+        return NULL;
+    Reader reader = {.at = code.buf,
+                     .end = (const int64_t *)code.buf + code.len / 8,
+                     .buffers = buffers.buf,
+                     .count = buffers.len / 8};
+    Py_BEGIN_ALLOW_THREADS
+    there = run_all(&reader, threads);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&code);
+    PyBuffer_Release(&buffers);
+    if (!there)
+        return PyErr_NoMemory();
+    if (reader.wrong) {
+        PyErr_SetString(PyExc_ValueError, "this is no program of the kernels");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
