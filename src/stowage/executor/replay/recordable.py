@@ -4,6 +4,12 @@ arguments, and has the same shape for arguments of the same shape.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
 READS = frozenset(
     "__get__ __len__ size dim stride numel nelement ndimension element_size is_contiguous is_floating_point is_complex "
     "storage_offset get_device _set_grad_enabled".split()
@@ -47,3 +53,26 @@ IN_PLACE = frozenset(
     "index_add_ __setitem__ __iadd__ __isub__ __imul__ __itruediv__".split()
 )
 """What changes its first argument, which must be the step's own."""
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether it is one, or has one in it."""
+    return any(isinstance(part, Tensor) for part in flat([value]))
+
+
+def flat(values: Any) -> Iterator[Any]:
+    """All that is in ``values``, and in what is in them."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from flat(value)
+        elif isinstance(value, dict):
+            yield from flat(value.values())
+        elif isinstance(value, slice):
+            yield from (value.start, value.stop, value.step)
+        else:
+            yield value
+
+
+def is_mask(part: Any) -> bool:
+    """Whether it picks by yes and no."""
+    return isinstance(part, bool) or (isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8))

@@ -8,7 +8,7 @@ of the kernels, the pool or attention is one entry, whatever it does inside (``o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
-from stowage.executor.replay.recordable import ALLOWED, IN_PLACE, MAKERS, MAKERS_LIKE, READS
+from stowage.executor.replay.recordable import ALLOWED, IN_PLACE, MAKERS, MAKERS_LIKE, READS, flat, has_tensor, is_mask
 from stowage.executor.replay.recorder import CaptureError
 
 __all__ = [
@@ -197,10 +197,10 @@ class _Recording(TorchFunctionMode):
             return f"it calls {name or func}"
         if changes and args[0].untyped_storage().data_ptr() in self._lasting:
             return "it changes what is not the step's own"
-        if name in ("__getitem__", "__setitem__") and any(_is_mask(part) for part in _flat(args[1:2])):
+        if name in ("__getitem__", "__setitem__") and any(is_mask(part) for part in flat(args[1:2])):
             return "it picks by a mask"
         makes = name in MAKERS or name in MAKERS_LIKE
-        if makes and (_has_tensor(counts) or (name == "one_hot" and not counts)):
+        if makes and (has_tensor(counts) or (name == "one_hot" and not counts)):
             return "it makes as much as a tensor says"
         return ""
 
@@ -244,7 +244,7 @@ class _Recording(TorchFunctionMode):
             and found is args[0]
             and (function is Tensor.to or (function is Tensor.copy_ and args[1] is found))
         )
-        named = {name: value for name, value in kwargs.items() if _has_tensor(value)}
+        named = {name: value for name, value in kwargs.items() if has_tensor(value)}
         rest = {name: value for name, value in kwargs.items() if name not in named}
         if rest:
             function = partial(function, **rest)
@@ -309,13 +309,13 @@ class _Recording(TorchFunctionMode):
                     raise self._refuse("it uses a tensor of its own that may change")
                 index = self._put(value, value)
             return index
-        if isinstance(value, (tuple, list)) and _has_tensor(value):
+        if isinstance(value, (tuple, list)) and has_tensor(value):
             gathered = _gather_list if isinstance(value, list) else _gather_tuple
             indices = tuple(self._bind(part) for part in value)
             index = self._put(value, None)
             self._calls.append(WrittenCall(gathered, indices, index, WHOLE))
             return index
-        if _has_tensor(value):
+        if has_tensor(value):
             raise self._refuse(f"it hands tensors over in a {type(value).__name__}")
         self._values.append(value)
         return len(self._values) - 1
@@ -381,23 +381,3 @@ def _gather_tuple(*values: Any) -> tuple[Any, ...]:
 
 def _with_names(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
     return function(*values[len(names) :], **dict(zip(names, values, strict=False)))
-
-
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(part, Tensor) for part in _flat([value]))
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        elif isinstance(value, dict):
-            yield from _flat(value.values())
-        elif isinstance(value, slice):
-            yield from (value.start, value.stop, value.step)
-        else:
-            yield value
-
-
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, bool) or (isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8))
