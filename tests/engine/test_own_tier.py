@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import sys
 import threading
 import time
 
@@ -162,6 +164,10 @@ def raises(*_):
     raise ZeroDivisionError("the tier's own bug")
 
 
+def cancelled(*_):
+    raise asyncio.CancelledError
+
+
 class EvilError(Exception):
     def __str__(self):
         raise ZeroDivisionError
@@ -173,6 +179,7 @@ def raises_evil(*_):
     raise EvilError
 
 
+METHODS = ["lookup", "load", "store", "poll", "discard", "probe", "stats", "close"]
 BROKEN = {
     "lookup raises": {"lookup": raises},
     "lookup raises what cannot be shown": {"lookup": raises_evil},
@@ -192,9 +199,9 @@ BROKEN = {
     "stats raises": {"stats": raises},
     "stats answers nothing": {"stats": lambda: None},
     "close raises": {"close": raises},
-    "everything raises": dict.fromkeys(
-        ["lookup", "load", "store", "poll", "discard", "probe", "stats", "close"], raises
-    ),
+    "everything raises": dict.fromkeys(METHODS, raises),
+    "everything was cancelled": dict.fromkeys(METHODS, cancelled),
+    "everything exits": dict.fromkeys(METHODS, lambda *_: sys.exit(1)),
 }
 
 

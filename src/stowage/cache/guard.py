@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -22,6 +23,8 @@ from stowage.storage.protocol import Described, Inquiry, Outcome, Probe, Probing
 __all__ = ["Guarded"]
 
 _SHOWN_CHARACTERS = 200
+_RAISED = (Exception, CancelledError, SystemExit)
+"""The tier is anybody's code, and others use the thread. An interrupt is for the thread, not for the tier."""
 
 
 class Guarded:
@@ -96,7 +99,7 @@ class Guarded:
         """What is raised in here goes no further. `counts`: as a failure."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the tier is anybody's code, and others use the thread
+        except _RAISED as error:
             if counts:
                 self._failed()
             self._report(method, _told(error))
@@ -131,7 +134,7 @@ def _taken_back(lent: list[memoryview]) -> bool:
     return True
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()[:_SHOWN_CHARACTERS]  # which never raises
 
 
