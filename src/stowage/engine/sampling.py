@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def check_logits(logits: Tensor) -> None:
     """Raises ModelError for a row of ``logits`` ``[rows, vocab]`` that says nothing: with a NaN, with plus infinity, or
     with minus infinity everywhere. Minus infinity at some tokens says that those are never drawn.
     """
-    if not bool(logits.amax(-1).isfinite().all()):
+    if not np.isfinite(logits.numpy().max(-1)).all():  # numpy: torch wakes a thread for so little, which takes longer
         raise ModelError(
             "the model computed logits that are not numbers (NaN or infinite) for this request, so no token can be "
             "drawn; nothing of this step is kept. Try another dtype (float32), and check the checkpoint's weights."
@@ -90,7 +91,7 @@ class Sampler:
 
     def _pick(self, logits: Tensor) -> int:
         if self.params.temperature == 0:
-            return int(logits.argmax())
+            return int(logits.numpy().argmax())
         return int(torch.multinomial(self._filtered(logits), 1, generator=self._generator))
 
     def _pick_allowed(self, logits: Tensor, processors: LogitsProcessors) -> int:
