@@ -9,28 +9,55 @@
 #undef ADD_WIDE
 #define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums that four rows have registers for */
 
-static const void *NAME(address)(const Attention *job, const Blocks *of, const Run *run, int64_t head, int64_t at)
+/* What is `inside` tokens into block number `block` of the pool, or away from it. */
+static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t block, int64_t head, int64_t inside)
 {
-    int64_t block = job->table[run->table + (at - run->base) / job->block_tokens];
-    int64_t inside = (at % job->block_tokens) * of->token + head * of->head;
     int64_t offset = block > AWAY ? block * of->block : (AWAY - block) * of->unit;
-    return (const char *)(block > AWAY ? of->at : of->away) + (offset + inside) * (job->half ? 2 : 4);
+    return (const char *)(block > AWAY ? of->at : of->away)
+           + (offset + inside * of->token + head * of->head) * (job->half ? 2 : 4);
 }
 
-/* Keys and values at positions [at + low, at + high), to the same rows of the tile. */
+/* Keys and values at positions [at + low, at + high), to the same rows of the tile: block by block, as a division for
+ * each key takes longer than the rest. */
 static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high,
                         Scratch *s)
 {
-    for (int i = low; i < high; i++) {
-        const void *key = NAME(address)(job, &job->k, run, head, at + i);
-        const void *value = NAME(address)(job, &job->v, run, head, at + i);
-        s->key[i] = key;
-        s->value[i] = value;
-        if (job->half) {
-            NAME(widen)(key, s->keys + i * job->width, job->width);
-            NAME(widen)(value, s->values + i * job->value_width, job->value_width);
-            s->key[i] = s->keys + i * job->width;
-            s->value[i] = s->values + i * job->value_width;
+    int64_t block = (at + low - run->base) / job->block_tokens, inside = (at + low) % job->block_tokens;
+    int64_t size = job->half ? 2 : 4, key_bytes = job->k.token * size, value_bytes = job->v.token * size;
+    for (int i = low; i < high; block++, inside = 0) {
+        int64_t number = job->table[run->table + block];
+        const char *key = NAME(address)(job, &job->k, number, head, inside);
+        const char *value = NAME(address)(job, &job->v, number, head, inside);
+        int end = high - i < job->block_tokens - inside ? high : i + (int)(job->block_tokens - inside);
+        for (; i < end; i++, key += key_bytes, value += value_bytes) {
+            s->key[i] = (const float *)key;
+            s->value[i] = (const float *)value;
+            if (job->half) {
+                NAME(widen)((const uint16_t *)key, s->keys + i * job->width, job->width);
+                NAME(widen)((const uint16_t *)value, s->values + i * job->value_width, job->value_width);
+                s->key[i] = s->keys + i * job->width;
+                s->value[i] = s->values + i * job->value_width;
+            }
+        }
+    }
+}
+
+/* The second cache is told of the keys and values at positions [at, end). */
+static void NAME(announce)(const Attention *job, const Run *run, int64_t head, int64_t at, int64_t end)
+{
+    int64_t size = job->half ? 2 : 4;
+    while (at < end) {
+        int64_t inside = (at - run->base) % job->block_tokens, left = job->block_tokens - inside;
+        int64_t number = job->table[run->table + (at - run->base) / job->block_tokens];
+        const char *key = NAME(address)(job, &job->k, number, head, inside);
+        const char *value = NAME(address)(job, &job->v, number, head, inside);
+        for (int64_t stop = end - at < left ? end : at + left; at < stop; at++) {
+            for (int64_t i = 0; i < job->width * size; i += 64)
+                FETCH_FAR(key + i);
+            for (int64_t i = 0; i < job->value_width * size; i += 64)
+                FETCH_FAR(value + i);
+            key += job->k.token * size;
+            value += job->v.token * size;
         }
     }
 }
@@ -334,6 +361,7 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
     for (int64_t at = first / KEYS * KEYS; at <= last; at += KEYS) {
         int low = at < first ? (int)(first - at) : 0, high = at + KEYS <= last ? KEYS : (int)(last + 1 - at);
         NAME(fetch)(job, run, head, at, low, high, s);
+        NAME(announce)(job, run, head, at + KEYS, at + 2 * KEYS <= last ? at + 2 * KEYS : last + 1);
         if (turned)
             NAME(turn)(job, low, high, s);
         int waiting = 0, from[MANY], until[MANY]; /* rows before this one that see something */

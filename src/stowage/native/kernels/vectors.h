@@ -52,9 +52,15 @@ static inline ALWAYS NAME(vec) NAME(load_f)(const float *from)
 
 static inline ALWAYS NAME(vec) NAME(load_b)(const uint16_t *from)
 {
+#if LANES == 16 /* GCC 12 makes two of a conversion of sixteen, and puts them together */
+    return (NAME(vec))_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif LANES == 8
+    return (NAME(vec))_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
     NAME(halves) half;
     memcpy(&half, from, sizeof half);
     return (NAME(vec))(__builtin_convertvector(half, NAME(words)) << 16);
+#endif
 }
 
 static inline ALWAYS NAME(vec) NAME(load_c)(const int8_t *from)
