@@ -7,7 +7,13 @@
  */
 
 #undef ADD_WIDE
-#define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums that four rows have registers for */
+#define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums that three and four rows have registers for */
+#undef KEYS_WIDE
+#if LANES == 16
+#define KEYS_WIDE 4 /* the same of keys */
+#else
+#define KEYS_WIDE 2
+#endif
 
 /* What is `inside` tokens into block number `block` of the pool, or away from it. */
 static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t block, int64_t head, int64_t inside)
@@ -17,9 +23,9 @@ static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t
            + (offset + inside * of->token + head * of->head) * (job->half ? 2 : 4);
 }
 
-/* Keys and values at positions [at + low, at + high), to the same rows of the tile: block by block, as a division for
- * each key takes longer than the rest. */
-static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high,
+/* Keys and values at positions [at + low, at + high), to the same rows of the tile, as floats if they are `widened`:
+ * block by block, as a division for each key takes longer than the rest. */
+static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high, int widened,
                         Scratch *s)
 {
     int64_t block = (at + low - run->base) / job->block_tokens, inside = (at + low) % job->block_tokens;
@@ -30,9 +36,9 @@ static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int6
         const char *value = NAME(address)(job, &job->v, number, head, inside);
         int end = high - i < job->block_tokens - inside ? high : i + (int)(job->block_tokens - inside);
         for (; i < end; i++, key += key_bytes, value += value_bytes) {
-            s->key[i] = (const float *)key;
-            s->value[i] = (const float *)value;
-            if (job->half) {
+            s->key[i] = key;
+            s->value[i] = value;
+            if (widened) {
                 NAME(widen)((const uint16_t *)key, s->keys + i * job->width, job->width);
                 NAME(widen)((const uint16_t *)value, s->values + i * job->value_width, job->value_width);
                 s->key[i] = s->keys + i * job->width;
@@ -62,10 +68,10 @@ static void NAME(announce)(const Attention *job, const Run *run, int64_t head, i
     }
 }
 
-/* Dot products of R rows with 4 keys, or with one. */
-#define DOTS(R, C)                                                                                                     \
-    static inline ALWAYS void NAME(dots_##R##C)(const float *const *q, const float *const *keys, int64_t width,        \
-                                                float *const *out)                                                     \
+/* Dot products of R rows with C keys, which are floats or bfloat16. */
+#define DOTS(WHAT, F, T, R, C)                                                                                         \
+    static inline ALWAYS void NAME(WHAT##_##F##R)(const float *const *q, const void *const *keys, int64_t width,       \
+                                                   float *const *out, int i)                                           \
     {                                                                                                                  \
         NAME(vec) sums[R][C];                                                                                          \
         for (int r = 0; r < R; r++)                                                                                    \
@@ -77,7 +83,7 @@ static void NAME(announce)(const Attention *job, const Run *run, int64_t head, i
             for (int r = 0; r < R; r++)                                                                                \
                 query[r] = NAME(load)(q[r] + d);                                                                       \
             for (int c = 0; c < C; c++) {                                                                              \
-                NAME(vec) key = NAME(load)(keys[c] + d);                                                               \
+                NAME(vec) key = NAME(load_##F)((const T *)keys[i + c] + d);                                            \
                 for (int r = 0; r < R; r++)                                                                            \
                     sums[r][c] += query[r] * key;                                                                      \
             }                                                                                                          \
@@ -86,35 +92,37 @@ static void NAME(announce)(const Attention *job, const Run *run, int64_t head, i
             for (int c = 0; c < C; c++) {                                                                              \
                 float sum = NAME(total)(sums[r][c]);                                                                   \
                 for (int64_t e = d; e < width; e++) {                                                                  \
-                    sum += q[r][e] * keys[c][e];                                                                       \
+                    sum += q[r][e] * NAME(one_##F)(((const T *)keys[i + c])[e]);                                       \
                     SETTLE(sum);                                                                                       \
                 }                                                                                                      \
-                out[r][c] = sum;                                                                                       \
+                out[r][i + c] = sum;                                                                                   \
             }                                                                                                          \
     }
-DOTS(1, 1) DOTS(1, 4) DOTS(2, 1) DOTS(2, 4)
+#define SCORE(F, T, R, C)                                                                                              \
+    DOTS(dots, F, T, R, C)                                                                                             \
+    DOTS(dot, F, T, R, 1)                                                                                              \
+    static void NAME(score_##F##R)(const float *const *q, const void *const *keys, int64_t width, float *const *out,   \
+                                   int first, int end)                                                                 \
+    {                                                                                                                  \
+        int i = first;                                                                                                 \
+        for (; i + C <= end; i += C)                                                                                   \
+            NAME(dots_##F##R)(q, keys, width, out, i);                                                                 \
+        for (; i < end; i++)                                                                                           \
+            NAME(dot_##F##R)(q, keys, width, out, i);                                                                  \
+    }
+#define SCORES(F, T)                                                                                                   \
+    SCORE(F, T, 1, 4) SCORE(F, T, 2, 4)                                                                                \
+    SCORE(F, T, 3, KEYS_WIDE) SCORE(F, T, 4, KEYS_WIDE)
+SCORES(f, float)
+SCORES(b, uint16_t)
+#undef SCORES
+#undef SCORE
 #undef DOTS
 
-/* Raw scores of one row or of two for keys [first, end) of the tile. */
-static void NAME(score)(const Attention *job, int rows, const float *const *q, int first, int end, Scratch *s,
-                        float *const *weights)
-{
-    int i = first;
-    for (; i + 4 <= end; i += 4) {
-        float *out[2] = {weights[0] + i, weights[1] + i};
-        if (rows == 2)
-            NAME(dots_24)(q, s->key + i, job->width, out);
-        else
-            NAME(dots_14)(q, s->key + i, job->width, out);
-    }
-    for (; i < end; i++) {
-        float *out[2] = {weights[0] + i, weights[1] + i};
-        if (rows == 2)
-            NAME(dots_21)(q, s->key + i, job->width, out);
-        else
-            NAME(dots_11)(q, s->key + i, job->width, out);
-    }
-}
+typedef void (*NAME(scorer))(const float *const *, const void *const *, int64_t, float *const *, int, int);
+#define ALL(F) {NAME(score_##F##1), NAME(score_##F##2), NAME(score_##F##3), NAME(score_##F##4)}
+static const NAME(scorer) NAME(scorers)[2][MANY] = {ALL(f), ALL(b)};
+#undef ALL
 
 /* Keys [low, high) of the tile number by number: number d of key i is s->turned[d * KEYS + i]. What other keys have there
  * means nothing. */
@@ -123,7 +131,7 @@ static void NAME(turn)(const Attention *job, int low, int high, Scratch *s)
     for (int i = low / 4 * 4; i < high; i += 4) {
         const float *key[4];
         for (int c = 0; c < 4; c++)
-            key[c] = s->key[i + c < low ? low : i + c < high ? i + c : high - 1];
+            key[c] = s->key[i + c < low ? low : i + c < high ? i + c : high - 1]; /* widened */
         int64_t d = 0;
 #if LANES >= 8
         for (; d + 4 <= job->width; d += 4) {
@@ -248,12 +256,12 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
 }
 
 /* Values of keys [first, end), weighed, to R rows. */
-#define ADD(R, W)                                                                                                      \
-    static void NAME(add_##R)(const Attention *job, const float *const *weights, int first, int end,                   \
-                              const Scratch *s, float *const *out)                                               \
+#define ADD(F, T, R, W)                                                                                                \
+    static void NAME(add_##F##R)(int64_t width, const float *const *weights, int first, int end,                       \
+                                 const void *const *values, float *const *out)                                         \
     {                                                                                                                  \
         int64_t d = 0;                                                                                                 \
-        for (; d + W * LANES <= job->value_width; d += W * LANES) {                                                    \
+        for (; d + W * LANES <= width; d += W * LANES) {                                                               \
             NAME(vec) sums[R][W];                                                                                      \
             for (int r = 0; r < R; r++)                                                                                \
                 for (int j = 0; j < W; j++)                                                                            \
@@ -263,7 +271,7 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
                 for (int r = 0; r < R; r++)                                                                            \
                     weight[r] = NAME(fill)(weights[r][i]);                                                             \
                 for (int j = 0; j < W; j++) {                                                                          \
-                    NAME(vec) value = NAME(load)(s->value[i] + d + j * LANES);                                         \
+                    NAME(vec) value = NAME(load_##F)((const T *)values[i] + d + j * LANES);                            \
                     for (int r = 0; r < R; r++)                                                                        \
                         sums[r][j] += weight[r] * value;                                                               \
                 }                                                                                                      \
@@ -272,25 +280,33 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
                 for (int j = 0; j < W; j++)                                                                            \
                     NAME(store)(out[r] + d + j * LANES, sums[r][j]);                                                   \
         }                                                                                                              \
-        for (; d + LANES <= job->value_width; d += LANES)                                                              \
+        for (; d + LANES <= width; d += LANES)                                                                         \
             for (int r = 0; r < R; r++) {                                                                              \
                 NAME(vec) sum = NAME(load)(out[r] + d);                                                                \
                 for (int i = first; i < end; i++)                                                                      \
-                    sum += NAME(fill)(weights[r][i]) * NAME(load)(s->value[i] + d);                                    \
+                    sum += NAME(fill)(weights[r][i]) * NAME(load_##F)((const T *)values[i] + d);                       \
                 NAME(store)(out[r] + d, sum);                                                                          \
             }                                                                                                          \
-        for (; d < job->value_width; d++)                                                                              \
+        for (; d < width; d++)                                                                                         \
             for (int r = 0; r < R; r++) {                                                                              \
                 float one = out[r][d];                                                                                 \
                 for (int i = first; i < end; i++) {                                                                    \
-                    one += weights[r][i] * s->value[i][d];                                                             \
+                    one += weights[r][i] * NAME(one_##F)(((const T *)values[i])[d]);                                   \
                     SETTLE(one);                                                                                       \
                 }                                                                                                      \
                 out[r][d] = one;                                                                                       \
             }                                                                                                          \
     }
-ADD(1, 4) ADD(2, 4) ADD(4, ADD_WIDE)
+#define ADDS(F, T) ADD(F, T, 1, 4) ADD(F, T, 2, 4) ADD(F, T, 3, ADD_WIDE) ADD(F, T, 4, ADD_WIDE)
+ADDS(f, float)
+ADDS(b, uint16_t)
+#undef ADDS
 #undef ADD
+
+typedef void (*NAME(adder))(int64_t, const float *const *, int, int, const void *const *, float *const *);
+#define ALL(F) {NAME(add_##F##1), NAME(add_##F##2), NAME(add_##F##3), NAME(add_##F##4)}
+static const NAME(adder) NAME(adders)[2][MANY] = {ALL(f), ALL(b)};
+#undef ALL
 
 /* One tile for up to MANY rows, whose keys are turned if `turned`: [from, until) is what each sees of it. A key that only
  * some of them see is not given to the others: nothing times infinity is not nothing. */
@@ -311,27 +327,23 @@ static void NAME(tile_rows)(const Attention *job, int row, int rows, int turned,
         first = from[own] > first ? from[own] : first;
         last = until[own] < last ? until[own] : last;
     }
+    int half = job->half && !turned; /* keys and values as they lie */
+    const NAME(adder) *add = NAME(adders)[half];
     if (turned)
         NAME(score_many)(job, q, low, high, s);
     else
-        for (int r = 0; r < rows; r += 2)
-            NAME(score)(job, rows - r < 2 ? 1 : 2, q + r, low, high, s, s->weights + r);
+        NAME(scorers)[half][rows - 1](q, s->key, job->width, s->weights, low, high);
     for (int r = 0; r < rows; r++)
         NAME(soften)(job, row + r, from[r], until[r], s->weights[r], s);
     if (first > last) /* there is no key that all see */
         first = last = 0;
     for (int r = 0; r < rows; r++)
-        NAME(add_1)(job, weights + r, from[r], last > first ? first : until[r], s, out + r);
+        add[0](job->value_width, weights + r, from[r], last > first ? first : until[r], s->value, out + r);
     if (last <= first)
         return;
-    if (rows == MANY)
-        NAME(add_4)(job, weights, first, last, s, out);
-    else if (rows >= 2)
-        NAME(add_2)(job, weights, first, last, s, out);
-    if (rows % 2)
-        NAME(add_1)(job, weights + rows - 1, first, last, s, out + rows - 1);
+    add[rows - 1](job->value_width, weights, first, last, s->value, out);
     for (int r = 0; r < rows; r++)
-        NAME(add_1)(job, weights + r, last, until[r], s, out + r);
+        add[0](job->value_width, weights + r, last, until[r], s->value, out + r);
 }
 
 static int64_t NAME(seen_from)(const Attention *job, int64_t position)
@@ -360,7 +372,7 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
     int64_t last = run->start + (end - 1) / fold, first = NAME(seen_from)(job, run->start + begin / fold);
     for (int64_t at = first / KEYS * KEYS; at <= last; at += KEYS) {
         int low = at < first ? (int)(first - at) : 0, high = at + KEYS <= last ? KEYS : (int)(last + 1 - at);
-        NAME(fetch)(job, run, head, at, low, high, s);
+        NAME(fetch)(job, run, head, at, low, high, job->half && turned, s);
         NAME(announce)(job, run, head, at + KEYS, at + 2 * KEYS <= last ? at + 2 * KEYS : last + 1);
         if (turned)
             NAME(turn)(job, low, high, s);

@@ -213,7 +213,7 @@ enum { DELTA_VALUES = 64, SCAN_TOKENS = 16, CHANNELS = 256, TAPS = 16 }; /* what
 /* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. */
 typedef struct {
     float *q, *out, *peak, *sum, *keys, *values, *turned, *weights[MANY];
-    const float *key[KEYS], *value[KEYS];
+    const void *key[KEYS], *value[KEYS]; /* floats, or what they lie as: see `fetch` */
 } Scratch;
 
 typedef void (*Share)(void *job);
