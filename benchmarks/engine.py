@@ -5,8 +5,9 @@
     python -m benchmarks.engine --device cuda
 
 Ours with its kernels, deterministic, and without kernels; plain Transformers (`generate()`, eight prompts as one
-batch), its continuous batching, vLLM's CPU build, and llama.cpp with the same weights in a GGUF file that it does not
-map (these two need `make bench-env`). 0.5 B random parameters, or a Llama of `--checkpoint`; greedy.
+batch), its continuous batching, vLLM's CPU build, llama.cpp with the same weights in a GGUF file that it does not map,
+and, of a `--checkpoint` with a tokenizer, OpenVINO GenAI with them in float16, which it computes in bfloat16 (these
+three need `make bench-env`). 0.5 B random parameters, or a Llama of `--checkpoint`; greedy.
 Prefill: 1,024 tokens, or those of `--prompts` (vLLM takes 1,536 at most), to the first one drawn. Decoding: 128 tokens
 in, 64 out, without the first one. Nothing is ever asked twice, so nothing is reused. Each way runs in a process of its
 own, one at a time, in turn over the rounds.
@@ -33,30 +34,31 @@ from stowage.errors import ConfigError
 from stowage.executor.device import resolve
 
 SCRIPT = Path(__file__).parent / "peers" / "turns.py"
-WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm", "llamacpp")
+WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm", "llamacpp", "openvino")
 BUILD = {
     "llama": models.half_billion,
     "windowed": models.half_billion_windowed,
     "recurrent": models.half_billion_recurrent,
     "space": models.half_billion_state_space,
 }
-PEERS_OWN = ("vllm", "llamacpp")
-"""Of the ways, those of the peers' environment: vLLM's CPU build, and llama.cpp."""
+PEERS_OWN = ("vllm", "llamacpp", "openvino")
+"""Of the ways, those of the peers' environment."""
 ON_CPU = ("deterministic", *PEERS_OWN)
 """Of the ways, those that need a CPU: our deterministic answers too."""
 CANNOT = {(model, way) for model in ("recurrent", "space") for way in ("continuous", *PEERS_OWN)}
-CANNOT.add(("windowed", "llamacpp"))
-"""Transformers' continuous batching has attention only; vLLM's CPU build takes neither; `gguf_llama` writes Llamas."""
+CANNOT |= {("windowed", "llamacpp"), *((model, "openvino") for model in BUILD)}
+"""Transformers' continuous batching has attention only; vLLM's CPU build takes neither; `gguf_llama` writes Llamas, and
+those made here have no tokenizer."""
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 DEVICE_BYTES = 1 << 30
-GGUF = "model.gguf"
+GGUF = {"llamacpp": "model.gguf", "openvino": "float16.gguf"}
 
 
 def measure(way: str, model: Path, dtype: str, seed: int, device: str, lengths: Sequence[int]) -> dict[str, float]:
     """Tokens per second; ``lengths`` of the prompts whose prefill is measured."""
     python = PYTHON if way in PEERS_OWN else sys.executable
     way_there = "vllm-no-reuse" if way == "vllm" else way
-    model = model / GGUF if way == "llamacpp" else model
+    model = model / GGUF[way] if way in GGUF else model
     peer = Peer([python, SCRIPT, way_there, model, dtype, str(DEVICE_BYTES), "0", device])
     asked = seed * 1000
 
@@ -139,6 +141,8 @@ def main() -> None:
         raise SystemExit(str(error)) from error
     if set(ways) & set(PEERS_OWN) and not PYTHON.exists():
         raise SystemExit("The peers are not here. Make the peers' environment first: make bench-env")
+    if options.checkpoint and "openvino" in ways and not (options.checkpoint / "tokenizer.json").is_file():
+        ways.remove("openvino")
     lengths = [int(length) for length in options.prompts.split(",")]
     part = bool(options.ways) or options.models != parser.get_default("models")
     file = options.name or ("" if part else on_device)  # a part does not replace the whole
@@ -147,10 +151,15 @@ def main() -> None:
         can = [way for way in ways if (name, way) not in CANNOT]
         with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
             built = build[name](dtype)
-            read = sum(p.nbytes for p in built.parameters()) - built.get_input_embeddings().weight.nbytes
+            read = sum(p.nbytes for p in built.parameters())
+            if not built.config.tie_word_embeddings:
+                read -= built.get_input_embeddings().weight.nbytes
             built.save_pretrained(directory)
             if "llamacpp" in can:
-                gguf_llama.write(built, Path(directory) / GGUF)
+                gguf_llama.write(built, Path(directory) / GGUF["llamacpp"])
+            if "openvino" in can:
+                tokenizer = options.checkpoint / "tokenizer.json"
+                gguf_llama.write(built.half(), Path(directory) / GGUF["openvino"], tokenizer)
             del built
             runs: dict[str, list[dict[str, float]]] = {way: [] for way in can}
             for number in range(options.rounds):

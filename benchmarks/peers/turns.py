@@ -6,11 +6,11 @@
 WAY: `stowage`, `stowage-device` (no tier below the device), `deterministic`, `torch` (Stowage without its kernels),
 `transformers` (one prompt after the other, no reuse), `generate` (Transformers' `generate()` of all prompts as one
 batch; they are of one length), `continuous` (its continuous batching), `vllm`, `vllm-no-reuse` (prefix caching off),
-`vllm-stowage` (with the plugin), `llamacpp` (a GGUF file that is read into memory). Commands are JSON lines on stdin,
-{"prompts": [[...], ...], "tokens": 16}; an answer has for each prompt the seconds from the round's begin to its first
-token, how many of its tokens were reused, and its greedy tokens. All of Stowage's ways and Transformers run in
-Stowage's own environment, those of vLLM and llama.cpp in the peers', with Stowage's sources on its path. DEVICE: what
-they compute on, all but these two; a CPU if it is left out.
+`vllm-stowage` (with the plugin), `llamacpp` (a GGUF file that is read into memory), `openvino` (a GGUF file). Commands
+are JSON lines on stdin, {"prompts": [[...], ...], "tokens": 16}; an answer has for each prompt the seconds from the
+round's begin to its first token, how many of its tokens were reused, and its greedy tokens. All of Stowage's ways and
+Transformers run in Stowage's own environment, those of vLLM, llama.cpp and OpenVINO in the peers', with Stowage's
+sources on its path. DEVICE: what they compute on, all but these three; a CPU if it is left out.
 """
 
 from __future__ import annotations
@@ -180,6 +180,22 @@ def llamacpp(model: str) -> Round:
     return answer
 
 
+def openvino(model: str) -> Round:
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    pipeline = genai.LLMPipeline(model, "CPU")
+
+    def answer(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        ids = np.array(prompts, dtype=np.int64)
+        config = genai.GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True, do_sample=False)
+        given = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+        return {"tokens": [list(drawn) for drawn in pipeline.generate(given, config).tokens]}
+
+    return answer
+
+
 def main() -> None:
     way, model, dtype, device_bytes, host_bytes, *rest = sys.argv[1:]
     device = rest[0] if rest else "cpu"
@@ -195,6 +211,7 @@ def main() -> None:
         "continuous": lambda: continuous(model, dtype, device),
         "transformers": lambda: transformers(model, dtype, device),
         "llamacpp": lambda: llamacpp(model),
+        "openvino": lambda: openvino(model),
         "vllm": lambda: vllm(model, dtype, sizes[0], 0),
         "vllm-no-reuse": lambda: vllm(model, dtype, sizes[0], 0, reuse=False),
         "vllm-stowage": lambda: vllm(model, dtype, *sizes),
