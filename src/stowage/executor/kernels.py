@@ -31,7 +31,7 @@ from stowage.native import is_built as is_built
 from stowage.native import is_wanted
 from stowage.weights.quantized.blocks import BlockMatrix
 
-_KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
+KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 _HALVES = {torch.bfloat16: 4, torch.int8: 5}
@@ -307,7 +307,7 @@ def attend(
         value_width,
         steps.block_tokens,
         steps.window,
-        _KINDS[steps.kind],
+        KINDS[steps.kind],
         scale,
         softcap,
         query.dtype is torch.bfloat16,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from stowage.executor.replay.recorded_calls import WrittenStep
 
-ARENA, CALLED, CONSTANT, RESULT = range(4)
+ARENA, CALLED, CONSTANT, RESULT, STEP = range(5)
 """Whose memory a buffer is: the arena's; that of a tensor which the step was given, or a call of Python gave; that of
-one which stays as it is; that of the logits, which are the caller's own.
+one which stays as it is; that of the logits, which are the caller's own; that of one which ``batch.current`` has.
 """
 NUMBERS = (torch.float32, torch.bfloat16)
 
@@ -115,6 +115,11 @@ class Memory:
     def temporary(self, nbytes: int) -> Place:
         """New memory of no tensor."""
         self._all.append(Buffer(ARENA, nbytes))
+        return Place(self._all[-1], 0)
+
+    def of_steps(self) -> Place:
+        """What each step has somewhere else."""
+        self._all.append(Buffer(STEP, 0))
         return Place(self._all[-1], 0)
 
     def undo(self, count: int) -> None:

@@ -24,12 +24,12 @@ from stowage.executor.determinism.row_invariance import RowInvariance, takes_who
 from stowage.executor.fused.norms import norm_of
 from stowage.executor.replay.memory import Buffer, Memory, Place
 from stowage.executor.replay.recordable import ALLOWED
-from stowage.executor.replay.recorded_calls import PART, WHOLE, WrittenCall, linears_of
+from stowage.executor.replay.recorded_calls import PART, WHOLE, WrittenCall, arguments_of, linears_of
 
 _LINEAR, _NORM, _POINTWISE = 1, 2, 3
-_COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)
+COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)
 _DIMS = 4
-_NOWHERE = (-1, 0)
+NOWHERE = (-1, 0)
 _BINARY = {"add": _ADD, "__add__": _ADD, "__radd__": _ADD, "sub": _SUBTRACT, "subtract": _SUBTRACT}
 _BINARY |= {"__sub__": _SUBTRACT, "mul": _MULTIPLY, "multiply": _MULTIPLY, "__mul__": _MULTIPLY, "__rmul__": _MULTIPLY}
 _NEGATIONS = frozenset("neg negative __neg__".split())
@@ -48,11 +48,11 @@ class Operation:
         return [word.buffer for word in self.words if isinstance(word, Place)]
 
 
-class _NotTaken(Exception):
+class NotTaken(Exception):
     """Something about a call is not as the kernels need it."""
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """An operand: where it begins, its type, and its strides."""
 
     place: Place
@@ -73,7 +73,7 @@ def operations(memory: Memory, call: WrittenCall) -> list[Operation] | None:
     count = memory.count
     try:
         return _taken(memory, call, found)
-    except _NotTaken:
+    except NotTaken:
         memory.undo(count)
         memory.called(found)
         return None
@@ -87,21 +87,17 @@ def _is_view(memory: Memory, call: WrittenCall, found: Any) -> bool:
 
 
 def _taken(memory: Memory, call: WrittenCall, found: Any) -> list[Operation]:
-    function: Any = call.function
-    keywords: dict[str, Any] = {}
-    if isinstance(function, partial) and not function.args:
-        function, keywords = function.func, function.keywords
-    args = [memory.at(index) for index in call.arguments]
+    function, args, keywords = arguments_of(call.function, [memory.at(index) for index in call.arguments])
     if call.name == "linear":
-        return _linear(memory, function, args, found)
+        return _linear(memory, call.function, args, found)
     if not memory.is_new(found):
-        raise _NotTaken
+        raise NotTaken
     if (norm := norm_of(function, args)) is not None:
         return _norm(memory, *norm, found)
     if call.name in _BINARY and len(args) == 2 and not keywords:
         return [_two(memory, _BINARY[call.name], args[0], args[1], found)]
     if call.name in _NEGATIONS and len(args) == 1:
-        return [_pointwise(found.shape, _NEGATE, _new(memory, found), _read(memory, args[0], found.shape))]
+        return [pointwise(found.shape, _NEGATE, new(memory, found), read(memory, args[0], found.shape))]
     if call.name in _COPIES:
         return [_copied(memory, args[0], found)]
     if call.name in _JOINTS:
@@ -109,7 +105,7 @@ def _taken(memory: Memory, call: WrittenCall, found: Any) -> list[Operation]:
         return _joined(memory, args[0], dim, found, stacked=call.name == "stack")
     if takes_whole_vectors(function):
         return [_looked_up(memory, call.function, args, found)]
-    raise _NotTaken
+    raise NotTaken
 
 
 def _two(memory: Memory, way: int, a: Any, b: Any, out: Tensor) -> Operation:
@@ -120,51 +116,51 @@ def _two(memory: Memory, way: int, a: Any, b: Any, out: Tensor) -> Operation:
         b = torch.tensor(b, dtype=torch.float32 if way == _MULTIPLY else a.dtype).float()
         types = {a.dtype}
     else:
-        _check(memory.is_ours(a) and memory.is_ours(b))
+        check(memory.is_ours(a) and memory.is_ours(b))
         types = {a.dtype, b.dtype}
-        _check(len(types) == 1 or (a.dim() > 0 and b.dim() > 0))  # else that of one decides alone
-    _check(out.dtype is (types.pop() if len(types) == 1 else torch.float32))
-    sides = _read(memory, a, out.shape), _read(memory, b, out.shape)
-    return _pointwise(out.shape, way, _new(memory, out), *sides)
+        check(len(types) == 1 or (a.dim() > 0 and b.dim() > 0))  # else that of one decides alone
+    check(out.dtype is (types.pop() if len(types) == 1 else torch.float32))
+    sides = read(memory, a, out.shape), read(memory, b, out.shape)
+    return pointwise(out.shape, way, new(memory, out), *sides)
 
 
 def _copied(memory: Memory, x: Any, out: Tensor) -> Operation:
-    side, end = _read(memory, x, x.shape if isinstance(x, Tensor) else ()), _new(memory, out)
+    side, end = read(memory, x, x.shape if isinstance(x, Tensor) else ()), new(memory, out)
     if out.shape != x.shape:  # numbers in their order
-        _check(out.is_contiguous())
-        end = end._replace(strides=_whole(x.shape))
-    return _pointwise(x.shape, _COPY, end, side)
+        check(out.is_contiguous())
+        end = end._replace(strides=whole(x.shape))
+    return pointwise(x.shape, COPY, end, side)
 
 
 def _joined(memory: Memory, parts: Any, dim: Any, out: Tensor, *, stacked: bool) -> list[Operation]:
-    _check(isinstance(parts, (tuple, list)) and isinstance(dim, int))
+    check(isinstance(parts, (tuple, list)) and isinstance(dim, int))
     parts = [part for part in parts if part.numel()]
-    _check(all(map(memory.is_ours, parts)))
+    check(all(map(memory.is_ours, parts)))
     if stacked:
         parts = [part.unsqueeze(dim) for part in parts]
-    _check(all(part.dim() == out.dim() for part in parts))
+    check(all(part.dim() == out.dim() for part in parts))
     memory.made(out)
     done: list[Operation] = []
     begin = 0
     for part in parts:
         there = out.narrow(dim, begin, part.shape[dim])
         begin += part.shape[dim]
-        done.append(_pointwise(part.shape, _COPY, _new(memory, there), _read(memory, part, part.shape)))
+        done.append(pointwise(part.shape, COPY, new(memory, there), read(memory, part, part.shape)))
     return done
 
 
 def _looked_up(memory: Memory, function: Any, args: list[Any], out: Tensor) -> Operation:
     """A function of single numbers, whatever lies beside them."""
     x, *more = args
-    _check(memory.is_ours(x) and x.dtype is torch.bfloat16 and out.dtype is torch.bfloat16 and x.shape == out.shape)
-    _check(not any(isinstance(part, Tensor) for part in more))
+    check(memory.is_ours(x) and x.dtype is torch.bfloat16 and out.dtype is torch.bfloat16 and x.shape == out.shape)
+    check(not any(isinstance(part, Tensor) for part in more))
     keywords = tuple(function.keywords.items()) if isinstance(function, partial) else ()
     key = (function.func if isinstance(function, partial) else function, keywords, *more)
     if key not in memory.tables:
         every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         memory.tables[key] = function(every, *more)
-    table = _Side(memory.place(memory.tables[key]), torch.bfloat16, (0,) * x.dim())
-    return _pointwise(out.shape, _LOOK_UP, _new(memory, out), _read(memory, x, out.shape), table)
+    table = Side(memory.place(memory.tables[key]), torch.bfloat16, (0,) * x.dim())
+    return pointwise(out.shape, _LOOK_UP, new(memory, out), read(memory, x, out.shape), table)
 
 
 def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[Operation]:
@@ -172,25 +168,25 @@ def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[
     together = linears_of(function)
     if not together:
         own = getattr(function, "__func__", None) is RowInvariance.alone
-        _check(own and function.__self__.by_kernels(*args[:2]))
+        check(own and function.__self__.by_kernels(*args[:2]))
     weights, outs = together or (args[1],), found if together else [found]
     x, bias = args[0], None if together or len(args) < 3 else args[2]
     form, halves = kernels.form_of(x, weights[0])
-    _check(memory.is_ours(x) and all(map(memory.is_new, outs)) and (halves or x.dtype is torch.float32))
+    check(memory.is_ours(x) and all(map(memory.is_new, outs)) and (halves or x.dtype is torch.float32))
     inputs, rows = x.shape[-1], x.numel() // x.shape[-1]
     begin, row, done = *_rows(memory, x), []
     if row is None:
         begin, row = memory.temporary(x.numel() * x.element_size()), inputs
-        copy = _Side(begin, x.dtype, _whole(x.shape))
-        done = [_pointwise(x.shape, _COPY, copy, _read(memory, x, x.shape))]
+        copy = Side(begin, x.dtype, whole(x.shape))
+        done = [pointwise(x.shape, COPY, copy, read(memory, x, x.shape))]
     ends = [memory.made(out) for out in outs] if bias is None else [memory.temporary(rows * weights[0].shape[0] * 4)]
     words: list[int | Place] = [_LINEAR, len(weights), begin, rows, inputs, row, 0, form, int(halves and bias is None)]
     for weight, end in zip(weights, ends, strict=True):
         words += [memory.place(weight), end, weight.shape[0], weight.stride(0)]
     done.append(Operation(tuple(words)))
     if bias is not None:
-        sums, out = _Side(ends[0], torch.float32, _whole(outs[0].shape)), _new(memory, outs[0])
-        done.append(_pointwise(outs[0].shape, _ADD, out, sums, _read(memory, bias, outs[0].shape)))
+        sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(memory, outs[0])
+        done.append(pointwise(outs[0].shape, _ADD, out, sums, read(memory, bias, outs[0].shape)))
     return done
 
 
@@ -198,30 +194,32 @@ def _norm(
     memory: Memory, x: Tensor, weight: Tensor, eps: float, more: float, rounded: bool, out: Tensor
 ) -> list[Operation]:
     """Of rows that lie one after the other, in whichever order; ``out`` then lies alike."""
-    _check(memory.is_ours(x) and x.stride() == out.stride())
+    check(memory.is_ours(x) and x.stride() == out.stride())
     rows = x.numel() // weight.shape[0]
-    _check(x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous()))
+    check(x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous()))
     half, way = int(x.dtype is torch.bfloat16), 0 if rounded else 1
     places = memory.place(x), memory.place(weight), memory.made(out)
-    return [Operation((_NORM, *places, rows, weight.shape[0], _bits(eps), _bits(more), half, way))]
+    return [Operation((_NORM, *places, rows, weight.shape[0], bits(eps), bits(more), half, way))]
 
 
-def _check(good: bool) -> None:
+def check(good: bool) -> None:
+    """Raise ``NotTaken`` if it is not."""
     if not good:
-        raise _NotTaken
+        raise NotTaken
 
 
-def _read(memory: Memory, tensor: Any, shape: Sequence[int]) -> _Side:
+def read(memory: Memory, tensor: Any, shape: Sequence[int]) -> Side:
     """A tensor, as if it were of this shape."""
-    _check(memory.is_ours(tensor))
-    return _Side(memory.place(tensor), tensor.dtype, tensor.expand(shape).stride())
+    check(memory.is_ours(tensor))
+    return Side(memory.place(tensor), tensor.dtype, tensor.expand(shape).stride())
 
 
-def _new(memory: Memory, tensor: Tensor) -> _Side:
-    return _Side(memory.made(tensor), tensor.dtype, tensor.stride())
+def new(memory: Memory, tensor: Tensor) -> Side:
+    """A tensor that a program makes."""
+    return Side(memory.made(tensor), tensor.dtype, tensor.stride())
 
 
-def _whole(shape: Sequence[int]) -> tuple[int, ...]:
+def whole(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor whose numbers lie in their order."""
     return torch.empty(shape, device="meta").stride()
 
@@ -254,19 +252,20 @@ def _folded(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[lis
     return sizes, steps
 
 
-def _pointwise(shape: Sequence[int], way: int, out: _Side, *sides: _Side) -> Operation:
+def pointwise(shape: Sequence[int], way: int, out: Side, *sides: Side) -> Operation:
+    """``out`` of one or two ``sides``, number by number (``way``)."""
     every = (out, *sides)
     sizes, steps = _folded(shape, [side.strides for side in every])
     missing = _DIMS - len(sizes)
-    _check(missing >= 0)
+    check(missing >= 0)
     words: list[int | Place] = [_POINTWISE, way, *(1,) * missing, *sizes]
     for side, step in zip(every, steps, strict=True):
         words += [side.place, int(side.dtype is torch.bfloat16), *(0,) * missing, *step]
     if len(sides) == 1:
-        words += [*_NOWHERE, 0, *(0,) * _DIMS]
+        words += [*NOWHERE, 0, *(0,) * _DIMS]
     return Operation(tuple(words))
 
 
-def _bits(number: float) -> int:
+def bits(number: float) -> int:
     """A number's 64 bits."""
     return int(struct.unpack("q", struct.pack("d", number))[0])

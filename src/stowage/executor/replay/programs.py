@@ -9,7 +9,8 @@ is said in ``operations``.
 
 Owns where results lie: in an ``Arena``, at the same places in each replay, so that calls of Python find there what they
 need. Results that nobody needs any more make room for others. The logits lie in memory of their own, since they are the
-caller's. The addresses of parameters, and of what calls of Python give, are asked for in every replay.
+caller's. Parameters are kept, and read where they lay when the step was written down: to ask for 300 addresses takes as
+long as a layer, since weights have driven them from the caches. What calls of Python give may lie anywhere.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.memory import ARENA, CALLED, CONSTANT, RESULT, Buffer, Memory, Place, begin_of
-from stowage.executor.replay.operations import Operation, operations
+from stowage.executor.replay.memory import ARENA, CALLED, CONSTANT, RESULT, STEP, Buffer, Memory, Place, begin_of
+from stowage.executor.replay.operations import NotTaken, Operation, operations
+from stowage.executor.replay.paging import Paging
 from stowage.executor.replay.recordable import ALLOWED
 from stowage.executor.replay.recorded_calls import RecordedCalls, WrittenCall, WrittenStep, listed
 from stowage.native import extension as _kernel
@@ -55,12 +57,12 @@ class Arena:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
     """Called with the tensors of which ``inputs`` has slots and strides; gives ``result`` (slot, shape, strides, type),
-    if it has one. ``room`` is where it works.
+    if it has one. ``kept``: what has addresses that do not change.
     """
 
     code: array[int]
     addresses: array[int]
-    room: Tensor
+    kept: tuple[Tensor, ...]
     inputs: tuple[tuple[int, tuple[int, ...]], ...]
     result: tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype] | None
 
@@ -80,22 +82,16 @@ class _Program:
         return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Constants:
-    """Says where they lie just now: slots ``begin`` to ``begin + len(tensors)``."""
-
-    tensors: tuple[Tensor, ...]
-    addresses: array[int]
-    begin: int
-
-    def __call__(self) -> None:
-        self.addresses[self.begin :] = array("q", [tensor.data_ptr() for tensor in self.tensors])
-
-
 def with_programs(step: WrittenStep, arena: Arena) -> RecordedCalls:
     """``step``, with programs for all runs of calls that can be made by one."""
-    memory = Memory(step, arena.tables)
-    taken = [operations(memory, call) for call in step.calls]
+    try:
+        memory = Memory(step, arena.tables)
+        paging = Paging(memory)
+        taken = [_taken(memory, paging, call) for call in step.calls]
+    except NotTaken:  # attention, or what it reads, is Python's
+        memory = Memory(step, arena.tables)
+        paging = Paging(memory)
+        taken = [operations(memory, call) for call in step.calls]
     if not any(taken):
         return listed(step)
     result = memory.lies_in(step.result)
@@ -103,10 +99,15 @@ def with_programs(step: WrittenStep, arena: Arena) -> RecordedCalls:
         result.kind = RESULT
     needed = _needed(step, memory, taken)
     room = arena.room(_put(memory.used(ARENA)))
-    writer = _Writer(step, memory, room)
+    writer = _Writer(step, memory, paging, room)
     for index in needed:
         writer.show(index)
     return listed(writer.written(taken, needed))
+
+
+def _taken(memory: Memory, paging: Paging, call: WrittenCall) -> list[Operation] | None:
+    done = paging.operations(call)
+    return operations(memory, call) if done is None else done
 
 
 def _needed(step: WrittenStep, memory: Memory, taken: Sequence[Sequence[Operation] | None]) -> dict[int, int]:
@@ -160,16 +161,17 @@ def _put(buffers: Sequence[Buffer]) -> int:
 
 
 class _Writer:
-    """Writes a step's calls down once more, with programs. Slot 0 is the arena; constants are the last slots."""
+    """Writes a step's calls down once more, with programs. Slot 0 is the arena."""
 
-    def __init__(self, step: WrittenStep, memory: Memory, room: Tensor) -> None:
-        self._step, self._memory, self._room = step, memory, room
+    def __init__(self, step: WrittenStep, memory: Memory, paging: Paging, room: Tensor) -> None:
+        self._step, self._memory, self._paging, self._room = step, memory, paging, room
         self._values = list(step.values)
-        self._constants = memory.used(CONSTANT)
-        others = [*memory.used(CALLED), *memory.used(RESULT)]
-        self._slots = {id(buffer): 1 + at for at, buffer in enumerate((*others, *self._constants))}
-        self._addresses = array("q", bytes(8 * (1 + len(self._slots))))
-        self._addresses[0] = room.data_ptr()
+        constants = memory.used(CONSTANT)
+        others = [*memory.used(CALLED), *memory.used(RESULT), *memory.used(STEP)]
+        self._slots = {id(buffer): 1 + at for at, buffer in enumerate((*constants, *others))}
+        self._kept = (room, *(_tensor(buffer).detach() for buffer in constants))
+        known = [room.data_ptr(), *(buffer.address for buffer in constants)]
+        self._addresses = array("q", known + [0] * len(others))
         self._calls: list[WrittenCall] = []
         self._program: list[Operation] = []
         self._views: list[WrittenCall] = []
@@ -184,9 +186,9 @@ class _Writer:
 
     def written(self, taken: Sequence[Sequence[Operation] | None], needed: dict[int, int]) -> WrittenStep:
         """The step as it is made from now on."""
-        tensors = tuple(buffer.tensor for buffer in self._constants if buffer.tensor is not None)
-        begin = len(self._addresses) - len(tensors)
-        self._calls = [WrittenCall(_Constants(tensors, self._addresses, begin), (), self._new_value())]
+        if self._memory.used(STEP):
+            there = self._paging.addresses(self._addresses, lambda buffer: self._slots[id(buffer)])
+            self._calls.append(WrittenCall(there, (), self._new_value()))
         for call, done in zip(self._step.calls, taken, strict=True):
             wanted = call.result in needed
             if done:
@@ -212,7 +214,7 @@ class _Writer:
             if results and not self._is_given(results[0]):
                 tensor, index = _tensor(results[0]), results[0].root
                 given = (self._slots[id(results[0])], tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            program = _Program(code, self._addresses, self._room, inputs, given)
+            program = _Program(code, self._addresses, self._kept, inputs, given)
             arguments = tuple(buffer.root for buffer in called)
             self._calls.append(WrittenCall(program, arguments, index if index >= 0 else self._new_value()))
         self._calls += self._views

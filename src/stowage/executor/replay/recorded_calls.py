@@ -359,6 +359,17 @@ def linears_of(function: Any) -> tuple[Tensor, ...]:
     return function.args[0] if together else ()
 
 
+def arguments_of(function: Any, given: Sequence[Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The function that was called, and with what, if ``function`` was written down and is given these."""
+    args, named = list(given), {}
+    if isinstance(function, partial) and function.func is _with_names:
+        function, names = function.args
+        named, args = dict(zip(names, args, strict=False)), args[len(names) :]
+    if isinstance(function, partial) and not function.args:
+        function, named = function.func, {**function.keywords, **named}
+    return function, args, named
+
+
 def _picker(indices: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
     if not indices:
         return lambda values: ()

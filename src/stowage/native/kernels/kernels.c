@@ -190,6 +190,23 @@ static void share_attention(void *argument)
     free(room);
 }
 
+/* 0: there is no memory for it. */
+static int spread_attention(const Attention *job, long threads)
+{
+    int64_t *firsts = malloc((size_t)(job->count + 1) * sizeof *firsts);
+    if (firsts == NULL)
+        return 0;
+    firsts[0] = 0;
+    for (int64_t i = 0; i < job->count; i++)
+        firsts[i + 1] = firsts[i] + job->heads * ((job->runs[i].count * job->fold + ROWS - 1) / ROWS);
+    AttentionShares shares = {.job = job, .firsts = firsts, .shares = firsts[job->count], .wide = job->half};
+    atomic_init(&shares.next, 0);
+    atomic_init(&shares.failed, 0);
+    spread(share_attention, &shares, threads);
+    free(firsts);
+    return !atomic_load(&shares.failed) || atomic_load(&shares.next) >= shares.shares;
+}
+
 static int read_blocks(PyObject *tuple, void *to)
 {
     Blocks *b = to;
@@ -207,20 +224,11 @@ static PyObject *attention(PyObject *self, PyObject *args)
                           &job.sinks, &job.count, &job.heads, &job.fold, &job.width, &job.value_width,
                           &job.block_tokens, &job.window, &job.kind, &job.scale, &job.softcap, &job.half, &threads))
         return NULL;
-    int64_t *firsts = PyMem_Malloc((size_t)(job.count + 1) * sizeof *firsts);
-    if (firsts == NULL)
-        return PyErr_NoMemory();
-    firsts[0] = 0;
-    for (int64_t i = 0; i < job.count; i++)
-        firsts[i + 1] = firsts[i] + job.heads * ((job.runs[i].count * job.fold + ROWS - 1) / ROWS);
-    AttentionShares shares = {.job = &job, .firsts = firsts, .shares = firsts[job.count], .wide = job.half};
-    atomic_init(&shares.next, 0);
-    atomic_init(&shares.failed, 0);
+    int there;
     Py_BEGIN_ALLOW_THREADS
-    spread(share_attention, &shares, threads);
+    there = spread_attention(&job, threads);
     Py_END_ALLOW_THREADS
-    PyMem_Free(firsts);
-    if (atomic_load(&shares.failed) && atomic_load(&shares.next) < shares.shares)
+    if (!there)
         return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

@@ -2,7 +2,7 @@
  * (executor/replay/programs.py). An address is a buffer's, out of a list that may change between calls, and an offset.
  * Included by kernels.c. */
 
-enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3 };
+enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5 };
 
 typedef struct {
     const int64_t *at, *end, *buffers;
@@ -123,6 +123,55 @@ static void run_pointwise(Reader *r, long threads)
     spread(share_pointwise, &shares, numbers < 32768 ? 1 : threads);
 }
 
+/* New keys or values of `tokens`, each into the block of the pool and at the offset in it that it has. */
+static void run_put(Reader *r)
+{
+    char *to = next_address(r);
+    int64_t block = next_number(r), offset = next_number(r), head = next_number(r);
+    const int64_t *blocks = next_address(r), *offsets = next_address(r);
+    const char *from = next_address(r);
+    int64_t from_token = next_number(r), from_head = next_number(r);
+    int64_t tokens = next_number(r), heads = next_number(r), bytes = next_number(r); /* of a head; strides too */
+    for (int64_t t = 0; t < tokens && !r->wrong; t++)
+        for (int64_t h = 0; h < heads; h++)
+            memcpy(to + blocks[t] * block + offsets[t] * offset + h * head, from + t * from_token + h * from_head,
+                   (size_t)bytes);
+}
+
+static void next_blocks(Reader *r, Blocks *b)
+{
+    b->at = next_address(r);
+    b->block = next_number(r);
+    b->token = next_number(r);
+    b->head = next_number(r);
+    b->away = next_address(r);
+    b->unit = next_number(r);
+}
+
+static int run_attention(Reader *r, long threads)
+{
+    Attention job;
+    job.q = next_address(r);
+    job.out = next_address(r);
+    next_blocks(r, &job.k);
+    next_blocks(r, &job.v);
+    job.table = next_address(r);
+    job.runs = next_address(r);
+    job.sinks = next_address(r);
+    job.count = next_number(r);
+    job.heads = next_number(r);
+    job.fold = next_number(r);
+    job.width = next_number(r);
+    job.value_width = next_number(r);
+    job.block_tokens = next_number(r);
+    job.window = next_number(r);
+    job.kind = next_number(r);
+    job.scale = next_float(r);
+    job.softcap = next_float(r);
+    job.half = (int)next_number(r);
+    return r->wrong || spread_attention(&job, threads);
+}
+
 /* 0: there is no memory for it. */
 static int run_all(Reader *r, long threads)
 {
@@ -137,6 +186,13 @@ static int run_all(Reader *r, long threads)
             break;
         case POINTWISE:
             run_pointwise(r, threads);
+            break;
+        case PUT_INTO_BLOCKS:
+            run_put(r);
+            break;
+        case ATTEND:
+            if (!run_attention(r, threads))
+                return 0;
             break;
         default:
             r->wrong = 1;
