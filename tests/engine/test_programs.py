@@ -289,7 +289,16 @@ def test_any_views_of_anything(data: st.DataObject) -> None:
 
 def test_what_is_no_program_is_refused() -> None:
     buffers = array("q", [0])
-    for code in ([9], [1], [1, 9], [2, 0, 0], [3, 1, 1, 1, 1, 1, 5, 0], [1, 1, 7, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]):
+    for code in (
+        [9],
+        [1],
+        [1, 9],
+        [2, 0, 0],
+        [3, 1, 1, 1, 1, 1, 5, 0],
+        [4, 0, 0, 1],
+        [5, 0, 0, 0, 0],
+        [1, 1, 7, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0],
+    ):
         with pytest.raises(ValueError, match="no program"):
             kernels._kernel.run_program(array("q", code), buffers, 1)
     kernels._kernel.run_program(array("q"), buffers, 1)

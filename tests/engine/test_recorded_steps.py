@@ -122,6 +122,18 @@ def test_layers_with_one_input_are_computed_together_by_a_program(monkeypatch: p
     assert sizes.count(3) == sizes.count(2) > 1  # query, key and value; gate and up; two layers
 
 
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_all_layers_are_one_call(family: str) -> None:
+    """Attention, what puts keys into blocks, and all else: what is left is the embedding, and angles of positions."""
+    model = tiny_models.build(family).bfloat16()
+    steps = steps_of_an_engine(model)
+    lists = [entry.recording for entry in steps._entries.values() if entry.recording is not None]
+    assert lists and kernels.form_of(model.lm_head.weight, model.lm_head.weight)[1] == all(
+        len(one.calls) < 20 for one in lists
+    )
+
+
 class Own(nn.Module):
     """A model of one function: ``step(self, x)``, with a parameter, and a state of 3 numbers."""
 

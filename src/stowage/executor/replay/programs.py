@@ -1,11 +1,11 @@
 """Runs of a step's calls as one call of the kernels each: what lies between two calls that only Python can make.
 
-    norm linear view mul neg cat mul add ... | attention | linear add norm linear silu mul linear add ...
-    one program                              | one call  | one program
+    norm linear view mul neg cat mul add ... put attend view linear add norm ...   ->   one program
+    topk (of experts)                                                              ->   stays a call
 
-A token of a small model takes a third of its time in calls of torch that compute next to nothing: a rotary embedding is
-thirteen of them per layer. A program is a list of numbers (``native/kernels/program.h``); which calls it can stand for
-is said in ``operations``.
+A token of a small model takes half its time in calls that compute next to nothing: a rotary embedding is thirteen of
+them per layer. A program is a list of numbers (``native/kernels/program.h``); which calls it can stand for is said in
+``operations`` and ``paging``.
 
 Owns where results lie: in an ``Arena``, at the same places in each replay, so that calls of Python find there what they
 need. Results that nobody needs any more make room for others. The logits lie in memory of their own, since they are the
