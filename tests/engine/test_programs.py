@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,10 @@ from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.replay import operations, programs
 from stowage.executor.replay.programs import Arena, with_programs
 from stowage.executor.replay.recorded_calls import RecordedCalls, one_call, recorded
+from stowage.weights.quantized.blocks import BlockMatrix
+from stowage.weights.quantized.codes import Form, PackedMatrix
+from stowage.weights.quantized.formats import Spec
+from tests.block_formats import SPECS, parts_of
 from tests.threads import using_threads
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -183,7 +188,36 @@ def test_linear_layers(rows: int, dtype: torch.dtype, instructions: str) -> None
         return once + F.linear(once[..., 3:27], first) + F.linear(once.t()[:rows].t()[:, :1].expand(rows, 24), second)
 
     calls = replays(function, usual(rows, 24, seed=5, dtype=dtype), kept=[first, second, bias])
-    ours = dtype is torch.float32 or kernels.form_of(first, first)[1]
+    ours = dtype is torch.float32 or kernels.form_of(first, kernels.of_plain(first))[1]
+    assert bool(left(calls)) != ours
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+def test_matrices_as_they_were_published(spec: Spec, dtype: torch.dtype, instructions: str) -> None:
+    spec = replace(spec, outputs=40, inputs=512)
+    _packed_layers(BlockMatrix(spec, parts_of(spec, seed=3), dtype), dtype, None)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("form", [Form("int8", 40, 512), Form("int4", 40, 512, 32)], ids=lambda form: form.name)
+def test_packed_matrices(form: Form, dtype: torch.dtype, instructions: str) -> None:
+    packed = form.pack(usual(40, 512, seed=4, dtype=torch.float32))
+    _packed_layers(PackedMatrix(form, packed, dtype), dtype, torch.float32 if form.group else None)
+
+
+def _packed_layers(matrix: PackedMatrix, dtype: torch.dtype, python: torch.dtype | None) -> None:
+    """Layers of a matrix in some format are programs, but for those of the type ``python``, and where bfloat16 is not
+    multiplied in pairs.
+    """
+    bias = Parameter(usual(40, seed=3, dtype=dtype), requires_grad=False)
+
+    def function(x: Tensor) -> Tensor:
+        return F.linear(x, matrix, bias) * F.linear(x * 2, matrix) + F.linear(x.t().contiguous().t(), matrix)
+
+    calls = replays(function, usual(3, 512, seed=5, dtype=dtype), kept=[bias])
+    plain = Parameter(usual(40, 512, seed=6, dtype=dtype), requires_grad=False)
+    ours = dtype is not python and (dtype is torch.float32 or kernels.form_of(plain, kernels.of_plain(plain))[1])
     assert bool(left(calls)) != ours
 
 

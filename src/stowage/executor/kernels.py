@@ -136,9 +136,7 @@ def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tens
     multiplied with, and what is added then. Plus ``bias``. In bfloat16 weights are rounded to it before.
     """
     if x.dtype is torch.bfloat16 and _kernel.multiplies_halves():
-        layout = (_FORMATS["packed4"], scales[1].data_ptr(), 1, _SCALES[torch.float16])
-        matrix_at = (codes.data_ptr(), scales.data_ptr(), codes.shape[0], codes.stride(0))
-        return _coded(x, x.shape[-1], group, matrix_at, layout, bias)
+        return _coded(x, of_int4(codes, scales, group), bias)
     return _linear(x, codes, scales, bias, group)
 
 
@@ -153,38 +151,62 @@ def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) ->
     """``x`` ``[..., inputs]`` times a matrix in the format that it was published in, plus ``bias``; see
     ``takes_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
     """
+    return _coded(x, of_blocks(matrix), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """How the kernel reads a matrix: ``codes``, in rows that are ``row`` numbers (of a format: bytes) apart, with
+    ``scales`` and ``zeros`` (zero points). ``group``, ``tall``: inputs and outputs with one scale; ``form``: the name
+    of its format, 0 where there is none; ``kind``: of its scales.
+    """
+
+    codes: Tensor
+    outputs: int
+    row: int
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    group: int = 0
+    form: int = 0
+    tall: int = 1
+    kind: int = 0
+
+
+def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
+    """A matrix that ``linear`` takes, or (with ``scales``) ``linear_int8``."""
+    return Matrix(weight, weight.shape[0], weight.stride(0), scales)
+
+
+def of_int4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
+    """One that ``linear_int4`` takes, where pairs of bfloat16 are multiplied."""
+    kind = _SCALES[torch.float16]
+    return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, _FORMATS["packed4"], 1, kind)
+
+
+def of_blocks(matrix: BlockMatrix) -> Matrix:
+    """One that ``linear_blocks`` takes."""
     spec, parts = matrix.spec, matrix.parts
     codes = next(iter(parts.values()))
     scales, zeros = parts.get("scales"), parts.get("zeros")
+    row = codes.stride(0) * codes.element_size()
     group = 32 if spec.name == "mxfp4" else spec.wide
     kind = 0 if scales is None else _SCALES[scales.dtype]
-    layout = (_FORMATS[spec.name], 0 if zeros is None else zeros.data_ptr(), spec.high, kind)
-    begins = 0 if scales is None else scales.data_ptr()
-    matrix_at = (codes.data_ptr(), begins, spec.outputs, codes.stride(0) * codes.element_size())
-    return _coded(x, spec.inputs, group, matrix_at, layout, bias)
+    return Matrix(codes, spec.outputs, row, scales, zeros, group, _FORMATS[spec.name], spec.high, kind)
 
 
-def _coded(
-    x: Tensor,
-    inputs: int,
-    group: int,
-    matrix_at: tuple[int, int, int, int],
-    layout: tuple[int, int, int, int],
-    bias: Tensor | None,
-) -> Tensor:
-    """``x`` times a coded matrix. ``matrix_at``: codes and scales (addresses), outputs, bytes of a row; ``layout``:
-    format, address of zero points, outputs with one scale, kind of scales.
-    """
-    codes, scales, outputs, row_bytes = matrix_at
-    halves = x.dtype is torch.bfloat16 and _kernel.multiplies_halves()
-    form = _HALVES[torch.bfloat16] if halves else _FORMS[x.dtype]
+def _coded(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    """``x`` times a matrix in a format."""
+    form, halves = form_of(x, matrix)
     narrow = halves and bias is None
-    out = x.new_empty((*x.shape[:-1], outputs), dtype=x.dtype if narrow else torch.float32)
+    out = x.new_empty((*x.shape[:-1], matrix.outputs), dtype=x.dtype if narrow else torch.float32)
+    inputs = x.shape[-1]
     rows = x.reshape(-1, inputs)
     rows = (rows if halves else rows.float()).contiguous()
     if rows.numel():
-        common = (rows.data_ptr(), rows.shape[0], inputs, inputs, group, form, narrow, torch.get_num_threads())
-        _kernel.linear(*common, codes, scales, out.data_ptr(), outputs, row_bytes, *layout)
+        common = (rows.data_ptr(), rows.shape[0], inputs, inputs, matrix.group, form, narrow, torch.get_num_threads())
+        scales, zeros = (0 if part is None else part.data_ptr() for part in (matrix.scales, matrix.zeros))
+        each = (matrix.codes.data_ptr(), scales, out.data_ptr(), matrix.outputs, matrix.row, matrix.form, zeros)
+        _kernel.linear(*common, *each, matrix.tall, matrix.kind)
     if bias is not None:
         out += bias
     return out if out.dtype is x.dtype else out.to(x.dtype)
@@ -192,7 +214,7 @@ def _coded(
 
 def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """``linear`` with each of up to ``TOGETHER`` ``weights`` of one type, without biases, in one call."""
-    form, halves = form_of(x, weights[0])
+    form, halves = form_of(x, of_plain(weights[0]))
     if halves or x.dtype is torch.float32:
         outs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
         layers = [(weight, 0, out) for weight, out in zip(weights, outs, strict=True)]
@@ -202,7 +224,7 @@ def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, group: int = 0) -> Tensor:
-    form, halves = form_of(x, weight)
+    form, halves = form_of(x, of_plain(weight))
     narrow = halves and bias is None
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype if narrow else torch.float32)
     _multiply(x, [(weight, 0 if scales is None else scales.data_ptr(), out)], form, group, narrow)
@@ -211,11 +233,12 @@ def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
     return out if out.dtype is x.dtype else out.to(x.dtype)
 
 
-def form_of(x: Tensor, weight: Tensor) -> tuple[int, bool]:
+def form_of(x: Tensor, matrix: Matrix) -> tuple[int, bool]:
     """What the kernel calls this product, and whether it multiplies pairs of bfloat16."""
-    if x.dtype is torch.bfloat16 and weight.dtype in _HALVES and _kernel.multiplies_halves():
-        return _HALVES[weight.dtype], True
-    return _FORMS[weight.dtype], False
+    numbers = x.dtype if matrix.form else matrix.codes.dtype
+    if x.dtype is torch.bfloat16 and numbers in _HALVES and _kernel.multiplies_halves():
+        return _HALVES[numbers], True
+    return _FORMS[numbers], False
 
 
 def _multiply(x: Tensor, layers: list[tuple[Tensor, int, Tensor]], form: int, group: int, narrow: bool) -> None:

@@ -97,6 +97,19 @@ class RowInvariance(TorchFunctionMode):
         ours = self._exact or kernels.has_few_rows(input)
         return ours and type(weight) is Parameter and kernels.takes(input, weight)
 
+    def matrix(self, input: Tensor, weight: Any) -> kernels.Matrix | None:
+        """``weight`` as the kernels read it, where ``alone`` is one call of theirs."""
+        if isinstance(weight, BlockMatrix):
+            return kernels.of_blocks(weight) if kernels.takes_blocks(input, weight) else None
+        if type(weight) is PackedMatrix:
+            if not self._exact or input.dtype not in kernels.DTYPES:
+                return None
+            if (parts := weight.int8_parts()) is not None:
+                return kernels.of_plain(*parts)
+            parts = weight.int4_parts() if input.dtype is torch.bfloat16 else None
+            return None if parts is None else kernels.of_int4(*parts, weight.form.group)
+        return kernels.of_plain(weight) if self.by_kernels(input, weight) else None
+
     def alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """A linear layer that is computed by itself."""
         return _linear(input, weight, bias, self._multiply)

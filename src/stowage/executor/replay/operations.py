@@ -166,28 +166,36 @@ def _looked_up(memory: Memory, function: Any, args: list[Any], out: Tensor) -> O
 def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[Operation]:
     """One layer, or several that are computed together."""
     together = linears_of(function)
-    if not together:
-        own = getattr(function, "__func__", None) is RowInvariance.alone
-        check(own and function.__self__.by_kernels(*args[:2]))
-    weights, outs = together or (args[1],), found if together else [found]
-    x, bias = args[0], None if together or len(args) < 3 else args[2]
-    form, halves = kernels.form_of(x, weights[0])
+    if together:
+        matrices, outs, bias = [kernels.of_plain(weight) for weight in together], found, None
+    else:
+        check(getattr(function, "__func__", None) is RowInvariance.alone)
+        matrix = function.__self__.matrix(*args[:2])
+        check(matrix is not None)
+        matrices, outs, bias = [matrix], [found], args[2] if len(args) > 2 else None
+    x = args[0]
+    form, halves = kernels.form_of(x, matrices[0])
     check(memory.is_ours(x) and all(map(memory.is_new, outs)) and (halves or x.dtype is torch.float32))
-    inputs, rows = x.shape[-1], x.numel() // x.shape[-1]
+    inputs, rows, group = x.shape[-1], x.numel() // x.shape[-1], matrices[0].group
     begin, row, done = *_rows(memory, x), []
-    if row is None:
+    if row is None or (matrices[0].form and row != inputs):
         begin, row = memory.temporary(x.numel() * x.element_size()), inputs
         copy = Side(begin, x.dtype, whole(x.shape))
         done = [pointwise(x.shape, COPY, copy, read(memory, x, x.shape))]
-    ends = [memory.made(out) for out in outs] if bias is None else [memory.temporary(rows * weights[0].shape[0] * 4)]
-    words: list[int | Place] = [_LINEAR, len(weights), begin, rows, inputs, row, 0, form, int(halves and bias is None)]
-    for weight, end in zip(weights, ends, strict=True):
-        words += [memory.place(weight), end, weight.shape[0], weight.stride(0)]
+    ends = [memory.made(out) for out in outs] if bias is None else [memory.temporary(rows * matrices[0].outputs * 4)]
+    words: list[int | Place] = [_LINEAR, len(ends), begin, rows, inputs, row, group, form, int(halves and bias is None)]
+    for matrix, end in zip(matrices, ends, strict=True):
+        words += [memory.place(matrix.codes), *_placed(memory, matrix.scales), end, matrix.outputs, matrix.row]
+        words += [matrix.form, *_placed(memory, matrix.zeros), matrix.tall, matrix.kind]
     done.append(Operation(tuple(words)))
     if bias is not None:
         sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(memory, outs[0])
         done.append(pointwise(outs[0].shape, _ADD, out, sums, read(memory, bias, outs[0].shape)))
     return done
+
+
+def _placed(memory: Memory, tensor: Tensor | None) -> Sequence[int | Place]:
+    return NOWHERE if tensor is None else (memory.place(tensor),)
 
 
 def _norm(

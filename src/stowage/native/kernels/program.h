@@ -27,7 +27,7 @@ static void *next_address(Reader *r)
     return NULL;
 }
 
-/* As `linear` takes them, in numbers; of the formats only plain ones. */
+/* As `linear` takes them, in numbers. */
 static int run_linear(Reader *r, long threads)
 {
     int64_t value[COMMON + EACH * TOGETHER] = {0};
@@ -41,11 +41,8 @@ static int run_linear(Reader *r, long threads)
         value[i] = next_number(r); /* rows, inputs, x_row, group, form, narrow */
     value[COMMON - 1] = threads;
     for (int64_t *each = value + COMMON; each < value + COMMON + EACH * layers; each += EACH) {
-        each[0] = (int64_t)(intptr_t)next_address(r);
-        each[2] = (int64_t)(intptr_t)next_address(r);
-        each[3] = next_number(r);
-        each[4] = next_number(r);
-        each[7] = 1;
+        for (int i = 0; i < EACH; i++) /* w, scales, y and zeros are addresses */
+            each[i] = i < 3 || i == 6 ? (int64_t)(intptr_t)next_address(r) : next_number(r);
     }
     r->wrong = r->wrong || (value[5] >= HALVES ? used->halves == NULL : value[6] != 0);
     return r->wrong || multiply_together(value, (int)layers);
