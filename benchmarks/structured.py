@@ -22,7 +22,7 @@ from stowage.engine.sampling_params import SamplingParams, StructuredOutputs
 
 SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 400}
 GRAMMARS = {
-    "pattern": StructuredOutputs(regex="[A-Za-z ,.]{1,4000}"),
+    "pattern": StructuredOutputs(regex="[A-Za-z ,.]{1000,4000}"),
     "schema": StructuredOutputs(json=SCHEMA),
 }
 GOAL = 0.05

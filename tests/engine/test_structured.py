@@ -5,6 +5,7 @@ refused before it reaches the engine's thread.
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 
@@ -13,6 +14,7 @@ import torch
 
 from stowage import RequestError, SamplingParams, StructuredOutputs
 from stowage.engine.grammar import Grammars
+from stowage.engine.logits_processors import processors_of
 from stowage.engine.sampling import Sampler
 from tests.engine.conftest import random_prompt, small_pool
 
@@ -92,6 +94,46 @@ def test_drawing_without_a_mask_is_drawing_with_one(wanted, opened):
             if expected in eos:
                 break
         assert unmasked, "no token was drawn without a mask"
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted.kind)
+def test_taking_a_token_is_asking_and_then_drawing_it(wanted, opened):
+    """Tokens that may not follow leave everything as it was; what one call takes, two calls take."""
+    grammars = Grammars(opened.tokenizer, opened.parts.layout.vocab, frozenset([2]))
+    chance = random.Random(11)
+    vocab = opened.parts.layout.vocab
+    refused = 0
+    for _ in range(4):
+        at_once, in_two = grammars.begin(wanted), grammars.begin(wanted)
+        while not in_two.is_over:
+            masked = torch.zeros(vocab)
+            in_two.mask(masked)
+            left = masked.isfinite().nonzero()[:, 0].tolist()
+            for token in (*chance.sample(range(vocab), 12), chance.choice(left)):
+                allowed = in_two.allows(token)
+                if allowed:
+                    in_two.drawn(token)
+                assert at_once.take(token) == allowed and at_once.is_over == in_two.is_over
+                refused += not allowed
+                if allowed:
+                    break
+        assert at_once.is_over
+    assert refused, "no token was refused"
+
+
+def test_logits_that_nothing_changes_are_not_copied(opened):
+    """Nor are they changed where something does: what a request reports are the model's own."""
+    wanted = StructuredOutputs(regex="[a-z]{9}")
+    begun = Grammars(opened.tokenizer, opened.parts.layout.vocab, frozenset([2])).begin(wanted)
+    logits = torch.randn(opened.parts.layout.vocab, generator=torch.Generator().manual_seed(4))
+    before = logits.clone()
+    alone = processors_of(SamplingParams(9, structured_outputs=wanted), (), frozenset([2]), begun)
+    assert alone is not None and alone.apply(logits, masked=False) is logits
+    biased = SamplingParams(9, min_tokens=3, logit_bias={5: 4.0}, structured_outputs=wanted)
+    changed = processors_of(biased, (), frozenset([2]), begun)
+    assert changed is not None and changed.apply(logits, masked=False)[5] == before[5] + 4.0
+    alone.apply(logits)
+    assert torch.equal(logits, before)
 
 
 def test_any_json_object(opened):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,8 @@ class LogitsProcessors:
         self._ends = torch.tensor(sorted(ends), dtype=torch.long)
         self._prompt = frozenset(prompt)
         self._count = 0
+        penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+        self._changes = bool(penalties or params.biases or params.min_tokens)
 
     @property
     def has_grammar(self) -> bool:
@@ -48,10 +51,13 @@ class LogitsProcessors:
         return self._grammar is None or self._grammar.allows(token)
 
     def apply(self, logits: Tensor, *, masked: bool = True) -> Tensor:
-        """The logits ``[vocab]`` to draw from; those given are not changed. masked: without what the grammar excludes.
-        Raises RequestError when nothing is left that may be drawn.
+        """The logits ``[vocab]`` to draw from; those given are not changed, and come back where nothing would change.
+        masked: without what the grammar excludes. Raises RequestError when nothing is left that may be drawn.
         """
-        params, logits = self._params, logits.clone()
+        params = self._params
+        if not masked and not self._changes:
+            return logits  # the step has looked for what is not finite
+        logits = logits.clone()
         if self._grammar is not None and masked:
             self._grammar.mask(logits)
         if params.biases:
@@ -67,7 +73,7 @@ class LogitsProcessors:
         if self._drawn and (params.frequency_penalty or params.presence_penalty):
             tokens, counts = _columns(self._drawn)
             logits[tokens] -= params.frequency_penalty * counts + params.presence_penalty
-        if not math.isfinite(float(logits.max())):
+        if not np.isfinite(logits.numpy().max()):  # torch would wake a thread for so little
             raise RequestError(
                 "nothing is left that may be drawn: structured_outputs, min_tokens and logit_bias exclude every token "
                 "together. Change one of them."
@@ -76,10 +82,20 @@ class LogitsProcessors:
 
     def drawn(self, token: int) -> None:
         """``token`` was drawn."""
-        self._count += 1
-        self._drawn[token] = self._drawn.get(token, 0) + 1
         if self._grammar is not None:
             self._grammar.drawn(token)
+        self._counted(token)
+
+    def take(self, token: int) -> bool:
+        """``drawn`` if the grammar lets ``token`` follow: whether it does."""
+        taken = self._grammar is None or self._grammar.take(token)
+        if taken:
+            self._counted(token)
+        return taken
+
+    def _counted(self, token: int) -> None:
+        self._count += 1
+        self._drawn[token] = self._drawn.get(token, 0) + 1
 
     @property
     def are_over(self) -> bool:

@@ -80,11 +80,7 @@ class Sampler:
 
     def draw(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token from ``logits`` ``[vocab]``, float32, with its log-probability when asked for."""
-        if self._processors is None:
-            token = self._pick(logits)
-        else:
-            token = self._pick_allowed(logits, self._processors)
-            self._processors.drawn(token)
+        token = self._pick(logits) if self._processors is None else self._pick_allowed(logits, self._processors)
         if not self.params.logprobs:
             return token, None
         return token, logprobs_of(logits[None], [token], self.params.logprobs)[0]
@@ -95,19 +91,23 @@ class Sampler:
         return int(torch.multinomial(self._filtered(logits), 1, generator=self._generator))
 
     def _pick_allowed(self, logits: Tensor, processors: LogitsProcessors) -> int:
-        """A mask costs much, so a token is drawn without one where that is the same. It is if the grammar allows what
-        was drawn: the likeliest of all tokens is then the likeliest of those allowed. So it is of sampling too, where
-        the least of exponential variables wins (PyTorch's `multinomial` of one), unless filters look at other tokens.
+        """Draws a token and counts it as drawn. A mask costs much, so it is drawn without one where that is the same.
+        It is if the grammar allows what was drawn: the likeliest of all tokens is then the likeliest of those allowed.
+        So it is of sampling too, where the least of exponential variables wins (PyTorch's `multinomial` of one), unless
+        filters look at other tokens.
         """
         params = self.params
         filtered = params.top_k or params.top_p < 1 or params.min_p
         if processors.has_grammar and (params.temperature == 0 or not filtered):
-            state = self._generator.get_state()
+            state = self._generator.get_state() if params.temperature else None
             token = self._pick(processors.apply(logits, masked=False))
-            if processors.allows(token):
+            if processors.take(token):
                 return token
-            self._generator.set_state(state)
-        return self._pick(processors.apply(logits))
+            if state is not None:
+                self._generator.set_state(state)
+        token = self._pick(processors.apply(logits))
+        processors.drawn(token)
+        return token
 
     def _filtered(self, logits: Tensor) -> Tensor:
         """Probabilities ``[vocab]`` after temperature and filters."""
