@@ -1,4 +1,6 @@
-"""What a command imports before its first token: not torch's compiler, nor its tools for many devices."""
+"""What a command imports before its first token, and how it ends: not torch's compiler, nor its tools for many
+devices; and without taking apart what it imported.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import stowage
 
 _RUN = """
 import sys
-from stowage.cli import main
+from stowage.cli.app import app
 sys.argv = ["stowage", "run", {model!r}, "-p", "Hello", "-n", "4", "--kv-cache-memory", "4MiB"]
-try: main()
+try: app()
 except SystemExit as end: assert not end.code, end.code
 compiler = sys.modules.get("torch._dynamo")
 heavy = "torch._dynamo.convert_frame", "torch.distributed.tensor"
@@ -33,3 +37,51 @@ def test_a_command_leaves_the_compiler_out_and_gives_it_to_who_asks(tiny_llama: 
     done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line.split() for line in done.stdout.splitlines()[-2:]] == [["loaded"], ["1.0"]]
+
+
+_END = """
+import atexit, sys, threading, time
+from stowage import cli
+from stowage.cli import app
+class Kept:
+    def __del__(self): print("taken apart")
+kept = Kept()
+atexit.register(print, "registered")
+def end():
+    print("said", end=" ")
+    {before}
+    raise SystemExit({status})
+app.app = end
+cli.main()
+"""
+_THREAD = "threading.Thread(target=lambda: (time.sleep(0.2), print('done', end=' '))).start()"
+_DAEMON = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+
+
+@pytest.mark.parametrize(
+    ("before", "status", "said", "code"),
+    [
+        ("pass", "0", "said registered\n", 0),
+        ("pass", "None", "said registered\n", 0),
+        ("pass", "130", "said registered\n", 130),
+        (_DAEMON, "2", "said registered\n", 2),
+        (_THREAD, "2", "said done registered\ntaken apart\n", 2),
+        ("pass", "'a message'", "said registered\ntaken apart\n", 1),
+    ],
+)
+def test_a_command_ends_at_once_when_all_is_done_and_written(before: str, status: str, said: str, code: int) -> None:
+    done = _ended(_END.format(before=before, status=status))
+    assert (done.stdout, done.returncode) == (said, code)
+    assert done.stderr == ("a message\n" if "message" in status else "")
+
+
+def test_an_output_that_is_closed_ends_a_command_as_python_does() -> None:
+    program = _END.format(before="import os; os.close(1); os.open('/dev/full', os.O_WRONLY)", status="0")
+    done = _ended(program)
+    assert done.returncode == 120
+    assert "No space left" in done.stderr
+
+
+def _ended(program: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1])}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

@@ -1,21 +1,30 @@
 """Starting: what is not imported, not looked at again and not found out twice."""
 
+import copy
+import importlib.metadata
+import inspect
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.utils.import_utils import define_import_structure
+from transformers import AutoTokenizer
+from transformers.utils.import_utils import define_import_structure, direct_transformers_import
 
 import stowage
 from stowage.errors import CheckpointError, ConfigError
-from stowage.models import import_structure, probing
+from stowage.models import import_structure, probing, quick_import
+from stowage.models.directory import load_tokenizer
 from stowage.models.files import check_given
 from stowage.models.hub import find_config
 from stowage.testing import tiny_models
+from stowage.testing.tiny_models.vocabulary import tokenizer
 
 SOURCE = Path(stowage.__file__).parents[1]
 MODELS = Path(transformers.__file__).parent / "models"
@@ -78,6 +87,76 @@ def test_what_is_remembered_of_transformers_files_is_what_it_finds(
     assert len(looked) == 5
     folder = str(MODELS / "llama")
     assert structure(folder) == define_import_structure(folder)  # another one is not remembered
+
+
+def test_what_is_remembered_of_installed_packages_is_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    looked: list[int] = []
+
+    def look() -> Any:
+        looked.append(1)
+        return importlib.metadata.packages_distributions()
+
+    assert import_structure._installed(look) == import_structure._installed(look) == look()
+    assert len(looked) == 2
+    information = site / "my_package-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1\n")
+    (information / "top_level.txt").write_text("my_module\n")
+    os.utime(site, ns=(0, 1))  # installed within the same tick of the file system's clock, maybe
+    assert import_structure._installed(look)["my_module"] == ["my-package"]
+    file = tmp_path / "state" / "stowage" / "packages.json"
+    for broken in ("", "{}", "[1, 2]"):
+        file.write_text(broken)
+        assert import_structure._installed(look) == importlib.metadata.packages_distributions()
+    looked.clear()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, importlib.metadata.MetadataPathFinder()])
+    import_structure._installed(look)
+    assert looked == [1]  # what another finder finds may change without a sign
+
+
+def test_a_second_transformers_is_the_first_and_another_one_is_made() -> None:
+    made: list[Any] = []
+    again = import_structure._the_same(lambda path, file: made.append((path, file)) or direct_transformers_import)
+    assert again(MODELS.parent) is sys.modules["transformers"]
+    assert not made
+    again(MODELS)
+    assert made == [(MODELS, "__init__.py")]
+
+
+def test_a_frame_knows_its_module_as_inspect_does() -> None:
+    def frames() -> Iterator[Any]:
+        yield sys._getframe()
+        code = (lambda: sys._getframe()).__code__
+        yield FunctionType(code, {"__name__": __name__, "sys": sys})()  # not of the module that it names
+        yield FunctionType(code, {"sys": sys})()
+
+    look = inspect.getmodule
+    expected = [look(one) for one in frames()]
+    assert expected[0] is sys.modules[__name__]
+    with quick_import._modules_by_their_names():
+        assert inspect.getmodule is not look
+        assert [inspect.getmodule(one) for one in frames()] == expected
+        assert inspect.getmodule(Path) is look(Path)
+    assert inspect.getmodule is look
+
+
+def test_a_tokenizer_that_is_not_copied_is_the_same_and_can_be_copied(tmp_path: Path) -> None:
+    model = tiny_models.write("llama", tmp_path / "model")
+    tokenizer(128).save_pretrained(model)
+    ours, theirs = load_tokenizer(model), AutoTokenizer.from_pretrained(model)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.init_kwargs == theirs.init_kwargs
+    copied = copy.deepcopy(ours)
+    assert copied.backend_tokenizer is not ours.backend_tokenizer
+    copied.add_tokens(["<another>"])
+    assert len(copied) == len(ours) + 1 == len(theirs) + 1
 
 
 def test_what_answers_showed_of_a_model_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

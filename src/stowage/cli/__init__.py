@@ -6,6 +6,8 @@ Machine output (``--json``) and generated text go to stdout; progress, summaries
 No file here imports torch, transformers or numpy at its top, so ``--help`` answers at once.
 """
 
+import sys
+
 
 def main() -> None:
     """Entry point of the ``stowage`` command."""
@@ -13,4 +15,32 @@ def main() -> None:
     from stowage.cli.app import app
 
     openmp.wait_briefly()
-    app()
+    try:
+        app()
+    except SystemExit as done:
+        _leave(done.code)
+        raise
+
+
+def _leave(status: object) -> None:
+    """End the process without taking apart all modules and what is in them, which takes longer than a short answer.
+
+    What is registered for the end is done, and what was printed is written. Returns where that is left to Python: while
+    other threads have something to do, with a message instead of a status, and where the output is closed.
+    """
+    import atexit
+    import os
+    import threading
+
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if not (status is None or type(status) is int) or not all(thread.daemon for thread in others):
+        return
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(0 if status is None else status & 0xFF)

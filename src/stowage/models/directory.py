@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from stowage.errors import CheckpointError
@@ -14,6 +17,7 @@ __all__ = ["config_of", "has_tokenizer", "load_tokenizer", "part_of"]
 
 logger = logging.getLogger("stowage.models")
 _REASON_CHARACTERS = 200
+_MAKING = Lock()
 
 
 def part_of(path: Path) -> TextPart:
@@ -70,13 +74,45 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
+@contextmanager
+def _made_once() -> Iterator[None]:
+    """In here, a tokenizer takes what was read of its file for its own: Transformers would copy it, by writing all of
+    it and reading that. Nobody else has it, and later copies are copies.
+    """
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    own = vars(Fast).get("convert_to_native_format")
+    if not isinstance(own, classmethod):  # another series of Transformers
+        yield
+        return
+    made: list[Any] = []
+
+    def convert(cls: Any, *args: Any, **options: Any) -> Any:
+        given = own.__func__(cls, *args, **options)
+        read = given.get("tokenizer_object") if isinstance(given, dict) else None
+        if read is not None and read is not options.get("tokenizer_object") and hasattr(read, "__dict__"):
+            read.__deepcopy__ = lambda _: read
+            made.append(read)
+        return given
+
+    with _MAKING:
+        Fast.convert_to_native_format = classmethod(convert)
+        try:
+            yield
+        finally:
+            Fast.convert_to_native_format = own
+            for read in made:
+                del read.__deepcopy__
+
+
 def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not has_tokenizer(directory):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with _made_once():
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         apart = directory / "chat_template.json"  # where processors of pictures and text have it
         if not tokenizer.chat_template and apart.is_file():
             tokenizer.chat_template = json.loads(apart.read_text(encoding="utf-8"))["chat_template"]

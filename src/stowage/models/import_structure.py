@@ -1,15 +1,19 @@
 """Which name is in which file of Transformers' models, remembered: finding it out takes reading two thousand files.
 
 Transformers does so each time that it is imported, twice: more than half of what its import takes. Its answer depends
-on its release alone, so it is kept in a file of the state directory; of a development version it is not.
+on its release alone, so it is kept in a file of the state directory; of a development version it is not. So is which
+package has installed which module, as long as no directory of ``sys.path`` changes. And a file that asks for a second
+Transformers, made of the first one's file, gets the first.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,7 +24,7 @@ from stowage.models.remembered import default_state_directory, put_in_place
 
 __all__ = ["remembering"]
 
-_MODULE, _FUNCTION = "transformers.utils.import_utils", "define_import_structure"
+_MODULE, _FUNCTION, _AGAIN = "transformers.utils.import_utils", "define_import_structure", "direct_transformers_import"
 Structure = dict[frozenset[str], dict[str, set[str]]]
 """By the packages that are needed: names of each module."""
 
@@ -37,7 +41,7 @@ def remembering() -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the one module that knows how to look, as Python does, and replaces its function."""
+    """Finds the one module that knows how to look, as Python does, and replaces its functions."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _MODULE:
@@ -48,10 +52,11 @@ class _Finder(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
-            look = getattr(module, _FUNCTION, None)
-            if look is not None:
-                setattr(module, _FUNCTION, _remembered(look))
+            with _installed_before():
+                execute(module)
+            for name, replaced in ((_FUNCTION, _remembered), (_AGAIN, _the_same)):
+                if (own := getattr(module, name, None)) is not None:
+                    setattr(module, name, replaced(own))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -91,3 +96,49 @@ def _read(file: Path, of: list[Any]) -> Structure | None:
         return {frozenset(map(str, needs)): {str(m): set(map(str, n)) for m, n in by.items()} for needs, by in entries}
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def _the_same(again: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
+    """``again``, which runs Transformers' own file anew: where that is the file of what is imported, it is that."""
+
+    def transformers(path: str | Path, file: str = "__init__.py") -> ModuleType:
+        package = sys.modules.get("transformers")
+        same = package is not None and str(package.__file__) == os.path.join(path, file)
+        return package if package is not None and same else again(path, file)
+
+    return transformers
+
+
+@contextmanager
+def _installed_before() -> Iterator[None]:
+    """Who asks in here which package has installed which module is told what was found before."""
+    look = metadata.packages_distributions
+    metadata.packages_distributions = lambda: _installed(look)
+    try:
+        yield
+    finally:
+        metadata.packages_distributions = look
+
+
+def _installed(look: Callable[[], Mapping[str, list[str]]]) -> dict[str, list[str]]:
+    if [finder for finder in sys.meta_path if hasattr(finder, "find_distributions")] != [PathFinder]:
+        return dict(look())  # somebody else finds packages, too, and elsewhere
+    file = default_state_directory() / "packages.json"
+    of = [sys.version, [[os.path.abspath(path), _changed(path)] for path in sys.path]]
+    try:
+        stated, found = json.loads(file.read_text(encoding="utf-8"))
+        if stated == of:
+            return {str(module): list(map(str, packages)) for module, packages in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass
+    installed = dict(look())
+    put_in_place(file, json.dumps([of, installed]))
+    return installed
+
+
+def _changed(path: str) -> int:
+    """When something was put into the directory or taken from it, in nanoseconds; 0 where there is none."""
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return 0

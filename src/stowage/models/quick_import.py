@@ -6,17 +6,19 @@ Transformers provides for. In place of the compiler stands a module that has its
 they are: nothing is compiled here. Who asks it for anything else gets the compiler. So it is with symbolic shapes,
 and with sympy: plain conditions are answered without. accelerate, which is of no use without several devices, counts
 as not installed; what Transformers finds out about its own files by reading all of them is remembered
-(`import_structure`). A program that has imported Transformers itself keeps what it has.
+(`import_structure`). torch asks from which module its own functions are called, and is answered without a look at the
+files of all. A program that has imported Transformers itself keeps what it has.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -45,6 +47,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "sym_or": lambda *said: any(said),
 }
 """What functions of symbolic shapes answer for numbers and conditions that are no symbols."""
+_LOADED_BEFORE = ("contextvars", "hashlib", "mmap", "pickle", "queue", "ssl", "unicodedata", "yaml")
+"""Modules in C that the hub's client needs: libraries are loaded one at a time, so they would wait for torch's."""
 _OF_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
@@ -52,7 +56,9 @@ def import_transformers() -> None:
     """Import Transformers and what it loads models with; where it or the compiler is there already, do nothing."""
     if "transformers" in sys.modules or _COMPILER in sys.modules:
         return
-    with _compiler_later(), remembering(), _one_device():
+    import huggingface_hub.hf_api  # noqa: F401  # it needs no torch, whose library is being loaded meanwhile
+
+    with _modules_by_their_names(), _compiler_later(), remembering(), _one_device():
         import transformers.integrations.finegrained_fp8
         import transformers.masking_utils
         import transformers.modeling_utils  # noqa: F401
@@ -66,10 +72,11 @@ def begin_import() -> None:
     if spec is None or spec.origin is None:
         return
     library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
-    if (
-        library.is_file()
-    ):  # as a C function's call it leaves the interpreter to others, as ``ctypes.CDLL(path)`` does not
-        load = ctypes.CDLL(None).dlopen
+    if library.is_file():
+        for name in _LOADED_BEFORE:
+            with suppress(ImportError):
+                import_module(name)
+        load = ctypes.CDLL(None).dlopen  # a C function's call leaves the interpreter to others; ``CDLL(path)`` does not
         Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True, name="stowage-import").start()
 
 
@@ -116,6 +123,27 @@ class _Basic:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_own("sympy").Basic, name)
+
+
+@contextmanager
+def _modules_by_their_names() -> Iterator[None]:
+    """In here, ``inspect`` knows a frame's module by the name that stands in it, if its variables are the frame's. Else
+    it looks for the frame's file, and resolves the paths of all modules for it.
+    """
+    look = inspect.getmodule
+
+    def module_of(object: Any, _filename: str | None = None) -> ModuleType | None:
+        if inspect.isframe(object):
+            module = sys.modules.get(object.f_globals.get("__name__", ""))
+            if isinstance(module, ModuleType) and module.__dict__ is object.f_globals:
+                return module
+        return look(object, _filename)
+
+    inspect.getmodule = module_of
+    try:
+        yield
+    finally:
+        inspect.getmodule = look
 
 
 @contextmanager
