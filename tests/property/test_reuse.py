@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stowage.core.geometry import NULL_BLOCK, Group, Kind, MaskArray
+from stowage.core.geometry import NULL_BLOCK, Geometry, Group, Kind, MaskArray
 from stowage.core.groups import strategy
 from stowage.core.reuse import longest_boundary
 from tests.property.cache_groups import blocks_to_resume, groups, read_later
@@ -100,3 +100,35 @@ def test_storable_chunks_end_within_the_progress(
     chunks, masks = strategy(group).storable(progress, first_chunk, table)
     assert dict(zip(chunks.tolist(), masks.tolist(), strict=True)) == model
     assert chunks.tolist() == sorted(model)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(2, 4), st.integers(0, 120))
+def test_boundaries_inside_of_blocks_need_what_the_block_holds_before_them(
+    data: st.DataObject, unit: int, parts: int, prompt_tokens: int
+) -> None:
+    """Attention resumes at its whole blocks, or inside of the one behind them where that part was stored too."""
+    block = unit * parts
+    attention = Group(0, Kind.FULL, block, 1, 1, resume_tokens=unit)
+    state, part = Group(1, Kind.RECURRENT, unit, 1, 1), Group(2, Kind.RECURRENT, unit, 1, 1, spared_tokens=block)
+    blocks, states, begun = (
+        data.draw(st.lists(st.sampled_from([0, 1, 1]), max_size=size)) for size in (6, 6 * parts, 6 * parts)
+    )
+    leading = blocks.index(0) if 0 in blocks else len(blocks)
+
+    def there(snapshots: list[int], boundary: int) -> bool:
+        return boundary // unit <= len(snapshots) and snapshots[boundary // unit - 1] == 1
+
+    expected = max(
+        at
+        for at in range(0, max(1, prompt_tokens), unit)
+        if not at or (at // block <= leading and there(states, at) and (at % block == 0 or there(begun, at)))
+    )
+    strategies = [strategy(group) for group in (attention, state, part)]
+    masks = [np.array(some, dtype=np.uint64) for some in (blocks, states, begun)]
+    geometry = Geometry((attention, state, part))
+    assert geometry.boundary_tokens == unit
+    found = longest_boundary(strategies, masks, prompt_tokens, unit)
+    assert found == expected
+    needed = [one.needed(found) for one in strategies]
+    assert len(needed[0]) == found // block
+    assert [*needed[2]] == ([] if found % block == 0 else [found // unit - 1])

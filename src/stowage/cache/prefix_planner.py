@@ -108,7 +108,7 @@ class PrefixPlanner:
         self._store = store
         self._strategies = strategies
         self._cost_model = cost_model
-        self._step = math.lcm(*(strategy.group.block_tokens for strategy in strategies))
+        self._step = math.lcm(*(strategy.group.boundary_tokens for strategy in strategies))
         kinds = [strategy.group.kind for strategy in strategies]
         paged = [kind is not Kind.RECURRENT for kind in kinds]
         self._whole = [kind is Kind.FULL for kind in kinds] if Kind.FULL in kinds else paged

@@ -56,6 +56,9 @@ class Group:
     query at p sees [p // window * window, p]. FULL and RECURRENT: 0.
     RECURRENT: a block is one snapshot of the state and `blocks_per_chunk` is 1; chunk i is the state after exactly
     (i + 1) * block_tokens tokens. Presence of snapshots is sparse.
+    `resume_tokens`: of FULL: boundaries lie at multiples of so many tokens, inside of blocks too. What lies in such a
+    block before the boundary is in a group of its own: a RECURRENT one that has `spared_tokens`, at whose multiples a
+    resume needs nothing of it. 0: boundaries are ends of blocks, and each needs its snapshot.
     `bytes_per_block` is what one block of all the group's layers takes; 0 only when the device has no blocks at all.
     Raises ConfigError for values that cannot be.
     """
@@ -67,6 +70,8 @@ class Group:
     bytes_per_block: int
     window: int = 0
     layers: tuple[int, ...] = ()
+    resume_tokens: int = 0
+    spared_tokens: int = 0
 
     def __post_init__(self) -> None:
         name = f"group {self.index} ({self.kind})"
@@ -88,6 +93,17 @@ class Group:
                 raise ConfigError(f"{name}: window is {self.window}; it must be at least 1 token")
         elif self.window != 0:
             raise ConfigError(f"{name}: window is {self.window}; only sliding and chunked groups have one, set it to 0")
+        if self.resume_tokens and (self.kind is not Kind.FULL or self.block_tokens % self.resume_tokens):
+            raise ConfigError(
+                f"{name}: resume_tokens is {self.resume_tokens}; it must divide a block of full attention"
+            )
+        if self.spared_tokens and (self.kind is not Kind.RECURRENT or self.spared_tokens % self.block_tokens):
+            raise ConfigError(f"{name}: spared_tokens is {self.spared_tokens}; it must be a multiple of block_tokens")
+
+    @property
+    def boundary_tokens(self) -> int:
+        """What boundaries are multiples of."""
+        return self.resume_tokens or self.block_tokens
 
     @property
     def chunk_tokens(self) -> int:
@@ -120,8 +136,8 @@ class Geometry:
 
     @property
     def boundary_tokens(self) -> int:
-        """Least common multiple of the groups' block sizes: every boundary is a multiple of it."""
-        return math.lcm(*(group.block_tokens for group in self.groups))
+        """Least common multiple of the groups': every boundary is a multiple of it."""
+        return math.lcm(*(group.boundary_tokens for group in self.groups))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ def longest_boundary(
     """The largest multiple of `step` that is <= prompt_tokens - 1 and that every group can resume at.
 
     `masks[g][i]` are the valid blocks of chunk i of strategies[g]; 0 or beyond the end: absent. `step` is a multiple of
-    every group's block_tokens (`Geometry.boundary_tokens`). At least the last token of a prompt is left to compute, for
-    its logits. Without a common boundary: 0. Linear in the number of chunks.
+    every group's (`Geometry.boundary_tokens`). At least the last token of a prompt is left to compute, for its logits.
+    Without a common boundary: 0. Linear in the number of chunks.
     """
     assert strategies and len(masks) == len(strategies), (len(masks), len(strategies))
     limit = prompt_tokens - 1
@@ -25,7 +25,8 @@ def longest_boundary(
         if (
             strategy.group.kind is Kind.FULL
         ):  # it can resume everywhere up to its first gap: the others need look no further
-            limit = min(limit, _leading_blocks(strategy.group, mask) * strategy.group.block_tokens)
+            group = strategy.group  # up to a boundary inside of the block behind, which is in a group of its own
+            limit = min(limit, (_leading_blocks(group, mask) + 1) * group.block_tokens - group.boundary_tokens)
     others = [pair for pair in zip(strategies, masks, strict=True) if pair[0].group.kind is not Kind.FULL]
     if limit < step or not others:
         return max(0, limit // step * step)

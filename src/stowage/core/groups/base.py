@@ -9,7 +9,7 @@ can be resumed, and which blocks no later query sees. Nothing else in the code k
              |...... unseen ......|==== needed ====|-- computed from here on
     blocks   |     0     |     1     |     2     |     every block that overlaps [first(b), b) must be valid
 
-Invariants: strategies are stateless; a boundary is a multiple of the group's block_tokens; boundary 0 needs nothing.
+Invariants: strategies are stateless; a boundary is a multiple of the group's boundary_tokens; boundary 0 needs nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GroupStrategy(Protocol):
     def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
         """For each boundary 0, step, 2*step, ... <= limit: can this group resume there?
 
-        `masks[i]` are the valid blocks of chunk i, 0 or beyond the end: absent. `step` is a multiple of block_tokens.
+        `masks[i]` are the valid blocks of chunk i, 0 or beyond the end: absent. `step` is one of boundary_tokens.
         Boundary 0 is always True. Linear in chunks and boundaries.
         """
         ...
@@ -106,13 +106,13 @@ class Paged(ABC):
 
 
 def check_boundary(group: Group, boundary: int) -> None:
-    """A boundary inside a block is a bug of the caller."""
-    assert boundary >= 0 and boundary % group.block_tokens == 0, (boundary, group.block_tokens)
+    """A boundary where the group cannot have one is a bug of the caller."""
+    assert boundary >= 0 and boundary % group.boundary_tokens == 0, (boundary, group.boundary_tokens)
 
 
 def boundary_range(group: Group, limit: int, step: int) -> IntArray:
     """The boundaries 0, step, 2*step, ... <= limit."""
-    assert limit >= 0 and step >= 1 and step % group.block_tokens == 0, (limit, step, group.block_tokens)
+    assert limit >= 0 and step >= 1 and step % group.boundary_tokens == 0, (limit, step, group.boundary_tokens)
     return np.arange(0, limit + 1, step, dtype=np.int64)
 
 

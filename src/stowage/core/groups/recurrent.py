@@ -1,5 +1,8 @@
 """Recurrent state (Mamba, linear attention): a resume needs the one snapshot taken exactly at the boundary.
 
+Of a group that spares some boundaries, those need none: so what a block of attention holds before a boundary inside of
+it is found like a state, at the boundaries that are no end of a block.
+
 chunk    |    0    |    1    |    2    |       chunk i = the state after exactly (i + 1) * block_tokens tokens
 taken              *                   *       presence is sparse: snapshots are large, and taken at a few boundaries
 """
@@ -35,6 +38,8 @@ class Recurrent:
         """See GroupStrategy."""
         check_boundary(self.group, boundary)
         snapshots = boundary // self.group.block_tokens
+        if self.group.spared_tokens and boundary % self.group.spared_tokens == 0:
+            return range(snapshots, snapshots)
         return range(max(snapshots - 1, 0), snapshots)
 
     def storable(self, progress: int, first_chunk: int, block_table: IntArray) -> tuple[IntArray, MaskArray]:
@@ -49,6 +54,8 @@ class Recurrent:
         present = expand_masks(masks, 1)[: len(taken) - 1]
         taken[0] = True
         taken[1 : len(present) + 1] = present
+        if self.group.spared_tokens:
+            taken[:: self.group.spared_tokens // self.group.block_tokens] = True
         return taken[snapshots]
 
     def first_live_block(self, position: int) -> int:

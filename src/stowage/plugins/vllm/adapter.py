@@ -7,7 +7,7 @@ looked up by version. Nothing here changes anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "group_shapes",
     "hash_tokens",
     "media_of",
+    "parts_of_blocks",
     "rank_of_worker",
     "resumed",
     "say",
@@ -49,7 +50,8 @@ NULL = 0
 @dataclass(frozen=True)
 class GroupShape:
     """What the scheduler knows of a cache group before anything is allocated. ``dense``: a recurrent group keeps the
-    state after every block, not only where a step ended.
+    state after every block, not only where a step ended. ``of``: vLLM's number of the group whose blocks these are, if
+    it is not this one's, of which each has ``parts`` of ``block_tokens``. The rest: see ``core.geometry.Group``.
     """
 
     kind: Kind
@@ -57,6 +59,10 @@ class GroupShape:
     window: int
     layers: tuple[str, ...]
     dense: bool = False
+    of: int | None = None
+    parts: int = 1
+    resume_tokens: int = 0
+    spared_tokens: int = 0
 
 
 def unknown_release() -> str:
@@ -115,7 +121,9 @@ def drafts_of(config: Any) -> Drafts | None:
 
 
 def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
-    """The cache groups, in vLLM's order. Raises ``UnsupportedModelError`` for kinds that are not known here."""
+    """The cache groups, in vLLM's order, and behind them what ``parts_of_blocks`` adds. Raises
+    ``UnsupportedModelError`` for kinds that are not known here.
+    """
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     groups = kv_cache_config.kv_cache_groups
@@ -132,7 +140,30 @@ def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
             raise _unknown(number, spec, "its layers differ in what a query reads")
         kind, window, dense = found.pop()
         shapes.append(GroupShape(kind, spec.block_size, window, tuple(group.layer_names), dense))
-    return shapes
+    return parts_of_blocks(shapes, getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 0)
+
+
+def parts_of_blocks(shapes: list[GroupShape], unit: int) -> list[GroupShape]:
+    """With a ``prefix_match_unit`` vLLM finds the end of a prompt up to a part of a block, which has a state there. So
+    states are named every ``unit`` tokens, and the part of a block of attention is a group of its own, found like one.
+    """
+    sizes, kinds = {shape.block_tokens for shape in shapes}, {shape.kind for shape in shapes}
+    block = max(sizes)
+    whole = not unit or unit >= block or block % unit
+    if whole or len(sizes) > 1 or kinds != {Kind.FULL, Kind.RECURRENT} or any(shape.dense for shape in shapes):
+        return shapes
+    parts = block // unit
+    found = [
+        replace(shape, resume_tokens=unit)
+        if shape.kind is Kind.FULL
+        else replace(shape, block_tokens=unit, parts=parts)
+        for shape in shapes
+    ]
+    return found + [
+        GroupShape(Kind.RECURRENT, unit, 0, shape.layers, of=number, parts=parts, spared_tokens=block)
+        for number, shape in enumerate(shapes)
+        if shape.kind is Kind.FULL
+    ]
 
 
 def _shape(number: int, spec: Any) -> tuple[Kind, int, bool]:

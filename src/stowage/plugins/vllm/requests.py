@@ -6,6 +6,7 @@ Owns a fetch at most: the chunks of the prefix that was chosen, pinned until the
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -119,6 +120,7 @@ class Prefixes:
         self._planner = PrefixPlanner(store, strategies, cost_model)
         self._remote_lookup = RemoteLookup(store, cost_model, timeout_s)
         self._points = points
+        self._grid = math.lcm(*(strategy.group.block_tokens for strategy in strategies))
         self.given_up = 0
         self._under_way: list[tuple[Tracked, PrefixPlan]] = []
 
@@ -177,7 +179,7 @@ class Prefixes:
         tracked.extend_keys(tracked.settled_tokens)  # a chunk that ends the prompt serves its other blocks
         plan = self._planner.plan(tracked.prefix, [tracked.keys], usable, device_masks(self._strategies, held))
         self.given_up += plan.load_refused
-        tracked.junction, tracked.held = plan.known, held
+        tracked.junction, tracked.held = plan.known // self._grid * self._grid, held
         if plan.boundary <= held:
             tracked.phase = Phase.SETTLED
             return None

@@ -64,7 +64,8 @@ class Options:
     def group(self, index: int, shape: GroupShape, nbytes: int) -> Group:
         """A cache group whose blocks have so many bytes on all ranks together."""
         blocks = 1 if shape.kind is Kind.RECURRENT else self.blocks_per_chunk(shape.block_tokens)
-        return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window)
+        inside = (shape.resume_tokens, shape.spared_tokens)
+        return Group(index, shape.kind, shape.block_tokens, blocks, nbytes, shape.window, (), *inside)
 
     def blocks_per_chunk(self, block_tokens: int) -> int:
         """Of a paged group with blocks of so many tokens."""

@@ -24,13 +24,23 @@ from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.messages import Report, Store
 from stowage.plugins.vllm.requests import Tracked
 
-__all__ = ["Storing"]
+__all__ = ["Place", "Storing"]
 
 States = Sequence[tuple[int, int, int]]
 """Group, block and boundary of recurrent states that a step leaves behind."""
 
 
 _WINDOWS = (Kind.SLIDING, Kind.CHUNKED)
+
+
+class Place(NamedTuple):
+    """Where vLLM has the blocks of a group of ours: in its ``group``, ``parts`` of ours in each. ``spacing``: of a
+    recurrent group that keeps the state after every block, how far apart those are of which some are stored; or 0.
+    """
+
+    group: int
+    parts: int = 1
+    spacing: int = 0
 
 
 class _Single(NamedTuple):
@@ -51,16 +61,14 @@ class _Writing:
 
 
 class Storing:
-    """Into ``store``, by ``ranks`` workers. ``points``: where prompts that part can resume. ``spacings``: by group, of
-    recurrent ones that keep the state after every block, how far apart those are of which some are stored; or 0.
-    """
+    """Into ``store``, by ``ranks`` workers. ``points``: where prompts that part can resume. ``places``: by group."""
 
     def __init__(
         self,
         store: TieredStore,
         strategies: Sequence[GroupStrategy],
         points: Points,
-        spacings: Sequence[int],
+        places: Sequence[Place],
         ranks: int,
         announcements: Announcements | None,
     ) -> None:
@@ -68,7 +76,7 @@ class Storing:
         self._strategies = strategies
         self._points = points
         self._chunk_tokens = max(strategy.group.chunk_tokens for strategy in strategies)
-        self._spacings = spacings
+        self.places = places
         self._ranks = ranks
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
@@ -120,6 +128,7 @@ class Storing:
         tracked.extend_keys(progress)
         prompt_tokens = len(tracked.request.prompt_token_ids)
         tail = tail_of(prompt_tokens, self._chunk_tokens, self._store.geometry.boundary_tokens)
+        inside: set[int] = set()
         found: list[tuple[CopyPlan, IntArray]] = []
         for strategy in self._strategies:
             group = strategy.group
@@ -134,11 +143,14 @@ class Storing:
                 if len(row) == group.blocks_per_chunk and adapter.NULL not in row:
                     single.setdefault(group.index, []).append(_Single(tracked, known.start, row))
                     continue
-            table = adapter.table_of(blocks.numbers(group.index))
-            if group.kind is Kind.RECURRENT:
+            table = adapter.table_of(blocks.numbers(self.places[group.index].group))
+            if group.spared_tokens:
+                table = self._parts(group, table, begin, progress)
+                kept = np.isin((np.arange(known.start, known.stop) + 1) * group.block_tokens, list(inside))
+            elif group.kind is Kind.RECURRENT:
                 drafting = tracked.drafts is not None and end > prompt_tokens
                 table = self._states(group, None if drafting else table, begin, end, progress, states)
-                kept = self._kept_states(group, tracked.junction, table, begin, tail)[known.start :]
+                kept = self._kept_states(tracked, group, table, begin, tail, inside)[known.start :]
             else:
                 kept = self._points.kept(strategy, known, tail, tracked.junction)
             chunks, masks = strategy.storable(progress, known.start, table)
@@ -186,14 +198,33 @@ class Storing:
                     self._announcements.planned(self._numbers + 1, tracked.request, some[reserved >= 0], names)
                 yield plan, reserved[reserved >= 0]
 
-    def _kept_states(self, group: Group, junction: int, table: IntArray, before: int, tail: int) -> BoolArray:
-        """Of the states that are there: the first at or behind each point, and those where later prompts resume."""
+    def _kept_states(
+        self, tracked: Tracked, group: Group, table: IntArray, before: int, tail: int, inside: set[int]
+    ) -> BoolArray:
+        """Of the states that are there: the first at or behind each point, and those where later prompts resume. Of
+        those inside of a block, which go into ``inside``, the one that ends the prompt.
+        """
+        size, parts = group.block_tokens, self.places[group.index].parts
+        prompt_end = (len(tracked.request.prompt_token_ids) - 1) // size * size
         kept = np.zeros(len(table), dtype=np.bool_)
         for state in np.flatnonzero(table != NULL_BLOCK).tolist():
-            here = (state + 1) * group.block_tokens
-            kept[state] = here >= tail or here == junction or self._points.crossed(before, here)
-            before = here
+            here = (state + 1) * size
+            if here % (size * parts) == 0:
+                kept[state] = here >= tail or here == tracked.junction or self._points.crossed(before, here)
+                before = here
+            elif prompt_end - size <= here <= prompt_end:  # drafts that read hidden states end it a unit before
+                kept[state] = True
+                inside.add(here)
         return kept
+
+    def _parts(self, group: Group, table: IntArray, begin: int, progress: int) -> IntArray:
+        """Of attention: the blocks that this step has filled up to each boundary inside of them."""
+        ends = (np.arange(progress // group.block_tokens) + 1) * group.block_tokens
+        blocks = table.repeat(self.places[group.index].parts)[: len(ends)]
+        known = np.full(len(ends), NULL_BLOCK, dtype=np.int64)
+        known[: len(blocks)] = blocks
+        known[(ends <= begin) | (ends % group.spared_tokens == 0)] = NULL_BLOCK
+        return known
 
     def _states(
         self, group: Group, table: IntArray | None, begin: int, end: int, progress: int, states: States
@@ -204,17 +235,17 @@ class Storing:
         of the known tokens ends on a state that has no name yet). In the others each block that was completed. Of a
         step that verifies drafts (no ``table``) those that it names alone: a table does not tell how many were right.
         """
-        size = group.block_tokens
+        size, (_, parts, spacing) = group.block_tokens, self.places[group.index]
         known = np.full(progress // size, NULL_BLOCK, dtype=np.int64)
-        spacing = self._spacings[group.index]
         if spacing and table is not None:
             known[: len(table)] = table[: len(known)]
             ends = (np.arange(len(known)) + 1) * size
             sparse = (ends % spacing != 0) & (ends != len(known) * size)
             known[(ends <= begin) | sparse] = NULL_BLOCK
             return known
-        if table is not None and progress == end and end % size == 0 and end // size <= len(table):
-            known[-1] = table[end // size - 1]
+        last = -(-end // (size * parts)) - 1
+        if table is not None and progress == end and end % size == 0 and last < len(table):
+            known[-1] = table[last]
         for number, block, boundary in states:
             if number == group.index and boundary % size == 0 and 0 < boundary <= progress:
                 known[boundary // size - 1] = block
