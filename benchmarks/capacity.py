@@ -153,7 +153,7 @@ def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOK
             kept[:] = False
             ends = states(model, length, step_tokens)
             for before, end in itertools.pairwise([0, *ends]):
-                kept[end // block - 1] = end >= tail or points.prefetched(before, end)
+                kept[end // block - 1] = end >= tail or points.crossed(before, end)
         else:
             kept = points.kept(strategy(group), range(len(kept)), tail)
         needed[group.index] = int(kept.sum())
