@@ -239,3 +239,25 @@ def test_a_config_is_looked_for_where_it_is_said_to_be(tmp_path: Path, monkeypat
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert find_config("somebody/some-model") == tmp_path / "config.json"
     assert asked == [("somebody/some-model", "config.json")]
+
+
+LEFT_OPEN = """
+import atexit, sys
+import stowage
+atexit.register(lambda: print(engine._loop.thread.is_alive(), request.done, flush=True))
+engine = stowage.Engine(sys.argv[1])
+request = engine.submit([1, 2, 3], stowage.SamplingParams(max_new_tokens=4000, ignore_eos=True))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_with_an_engine_that_it_left_open(tmp_path: Path) -> None:
+    model = tiny_models.write("llama", tmp_path / "model", max_position_embeddings=4096)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(model)],
+        env={"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "True"]

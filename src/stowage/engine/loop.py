@@ -8,7 +8,9 @@ with every request told; an operating error never does.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -40,6 +42,8 @@ _LOADING_WAIT_S = 0.005
 memory that tiers write from begin with it, too; each is twice as long, up to `_IDLE_WAIT_S`."""
 _IDLE_WAIT_S = 0.05
 """Longest wait while tiers write."""
+_EXIT_S = 10.0
+"""Longest wait for the thread when the process ends with the engine open."""
 _TELLERS = 32
 """Threads that call ``on_delta`` of what was open when the engine stopped: one that blocks holds up nobody else."""
 
@@ -79,6 +83,9 @@ class Loop:
         _leave_cores()
         self.thread = threads.Thread(target=self._run, name="stowage-engine", daemon=True)
         self.thread.start()
+        self._process = os.getpid()
+        if threads is threading:
+            atexit.register(self._at_exit)
 
     @property
     def alive(self) -> bool:
@@ -118,6 +125,14 @@ class Loop:
             self._rouse()
             return True
 
+    def _at_exit(self) -> None:
+        """The process ends with the engine open: a thread that Python ends inside a library's code may abort it. A
+        fork's child has no thread, and perhaps a lock that is held for ever.
+        """
+        if os.getpid() == self._process:
+            self.end()
+            self.thread.join(_EXIT_S)
+
     def check(self) -> None:
         """Assert the invariants of every stateful part."""
         with self.lock:
@@ -149,6 +164,7 @@ class Loop:
             logger.exception("the engine stopped", extra={"stowage_event": "fault"})
             self._broken = error
         finally:
+            atexit.unregister(self._at_exit)
             self._tell_all()
 
     def _tell_all(self) -> None:
