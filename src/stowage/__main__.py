@@ -1,6 +1,6 @@
 """``python -m stowage``: the same as the ``stowage`` command."""
 
-from stowage.cli import main
+from stowage.cli import run_and_exit
 
 if __name__ == "__main__":
-    main()
+    run_and_exit()

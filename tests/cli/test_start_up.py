@@ -14,9 +14,9 @@ import stowage
 
 _RUN = """
 import sys
-from stowage.cli.app import app
+from stowage.cli import main
 sys.argv = ["stowage", "run", {model!r}, "-p", "Hello", "-n", "4", "--kv-cache-memory", "4MiB"]
-try: app()
+try: main()
 except SystemExit as end: assert not end.code, end.code
 compiler = sys.modules.get("torch._dynamo")
 heavy = "torch._dynamo.convert_frame", "torch.distributed.tensor"
@@ -52,7 +52,7 @@ def end():
     {before}
     raise SystemExit({status})
 app.app = end
-cli.main()
+cli.run_and_exit()
 """
 _THREAD = "threading.Thread(target=lambda: (time.sleep(0.2), print('done', end=' '))).start()"
 _DAEMON = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"

@@ -9,17 +9,22 @@ No file here imports torch, transformers or numpy at its top, so ``--help`` answ
 import sys
 
 
+def run_and_exit() -> None:
+    """Entry point of the ``stowage`` command: ``main``, and the end of the process."""
+    try:
+        main()
+    except SystemExit as done:
+        _leave(done.code)
+        raise
+
+
 def main() -> None:
-    """Entry point of the ``stowage`` command."""
+    """Do what ``sys.argv`` asks for. Raises SystemExit, with the status."""
     from stowage import openmp
     from stowage.cli.app import app
 
     openmp.wait_briefly()
-    try:
-        app()
-    except SystemExit as done:
-        _leave(done.code)
-        raise
+    app()
 
 
 def _leave(status: object) -> None:
