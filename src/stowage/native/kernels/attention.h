@@ -2,20 +2,15 @@
  *
  * Keys are taken in tiles of KEYS at multiples of KEYS of their position, with running maxima and sums (Milakov and
  * Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). What a row gives depends on its own query, its position
- * and the keys that it sees: not on how many rows are computed with it, nor on which of them decode. Where
- * there are many, keys are turned first, which saves the sums across vectors and gives the same bits.
+ * and the keys that it sees: not on how many rows are computed with it, nor on which of them decode. Of many rows keys
+ * are turned first, which saves the sums across vectors and gives the same bits.
  */
 
 #undef ADD_WIDE
 #define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums that three and four rows have registers for */
 #undef KEYS_WIDE
-#if LANES == 16
-#define KEYS_WIDE 4 /* the same of keys */
-#else
-#define KEYS_WIDE 2
-#endif
+#define KEYS_WIDE (LANES == 16 ? 4 : 2) /* the same of keys */
 
-/* What is `inside` tokens into block number `block` of the pool, or away from it. */
 static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t block, int64_t head, int64_t inside)
 {
     int64_t offset = block > AWAY ? block * of->block : (AWAY - block) * of->unit;
@@ -23,19 +18,25 @@ static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t
            + (offset + inside * of->token + head * of->head) * (job->half ? 2 : 4);
 }
 
-/* Keys and values at positions [at + low, at + high), to the same rows of the tile, as floats if they are `widened`:
- * block by block, as a division for each key takes longer than the rest. */
+/* Where the key and the value at position `at` lie, and how many from there on, before `end`, are in the same block: a
+ * division for each key takes longer than the rest. */
+static int NAME(in_block)(const Attention *job, const Run *run, int64_t head, int64_t at, int64_t end,
+                          const char **key, const char **value)
+{
+    int64_t number = job->table[run->table + (at - run->base) / job->block_tokens], inside = at % job->block_tokens;
+    *key = NAME(address)(job, &job->k, number, head, inside);
+    *value = NAME(address)(job, &job->v, number, head, inside);
+    return (int)(end - at < job->block_tokens - inside ? end - at : job->block_tokens - inside);
+}
+
+/* Keys and values at positions [at + low, at + high), to the same rows of the tile, as floats if they are `widened`. */
 static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high, int widened,
                         Scratch *s)
 {
-    int64_t block = (at + low - run->base) / job->block_tokens, inside = (at + low) % job->block_tokens;
     int64_t size = job->half ? 2 : 4, key_bytes = job->k.token * size, value_bytes = job->v.token * size;
-    for (int i = low; i < high; block++, inside = 0) {
-        int64_t number = job->table[run->table + block];
-        const char *key = NAME(address)(job, &job->k, number, head, inside);
-        const char *value = NAME(address)(job, &job->v, number, head, inside);
-        int end = high - i < job->block_tokens - inside ? high : i + (int)(job->block_tokens - inside);
-        for (; i < end; i++, key += key_bytes, value += value_bytes) {
+    const char *key, *value;
+    for (int i = low; i < high;)
+        for (int left = NAME(in_block)(job, run, head, at + i, at + high, &key, &value); left > 0; left--, i++) {
             s->key[i] = key;
             s->value[i] = value;
             if (widened) {
@@ -44,28 +45,25 @@ static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int6
                 s->key[i] = s->keys + i * job->width;
                 s->value[i] = s->values + i * job->value_width;
             }
+            key += key_bytes;
+            value += value_bytes;
         }
-    }
 }
 
 /* The second cache is told of the keys and values at positions [at, end). */
 static void NAME(announce)(const Attention *job, const Run *run, int64_t head, int64_t at, int64_t end)
 {
-    int64_t size = job->half ? 2 : 4;
-    while (at < end) {
-        int64_t inside = (at - run->base) % job->block_tokens, left = job->block_tokens - inside;
-        int64_t number = job->table[run->table + (at - run->base) / job->block_tokens];
-        const char *key = NAME(address)(job, &job->k, number, head, inside);
-        const char *value = NAME(address)(job, &job->v, number, head, inside);
-        for (int64_t stop = end - at < left ? end : at + left; at < stop; at++) {
+    int64_t size = job->half ? 2 : 4, key_bytes = job->k.token * size, value_bytes = job->v.token * size;
+    const char *key, *value;
+    while (at < end)
+        for (int left = NAME(in_block)(job, run, head, at, end, &key, &value); left > 0; left--, at++) {
             for (int64_t i = 0; i < job->width * size; i += 64)
                 FETCH_FAR(key + i);
             for (int64_t i = 0; i < job->value_width * size; i += 64)
                 FETCH_FAR(value + i);
-            key += job->k.token * size;
-            value += job->v.token * size;
+            key += key_bytes;
+            value += value_bytes;
         }
-    }
 }
 
 /* Dot products of R rows with C keys, which are floats or bfloat16. */

@@ -135,20 +135,6 @@ static const HalvesTile halves_tiles[2][HALVES_ROWS][2] = {ALL(b), ALL(c)};
 #undef ALL
 #undef ROW
 
-/* Numbers of float32 as the nearest of bfloat16. */
-static void halves_narrow(const float *from, uint16_t *to, int64_t count)
-{
-    for (int64_t i = 0; i < count; i += 16) {
-        __mmask16 there = count - i < 16 ? (__mmask16)((1 << (count - i)) - 1) : 0xffff;
-        __m512i bits = (__m512i)_mm512_maskz_loadu_ps(there, from + i);
-        __mmask16 no_number = _mm512_cmp_ps_mask((__m512)bits, (__m512)bits, _CMP_UNORD_Q);
-        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        bits = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-        bits = _mm512_mask_mov_epi32(bits, no_number, _mm512_set1_epi32(0x7fc0));
-        _mm512_mask_cvtepi32_storeu_epi16(to + i, there, bits);
-    }
-}
-
 /* Rows [row, row + r) against outputs [first, first + wide): their sums to `sums`, HALVES_PANEL for each row. */
 static void halves_panel(const Linear *job, int64_t row, int r, int64_t first, int64_t wide, __m512 *kept, float *sums)
 {
@@ -188,7 +174,7 @@ static void halves_finish(const Linear *job, float *sums, int64_t row, int64_t f
     if (job->form == INT8_HALVES)
         scale_sums(sums, (const float *)job->scales + first, wide);
     if (job->narrow)
-        halves_narrow(sums, (uint16_t *)job->y + at, wide);
+        avx512_narrow(sums, (uint16_t *)job->y + at, wide);
     else
         memcpy((float *)job->y + at, sums, (size_t)wide * sizeof *sums);
 }

@@ -2,21 +2,6 @@
  *
  * Included once for each instruction set, after vectors.h. */
 
-/* Bfloat16 of floats: the nearest, halfway cases to even. */
-static inline ALWAYS void NAME(narrow)(const float *from, uint16_t *to, int64_t count)
-{
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        NAME(words) bits = (NAME(words))NAME(load)(from + i);
-        NAME(words) strange = (NAME(words))((bits & 0x7fffffff) > 0x7f800000);
-        bits = ((bits + 0x7fff + (bits >> 16 & 1)) >> 16 & ~strange) | (0x7fc0 & strange);
-        NAME(halves) half = __builtin_convertvector(bits, NAME(halves));
-        memcpy(to + i, &half, sizeof half);
-    }
-    for (; i < count; i++)
-        to[i] = float_half(from[i]);
-}
-
 /* `count` numbers of an operand from `first` on, as floats. */
 static inline void NAME(get)(const Operand *from, int64_t first, int64_t count, float *to)
 {

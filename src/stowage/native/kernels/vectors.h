@@ -129,6 +129,33 @@ static inline void NAME(widen)(const uint16_t *from, float *to, int64_t count)
         to[i] = NAME(one_b)(from[i]);
 }
 
+/* Floats as the nearest of bfloat16, halfway cases to even. */
+static inline void NAME(narrow)(const float *from, uint16_t *to, int64_t count)
+{
+#if LANES == 16
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 there = count - i < 16 ? (__mmask16)((1 << (count - i)) - 1) : 0xffff;
+        __m512i bits = (__m512i)_mm512_maskz_loadu_ps(there, from + i);
+        __mmask16 no_number = _mm512_cmp_ps_mask((__m512)bits, (__m512)bits, _CMP_UNORD_Q);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        bits = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        bits = _mm512_mask_mov_epi32(bits, no_number, _mm512_set1_epi32(0x7fc0));
+        _mm512_mask_cvtepi32_storeu_epi16(to + i, there, bits);
+    }
+#else
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        NAME(words) bits = (NAME(words))NAME(load)(from + i);
+        NAME(words) strange = (NAME(words))((bits & 0x7fffffff) > 0x7f800000);
+        bits = ((bits + 0x7fff + (bits >> 16 & 1)) >> 16 & ~strange) | (0x7fc0 & strange);
+        NAME(halves) half = __builtin_convertvector(bits, NAME(halves));
+        memcpy(to + i, &half, sizeof half);
+    }
+    for (; i < count; i++)
+        to[i] = float_half(from[i]);
+#endif
+}
+
 /* `count` codes of four bits as numbers: code * scale + least. `shift`: 0 for the low halves of the bytes, 4 for the
  * others. */
 static inline void NAME(decode_halves)(const uint8_t *from, int shift, float scale, float least, float *to,
