@@ -44,7 +44,6 @@ _FORMATS = {
 }
 """What the kernel calls the formats of ``weights.quantized.formats``."""
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
-_NO_FORMAT = (0, 0, 1, 0)
 REVISION = 4
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
 ROWS_FEW = 64
@@ -107,7 +106,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` ``[..., inputs]`` times ``weight`` ``[outputs, inputs]``, plus ``bias``; see ``takes``."""
-    return _linear(x, weight, None, bias)
+    return _product(x, of_plain(weight), bias)
 
 
 def has_few_rows(x: Tensor) -> bool:
@@ -127,7 +126,7 @@ def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = 
     """``x`` ``[..., inputs]``, float32 or bfloat16, times ``codes`` ``[outputs, inputs]``, int8, of which each output
     has its own of ``scales`` ``[outputs]``, float32; plus ``bias``.
     """
-    return _linear(x, codes, scales, bias)
+    return _product(x, of_plain(codes, scales), bias)
 
 
 def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> Tensor:
@@ -136,8 +135,8 @@ def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tens
     multiplied with, and what is added then. Plus ``bias``. In bfloat16 weights are rounded to it before.
     """
     if x.dtype is torch.bfloat16 and _kernel.multiplies_halves():
-        return _coded(x, of_int4(codes, scales, group), bias)
-    return _linear(x, codes, scales, bias, group)
+        return _product(x, of_int4(codes, scales, group), bias)
+    return _product(x, of_plain(codes, scales, group), bias)
 
 
 def takes_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
@@ -151,7 +150,7 @@ def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) ->
     """``x`` ``[..., inputs]`` times a matrix in the format that it was published in, plus ``bias``; see
     ``takes_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
     """
-    return _coded(x, of_blocks(matrix), bias)
+    return _product(x, of_blocks(matrix), bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +171,13 @@ class Matrix:
     kind: int = 0
 
 
-def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
-    """A matrix that ``linear`` takes, or (with ``scales``) ``linear_int8``."""
-    return Matrix(weight, weight.shape[0], weight.stride(0), scales)
+def of_plain(weight: Tensor, scales: Tensor | None = None, group: int = 0) -> Matrix:
+    """A matrix that ``linear`` takes, or (with ``scales``) ``linear_int8``, or (of a ``group``) ``linear_int4``."""
+    return Matrix(weight, weight.shape[0], weight.stride(0), scales, group=group)
 
 
 def of_int4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
-    """One that ``linear_int4`` takes, where pairs of bfloat16 are multiplied."""
+    """The last one, where pairs of bfloat16 are multiplied."""
     kind = _SCALES[torch.float16]
     return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, _FORMATS["packed4"], 1, kind)
 
@@ -194,40 +193,21 @@ def of_blocks(matrix: BlockMatrix) -> Matrix:
     return Matrix(codes, spec.outputs, row, scales, zeros, group, _FORMATS[spec.name], spec.high, kind)
 
 
-def _coded(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    """``x`` times a matrix in a format."""
-    form, halves = form_of(x, matrix)
-    narrow = halves and bias is None
-    out = x.new_empty((*x.shape[:-1], matrix.outputs), dtype=x.dtype if narrow else torch.float32)
-    inputs = x.shape[-1]
-    rows = x.reshape(-1, inputs)
-    rows = (rows if halves else rows.float()).contiguous()
-    if rows.numel():
-        common = (rows.data_ptr(), rows.shape[0], inputs, inputs, matrix.group, form, narrow, torch.get_num_threads())
-        scales, zeros = (0 if part is None else part.data_ptr() for part in (matrix.scales, matrix.zeros))
-        each = (matrix.codes.data_ptr(), scales, out.data_ptr(), matrix.outputs, matrix.row, matrix.form, zeros)
-        _kernel.linear(*common, *each, matrix.tall, matrix.kind)
-    if bias is not None:
-        out += bias
-    return out if out.dtype is x.dtype else out.to(x.dtype)
-
-
 def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """``linear`` with each of up to ``TOGETHER`` ``weights`` of one type, without biases, in one call."""
     form, halves = form_of(x, of_plain(weights[0]))
     if halves or x.dtype is torch.float32:
         outs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
-        layers = [(weight, 0, out) for weight, out in zip(weights, outs, strict=True)]
-        _multiply(x, layers, form, 0, halves)
+        _multiply(x, [(of_plain(weight), out) for weight, out in zip(weights, outs, strict=True)], form, halves)
         return outs
     return [linear(x, weight) for weight in weights]
 
 
-def _linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, group: int = 0) -> Tensor:
-    form, halves = form_of(x, of_plain(weight))
+def _product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    form, halves = form_of(x, matrix)
     narrow = halves and bias is None
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype if narrow else torch.float32)
-    _multiply(x, [(weight, 0 if scales is None else scales.data_ptr(), out)], form, group, narrow)
+    out = x.new_empty((*x.shape[:-1], matrix.outputs), dtype=x.dtype if narrow else torch.float32)
+    _multiply(x, [(matrix, out)], form, narrow)
     if bias is not None:
         out += bias
     return out if out.dtype is x.dtype else out.to(x.dtype)
@@ -241,23 +221,23 @@ def form_of(x: Tensor, matrix: Matrix) -> tuple[int, bool]:
     return _FORMS[numbers], False
 
 
-def _multiply(x: Tensor, layers: list[tuple[Tensor, int, Tensor]], form: int, group: int, narrow: bool) -> None:
-    """``x`` times each layer's weight, which has scales at an address, into its own tensor: of float32, or (``narrow``)
-    of the type of ``x``.
-    """
+def _multiply(x: Tensor, layers: list[tuple[Matrix, Tensor]], form: int, narrow: bool) -> None:
+    """``x`` times each layer's matrix into its own tensor: of float32, or (``narrow``) of the type of ``x``."""
     inputs = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, inputs)
     if form not in _HALVES.values():
         rows = rows.float()
-    if rows.stride(1) != 1:
+    if rows.stride(1) != 1 or layers[0][0].form:
         rows = rows.contiguous()
     if not rows.numel():
         return
     each: list[int] = []
-    for weight, scales, out in layers:
-        each += (weight.data_ptr(), scales, out.data_ptr(), weight.shape[0], weight.stride(0), *_NO_FORMAT)
-    count, threads = rows.shape[0], torch.get_num_threads()
-    _kernel.linear(rows.data_ptr(), count, inputs, rows.stride(0), group, form, narrow, threads, *each)
+    for matrix, out in layers:
+        scales, zeros = (0 if part is None else part.data_ptr() for part in (matrix.scales, matrix.zeros))
+        each += (matrix.codes.data_ptr(), scales, out.data_ptr(), matrix.outputs, matrix.row, matrix.form)
+        each += (zeros, matrix.tall, matrix.kind)
+    group, threads = layers[0][0].group, torch.get_num_threads()
+    _kernel.linear(rows.data_ptr(), rows.shape[0], inputs, rows.stride(0), group, form, narrow, threads, *each)
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
