@@ -48,7 +48,7 @@ class Buffer:
         self.last = max(self.last, at)
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """An address: so many bytes from a buffer's beginning."""
 
     buffer: Buffer
@@ -97,30 +97,30 @@ class Memory:
         """Whether it is one whose memory was not there before."""
         return self.is_ours(value) and self.buffer(value) is None and value.storage_offset() == 0
 
-    def place(self, tensor: Tensor) -> Place:
+    def address_of(self, tensor: Tensor) -> Address:
         """Where it begins; one that no call has made is a constant."""
         buffer = self.buffer(tensor) or self._add(CONSTANT, tensor)
-        return Place(buffer, begin_of(tensor) - buffer.address)
+        return Address(buffer, begin_of(tensor) - buffer.address)
 
-    def made(self, tensor: Tensor) -> Place:
+    def made(self, tensor: Tensor) -> Address:
         """Where it begins; one that is new is made by a program."""
         buffer = self.buffer(tensor) or self._add(ARENA, tensor)
-        return Place(buffer, begin_of(tensor) - buffer.address)
+        return Address(buffer, begin_of(tensor) - buffer.address)
 
     def called(self, found: Any) -> None:
         """A call of Python has given this."""
         if isinstance(found, Tensor) and _storage(found) not in self._states and self.buffer(found) is None:
             self._add(CALLED, found)
 
-    def temporary(self, nbytes: int) -> Place:
+    def temporary(self, nbytes: int) -> Address:
         """New memory of no tensor."""
         self._all.append(Buffer(ARENA, nbytes))
-        return Place(self._all[-1], 0)
+        return Address(self._all[-1], 0)
 
-    def of_steps(self) -> Place:
+    def of_steps(self) -> Address:
         """What each step has somewhere else."""
         self._all.append(Buffer(STEP, 0))
-        return Place(self._all[-1], 0)
+        return Address(self._all[-1], 0)
 
     def undo(self, count: int) -> None:
         """Only the first ``count`` buffers are there after all."""

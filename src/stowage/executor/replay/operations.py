@@ -22,7 +22,7 @@ from torch import Tensor
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance, takes_whole_vectors
 from stowage.executor.fused.norms import norm_of
-from stowage.executor.replay.memory import Buffer, Memory, Place
+from stowage.executor.replay.memory import Address, Buffer, Memory
 from stowage.executor.replay.recordable import ALLOWED
 from stowage.executor.replay.recorded_calls import PART, WHOLE, WrittenCall, arguments_of, linears_of
 
@@ -41,11 +41,11 @@ _JOINTS = frozenset("cat concat concatenate stack".split())
 class Operation:
     """What a program says of one call of a kernel: numbers, and addresses."""
 
-    words: tuple[int | Place, ...]
+    words: tuple[int | Address, ...]
 
     def buffers(self) -> list[Buffer]:
         """What it reads or writes."""
-        return [word.buffer for word in self.words if isinstance(word, Place)]
+        return [word.buffer for word in self.words if isinstance(word, Address)]
 
 
 class NotTaken(Exception):
@@ -55,7 +55,7 @@ class NotTaken(Exception):
 class Side(NamedTuple):
     """An operand: where it begins, its type, and its strides."""
 
-    place: Place
+    address: Address
     dtype: torch.dtype
     strides: Sequence[int]
 
@@ -67,7 +67,7 @@ def operations(memory: Memory, call: WrittenCall) -> list[Operation] | None:
     found = memory.step.objects.get(call.result)
     for value in (memory.step.values[index] for index in call.arguments):
         if isinstance(value, Tensor):
-            memory.place(value)
+            memory.address_of(value)
     if call.name == WHOLE or _is_view(memory, call, found):
         return []
     count = memory.count
@@ -159,7 +159,7 @@ def _looked_up(memory: Memory, function: Any, args: list[Any], out: Tensor) -> O
     if key not in memory.tables:
         every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         memory.tables[key] = function(every, *more)
-    table = Side(memory.place(memory.tables[key]), torch.bfloat16, (0,) * x.dim())
+    table = Side(memory.address_of(memory.tables[key]), torch.bfloat16, (0,) * x.dim())
     return pointwise(out.shape, _LOOK_UP, new(memory, out), read(memory, x, out.shape), table)
 
 
@@ -183,10 +183,20 @@ def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[
         copy = Side(begin, x.dtype, whole(x.shape))
         done = [pointwise(x.shape, COPY, copy, read(memory, x, x.shape))]
     ends = [memory.made(out) for out in outs] if bias is None else [memory.temporary(rows * matrices[0].outputs * 4)]
-    words: list[int | Place] = [_LINEAR, len(ends), begin, rows, inputs, row, group, form, int(halves and bias is None)]
+    words: list[int | Address] = [
+        _LINEAR,
+        len(ends),
+        begin,
+        rows,
+        inputs,
+        row,
+        group,
+        form,
+        int(halves and bias is None),
+    ]
     for matrix, end in zip(matrices, ends, strict=True):
-        words += [memory.place(matrix.codes), *_placed(memory, matrix.scales), end, matrix.outputs, matrix.row]
-        words += [matrix.form, *_placed(memory, matrix.zeros), matrix.tall, matrix.kind]
+        words += [memory.address_of(matrix.codes), *_optional(memory, matrix.scales), end, matrix.outputs, matrix.row]
+        words += [matrix.form, *_optional(memory, matrix.zeros), matrix.tall, matrix.kind]
     done.append(Operation(tuple(words)))
     if bias is not None:
         sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(memory, outs[0])
@@ -194,8 +204,8 @@ def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[
     return done
 
 
-def _placed(memory: Memory, tensor: Tensor | None) -> Sequence[int | Place]:
-    return NOWHERE if tensor is None else (memory.place(tensor),)
+def _optional(memory: Memory, tensor: Tensor | None) -> Sequence[int | Address]:
+    return NOWHERE if tensor is None else (memory.address_of(tensor),)
 
 
 def _norm(
@@ -206,8 +216,8 @@ def _norm(
     rows = x.numel() // weight.shape[0]
     check(x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous()))
     half, way = int(x.dtype is torch.bfloat16), 0 if rounded else 1
-    places = memory.place(x), memory.place(weight), memory.made(out)
-    return [Operation((_NORM, *places, rows, weight.shape[0], bits(eps), bits(more), half, way))]
+    addresses = memory.address_of(x), memory.address_of(weight), memory.made(out)
+    return [Operation((_NORM, *addresses, rows, weight.shape[0], bits(eps), bits(more), half, way))]
 
 
 def check(good: bool) -> None:
@@ -219,7 +229,7 @@ def check(good: bool) -> None:
 def read(memory: Memory, tensor: Any, shape: Sequence[int]) -> Side:
     """A tensor, as if it were of this shape."""
     check(memory.is_ours(tensor))
-    return Side(memory.place(tensor), tensor.dtype, tensor.expand(shape).stride())
+    return Side(memory.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
 
 
 def new(memory: Memory, tensor: Tensor) -> Side:
@@ -232,13 +242,13 @@ def whole(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _rows(memory: Memory, x: Tensor) -> tuple[Place, int | None]:
+def _rows(memory: Memory, x: Tensor) -> tuple[Address, int | None]:
     """Where the rows of ``x`` begin, and how far apart they are; ``None``: not equally, or not in one piece each."""
-    place = memory.place(x)
+    begin = memory.address_of(x)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
-        return place, None
+        return begin, None
     _, (strides,) = _folded(x.shape[:-1], [x.stride()[:-1]])
-    return place, strides[0] if len(strides) == 1 else None if strides else x.shape[-1]
+    return begin, strides[0] if len(strides) == 1 else None if strides else x.shape[-1]
 
 
 def _folded(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
@@ -266,9 +276,9 @@ def pointwise(shape: Sequence[int], way: int, out: Side, *sides: Side) -> Operat
     sizes, steps = _folded(shape, [side.strides for side in every])
     missing = _DIMS - len(sizes)
     check(missing >= 0)
-    words: list[int | Place] = [_POINTWISE, way, *(1,) * missing, *sizes]
+    words: list[int | Address] = [_POINTWISE, way, *(1,) * missing, *sizes]
     for side, step in zip(every, steps, strict=True):
-        words += [side.place, int(side.dtype is torch.bfloat16), *(0,) * missing, *step]
+        words += [side.address, int(side.dtype is torch.bfloat16), *(0,) * missing, *step]
     if len(sides) == 1:
         words += [*NOWHERE, 0, *(0,) * _DIMS]
     return Operation(tuple(words))

@@ -20,7 +20,7 @@ from stowage.executor.attention import paged_attention
 from stowage.executor.batch import GroupStep, current
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.paged_cache import PagedCache
-from stowage.executor.replay.memory import Buffer, Memory, Place
+from stowage.executor.replay.memory import Address, Buffer, Memory
 from stowage.executor.replay.operations import (
     COPY,
     NOWHERE,
@@ -47,10 +47,10 @@ class _Group:
     """Where the tensors of this name of ``of_layer[layer]`` are."""
 
     layer: int
-    blocks: Place
-    offsets: Place
-    table: Place
-    runs: Place
+    blocks: Address
+    offsets: Address
+    table: Address
+    runs: Address
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ class Paging:
 
     memory: Memory
     _groups: dict[int, _Group] = field(default_factory=dict)
-    _away: dict[int, tuple[BlockPool, Place, Place]] = field(default_factory=dict)
+    _away: dict[int, tuple[BlockPool, Address, Address]] = field(default_factory=dict)
     _written: int | None = None
 
     def operations(self, call: WrittenCall) -> list[Operation] | None:
@@ -98,7 +98,7 @@ class Paging:
     def addresses(self, addresses: array[int], slot: Callable[[Buffer], int]) -> StepAddresses:
         """What must be called before each replay."""
         groups = tuple(
-            (one.layer, tuple(slot(place.buffer) for place in (one.blocks, one.offsets, one.table, one.runs)))
+            (one.layer, tuple(slot(address.buffer) for address in (one.blocks, one.offsets, one.table, one.runs)))
             for one in self._groups.values()
         )
         away = tuple(
@@ -116,8 +116,8 @@ class Paging:
         tokens = step.ids.shape[0]
         check(not latent and group.runs is not None and step.decodes == tokens == group.runs.runs.shape[0])
         if id(group) not in self._groups:
-            places = [self.memory.of_steps() for _ in range(4)]
-            self._groups[id(group)] = _Group(layer, *places)
+            addresses = [self.memory.of_steps() for _ in range(4)]
+            self._groups[id(group)] = _Group(layer, *addresses)
         return self._groups[id(group)], group
 
     def _update(self, key: Tensor, value: Tensor, layer: int) -> list[Operation]:
@@ -130,9 +130,16 @@ class Paging:
             check(self.memory.is_ours(states) and (batch == 1 or length == 1))
             size = view.element_size()
             token = states.stride(2 if batch == 1 else 0) * size
-            words: list[int | Place] = [self.memory.place(view), *(view.stride(at) * size for at in range(3))]
+            words: list[int | Address] = [self.memory.address_of(view), *(view.stride(at) * size for at in range(3))]
             words += [where.blocks, where.offsets]
-            words += [self.memory.place(states), token, states.stride(1) * size, batch * length, heads, width * size]
+            words += [
+                self.memory.address_of(states),
+                token,
+                states.stride(1) * size,
+                batch * length,
+                heads,
+                width * size,
+            ]
             done.append(Operation((_PUT, *words)))
         return done
 
@@ -154,9 +161,14 @@ class Paging:
         sums = self.memory.temporary(tokens * heads * value_width * 4) if half else self.memory.made(out)
         scale = named.get("scaling", args[5] if len(args) > 5 else None)
         away = self._away_of(group.pool, layer)
-        words: list[int | Place] = [_ATTEND, begin, sums]
+        words: list[int | Address] = [_ATTEND, begin, sums]
         for view, there in zip((keys, values), away, strict=True):
-            words += [self.memory.place(view), *view.stride()[:3], there, TENSOR_ALIGNMENT_BYTES // view.element_size()]
+            words += [
+                self.memory.address_of(view),
+                *view.stride()[:3],
+                there,
+                TENSOR_ALIGNMENT_BYTES // view.element_size(),
+            ]
         words += [where.table, where.runs, *sinks, runs.runs.shape[0], kv_heads, heads // kv_heads, width, value_width]
         words += [runs.block_tokens, runs.window, kernels.KINDS[runs.kind]]
         words += [bits(width**-0.5 if scale is None else scale), bits(named.get("softcap") or 0.0), int(half)]
@@ -166,22 +178,22 @@ class Paging:
             done.append(pointwise(out.shape, COPY, new(self.memory, out), wide))
         return done
 
-    def _in_order(self, tensor: Tensor) -> tuple[Place, list[Operation]]:
+    def _in_order(self, tensor: Tensor) -> tuple[Address, list[Operation]]:
         """Its address, once its numbers lie in their order."""
         if tensor.is_contiguous():
-            return self.memory.place(tensor), []
-        place = self.memory.temporary(tensor.numel() * tensor.element_size())
-        copy = Side(place, tensor.dtype, whole(tensor.shape))
-        return place, [pointwise(tensor.shape, COPY, copy, read(self.memory, tensor, tensor.shape))]
+            return self.memory.address_of(tensor), []
+        address = self.memory.temporary(tensor.numel() * tensor.element_size())
+        copy = Side(address, tensor.dtype, whole(tensor.shape))
+        return address, [pointwise(tensor.shape, COPY, copy, read(self.memory, tensor, tensor.shape))]
 
-    def _sinks(self, sinks: Any) -> tuple[tuple[int | Place, ...], list[Operation]]:
+    def _sinks(self, sinks: Any) -> tuple[tuple[int | Address, ...], list[Operation]]:
         if sinks is None:
             return NOWHERE, []
-        place = self.memory.temporary(sinks.numel() * 4)
-        wide = Side(place, torch.float32, whole(sinks.shape))
-        return (place,), [pointwise(sinks.shape, COPY, wide, read(self.memory, sinks, sinks.shape))]
+        address = self.memory.temporary(sinks.numel() * 4)
+        wide = Side(address, torch.float32, whole(sinks.shape))
+        return (address,), [pointwise(sinks.shape, COPY, wide, read(self.memory, sinks, sinks.shape))]
 
-    def _away_of(self, pool: BlockPool, layer: int) -> tuple[Place, Place]:
+    def _away_of(self, pool: BlockPool, layer: int) -> tuple[Address, Address]:
         if layer not in self._away:
             self._away[layer] = (pool, self.memory.of_steps(), self.memory.of_steps())
         _, keys, values = self._away[layer]

@@ -7,10 +7,10 @@ A token of a small model takes half its time in calls that compute next to nothi
 them per layer. A program is a list of numbers (``native/kernels/program.h``); which calls it can stand for is said in
 ``operations`` and ``paging``.
 
-Owns where results lie: in an ``Arena``, at the same places in each replay, so that calls of Python find there what they
-need. Results that nobody needs any more make room for others. The logits lie in memory of their own, since they are the
-caller's. Parameters are kept, and read where they lay when the step was written down: to ask for 300 addresses takes as
-long as a layer, since weights have driven them from the caches. What calls of Python give may lie anywhere.
+Owns where results lie: in an ``Arena``, at the same addresses in each replay, so that calls of Python find there what
+they need. Results that nobody needs any more make room for others. The logits lie in memory of their own, since they
+are the caller's. Parameters are kept, and read where they lay when the step was written down: to ask for 300 addresses
+takes as long as a layer, since weights have driven them from the caches. What calls of Python give may lie anywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.memory import ARENA, CALLED, CONSTANT, RESULT, STEP, Buffer, Memory, Place, begin_of
+from stowage.executor.replay.memory import ARENA, CALLED, CONSTANT, RESULT, STEP, Address, Buffer, Memory, begin_of
 from stowage.executor.replay.operations import NotTaken, Operation, operations
 from stowage.executor.replay.paging import Paging
 from stowage.executor.replay.recordable import ALLOWED
@@ -145,7 +145,7 @@ def _is_there(memory: Memory, index: int) -> bool:
 
 
 def _put(buffers: Sequence[Buffer]) -> int:
-    """Give each of ``buffers`` its place, where nothing is that is used at the same time; bytes of all."""
+    """Give each of ``buffers`` its offset, where nothing is that is used at the same time; bytes of all."""
     there: list[Buffer] = []
     total = 0
     for buffer in sorted(buffers, key=lambda buffer: buffer.first):
@@ -226,7 +226,7 @@ class _Writer:
     def _numbers(self, operation: Operation) -> list[int]:
         found: list[int] = []
         for word in operation.words:
-            if not isinstance(word, Place):
+            if not isinstance(word, Address):
                 found.append(word)
             elif word.buffer.kind == ARENA:
                 found += (0, word.buffer.offset + word.offset)

@@ -178,19 +178,18 @@ class _Recording(TorchFunctionMode):
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
                 return found
-        if why := self._against(func, name, args, kwargs):
+        changes = name in IN_PLACE or bool(kwargs.get("inplace"))
+        if why := self._against(func, name, args, kwargs, changes):
             raise self._refuse(why)
         if func is F.linear and not kwargs and all(arg is None for arg in args[2:]):
             together = self._together(*args[:2])
             if together is not None:
                 return together
         function = func if self._mode is None else self._mode.instead_of(func)
-        changes = name in IN_PLACE or bool(kwargs.get("inplace"))
         return self._did(function, args, kwargs, function(*args, **kwargs), name="" if changes else name)
 
-    def _against(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why this call cannot be in a list, if it cannot."""
-        changes = name in IN_PLACE or bool(kwargs.get("inplace"))
+    def _against(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], changes: bool) -> str:
+        """Why this call, which ``changes`` its first argument, cannot be in a list, if it cannot."""
         counts = [*args[name in MAKERS_LIKE :], *kwargs.values()]
         elsewhere = kwargs.get("out") is not None
         if name not in (IN_PLACE if changes else ALLOWED) or elsewhere or (name == "where" and not args[2:]):
