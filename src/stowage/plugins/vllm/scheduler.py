@@ -37,7 +37,7 @@ from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
 from stowage.plugins.vllm.settings import Options, resume_points, state_spacing
 from stowage.plugins.vllm.startup_log import said, welcome
 from stowage.plugins.vllm.step_times import StepTimes
-from stowage.plugins.vllm.storing import Place, Storing
+from stowage.plugins.vllm.storing import Source, Storing
 from stowage.plugins.vllm.worker import machine
 from stowage.storage.lease import Lease
 
@@ -120,11 +120,11 @@ class SchedulerSide:
         full = [group for group in self._groups if group.kind is Kind.FULL]
         if self._hash_tokens and full:
             self._announcements = Announcements(store, full[0], self._hash_tokens)
-        places = [
-            Place(number if shape.of is None else shape.of, shape.parts, self._snapshot_tokens if shape.dense else 0)
+        sources = [
+            Source(number if shape.of is None else shape.of, shape.parts, self._snapshot_tokens if shape.dense else 0)
             for number, shape in enumerate(self._shapes)
         ]
-        self._storing = Storing(store, self._strategies, points, places, len(parts), self._announcements)
+        self._storing = Storing(store, self._strategies, points, sources, len(parts), self._announcements)
         text = welcome(memory, store, self._groups, spacing, step_tokens)
         adapter.say(text + said(division, by_name))
 
@@ -220,7 +220,7 @@ class SchedulerSide:
                 return
             plans = None
             if tracked.plan is not None and tracked.held + tokens == tracked.plan.boundary:
-                tables = [adapter.table_of(blocks[place.group]).repeat(place.parts) for place in self._storing.places]
+                tables = [adapter.table_of(blocks[one.group]).repeat(one.parts) for one in self._storing.sources]
                 plans = self._prefixes.plans(tracked, tables)
             self._count(tracked, tokens if plans is not None else 0)
             self._loads.append(Load(tracked.request.request_id, plans))

@@ -24,7 +24,7 @@ from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.messages import Report, Store
 from stowage.plugins.vllm.requests import Tracked
 
-__all__ = ["Place", "Storing"]
+__all__ = ["Source", "Storing"]
 
 States = Sequence[tuple[int, int, int]]
 """Group, block and boundary of recurrent states that a step leaves behind."""
@@ -33,7 +33,7 @@ States = Sequence[tuple[int, int, int]]
 _WINDOWS = (Kind.SLIDING, Kind.CHUNKED)
 
 
-class Place(NamedTuple):
+class Source(NamedTuple):
     """Where vLLM has the blocks of a group of ours: in its ``group``, ``parts`` of ours in each. ``spacing``: of a
     recurrent group that keeps the state after every block, how far apart those are of which some are stored; or 0.
     """
@@ -61,14 +61,14 @@ class _Writing:
 
 
 class Storing:
-    """Into ``store``, by ``ranks`` workers. ``points``: where prompts that part can resume. ``places``: by group."""
+    """Into ``store``, by ``ranks`` workers. ``points``: where prompts that part can resume. ``sources``: by group."""
 
     def __init__(
         self,
         store: TieredStore,
         strategies: Sequence[GroupStrategy],
         points: Points,
-        places: Sequence[Place],
+        sources: Sequence[Source],
         ranks: int,
         announcements: Announcements | None,
     ) -> None:
@@ -76,7 +76,7 @@ class Storing:
         self._strategies = strategies
         self._points = points
         self._chunk_tokens = max(strategy.group.chunk_tokens for strategy in strategies)
-        self.places = places
+        self.sources = sources
         self._ranks = ranks
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
@@ -143,7 +143,7 @@ class Storing:
                 if len(row) == group.blocks_per_chunk and adapter.NULL not in row:
                     single.setdefault(group.index, []).append(_Single(tracked, known.start, row))
                     continue
-            table = adapter.table_of(blocks.numbers(self.places[group.index].group))
+            table = adapter.table_of(blocks.numbers(self.sources[group.index].group))
             if group.spared_tokens:
                 table = self._parts(group, table, begin, progress)
                 kept = np.isin((np.arange(known.start, known.stop) + 1) * group.block_tokens, list(inside))
@@ -204,7 +204,7 @@ class Storing:
         """Of the states that are there: the first at or behind each point, and those where later prompts resume. Of
         those inside of a block, which go into ``inside``, the one that ends the prompt.
         """
-        size, parts = group.block_tokens, self.places[group.index].parts
+        size, parts = group.block_tokens, self.sources[group.index].parts
         prompt_end = (len(tracked.request.prompt_token_ids) - 1) // size * size
         kept = np.zeros(len(table), dtype=np.bool_)
         for state in np.flatnonzero(table != NULL_BLOCK).tolist():
@@ -220,7 +220,7 @@ class Storing:
     def _parts(self, group: Group, table: IntArray, begin: int, progress: int) -> IntArray:
         """Of attention: the blocks that this step has filled up to each boundary inside of them."""
         ends = (np.arange(progress // group.block_tokens) + 1) * group.block_tokens
-        blocks = table.repeat(self.places[group.index].parts)[: len(ends)]
+        blocks = table.repeat(self.sources[group.index].parts)[: len(ends)]
         known = np.full(len(ends), NULL_BLOCK, dtype=np.int64)
         known[: len(blocks)] = blocks
         known[(ends <= begin) | (ends % group.spared_tokens == 0)] = NULL_BLOCK
@@ -235,7 +235,7 @@ class Storing:
         of the known tokens ends on a state that has no name yet). In the others each block that was completed. Of a
         step that verifies drafts (no ``table``) those that it names alone: a table does not tell how many were right.
         """
-        size, (_, parts, spacing) = group.block_tokens, self.places[group.index]
+        size, (_, parts, spacing) = group.block_tokens, self.sources[group.index]
         known = np.full(progress // size, NULL_BLOCK, dtype=np.int64)
         if spacing and table is not None:
             known[: len(table)] = table[: len(known)]
