@@ -87,15 +87,11 @@ class GrammarState:
         self._check()
 
     def take(self, token: int) -> bool:
-        """``drawn`` if ``allows``, as one call: whether ``token`` was taken. Raises RequestError as ``mask``."""
-        if self._is_thought(token):
+        """``drawn`` if ``allows``: whether ``token`` was taken. Raises RequestError as ``mask``."""
+        allowed = self.allows(token)
+        if allowed:
             self.drawn(token)
-            return True
-        if not self._matcher.try_consume_tokens([token]):  # nothing either where the work was too much
-            self._check()
-            return False
-        self._may_think = False
-        return True
+        return allowed
 
     @property
     def is_over(self) -> bool:

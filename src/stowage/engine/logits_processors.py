@@ -46,10 +46,6 @@ class LogitsProcessors:
         """Whether a grammar says what may follow."""
         return self._grammar is not None
 
-    def allows(self, token: int) -> bool:
-        """Whether the grammar lets ``token`` follow."""
-        return self._grammar is None or self._grammar.allows(token)
-
     def apply(self, logits: Tensor, *, masked: bool = True) -> Tensor:
         """The logits ``[vocab]`` to draw from; those given are not changed, and come back where nothing would change.
         masked: without what the grammar excludes. Raises RequestError when nothing is left that may be drawn.
