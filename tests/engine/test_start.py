@@ -46,17 +46,23 @@ print(isinstance(sympy.Symbol("x"), sympy.Basic), issubclass(sympy.Symbol, sympy
 """
 
 
-@pytest.mark.slow
-def test_a_command_starts_without_compiler_and_symbols_and_whoever_wants_them_gets_them(tmp_path: Path) -> None:
-    model = tiny_models.write("llama", tmp_path / "model")
+def run(program: str, model: Path) -> str:
+    """What ``program`` prints, whose argument is ``model``, in a home where nothing is remembered."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(model)],
-        env={"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", program, str(model)],
+        env={"PYTHONPATH": str(SOURCE), "HOME": str(model.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    tokens, loaded, doubled, symbols = done.stdout.splitlines()
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_command_starts_without_compiler_and_symbols_and_whoever_wants_them_gets_them(tmp_path: Path) -> None:
+    model = tiny_models.write("llama", tmp_path / "model")
+    said = run(PROGRAM, model)
+    tokens, loaded, doubled, symbols = said.splitlines()
     with stowage.Engine(model) as engine:
         expected = engine.generate([[1, 2, 3]], stowage.SamplingParams(max_new_tokens=3))[0].token_ids
     assert tokens == str(list(expected))
@@ -253,11 +259,5 @@ request = engine.submit([1, 2, 3], stowage.SamplingParams(max_new_tokens=4000, i
 @pytest.mark.slow
 def test_a_program_ends_with_an_engine_that_it_left_open(tmp_path: Path) -> None:
     model = tiny_models.write("llama", tmp_path / "model", max_position_embeddings=4096)
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN, str(model)],
-        env={"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "True"]
+    said = run(LEFT_OPEN, model)
+    assert said.split() == ["False", "True"]
