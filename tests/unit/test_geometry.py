@@ -44,6 +44,10 @@ def test_sizes_of_a_chunk() -> None:
         ({"window": 128}, "only sliding and chunked"),
         ({"kind": Kind.RECURRENT}, "blocks_per_chunk must be 1"),
         ({"kind": Kind.RECURRENT, "blocks_per_chunk": 1, "window": 4}, "only sliding and chunked"),
+        ({"resume_tokens": 48}, "resume_tokens is 48; it must divide a block of full attention"),
+        ({"kind": Kind.SLIDING, "window": 64, "resume_tokens": 8}, "resume_tokens is 8"),
+        ({"spared_tokens": 256}, "spared_tokens is 256; it must be a multiple"),
+        ({"kind": Kind.RECURRENT, "blocks_per_chunk": 1, "spared_tokens": 24}, "spared_tokens is 24"),
     ],
 )
 def test_impossible_groups_are_refused(changes: dict[str, Any], says: str) -> None:
