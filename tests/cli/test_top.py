@@ -106,12 +106,12 @@ def shown(state: dict, width: int = 160, height: int | None = None, **how: objec
 def test_a_frame_says_everything() -> None:
     text = shown(STATE)
     for words in (
-        "tiny  up 1 h 2 min, 1 of 144 choices open",
+        "tiny  up 1 h 2 min, 1 of 144 answers open",
         "123,456",
         "1 min 15 s",
         "87.5 %",
         "1,234 tokens/s",
-        "512 KiB in use, 1 MiB kept, of 2 MiB",
+        "512 KiB in use, 1 MiB cached, of 2 MiB",
         "██████▓▓▓▓▓▓▓▓▓▓▓▓░░░░░░",
         "full attention and sliding window",
         "512 KiB of 1 MiB",

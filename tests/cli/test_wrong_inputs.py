@@ -67,6 +67,29 @@ run NEW -p x
 run a/b/c/d -p x
 run ../../../nowhere -p x
 run ~nobody/model -p x
+run https://huggingface.co/Qwen/Qwen3-0.6B -p x
+plan https://huggingface.co/Qwen/Qwen3-0.6B
+run "" -p x
+run / -p x
+run -p x
+run DIR -p x --config NEW
+run DIR -p x --seed -1
+run DIR -p x --stop ""
+run DIR -p x --kv-cache-memory 99PiB
+run DIR -p x --kv-cache-memory 1KiB
+run DIR -p x --host-memory nan
+run DIR -p x --disk /proc/x:1GiB
+run DIR -p x --disk DIR/config.json:1GiB
+run DIR -p x --disk NEW:0
+run DIR -p x --device-memory 1KiB
+run DIR -p x --weights "*=nowhere"
+run DIR -p x --adapter =DIR
+run DIR -p x --valkey redis://
+run DIR -p x --object nonsense
+run DIR -p x --disk-key-file NEW
+run DIR -p x --max-num-batched-tokens 0
+run DIR --prompt-file ""
+chat DIR --max-new-tokens 0
 chat DIR/none
 chat DIR --temperature -1
 serve DIR --port -1
@@ -125,6 +148,36 @@ top nonsense
 config nonsense
 tiny nonsense NEW
 tiny llama DIR/config.json/below
+tiny llama /proc/x
+tiny llama ""
+tiny llama NEW --layers 1000000
+tiny llama NEW --hidden 1000000000
+tiny llama NEW --heads 3
+tiny llama NEW --seed x
+serve DIR --port 99999
+serve DIR --host ""
+serve DIR --host no.such.host.invalid
+serve DIR --api-key abc
+serve DIR --max-connections 0
+serve DIR --max-reopens x
+serve DIR --port 0 --allowed-origins x
+serve DIR --port 0 --embedding-model DIR
+serve DIR --port 0 --embedding-model NEW
+serve DIR --port 0 --chat-template NEW
+serve DIR --port 0 --adapter a=NEW
+plan DIR --machine DIR/config.json
+plan DIR --host-memory 200%
+plan DIR --dtype int4
+plan DIR --disk x
+verify DIR --families llama
+verify DIR --eval NEW
+pack DIR /proc/x
+stats /
+stats /dev/null
+scrub /
+key rotate /dev/null
+probe --dir /proc/x
+top --once --url nonsense
 """
 
 

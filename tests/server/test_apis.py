@@ -177,6 +177,8 @@ NO_SCHEMA = {"type": "json_schema", "schema": {"type": "objec"}}
         ("messages", {"messages": IMAGE, "max_tokens": 1}, "content[0].type"),
         ("messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ("responses", {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+        ("responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
         ("responses", {"input": []}, "input"),
         ("responses", {"input": [{"type": "item_reference"}]}, "input[0].type"),
         ("responses", {"input": [NO_JSON]}, "input[0].arguments"),

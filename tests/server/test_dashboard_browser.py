@@ -84,20 +84,23 @@ def test_its_numbers_are_those_of_the_metrics(page: Browser, server: Server) -> 
     used, kept, blocks = (metric("device_blocks" + name, group="0", kind="full") for name in ("_used", "_cached", ""))
     pool = metric("device_bytes", group="0", kind="full")
     each = pool // blocks
-    assert part(page, "device", "KV in use") == used * each and part(page, "device", "KV kept") == kept * each > 0
+    assert part(page, "device", "KV in use") == used * each and part(page, "device", "KV cached") == kept * each > 0
     assert part(page, "device", "free") == pool - (used + kept) * each
     for memory, name, held, limit in (
-        ("host", "chunks", metric("host_slab_used_bytes", slab="0"), metric("host_slab_bytes", slab="0")),
-        ("tier disk", "chunks", metric("tier_filled_bytes", tier="disk"), metric("tier_limit_bytes", tier="disk")),
+        ("host", "KV cached", metric("host_slab_used_bytes", slab="0"), metric("host_slab_bytes", slab="0")),
+        ("tier disk", "KV cached", metric("tier_filled_bytes", tier="disk"), metric("tier_limit_bytes", tier="disk")),
     ):
         aside = metric("tier_used_bytes", tier="disk") - held if memory == "tier disk" else 0
         assert part(page, memory, name) == held > 0 and part(page, memory, "free") == limit - held - aside
         share = page.see(f"document.querySelector('[data-key=\"{memory}\"] .bar i').style.width")
         assert float(share.rstrip("%")) == pytest.approx(100 * held / limit, abs=0.001)
     assert f"{metric('tier_chunks', tier='disk'):,} chunks" in page.text('[data-key="tier disk"]')
-    transfers = page.text("#transfers")
-    assert f"{metric('chunks_promoted_total'):,} chunk" in transfers
-    assert f"{metric('chunks_spilled_total'):,} chunk" in transfers
+    assert [
+        int(page.see(f"document.querySelectorAll('#transfers td')[{n}].firstChild.dataset.value")) for n in (2, 3)
+    ] == [
+        metric("tier_read_bytes_total", tier="disk"),
+        metric("tier_write_bytes_total", tier="disk"),
+    ]
     assert page.text("#now .say") == f"0 of {metric('choices_limit')}"
     assert page.call("troubles") == []
 
@@ -244,9 +247,9 @@ def test_the_page_of_a_request(page: Browser, server: Server) -> None:
     cells += ".map(row => [...row.children].slice(0, 2).map(cell => cell.textContent))"
     assert page.see(cells) == [*origins, ["computed", str(one["computed_tokens"])]]
     names = page.see("[...document.querySelectorAll('[data-part=times] .name')].map(n => n.textContent)")
-    assert names == [
-        "Reading the request", "Waiting in the queue", "Fetching its prefix", "Computing the prompt", "Answering",
-    ]  # fmt: skip
+    tiers = [tier for tier, tokens in one["reused_tokens"].items() if tokens and tier != "device"]
+    fetching = f"Loading from {' and '.join(tiers)}" if tiers else "Looking for its prefix"
+    assert names == ["Reading the request", "Waiting in the queue", fetching, "Computing the prompt", "Answering"]
     sizes = page.see("[...document.querySelectorAll('[data-part=times] i')].map(i => parseFloat(i.style.width))")
     assert sum(sizes) == pytest.approx(100, abs=0.2), "the stretches fill the whole time"
     facts = page.text("[data-part=facts]")

@@ -39,7 +39,7 @@ def refused(response: httpx.Response, status: int, param: str | None = None, wor
 
 NESTED = b"[" * 200_000
 BODIES = [
-    (b"", "JSON"),
+    (b"", "empty: send a JSON object"),
     (b"{", "JSON"),
     (b"[]", "object"),
     (b"null", "object"),
@@ -87,7 +87,10 @@ WRONG = [
     ("stop", {"stop": "\ud800"}, "surrogate"),
     ("stop_token_ids", {"stop_token_ids": [1, "2"]}, "list of whole numbers"),
     ("stop_token_ids", {"stop_token_ids": [True]}, "list of whole numbers"),
+    ("stop_token_ids", {"stop_token_ids": [[1]]}, "holds a list"),
     ("stop_token_ids", {"stop_token_ids": list(range(65))}, "at most 64"),
+    ("stop_token_ids", {"stop_token_ids": [5, -1]}, "no token of this model (0 to 511)"),
+    ("stop_token_ids", {"stop_token_ids": [512]}, "no token of this model"),
     ("stream", {"stream": 1}, "true or false"),
     ("stream_options", {"stream_options": {"include_usage": True}}, "only when"),
     ("stream_options", {"stream": True, "stream_options": 5}, "object"),
@@ -175,6 +178,15 @@ WRONG_CHAT = [
     ("structured_outputs", {"structured_outputs": {"regex": "(a"}}, "unclosed"),
     ("structured_outputs", {"structured_outputs": {}}, "it has 0"),
     ("structured_outputs.rgex", {"structured_outputs": {"rgex": "a"}}, "Did you mean"),
+    (
+        "response_format.json_schema.schema",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "must give",
+    ),
+    ("guided_regex", {"guided_regex": "(a"}, "'guided_regex' cannot be used"),
+    ("structured_outputs", {"structured_outputs": {"regex": "(a"}}, "'structured_outputs.regex' cannot be used"),
+    ("chat_template_kwargs.enable_thinkng", {"chat_template_kwargs": {"enable_thinkng": False}}, "knows no"),
+    ("verbosity", {"verbosity": "low"}, "not supported"),
     ("guided_choice", {"guided_choice": [], "temperature": 0}, "none of them empty"),
     ("guided_regex", {"guided_regex": "a", "structured_outputs": {"json_object": True}}, "exclude each other"),
     ("modalities", {"modalities": ["text", "audio"]}, "not supported"),
@@ -221,6 +233,7 @@ def test_fields_that_ask_for_nothing_are_taken(post) -> None:
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "modalities": ["text"],
+        "verbosity": "medium",
         "store": True,
     }
     chat |= {"metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x", "parallel_tool_calls": True}
@@ -263,9 +276,11 @@ def test_an_unknown_model(post, client: openai.OpenAI) -> None:
 
 
 def test_paths_and_methods(server: Server) -> None:
-    refused(httpx.get(server.url + "/v1/nothing"), 404)
-    refused(httpx.post(server.url + "/"), 405)
-    refused(httpx.get(server.url + "/v1/models/"), 404, "model")
+    refused(httpx.get(server.url + "/v1/nothing"), 404, None, "no route /v1/nothing. /openapi.json lists")
+    refused(httpx.post(server.url + "/chat/completions"), 404, None, "Did you mean /v1/chat/completions?")
+    refused(httpx.post(server.url + "/v1/completions/"), 404, None, "Did you mean /v1/completions?")
+    refused(httpx.post(server.url + "/"), 405, None, "/ is asked with GET or HEAD, not with POST")
+    refused(httpx.get(server.url + "/v1/models/"), 404, "model", "This server has 'tiny'")
     refused(httpx.get(server.url + "/health/"), 404)
     assert httpx.get(server.url + TEXT).headers["allow"] == "POST"
     refused(httpx.get(server.url + TEXT), 405)

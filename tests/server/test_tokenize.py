@@ -45,6 +45,8 @@ def test_conversations(ask, engine: Engine) -> None:
         ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "messages"),
+        ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
         ("/detokenize", {"tokens": [1] * 5000}, "tokens"),

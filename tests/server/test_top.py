@@ -54,7 +54,7 @@ def test_its_numbers_are_those_of_the_metrics(guarded: Server) -> None:
     used, kept, blocks = (int(metrics["stowage_device_blocks" + name, labels]) for name in ("_used", "_cached", ""))
     pool = int(metrics["stowage_device_bytes", labels])
     sizes = (format_size(part) for part in (used * (pool // blocks), kept * (pool // blocks), pool))
-    assert "{} in use, {} kept, of {}".format(*sizes) in shown.stdout
+    assert "{} in use, {} cached, of {}".format(*sizes) in shown.stdout
     identity = answer.headers["x-request-id"]
     (line,) = [line for line in shown.stdout.splitlines() if identity in line]
     assert "done" in line and "device 192 computed 8" in line
@@ -93,9 +93,9 @@ def test_live_in_a_terminal(start) -> None:
         return words in screen
 
     try:
-        wait_until(lambda: seen(b"choices open"), "a first frame")
+        wait_until(lambda: seen(b"answers open"), "a first frame")
         screen.clear()
-        wait_until(lambda: seen(b"choices open"), "another one")
+        wait_until(lambda: seen(b"answers open"), "another one")
         server.stop()
         wait_until(lambda: seen(b"CONNECTION LOST"), "it says that the server has gone")
         screen.clear()

@@ -93,7 +93,7 @@ def frame(
 
 def _head(server: State, trouble: str) -> Text:
     head = Text.assemble(("Stowage", "bold"), "  ", (printable(server["model"]), "bold cyan"))
-    head.append(f"  up {_span(server['now_s'])}, {server['choices_open']} of {server['choices_limit']} choices open")
+    head.append(f"  up {_span(server['now_s'])}, {server['choices_open']} of {server['choices_limit']} answers open")
     if trouble:
         head.append(f"\nCONNECTION LOST  {printable(trouble)}", "bold red")
     elif not server["alive"]:
@@ -134,7 +134,7 @@ def _memory(memory: State, look: Look) -> Table:
             (group["cached"] / group["blocks"], "device", True),
         ]
         used, kept, whole = (format_size(group[name]) for name in ("used_bytes", "cached_bytes", "bytes"))
-        text = f"{used} in use, {kept} kept, of {whole}"
+        text = f"{used} in use, {kept} cached, of {whole}"
         table.add_row("", f"KV, {_kind(group['kind'])}", _bar(parts, look), text)
     for number, slab in enumerate(host["slabs"] if host else ()):
         name = " and ".join(map(_kind, slab["kinds"]))

@@ -88,6 +88,8 @@ def plan(
     budgets = _budgets(found, model, device_memory, host_memory, disk)
     on = _machine(machine)
     solution = solve(found, on, budgets, work)
+    if disk is None and not solution.used_bytes("disk"):  # it was there for weights, which do not need it
+        solution = replace(solution, budgets=replace(budgets, disk_bytes=0))
     others = Placements(found, on, work).alternatives(budgets)
     if picture is not None:
         _write(picture, draw(solution))

@@ -347,7 +347,10 @@ def _load_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(
+            f"The configuration file {path} cannot be read: {error.strerror}. Give a file "
+            "such as ./stowage.toml, or leave --config and STOWAGE_CONFIG out."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"The configuration file {path} is not valid TOML: {error}.") from error
 

@@ -180,7 +180,7 @@ def _part(directory: Path) -> Iterator[Path]:
         part.mkdir(exist_ok=True)
         lock = os.open(part / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise DirectoryError(f"{part} cannot be made: {error.strerror}.") from error
+        raise DirectoryError(f"{part} cannot be made: {error.strerror}. Choose another directory.") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -60,10 +60,14 @@ def find(name: str) -> Path:
     if path.suffix == ".gguf":
         raise CheckpointError(f"{name} does not exist. Give a GGUF file: hf download NAME FILE.gguf --local-dir DIR")
     if _is_path(name):
-        raise CheckpointError(
-            f"{name} does not exist. Give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B."
-        )
+        raise CheckpointError(f"{name} does not exist. Give a checkpoint directory or {_id_like(name)}.")
     return _download(name)
+
+
+def _id_like(name: str) -> str:
+    """An id to try, taken from ``name`` where that is a page of the hub."""
+    page = name.partition("huggingface.co/")[2].split("/")
+    return f"the hub's id: {'/'.join(page[:2])}" if len(page) > 1 else "a hub id such as Qwen/Qwen3-0.6B"
 
 
 def find_config(name: str) -> Path:
@@ -79,8 +83,8 @@ def find_config(name: str) -> Path:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise CheckpointError(
-            f"{path} does not exist. Give a directory with a config.json, such a file, or a hub id such as "
-            "Qwen/Qwen3-0.6B; weights are not needed."
+            f"{name} does not exist. Give a directory with a config.json, such a file, or {_id_like(name)}; "
+            "weights are not needed."
         )
     return path
 

@@ -158,7 +158,7 @@ def from_json(text: str) -> Machine:
         return Machine(products=products, disk_read=reads, overlap_loss=losses, **found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the machine's file is not what `stowage probe --json` prints ({type(error).__name__}: {error})."
+            "the machine's file is not what `stowage probe --json` prints. Make one: stowage probe --json > FILE"
         ) from error
 
 

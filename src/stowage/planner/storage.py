@@ -67,7 +67,8 @@ def written(directory: Path, nbytes: int = FILE_BYTES) -> Iterator[tuple[Path, f
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise DirectoryError(f"no file can be made in {directory} to measure its disk: {error}.") from error
+        what = f"no file can be made in {directory} to measure its disk: {error.strerror}. Give another directory."
+        raise DirectoryError(what) from error
     try:
         try:
             piece = secrets.token_bytes(4 * MIB)

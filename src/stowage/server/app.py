@@ -41,7 +41,7 @@ from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
 from stowage.server.journal import Journal
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
-from stowage.server.refusal import ApiError, bad
+from stowage.server.refusal import bad, no_model
 from stowage.server.stream import DONE, Events, encoded, patiently, send_json, while_connected
 from stowage.server.watch import Watch
 
@@ -122,7 +122,7 @@ class Plain:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name not in self._listed:
-            raise ApiError(404, f"The model {name[:200]!r} does not exist here.", param="model", code="model_not_found")
+            raise no_model(name, self._listed)
         return JSONResponse(self._described(name))
 
     def names(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.front import Front
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory
-from stowage.server.refusal import ApiError, bad
+from stowage.server.refusal import bad, no_model
 from stowage.server.served import ServedEmbedder
 
 __all__ = ["build"]
@@ -49,7 +49,7 @@ def build(
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
         if name != served.name:
-            raise ApiError(404, f"The model {name[:200]!r} does not exist here.", param="model", code="model_not_found")
+            raise no_model(name, (served.name,))
         return JSONResponse(entry)
 
     async def generate(request: Request) -> Response:

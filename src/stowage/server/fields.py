@@ -17,6 +17,8 @@ _SHOWN_CHARACTERS = 40
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object that `body` is. Raises ApiError for anything else, for NaN and for infinite numbers."""
+    if not body:
+        raise bad("The body is empty: send a JSON object.", code="invalid_json")
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except (
@@ -123,11 +125,24 @@ class Fields:
         value = self.take(name)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
+        if not isinstance(value, list):
             raise self.wrong(name, value, "a list of whole numbers")
+        if (other := next((item for item in value if type(item) is not int), self)) is not self:
+            what = f"{self.path(name)!r} holds {_kind(other)}; it must be a list of whole numbers."
+            raise bad(what, self.path(name))
         if len(value) > most:
             raise bad(f"{self.path(name)!r} holds {len(value)} numbers; at most {most} can be used.", self.path(name))
         return tuple(value)
+
+    def tokens(self, name: str, most: int, vocabulary: int) -> tuple[int, ...]:
+        """Ids of tokens."""
+        found = self.wholes(name, most)
+        wrong = next((token for token in found if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            last = vocabulary - 1
+            what = f"{self.path(name)!r} has {str(wrong)[:20]}, which is no token of this model (0 to {last})."
+            raise bad(what, self.path(name))
+        return found
 
     def biases(self, name: str, most: int, vocabulary: int) -> dict[int, float]:
         """Numbers from -100 to 100 by token, which JSON has as text."""

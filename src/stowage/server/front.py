@@ -6,6 +6,7 @@ answer to what went wrong. Whatever a route raises ends here; the server lives o
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import logging
 import secrets
@@ -109,7 +110,7 @@ class Front:
         except ApiError as error:
             await self._answer(send, visit, error)
         except HTTPException as error:
-            await self._answer(send, visit, _refusal(error))
+            await self._answer(send, visit, self._refusal(error, scope))
         except ClientLeft:
             visit.status = visit.error = CLIENT_LEFT
         except Exception:  # the request's outermost frame: a bug; its client is told, the server lives on
@@ -147,7 +148,8 @@ class Front:
             return
         raise ApiError(
             403,
-            "Without API keys this server is asked by its address, or as localhost, and by no other name.",
+            "Without API keys this server is asked by its address, or as localhost, and by no other name; with "
+            "--api-key-file by any.",
             code="host_not_allowed",
         )
 
@@ -156,6 +158,18 @@ class Front:
         if path in self._routes:
             return path
         return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+
+    def _refusal(self, error: HTTPException, scope: Scope) -> ApiError:
+        """What the router itself refuses: no such route, no such method."""
+        path, what = scope["path"], error.detail
+        if error.status_code == 404:
+            near = difflib.get_close_matches("/v1" + path.removeprefix("/v1")[:80], self._routes, n=1, cutoff=0.75)
+            advice = f"Did you mean {near[0]}?" if near else "/openapi.json lists all there are."
+            what = f"There is no route {path[:80]}. {advice}"
+        elif error.status_code == 405:
+            methods = " or ".join(sorted((error.headers or {})["Allow"].split(", ")))
+            what = f"{path[:80]} is asked with {methods}, not with {scope['method']}."
+        return ApiError(error.status_code, what, headers=error.headers)
 
     def _log(self, method: str, visit: Visit) -> None:
         """Neither prompts nor keys, nor what a client wrote in its path. A dashboard asks every second: no news."""
@@ -166,12 +180,6 @@ class Front:
         extra = {"stowage_event": "request", "stowage_text": "a request has ended", "stowage_fields": fields}
         level = logging.DEBUG if visit.route == STATE and visit.status == 200 else logging.INFO
         logger.log(level, "a request has ended (%s)", told, extra=extra)
-
-
-def _refusal(error: HTTPException) -> ApiError:
-    """What the router itself refuses: no such route, no such method."""
-    texts = {404: "There is nothing under this path.", 405: "This path is not for this method."}
-    return ApiError(error.status_code, texts.get(error.status_code, error.detail), headers=error.headers)
 
 
 def _is_address(name: str) -> bool:

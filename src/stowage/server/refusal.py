@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stowage.errors import RequestError
@@ -59,6 +59,12 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The commonest refusal: a field that cannot be used."""
     return ApiError(400, message, param=param, code=code)
+
+
+def no_model(name: str, names: Iterable[str]) -> ApiError:
+    """`names`: those that there are."""
+    what = f"The model {name[:200]!r} does not exist here. This server has {', '.join(map(repr, names))}."
+    return ApiError(404, what, param="model", code="model_not_found")
 
 
 def busy(message: str, retry_after_s: int) -> ApiError:

@@ -11,9 +11,9 @@ from typing import Any, Final
 from stowage.engine.sampling_params import STRUCTURES, StructuredOutputs
 from stowage.errors import RequestError
 from stowage.server.fields import Fields
-from stowage.server.refusal import bad
+from stowage.server.refusal import ApiError, bad
 
-__all__ = ["made_of", "of_schema", "structured_outputs"]
+__all__ = ["made_of", "of_schema", "structured_outputs", "unusable"]
 
 _GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _FORMATS: Final = "text, json_object, json_schema"
@@ -34,7 +34,13 @@ def made_of(param: str, given: Mapping[str, Any]) -> tuple[str, StructuredOutput
     try:
         return param, StructuredOutputs(**given)
     except RequestError as error:
-        raise bad(f"In {param!r}: {error}", param) from error
+        raise unusable(param, error) from error
+
+
+def unusable(param: str, error: RequestError) -> ApiError:
+    """What is wrong with what a client gave as `param`; an error of the engine speaks of `structured_outputs.KIND`."""
+    kind, _, what = str(error).removeprefix("structured_outputs").partition(" ")
+    return bad(f"{param + kind if param == 'structured_outputs' else param!r} {what}", param)
 
 
 def _of_format(fields: Fields) -> tuple[str, dict[str, Any]] | None:
@@ -61,6 +67,8 @@ def of_schema(schema: Fields) -> dict[str, Any]:
     schema.text("name")
     schema.text("description")
     schema.flag("strict")
+    if not schema.given("schema"):
+        raise bad(f"You must give {schema.path('schema')!r}.", schema.path("schema"))
     found = schema.mapping("schema")
     schema.finish()
     return {"json": found}

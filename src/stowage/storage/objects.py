@@ -122,7 +122,8 @@ def _make_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise DirectoryError(f"The directory {path} of the object tier cannot be made: {error.strerror}.") from error
+        what = f"The directory {path} of the object tier cannot be made: {error.strerror}. Choose another."
+        raise DirectoryError(what) from error
 
 
 class _ObjectBackend:

@@ -33,7 +33,8 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask
     fields.neutral("functions", [])
     fields.neutral("function_call", "none", "auto")
     fields.neutral("modalities", ["text"])
-    for name in ("audio", "verbosity", "web_search_options"):
+    fields.neutral("verbosity", "medium")
+    for name in ("audio", "web_search_options"):
         fields.neutral(name)
     template = reader.template_options(fields)
     model, n = reader.model(fields), reader.n(fields)

@@ -16,7 +16,7 @@ from stowage.server.apis.ask import Ask
 from stowage.server.apis.reader import LOGPROBS_MAX, TOKENS_MOST, Reader, check_least
 from stowage.server.fields import Fields, parse_object
 from stowage.server.refusal import bad
-from stowage.server.structured import structured_outputs
+from stowage.server.structured import structured_outputs, unusable
 from stowage.server.vocabulary import Vocabulary
 
 __all__ = ["TextAnswer", "read"]
@@ -44,7 +44,7 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask
         try:
             reader.grammars.begin(wanted)
         except RequestError as error:
-            raise bad(f"In {param!r}: {error}", param) from error
+            raise unusable(param, error) from error
         params = replace(params, structured_outputs=wanted)
     if echo and logprobs is not None:
         params = replace(params, prompt_logprobs=logprobs)

@@ -19,7 +19,7 @@ from stowage.errors import RequestError
 from stowage.server.apis.ask import SEEDS, Prompt
 from stowage.server.fields import Fields
 from stowage.server.limits import Limits
-from stowage.server.refusal import ApiError, bad
+from stowage.server.refusal import ApiError, bad, no_model
 from stowage.server.served import Served
 from stowage.server.tools.grammar import enforced
 from stowage.server.tools.offer import NOTHING, Offer
@@ -74,9 +74,7 @@ class Reader:
         model = fields.needed_text("model") if needed else fields.text("model", self.names[0])
         assert model is not None
         if model not in self.names:
-            known = ", ".join(map(repr, self.names))
-            what = f"The model {model[:200]!r} does not exist here. This server has {known}."
-            raise ApiError(404, what, param="model", code="model_not_found")
+            raise no_model(model, self.names)
         return model
 
     def n(self, fields: Fields) -> int:
@@ -100,7 +98,7 @@ class Reader:
             "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
             "seed": None if seed is None else seed % SEEDS,
             "stop": fields.texts(stop, _STOPS_MAX, STOP_CHARACTERS_MAX),
-            "stop_token_ids": fields.wholes("stop_token_ids", _STOP_TOKENS_MAX),
+            "stop_token_ids": fields.tokens("stop_token_ids", _STOP_TOKENS_MAX, self.vocab),
             "ignore_eos": fields.flag("ignore_eos"),
             "logprobs": 0 if logprobs is None else max(1, logprobs),
             "min_tokens": fields.whole("min_tokens", 0, 0, TOKENS_MOST) or 0,
@@ -139,6 +137,8 @@ class Reader:
         if reserved:
             what = f"'chat_template_kwargs' may not have {reserved[0]!r}, which is not for the template to decide."
             raise bad(what, "chat_template_kwargs")
+        for name in options:
+            self.known(name, f"chat_template_kwargs.{name[:40]}")
         options |= self.effort(fields.text("reasoning_effort"), "reasoning_effort")
         goes_on = fields.flag("continue_final_message")
         begins = fields.flag("add_generation_prompt", not goes_on)
@@ -151,10 +151,14 @@ class Reader:
         """`reasoning_effort` as templates know it."""
         if effort is None:
             return {}
-        if not self.style.knows("reasoning_effort"):
-            what = "This model's chat template knows no 'reasoning_effort'. Leave it out."
-            raise bad(what, where, "unsupported_parameter")
+        self.known("reasoning_effort", where)
         return {"reasoning_effort": effort}
+
+    def known(self, name: str, where: str) -> None:
+        """Raises ApiError for a value that the chat template never looks at."""
+        if self.style.template and not self.style.knows(name):
+            what = f"This model's chat template knows no {name[:40]!r}. Leave it out."
+            raise bad(what, where, "unsupported_parameter")
 
     # prompts
 
@@ -201,8 +205,9 @@ class Reader:
         room = self.tokens_max - len(tokens) + 1
         if new_tokens is not None and new_tokens > room:
             raise bad(
-                f"This server takes at most {self.tokens_max + 1} tokens per sequence. These are {len(tokens)} in "
-                f"{param!r}, and {new_tokens} more are asked for: shorten {param!r}, or ask for at most {room}.",
+                f"The longest sequence here is {self.tokens_max} tokens, and one more that ends it. These are "
+                f"{len(tokens)} in {param!r}, and {new_tokens} more are asked for: shorten {param!r}, or ask for at "
+                f"most {room}.",
                 param,
                 "context_length_exceeded",
             )

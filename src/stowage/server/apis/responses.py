@@ -24,6 +24,7 @@ __all__ = ["read"]
 _CHOICES: Final = {"none": "none", "auto": "auto", "required": "required"}
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS: Final = ("input_text", "output_text", "text")
+_LOGPROBS: Final = "message.output_text.logprobs"
 _KEPT: Final = ("previous_response_id", "conversation")
 
 
@@ -32,7 +33,10 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask
     raw = parse_object(body)
     fields = Fields(raw)
     fields.without_effect("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
-    fields.without_effect("store", "service_tier", "include", "max_tool_calls")
+    fields.without_effect("store", "service_tier", "max_tool_calls")
+    if _LOGPROBS in (fields.take("include") or ()):
+        what = f"'include' has {_LOGPROBS!r}, which is not supported by this server; ask /v1/chat/completions for it."
+        raise bad(what, "include", "unsupported_parameter")
     for name in _KEPT:
         if fields.take(name) is not None:
             what = f"{name!r} cannot be used: this server keeps no responses. Send the earlier items in 'input' again."
@@ -77,7 +81,7 @@ def _reasoning(inside: Fields | None, reader: Reader) -> dict[str, Any]:
 def _format(inside: Fields | None) -> tuple[str, StructuredOutputs] | None:
     if inside is None:
         return None
-    inside.without_effect("verbosity")
+    inside.neutral("verbosity", "medium")
     form = inside.inside("format")
     inside.finish()
     if form is None:

@@ -21,6 +21,8 @@ def tokenize(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) ->
     reader.model(fields, needed=False)
     named = fields.flag("return_token_strs") or fields.flag("with_pieces")
     if fields.given("messages"):
+        if fields.given("prompt") or fields.given("content"):
+            raise bad("A text and 'messages' exclude each other; give one of them.", "messages")
         options, offer, raw = reader.template_options(fields), tools(fields), fields.take("messages")
         fields.flag("add_special_tokens")
         fields.finish()
@@ -40,10 +42,9 @@ def detokenize(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) 
     """The text of `tokens`, with special ones. Raises ApiError."""
     fields = Fields(parse_object(body))
     reader.model(fields, needed=False)
-    tokens = list(fields.wholes("tokens", reader.max_prompt_tokens))
+    if not fields.given("tokens"):
+        raise bad("You must give 'tokens': a list of token ids.", "tokens")
+    tokens = fields.tokens("tokens", reader.max_prompt_tokens, reader.vocab)
     fields.finish()
-    wrong = next((token for token in tokens if not 0 <= token < reader.vocab), None)
-    if wrong is not None:
-        raise bad(f"'tokens' has {str(wrong)[:20]}, and this model's vocabulary ends at {reader.vocab - 1}.", "tokens")
-    text = reader.decode(tokens, special=True)
+    text = reader.decode(list(tokens), special=True)
     return {"prompt": text, "content": text}

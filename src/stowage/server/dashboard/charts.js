@@ -18,7 +18,7 @@ function chartsOf(names, tiers) {
       lines: [["not recomputed", "reused", grown("tokens_reused")], ["computed", "computed", grown("prompt_tokens_computed")]],
     },
     { title: "Time to first token", show: seconds, lines: [["mean", "device", mean("first_token_s", "first_tokens")]] },
-    { title: "Memory that holds something", most: 1, show: percent, lines: held.map((tier) => [tier, tone(tier), share(tier)]) },
+    { title: "KV memory that is filled", most: 1, show: percent, lines: held.map((tier) => [tier, tone(tier), share(tier)]) },
   ];
   if ("promoted_bytes" in at) {
     charts.push({

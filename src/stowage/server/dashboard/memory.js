@@ -6,7 +6,7 @@ function showTiles(totals) {
   const tiles = [
     ["tokens_reused", "Tokens not recomputed", count(totals.tokens_reused), `of ${count(prompts)} prompt tokens`, totals.tokens_reused ? "good" : ""],
     ["seconds_saved", "Compute time saved", seconds(totals.seconds_saved), [waited, moneyOf(totals)].filter(Boolean).join("; "), ""],
-    ["hit_rate", "Hit rate", percent(totals.hit_rate), `${plural(totals.requests, "request")}, ${count(totals.answer_tokens)} answer tokens`, ""],
+    ["hit_rate", "Hit rate", percent(totals.hit_rate), `of prompt tokens; ${plural(totals.requests, "request")}, ${count(totals.answer_tokens)} answer tokens`, ""],
     [
       "corrupt_chunks", "Corrupt chunks", count(totals.corrupt_chunks),
       totals.corrupt_chunks ? "found, dropped, and computed again" : "all that was read has verified", totals.corrupt_chunks ? "bad" : "",
@@ -57,18 +57,18 @@ function deviceMemory(device) {
   const parts = [
     { name: "weights", bytes: weights_bytes, tone: "weights", about: "what the model computes with" },
     { name: "KV in use", bytes: sumOf(groups, "used_bytes"), tone: "device", about: "of requests that are being computed" },
-    { name: "KV kept", bytes: sumOf(groups, "cached_bytes"), tone: "device", faint: true, about: "of earlier prompts, reused at once" },
+    { name: "KV cached", bytes: sumOf(groups, "cached_bytes"), tone: "device", faint: true, about: "of earlier prompts, reused at once" },
   ];
   const rows = groups.map((group) => ({
     key: "group" + group.group, name: "KV, " + KINDS[group.kind], value: group.used_bytes,
-    text: `${size(group.used_bytes)} in use, ${size(group.cached_bytes)} kept, of ${size(group.bytes)}`,
+    text: `${size(group.used_bytes)} in use, ${size(group.cached_bytes)} cached, of ${size(group.bytes)}`,
     about: `${plural(group.layers, "layer")}; ${plural(group.blocks, "block")} of ${group.block_tokens} tokens`,
   }));
   return { key: "device", title: "Device", bytes: weights_bytes + sumOf(groups, "bytes"), parts, rows };
 }
 
 function hostMemory(host) {
-  const chunks = { name: "chunks", bytes: sumOf(host.slabs, "bytes_used"), tone: "host", about: "of earlier prompts" };
+  const chunks = { name: "KV cached", bytes: sumOf(host.slabs, "bytes_used"), tone: "host", about: "of earlier prompts" };
   const weights = { name: "weights", bytes: host.weights_bytes, tone: "weights", about: "on their way to the device for every step" };
   const rows = host.slabs.map((slab) => ({
     key: "slab" + slab.slab, name: capital(slab.kinds.map((kind) => KINDS[kind]).join(" and ")), value: slab.bytes_used,
@@ -82,9 +82,9 @@ const BREAKERS = { open: ["left alone for a while", "bad"], "half-open": ["being
 function tierMemory(tier) {
   const bounded = tier.bytes_limit > 0 && tier.bytes_used != null;
   const filled = tier.bytes_filled ?? tier.bytes_used;
-  const parts = [{ name: "chunks", bytes: filled, tone: tier.name, about: "of earlier prompts" }];
+  const parts = [{ name: "KV cached", bytes: filled, tone: tier.name, about: "of earlier prompts" }];
   if (filled < tier.bytes_used) {
-    parts.push({ name: "set aside", bytes: tier.bytes_used - filled, tone: tier.name, faint: true, about: "files that the next chunks are written to" });
+    parts.push({ name: "reserved", bytes: tier.bytes_used - filled, tone: tier.name, faint: true, about: "files that the next chunks are written to" });
   }
   const count = tier.chunks == null ? "" : plural(tier.chunks, tier.shared ? "known chunk" : "chunk");
   return {
@@ -179,13 +179,13 @@ function updateRow(node, row, hold) {
 }
 
 function showNow(server, totals) {
-  const open = { name: "Choices open", parts: [{ share: server.choices_open / server.choices_limit, tone: "reused" }] };
+  const open = { name: "Answers open", parts: [{ share: server.choices_open / server.choices_limit, tone: "reused" }] };
   const rows = [{ ...open, text: `${whole(server.choices_open)} of ${whole(server.choices_limit)}`, value: server.choices_open }];
   const parent = byId("now");
   list(parent, ["rows", "notes"], (part) => part, (part) => make(part === "rows" ? "div" : "ul.notes", { role: "list" }), () => {});
   list(parent.firstElementChild, rows, (row) => row.name, makeBrief, (node, row) => updateRow(node, row, { title: "Now" }));
   const notes = [
-    `${whole(server.max_num_seqs)} are computed at a time; a sequence may have ${whole(server.max_model_len)} tokens`,
+    `${whole(server.max_num_seqs)} are computed at a time, others wait; a sequence may have ${whole(server.max_model_len)} tokens`,
     totals.prefill_tokens_per_s ? `Prompts are computed at ${rate(totals.prefill_tokens_per_s, "tokens/s")}` : "",
     totals.preemptions ? `${plural(totals.preemptions, "sequence")} had to make room for others` : "",
     totals.loads_refused ? `${plural(totals.loads_refused, "prefix", "prefixes")} computed because loading would have taken longer` : "",
@@ -223,9 +223,7 @@ function showTransfers(tiers, transfers, moved) {
     tellMoved(writes, tier.write_bytes, speed.write);
   });
   const notes = [
-    `${plural(transfers.transfers_under_way, "transfer")} under way; ${plural(transfers.spills_waiting, "chunk")} to be written`,
-    `${plural(transfers.promoted, "chunk")} loaded into host, ${size(transfers.promoted_bytes)}`,
-    `${plural(transfers.spills, "chunk")} written to tiers, ${size(transfers.spilled_bytes)}`,
+    transfers.spills_waiting ? `${plural(transfers.spills_waiting, "chunk")} to be written` : "",
     transfers.timeouts ? `${plural(transfers.timeouts, "transfer")} passed their deadline` : "",
   ];
   list(parent.children[1], notes.filter(Boolean), (note) => notes.indexOf(note), () => make("li"), say);

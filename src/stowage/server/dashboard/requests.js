@@ -80,8 +80,10 @@ function stretches(request, now_s) {
   const { submitted_s, admitted_s, started_s, first_token_s } = request.times;
   const end = tookOf(request, now_s);
   const marks = [0, submitted_s, admitted_s, started_s, first_token_s, null];
+  const tiers = Object.keys(request.reused_tokens).filter((tier) => tier !== "device" && request.reused_tokens[tier] > 0);
   const names = [
-    ["Reading the request", "idle"], ["Waiting in the queue", "queued"], ["Fetching its prefix", "device"],
+    ["Reading the request", "idle"], ["Waiting in the queue", "queued"],
+    [tiers.length ? `Loading from ${tiers.join(" and ")}` : "Looking for its prefix", "device"],
     ["Computing the prompt", "computed"], ["Answering", "reused"],
   ];
   return names.map(([name, look], n) => {

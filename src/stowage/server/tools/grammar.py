@@ -20,6 +20,7 @@ from stowage.engine.grammar import Grammars
 from stowage.engine.sampling_params import StructuredOutputs, Thinking
 from stowage.errors import RequestError
 from stowage.server.refusal import ApiError, bad
+from stowage.server.structured import unusable
 from stowage.server.tools.formats import INDEX, Tags, ToolFormat
 from stowage.server.tools.offer import Offer, Tool
 from stowage.server.tools.tagged import allows_text
@@ -62,7 +63,7 @@ def enforced(
     except ApiError:
         raise
     except RequestError as error:
-        raise bad(f"In {param!r}: {error}", param) from error
+        raise unusable(param, error) from error
     return made
 
 

@@ -5,6 +5,7 @@ knows none: as words in the system message, and calls and their results as text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Final
@@ -49,7 +50,7 @@ class ChatStyle:
 
     def knows(self, name: str) -> bool:
         """Whether the template looks at a value of this name."""
-        return name in self.template
+        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     @cached_property
     def hides_markers(self) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 from stowage.errors import ConfigError
 from stowage.testing.tiny_models.vocabulary import SPECIAL_TOKENS
 
+_MOST = {"hidden": 1 << 15, "layers": 1 << 10, "vocab": 1 << 20, "heads": 1 << 10}
+"""Above them it is no tiny model, and would be written for hours."""
 VOCAB_LEAST = 256 + len(SPECIAL_TOKENS)
 
 
@@ -30,6 +32,9 @@ class TinySize:
         for name in ("layers", "heads", "kv_heads", "context_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"--{name} must be at most {most:,}, not {getattr(self, name):,}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"--heads must be a multiple of {self.kv_heads} key-value heads, not {self.heads}")
         if self.hidden <= 0 or self.hidden % (2 * self.heads):
