@@ -159,7 +159,7 @@ def parts() -> dict[str, Callable[[], str]]:
     made: dict[str, Callable[[], str]] = {"commands": command_list, "settings": settings, "files": files}
     made |= {f"command {name}": lambda name=name: flags(name) for name in commands()}
     groups = {"engine": metrics.ENGINE, "weights": metrics.WEIGHTS, "graphs": metrics.GRAPHS, "pool": metrics.POOL}
-    groups |= {"store": metrics.STORE, "tier": metrics.TIER}
+    groups |= {"store": metrics.STORE, "tier": metrics.TIER, "vllm": metrics.VLLM}
     return made | {f"metrics {name}": lambda rows=rows: metric_rows(rows) for name, rows in groups.items()}
 
 

@@ -2,9 +2,8 @@
 
     python benchmarks/peers/vllm_capacity.py JSON DIRECTORY
 
-With vLLM's own offloading, whose worker refuses to run without a GPU, a worker that only says that it has copied takes
-its place: what is stored, what is evicted and what is found is decided by vLLM's own connector and manager. Runs in the
-peers' environment, with Stowage's sources on its path. Its last line is the answer.
+vLLM's own offloading runs with the worker of `vllm_offloading`. Runs in the peers' environment, with Stowage's sources
+on its path. Its last line is the answer.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.request import Request
 
 VOCAB = 512
@@ -49,32 +46,6 @@ FAMILIES = {
 }
 
 
-class Pretending(OffloadingWorker):
-    """Says that everything was copied."""
-
-    def __init__(self) -> None:
-        self._done: list[TransferResult] = []
-
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        self._done.append(TransferResult(job_id, True))
-        return True
-
-    submit_load = submit_store
-
-    def get_finished(self) -> list[TransferResult]:
-        done, self._done = self._done, []
-        return done
-
-    def wait(self, job_ids: set[int]) -> None: ...
-
-
-class PretendingSpec(CPUOffloadingSpec):
-    """vLLM's own, but for the worker."""
-
-    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        return Pretending()
-
-
 def write_model(family: str, fields: dict[str, Any], directory: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -97,7 +68,7 @@ def transfer(told: dict[str, Any]) -> dict[str, Any]:
             },
         )
     else:
-        spec = {"spec_name": "PretendingSpec", "spec_module_path": "__main__"}
+        spec = {"spec_name": "CopyingSpec", "spec_module_path": "vllm_offloading"}
         name, module, extra = "OffloadingConnector", None, {"cpu_bytes_to_use": told["host"], **spec}
     return {
         "kv_connector": name,

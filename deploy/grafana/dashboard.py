@@ -15,6 +15,9 @@ TABLE = Path(__file__).with_name("panels.txt")
 TARGET = Path(__file__).with_name("stowage.json")
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
+SPLIT = "$split"
+SPLITS = {"all together": "together", "by server": "instance", "by engine": "engine"}
+"""No series has a label `together`."""
 CHOSEN = 'instance=~"$instance"'
 
 
@@ -53,6 +56,11 @@ def scoped(query: str) -> str:
     return re.sub(r"\{(?!\{)([^}]*)\}", lambda found: "{" + ", ".join(filter(None, (CHOSEN, found[1]))) + "}", query)
 
 
+def legend_of(query: str, legend: str) -> str:
+    """With what the series are split by, where they are; empty labels show nothing."""
+    return (legend + " {{instance}} {{engine}}" if SPLIT in query else legend) or "__auto"
+
+
 def look(one: Panel) -> tuple[dict[str, Any], dict[str, Any]]:
     """Defaults of the fields, and options."""
     defaults: dict[str, Any] = {"unit": one.unit, "min": 0}
@@ -75,7 +83,7 @@ def panel(one: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         {
             "datasource": SOURCE,
             "expr": scoped(query),
-            "legendFormat": legend or "__auto",
+            "legendFormat": legend_of(query, legend),
             "refId": chr(ord("A") + place),
             "instant": not series,
             "range": series,
@@ -114,12 +122,25 @@ def panels() -> list[dict[str, Any]]:
 
 
 def variables() -> list[dict[str, Any]]:
-    instances = "label_values(stowage_choices_limit, instance)"
+    instances = 'label_values({__name__=~"stowage_choices_limit|stowage_requests_total"}, instance)'
     source = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     server = {"name": "instance", "label": "Server", "type": "query", "datasource": SOURCE, "definition": instances}
     asked = {"query": {"query": instances, "refId": "instances"}, "refresh": 2}
     many = {"includeAll": True, "multi": True, "allValue": ".*"}
-    return [{**source, "current": {}, "hide": 0}, {**server, **asked, **many, "current": {}, "hide": 0}]
+    options = [{"text": text, "value": label, "selected": label == "together"} for text, label in SPLITS.items()]
+    split = {
+        "name": SPLIT[1:],
+        "label": "Series",
+        "type": "custom",
+        "query": ", ".join(f"{text} : {label}" for text, label in SPLITS.items()),
+        "options": options,
+        "current": options[0],
+    }
+    return [
+        {**source, "current": {}, "hide": 0},
+        {**server, **asked, **many, "current": {}, "hide": 0},
+        {**split, "hide": 0},
+    ]
 
 
 def dashboard() -> dict[str, Any]:

@@ -17,7 +17,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as _Collector
 
-__all__ = ["BREAKER_STATES", "ENGINE", "GRAPHS", "POOL", "STORE", "TIER", "WEIGHTS", "Collector", "Row", "exposition"]
+__all__ = (
+    *("BREAKER_STATES", "ENGINE", "GRAPHS", "POOL", "STORE", "TIER", "VLLM", "WEIGHTS"),
+    *("Collector", "Row", "exposition"),
+)
 
 BREAKER_STATES: Final = ("closed", "half-open", "open")
 
@@ -123,6 +126,20 @@ unreadable_segments  tier_unreadable_segments_total  segments under another prot
 removed_directories  tier_removed_directories_total  times somebody removed the directory of a running tier
 faults               tier_faults_total               bugs: please report them
 """)
+
+VLLM: Final = _rows("""
+requests       requests_total                    requests that were looked up
+requests_hit   requests_hit_total                of these, the ones whose prefix was loaded
+tokens_asked   tokens_asked_total                prompt tokens of these requests
+tokens_loaded  tokens_loaded_total               of these, tokens that were not computed
+loads_refused  loads_refused_total               prefixes computed because loading would have taken longer
+loads_failed   device_loads_failed_total         loads into the device that failed, and were computed
+stores_failed  device_stores_failed_total        copies out of the device that failed
+loaded_bytes   device_loaded_bytes_total         bytes that were copied into the device, all ranks
+stored_bytes   device_stored_bytes_total         bytes that were copied out of the device, all ranks
+faults         faults_total                      bugs: please report them; the plugin has stopped loading and storing
+""")
+"""Of the plugin for vLLM, which has STORE and TIER too; each series with vLLM's labels `model_name` and `engine`."""
 
 WEIGHTS: Final = _rows("""
 resident_bytes  weights_resident_bytes             weights that stay in device memory, norms and the like apart

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +80,17 @@ def exported(page: str) -> Exported:
             for label, value in sample.labels.items():
                 labels.setdefault(label, set()).add(value)
     return found
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    return found
+
+
+def succeed(*command: str, where: Path) -> None:
+    """Run it there; it must end well."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=where)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

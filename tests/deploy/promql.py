@@ -22,6 +22,7 @@ class Selector:
 def selectors(expression: str) -> list[Selector]:
     """Every selector in it. Fails where a word is none of what is known here."""
     text = re.sub(r"\[[^\]]*\]", "", expression)
+    text = re.sub(r'\{__name__=~"([^"]*)"\}', lambda names: " or ".join(names[1].split("|")), text)
     text = re.sub(r"\b(by|without)\s*\([^)]*\)", "", text)
     found = []
     for name, braces in re.findall(r"([a-zA-Z_:][\w:]*)\s*(\{[^}]*\})?(?=[^\"]*(?:\"[^\"]*\"[^\"]*)*$)", text):

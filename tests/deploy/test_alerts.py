@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy.conftest import DEPLOY, ROOT
+from tests.deploy.conftest import DEPLOY, ROOT, succeed
 
 PROMETHEUS = DEPLOY / "prometheus"
 RULES: list[dict[str, Any]] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"][0]["rules"]
@@ -80,21 +79,8 @@ TROUBLE: dict[str, dict[str, str]] = {
 AT = {"StowageNothingReused": "2h5m"}
 
 
-@pytest.fixture(scope="module")
-def promtool() -> str:
-    found = shutil.which("promtool")
-    if found is None:
-        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    return found
-
-
-def run(*command: str, where: Path) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=where)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-
-
 def test_the_rules_are_what_prometheus_takes(promtool: str) -> None:
-    run(promtool, "check", "rules", "alerts.yml", where=PROMETHEUS)
+    succeed(promtool, "check", "rules", "alerts.yml", where=PROMETHEUS)
 
 
 def test_the_configuration_is_what_prometheus_takes(promtool: str, tmp_path: Path) -> None:
@@ -104,7 +90,7 @@ def test_the_configuration_is_what_prometheus_takes(promtool: str, tmp_path: Pat
     assert text.count("/run/secrets/api_key") == 1
     (tmp_path / "prometheus.yml").write_text(text.replace("/run/secrets/api_key", str(secret)))
     shutil.copy(PROMETHEUS / "alerts.yml", tmp_path)
-    run(promtool, "check", "config", "prometheus.yml", where=tmp_path)
+    succeed(promtool, "check", "config", "prometheus.yml", where=tmp_path)
 
 
 def scenario(changes: dict[str, str], at: str, expected: list[str]) -> dict[str, Any]:
@@ -132,7 +118,7 @@ def test_each_alert_fires_in_its_trouble_and_no_other(promtool: str, tmp_path: P
     tests += [scenario({}, at, []) for at in ("10m", "21m", "50m", "2h30m")]
     made = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "tests.yml").write_text(yaml.safe_dump(made))
-    run(promtool, "test", "rules", "tests.yml", where=tmp_path)
+    succeed(promtool, "test", "rules", "tests.yml", where=tmp_path)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)

@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "demo": {"config", "engine", "openmp", "testing"},
     "cli": set(
         "cache config core demo engine evaluation executor extras log "
-        "models openmp planner server simulator storage testing".split()
+        "models openmp planner plugins server simulator storage testing".split()
     ),
     "__main__": {"cli"},
     "__init__": {"config", "engine", "extras", "plugins"},

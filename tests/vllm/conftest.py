@@ -22,6 +22,7 @@ NEXT = (
     "test_faults.py::test_copies_that_lie_and_copies_that_fail[gemma3]",
     "test_install.py",
     "test_multi.py::test_answers_come_back_beside_another[handshake-first]",
+    "test_multi.py::test_beside_vllms_own_offloading[gemma3-ours-first]",
     "test_pipeline.py::test_a_rank_that_is_slow_to_load",
     "test_pipeline.py::test_events_say_what_vllms_own_events_say",
     "test_pressure.py::test_a_reset_of_everything",

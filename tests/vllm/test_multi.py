@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stowage.metrics import VLLM
 from tests.vllm.conftest import Start
-from tests.vllm.oracle import connector, prompt, prove
+from tests.vllm.oracle import Engine, connector, prompt, prove
 
 HANDSHAKER = {
     "kv_connector": "Handshaker",
@@ -49,6 +51,65 @@ def test_answers_come_back_beside_another(
     engine.ask("check")
 
 
+def offloading(nbytes: int) -> dict[str, Any]:
+    """vLLM's own, with a worker that needs no GPU."""
+    extra = {"cpu_bytes_to_use": nbytes, "spec_name": "CopyingSpec"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {**extra, "spec_module_path": "benchmarks.peers.vllm_offloading"},
+    }
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "ours-second"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_beside_vllms_own_offloading(name: str, ours_first: bool, start: Start) -> None:
+    """In either order, and whichever of the two still has the prompt: the numbers of plain vLLM's own hit. The first
+    one has memory for one prompt and a bit.
+    """
+    plain = start(name)
+    tokens = prompt(700)
+    cold, hit = plain.generate(tokens), plain.generate(tokens)
+    plain.close()
+    first = connector("1200KiB", eviction_policy="lru") if ours_first else offloading(5 << 18)
+    engine = start(name, several(first, offloading(64 << 20) if ours_first else connector()))
+
+    def forget() -> None:
+        engine.generate(prompt(40, seed=9))  # vLLM's child stores with the step behind
+        engine.forget()
+
+    def again() -> float:
+        """What of the hit Stowage loaded."""
+        before = engine.counted("tokens_loaded")
+        answer = engine.generate(tokens)
+        assert (answer.local, answer.external, answer.distance(hit)) == (0, hit.local, 0.0)
+        return engine.counted("tokens_loaded") - before
+
+    assert engine.generate(tokens).distance(cold) == 0.0
+    forget()
+    assert again() == (hit.local if ours_first else 0), "the first one has it"
+    for seed in (1, 2, 3):
+        engine.generate(prompt(700, seed))
+    forget()
+    assert again() == (0 if ours_first else hit.local), "the first one lost it to other prompts"
+    fails_in_ours(engine, forget, ours_first=ours_first)
+
+
+def fails_in_ours(engine: Engine, forget: Callable[[], None], *, ours_first: bool) -> None:
+    """The other one has it, or it is computed."""
+    tokens = prompt(700, seed=4)
+    cold = engine.generate(tokens)
+    for seed in () if ours_first else (5, 6, 7):  # the other one loses it
+        engine.generate(prompt(700, seed))
+    forget()
+    engine.ask("fault", kind="fail_load", count=1)
+    answer = engine.generate(tokens)
+    assert engine.counted("loads_failed") == 1
+    assert answer.finish == "length" and answer.distance(cold) == 0.0
+    assert (answer.external > 0) == ours_first
+    engine.ask("check")
+
+
 def test_a_second_engine_in_one_process(start: Start) -> None:
     """As plain vLLM: its series take the place of the first one's."""
     engine = start("llama", connector(), fresh=True)
@@ -56,7 +117,8 @@ def test_a_second_engine_in_one_process(start: Start) -> None:
     engine.ask("close_engine")
     engine.ask("start_again")
     prove(engine, prompt(300, seed=1))
-    assert any(name.startswith("stowage_requests_total") for name in engine.ask("metrics"))
+    told = engine.ask("metrics")
+    assert [row.metric for row in VLLM if not any(name.startswith(f"{row.metric}{{engine=0,") for name in told)] == []
 
 
 def example(directory: Path, role: str) -> dict[str, Any]:

@@ -43,14 +43,17 @@ class Check:
 
 
 def all_checks(settings: Settings) -> list[Check]:
-    """Every check, in the order in which a reader would fix them."""
+    """What Stowage's own engine needs."""
+    return [*check_packages(importlib.metadata.version), *machine_checks(settings), check_budgets(settings)]
+
+
+def machine_checks(settings: Settings) -> list[Check]:
+    """What every engine needs, in the order in which a reader would fix it."""
     return [
         check_python(),
-        *check_packages(importlib.metadata.version),
         check_cores(),
         check_instructions(_processor_flags()),
         check_device(settings["device"], _DRIVER.exists()),
-        check_budgets(settings),
         *check_disk(settings["disk"]),
         *check_protection(settings["disk_protection"], settings["disk_key_file"]),
         *check_shared(settings),

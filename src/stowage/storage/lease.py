@@ -16,7 +16,7 @@ from pathlib import Path
 from stowage.config.memory import format_size
 from stowage.errors import BudgetError, DirectoryError
 
-__all__ = ["Lease", "budget_directory", "hold"]
+__all__ = ["Lease", "budget_directory", "held_bytes", "hold"]
 
 _GATE = "gate"
 _SUFFIX = ".part"
@@ -35,18 +35,8 @@ class Lease:
     """
 
     def __init__(self, directory: Path, nbytes: int, limit_bytes: int) -> None:
+        gate = _gate(directory)
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            gate = os.open(directory / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise DirectoryError(
-                f"The budget's directory {directory} cannot be used ({error.strerror}). Set XDG_RUNTIME_DIR to a "
-                "directory of yours."
-            ) from error
-        try:
-            if os.fstat(gate).st_uid != os.getuid():
-                raise DirectoryError(f"The budget's directory {directory} is another user's. Remove it.")
-            fcntl.flock(gate, fcntl.LOCK_EX)  # held for a few file operations, by whoever starts
             taken = sum(_parts_of_the_living(directory))
             if taken + nbytes > limit_bytes:
                 raise BudgetError(
@@ -73,6 +63,34 @@ def hold(path: str) -> int:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
+
+
+def held_bytes(directory: Path) -> int:
+    """What living engines hold of a budget. Raises DirectoryError for a directory that cannot be used."""
+    if not directory.exists():
+        return 0
+    gate = _gate(directory)
+    try:
+        return sum(_parts_of_the_living(directory))
+    finally:
+        os.close(gate)
+
+
+def _gate(directory: Path) -> int:
+    """Holds the gate until the descriptor is closed: for a few file operations, by whoever starts."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        gate = os.open(directory / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise DirectoryError(
+            f"The budget's directory {directory} cannot be used ({error.strerror}). Set XDG_RUNTIME_DIR to a "
+            "directory of yours."
+        ) from error
+    if os.fstat(gate).st_uid != os.getuid():
+        os.close(gate)
+        raise DirectoryError(f"The budget's directory {directory} is another user's. Remove it.")
+    fcntl.flock(gate, fcntl.LOCK_EX)
+    return gate
 
 
 def _parts_of_the_living(directory: Path) -> list[int]:

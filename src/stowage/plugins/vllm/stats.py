@@ -13,24 +13,12 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from stowage.metrics import STORE, TIER, Row
+from stowage.metrics import STORE, TIER, VLLM, Row
 
-__all__ = ["OURS", "Metrics", "Reporter", "Stats"]
+__all__ = ["Metrics", "Reporter", "Stats"]
 
 INTERVAL_S = 0.1
 
-OURS = (
-    Row("requests", "stowage_requests_total", "requests that were looked up"),
-    Row("requests_hit", "stowage_requests_hit_total", "of these, the ones whose prefix was loaded"),
-    Row("tokens_asked", "stowage_tokens_asked_total", "prompt tokens of these requests"),
-    Row("tokens_loaded", "stowage_tokens_loaded_total", "of these, tokens that were not computed"),
-    Row("loads_refused", "stowage_loads_refused_total", "prefixes computed because loading would have taken longer"),
-    Row("loads_failed", "stowage_device_loads_failed_total", "loads into the device that failed, and were computed"),
-    Row("stores_failed", "stowage_device_stores_failed_total", "copies out of the device that failed"),
-    Row("loaded_bytes", "stowage_device_loaded_bytes_total", "bytes that were copied into the device, all ranks"),
-    Row("faults", "stowage_faults_total", "bugs of the plugin: please report them; it has stopped loading and storing"),
-    Row("stored_bytes", "stowage_device_stored_bytes_total", "bytes that were copied out of the device, all ranks"),
-)
 _HITS = Row("hits", "stowage_chunk_hits_total", "chunks that requests took, by the tier that had them")
 
 _SLABS = (
@@ -115,7 +103,7 @@ class Reporter:
         return Stats({"counters": counters, "gauges": gauges}) if counters else None
 
 
-_COUNTERS = {row.stat for row in (*OURS, *STORE, *TIER) if row.metric.endswith("_total")}
+_COUNTERS = {row.stat for row in (*VLLM, *STORE, *TIER) if row.metric.endswith("_total")}
 
 
 def _is_counter(name: str) -> bool:
@@ -144,7 +132,7 @@ class Metrics(KVConnectorPromMetrics):
         self._values = values_of_engine
         _forget_series()
         self._series: dict[str, Any] = {}
-        for row in (*OURS, *STORE):
+        for row in (*VLLM, *STORE):
             self._series[row.stat] = self._make(row, labels)
         for row in (*TIER, _HITS):
             self._series[f".{row.stat}"] = self._make(row, [*labels, "tier"])
