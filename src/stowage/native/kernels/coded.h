@@ -107,19 +107,33 @@ static inline ALWAYS __m512 coded_whole(__m128i codes)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
 }
 
-/* Codes from `first` on, times a scale, plus a least value. */
-static inline ALWAYS __m512 coded_line(float first, float scale, float least)
+/* Values times a scale, plus others. The scale is read with each product: to put it into a register takes as long as a
+ * shuffle, which codes need. */
+static inline ALWAYS __m512 coded_scaled(__m512 values, const float *scale)
 {
-    return _mm512_fmadd_ps(_mm512_set1_ps(scale), coded_counting(first), _mm512_set1_ps(least));
+    __m512 found;
+    __asm__("vmulps %2%{1to16%}, %1, %0" : "=v"(found) : "v"(values), "m"(*scale));
+    return found;
+}
+
+static inline ALWAYS __m512 coded_scaled_more(__m512 values, const float *scale, __m512 more)
+{
+    __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(more) : "v"(values), "m"(*scale));
+    return more;
+}
+
+/* Codes from `first` on, times a scale, plus a least value. */
+static inline ALWAYS __m512 coded_line(float first, const float *scale, const float *least)
+{
+    return coded_scaled_more(coded_counting(first), scale, _mm512_set1_ps(*least));
 }
 
 UNIT(q8_0)
 {
-    __m512 scale = _mm512_set1_ps(scales[0]);
     __m512 low = coded_whole(_mm_loadu_si128((const __m128i *)(at + 2)));
     __m512 high = coded_whole(_mm_loadu_si128((const __m128i *)(at + 18)));
     (void)part;
-    w[0] = _mm512_cvtne2ps_pbh(_mm512_mul_ps(scale, high), _mm512_mul_ps(scale, low));
+    w[0] = _mm512_cvtne2ps_pbh(coded_scaled(high, scales), coded_scaled(low, scales));
 }
 
 UNIT(q4_0)
@@ -131,19 +145,17 @@ UNIT(q4_0)
 UNIT(q4_1)
 {
     (void)part;
-    w[0] = coded_lookup(coded_split(at + 4), coded_twice(coded_line(0, scales[0], scales[1])));
+    w[0] = coded_lookup(coded_split(at + 4), coded_twice(coded_line(0, scales, scales + 1)));
 }
 
 UNIT(q5_0)
 {
-    __m512 scale = _mm512_set1_ps(scales[0]);
-    __m512bh table = _mm512_cvtne2ps_pbh(_mm512_mul_ps(scale, coded_counting(0)),
-                                         _mm512_mul_ps(scale, coded_counting(-16)));
+    __m512bh table = _mm512_cvtne2ps_pbh(coded_scaled(coded_counting(0), scales), coded_scaled(coded_counting(-16), scales));
     (void)part;
     w[0] = coded_lookup(coded_fifth(coded_split(at + 6), read_word(at + 2)), table);
 }
 
-static inline ALWAYS __m512bh coded_of_32(float scale, float least)
+static inline ALWAYS __m512bh coded_of_32(const float *scale, const float *least)
 {
     return _mm512_cvtne2ps_pbh(coded_line(16, scale, least), coded_line(0, scale, least));
 }
@@ -151,7 +163,7 @@ static inline ALWAYS __m512bh coded_of_32(float scale, float least)
 UNIT(q5_1)
 {
     (void)part;
-    w[0] = coded_lookup(coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(scales[0], scales[1]));
+    w[0] = coded_lookup(coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(scales, scales + 1));
 }
 
 /* Low and high halves of the same bytes have scales of their own, whose 16 weights fill half of a table each. */
@@ -159,7 +171,7 @@ UNIT(q4_k)
 {
     const float *own = scales + 2 * part;
     __m512i codes = coded_bytes(at + 16 + 32 * part);
-    __m512bh table = _mm512_cvtne2ps_pbh(coded_line(0, own[1], own[9]), coded_line(0, own[0], own[8]));
+    __m512bh table = _mm512_cvtne2ps_pbh(coded_line(0, own + 1, own + 9), coded_line(0, own, own + 8));
     w[0] = coded_lookup(_mm512_and_si512(codes, _mm512_set1_epi16(15)), table);
     w[1] = coded_lookup(_mm512_or_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi16(16)), table);
 }
@@ -172,7 +184,7 @@ UNIT(q5_k)
         __m512i low = i ? _mm512_srli_epi16(codes, 4) : codes;
         __m512i high = j < 4 ? _mm512_slli_epi16(fifth, 4 - j) : _mm512_srli_epi16(fifth, j - 4);
         __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca); /* 15: low, else: high */
-        w[i] = coded_lookup(code, coded_of_32(scales[j], scales[8 + j]));
+        w[i] = coded_lookup(code, coded_of_32(scales + j, scales + 8 + j));
     }
 }
 
@@ -186,9 +198,8 @@ UNIT(q6_k)
     __m256i code = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)),
                                    _mm256_and_si256(high, _mm256_set1_epi8(48)));
     code = _mm256_sub_epi8(code, _mm256_set1_epi8(32));
-    __m512 first = _mm512_mul_ps(_mm512_set1_ps(scales[2 * part]), coded_whole(_mm256_castsi256_si128(code)));
-    __m512 second = _mm512_mul_ps(_mm512_set1_ps(scales[2 * part + 1]),
-                                  coded_whole(_mm256_extracti128_si256(code, 1)));
+    __m512 first = coded_scaled(coded_whole(_mm256_castsi256_si128(code)), scales + 2 * part);
+    __m512 second = coded_scaled(coded_whole(_mm256_extracti128_si256(code, 1)), scales + 2 * part + 1);
     w[0] = _mm512_cvtne2ps_pbh(second, first);
 }
 
@@ -241,26 +252,25 @@ UNIT(int4_wide)
 UNIT(packed4)
 {
     (void)part;
-    w[0] = coded_lookup(coded_bytes(at), coded_twice(coded_line(0, scales[0], scales[1])));
+    w[0] = coded_lookup(coded_bytes(at), coded_twice(coded_line(0, scales, scales + 1)));
 }
 
 UNIT(packed4_high)
 {
     (void)part;
-    w[0] = coded_lookup(_mm512_srli_epi16(coded_bytes(at), 4), coded_twice(coded_line(0, scales[0], scales[1])));
+    w[0] = coded_lookup(_mm512_srli_epi16(coded_bytes(at), 4), coded_twice(coded_line(0, scales, scales + 1)));
 }
 
 /* A float of 8 bits (e4m3) is one of 16 divided by 256: a scale has these already. */
 UNIT(fp8_wide)
 {
-    __m512 scale = _mm512_set1_ps(scales[0]);
     __m256i codes = _mm256_loadu_si256((const __m256i *)(at + 32 * part));
     __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7);
     bits = _mm512_and_si512(bits, _mm512_set1_epi16((short)0xbf80));
     __mmask32 none = _mm256_cmpeq_epi8_mask(_mm256_and_si256(codes, _mm256_set1_epi8(127)), _mm256_set1_epi8(127));
     bits = _mm512_mask_mov_epi16(bits, none, _mm512_set1_epi16(0x7e00));
-    w[0] = _mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), scale),
-                               _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), scale));
+    w[0] = _mm512_cvtne2ps_pbh(coded_scaled(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), scales),
+                               coded_scaled(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), scales));
 }
 
 /* Sizes of 32 codes from `first` on, times a scale. */

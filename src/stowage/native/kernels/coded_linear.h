@@ -1,7 +1,7 @@
 /* Products with the weights of coded.h: of a few rows of x with what is in registers, of many with what is laid out for
  * them. Sums are in the order of halves.h.
  */
-enum { CODED_STEP = 32, CODED_TURNED = HALVES_DEPTH / 2 + 64, CODED_ROOM = CODED_STEP * CODED_TURNED };
+enum { CODED_STEP = 64, CODED_TURNED = HALVES_DEPTH / 2 + 64, CODED_ROOM = CODED_STEP * CODED_TURNED };
 enum { CODED_BYTES = 384 << 10 }; /* what is laid out for many rows at a time: so much of the second cache */
 
 /* Inputs [k, k + 32) of which there are only `count`, and zeros. */
@@ -13,17 +13,17 @@ static void coded_last(const Linear *job, const Coded *row, int64_t k, int count
         to[i] = i < count ? float_half(values[i]) : 0;
 }
 
-/* R rows of x, C outputs whose blocks are at `rows`: columns of sums go on from `kept`. */
+/* R rows of x, C outputs whose blocks are at `rows`: columns of sums go on from those `kept`, if there are any. */
 #define DOT(format, BYTES, SCALES, PARTS, U, R, C)                                                                     \
     static void coded_dot_##format##R(const uint16_t *x, int64_t x_row, const uint8_t *const *rows, int64_t blocks,    \
-                                      int64_t ahead, const float *scales, __m512 *kept)                                \
+                                      int64_t ahead, const float *scales, __m512 *kept, int on)                        \
     {                                                                                                                  \
         __m512 sums[R][C];                                                                                             \
         const uint8_t *at[C];                                                                                          \
         UNROLLED for (int c = 0; c < C; c++) {                                                                         \
             at[c] = rows[c];                                                                                           \
             UNROLLED for (int r = 0; r < R; r++)                                                                       \
-                sums[r][c] = kept[c * R + r];                                                                          \
+                sums[r][c] = on ? kept[c * R + r] : _mm512_setzero_ps();                                               \
         }                                                                                                              \
         for (; blocks > 0; blocks--, scales += SCALES) {                                                               \
             UNROLLED for (int part = 0; part < PARTS; part++, x += 32 * U) {                                           \
@@ -71,7 +71,8 @@ DOT(fp8_tall, 128, 1, 4, 1, 1, 4) DOT(fp8_tall, 128, 1, 4, 1, 2, 4) DOT(fp8_tall
 DOT(fp8_tall, 128, 1, 4, 1, 8, 2)
 #undef DOT
 
-typedef void (*CodedDot)(const uint16_t *, int64_t, const uint8_t *const *, int64_t, int64_t, const float *, __m512 *);
+typedef void (*CodedDot)(const uint16_t *, int64_t, const uint8_t *const *, int64_t, int64_t, const float *, __m512 *,
+                         int);
 typedef struct {
     int64_t bytes, inputs; /* of a block */
     int64_t step;          /* inputs with a scale, of formats whose scales lie apart */
@@ -124,8 +125,10 @@ static int64_t coded_end(const Linear *job, int64_t k, int64_t most)
 static void coded_begin(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, uint8_t *room,
                         const uint8_t **at)
 {
-    if (coded_by_inputs(job))
-        (job->format == GPTQ ? coded_turn_gptq : coded_turn_awq)(job, n, wide, k, depth, room, CODED_TURNED);
+    if (job->format == GPTQ)
+        coded_turn_gptq(job, n, wide, k, depth, room, CODED_TURNED);
+    for (int64_t i = 0; job->format == AWQ && i < wide; i += 32)
+        coded_turn_awq(job, n + i, wide - i < 32 ? wide - i : 32, k, depth, room + i * CODED_TURNED, CODED_TURNED);
     int64_t half = job->inputs / 2, first = job->format == PACKED4 && k >= half ? k - half : k;
     const CodedWays *ways = coded_ways(job, k);
     for (int64_t i = 0; i < wide; i++)
@@ -211,8 +214,6 @@ static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide,
     for (int64_t k = 0, end; k < job->inputs; k = end) {
         end = coded_end(job, k, HALVES_NEAR / rows);
         const CodedWays *ways = coded_ways(job, k);
-        if (k % HALVES_DEPTH == 0)
-            memset(kept, 0, (size_t)((wide + 3) * rows) * sizeof *kept);
         int64_t x_row = coded_near(job, rows, k, end - k, near);
         coded_begin(job, first, wide, k, end - k, room, at);
         for (int64_t n = 0; n < wide; n += step) {
@@ -220,18 +221,19 @@ static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide,
             for (int i = 0; i < step; i++) {
                 Coded own = coded_row(job, first + n + (i < c ? i : 0));
                 at[n + i] = at[n + (i < c ? i : 0)];
-                coded_scales(job, &own, at[n + i], k, end - k, ways->step, scales + i * CODED_SCALES);
+                if (i == 0 || ways != &coded_tall) /* outputs that have them in common */
+                    coded_scales(job, &own, at[n + i], k, end - k, ways->step, scales + i * CODED_SCALES);
             }
-            ways->dots[way](near, x_row, at + n, (end - k) / ways->inputs, ahead, scales, kept + n * rows);
+            ways->dots[way](near, x_row, at + n, (end - k) / ways->inputs, ahead, scales, kept + n * rows,
+                            k % HALVES_DEPTH != 0);
         }
         if (end % 32)
             coded_rest(job, rows, step, first, wide, end / 32 * 32, near + (end - k) / 32 * 32, x_row, kept);
         for (int64_t i = 0; (end % HALVES_DEPTH == 0 || end == job->inputs) && i < wide * rows; i += 8) {
             halves_totals(kept + i, totals);
-            for (int j = 0; j < 8; j++) {
-                float *sum = sums + (i + j) % rows * HALVES_PANEL + (i + j) / rows, own = totals[j % 4 * 4 + j / 4];
-                if (i + j < wide * rows)
-                    *sum = end <= HALVES_DEPTH ? own : *sum + own;
+            for (int j = 0; j < 8 && i + j < wide * rows; j++) {
+                float *sum = sums + ((i + j) & (rows - 1)) * HALVES_PANEL + ((i + j) >> way), own = totals[j % 4 * 4 + j / 4];
+                *sum = end <= HALVES_DEPTH ? own : *sum + own;
             }
         }
     }

@@ -23,29 +23,70 @@ static inline ALWAYS void coded_scales_q6_k(const uint8_t *block, float *to)
     _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_set1_ps(read_half(block + 208)), all));
 }
 
-/* Of `count` blocks `words` of two bytes apart: the half that each begins with, or two; 16 halves at a time. These are
- * among up to nine registers of bytes. */
-static inline ALWAYS void coded_scales_halves(const uint8_t *at, int words, int64_t count, int two, float *to)
+/* Where 32 halves lie that blocks of so many words begin with, one each or `two`, and which of them are in each of the
+ * pairs of registers that take as many blocks. */
+typedef struct {
+    int words, most;
+    uint16_t places[32];
+    __mmask32 in[9];
+} CodedHalves;
+
+#define PLACE(W, TWO, J) ((TWO) ? (J) / 2 * (W) + (J) % 2 : (J) * (W))
+#define PLACES_4(W, TWO, J) PLACE(W, TWO, J), PLACE(W, TWO, J + 1), PLACE(W, TWO, J + 2), PLACE(W, TWO, J + 3)
+#define PLACES_16(W, TWO, J)                                                                                           \
+    PLACES_4(W, TWO, J), PLACES_4(W, TWO, J + 4), PLACES_4(W, TWO, J + 8), PLACES_4(W, TWO, J + 12)
+#define IN(W, TWO, I, J) (__mmask32)(PLACE(W, TWO, J) / 64 == (I)) << (J)
+#define IN_4(W, TWO, I, J) IN(W, TWO, I, J) | IN(W, TWO, I, J + 1) | IN(W, TWO, I, J + 2) | IN(W, TWO, I, J + 3)
+#define IN_16(W, TWO, I, J) IN_4(W, TWO, I, J) | IN_4(W, TWO, I, J + 4) | IN_4(W, TWO, I, J + 8) | IN_4(W, TWO, I, J + 12)
+#define IN_ALL(W, TWO, I) IN_16(W, TWO, I, 0) | IN_16(W, TWO, I, 16)
+#define HALVES_OF(format, TWO)                                                                                         \
+    static const CodedHalves coded_halves_##format = {                                                                 \
+        coded_bytes_##format / 2,                                                                                      \
+        coded_bytes_##format / 2 * (TWO ? 16 : 32),                                                                    \
+        {PLACES_16(coded_bytes_##format / 2, TWO, 0), PLACES_16(coded_bytes_##format / 2, TWO, 16)},                   \
+        {IN_ALL(coded_bytes_##format / 2, TWO, 0), IN_ALL(coded_bytes_##format / 2, TWO, 1),                           \
+         IN_ALL(coded_bytes_##format / 2, TWO, 2), IN_ALL(coded_bytes_##format / 2, TWO, 3),                           \
+         IN_ALL(coded_bytes_##format / 2, TWO, 4), IN_ALL(coded_bytes_##format / 2, TWO, 5),                           \
+         IN_ALL(coded_bytes_##format / 2, TWO, 6), IN_ALL(coded_bytes_##format / 2, TWO, 7),                           \
+         IN_ALL(coded_bytes_##format / 2, TWO, 8)}};
+HALVES_OF(q8_0, 0)
+HALVES_OF(q4_0, 0)
+HALVES_OF(q4_1, 1)
+HALVES_OF(q5_0, 0)
+HALVES_OF(q5_1, 1)
+#undef HALVES_OF
+
+static inline ALWAYS __m512i coded_some(const uint8_t *at, int64_t words)
 {
-    enum { MOST = 9 };
-    int blocks = two ? 8 : 16;
-    uint16_t places[32] __attribute__((aligned(64))) = {0};
-    for (int i = 0; i < 16; i++)
-        places[i] = (uint16_t)(two ? i / 2 * words + i % 2 : i * words);
-    __m512i place = _mm512_load_si512(places), own = _mm512_srli_epi16(place, 5);
-    __mmask32 in[MOST];
-    for (int i = 0; i < MOST; i++)
-        in[i] = _mm512_cmpeq_epi16_mask(own, _mm512_set1_epi16((short)i)) & 0xffff;
-    for (; count > 0; count -= blocks, at += 2 * blocks * words, to += 16) {
-        int64_t last = (count < blocks ? count : blocks) * words; /* not a byte is read behind the last block */
-        __m512i found = _mm512_setzero_si512();
-        for (int i = 0; 32 * i < last; i++) {
-            __mmask32 there = last - 32 * i < 32 ? ((__mmask32)1 << (last - 32 * i)) - 1 : 0xffffffff;
-            __m512i bytes = _mm512_maskz_loadu_epi16(there, at + 64 * i);
-            found = _mm512_mask_permutexvar_epi16(found, in[i], place, bytes);
-        }
-        _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm512_castsi512_si256(found)));
+    return _mm512_maskz_loadu_epi16(words >= 32 ? 0xffffffff : words > 0 ? ((__mmask32)1 << words) - 1 : 0, at);
+}
+
+/* 32 of them; lanes that were not found yet still say where they are. There are `all` words, or `enough`. */
+static inline ALWAYS void coded_halves(const CodedHalves *how, const uint8_t *at, int enough, int64_t all, float *to)
+{
+    __m512i found = _mm512_loadu_si512(how->places);
+    _Pragma("GCC unroll 9") for (int i = 0; i < 9; i++) {
+        if (64 * i >= how->most)
+            break;
+        const uint8_t *own = at + 128 * i;
+        __m512i low = enough ? _mm512_loadu_si512(own) : coded_some(own, all - 64 * i);
+        __m512i high = enough ? _mm512_loadu_si512(own + 64) : coded_some(own + 64, all - 64 * i - 32);
+        found = _mm512_mask2_permutex2var_epi16(low, found, how->in[i], high);
     }
+    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm512_castsi512_si256(found)));
+    _mm512_storeu_ps(to + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(found, 1)));
+}
+
+/* Of `count` blocks; more of them are looked at, but not a byte is read behind the last one of all outputs. */
+static inline ALWAYS void coded_scales_halves(const Linear *job, const CodedHalves *how, const uint8_t *at, int64_t count,
+                                              float *to)
+{
+    int64_t all = ((const uint8_t *)job->w + job->outputs * job->w_row - at) / 2, most = how->most;
+    for (int64_t left = count * how->words; left > 0; left -= most, all -= most, at += 2 * most, to += 32)
+        if (all >= most + 63)
+            coded_halves(how, at, 1, 0, to);
+        else
+            coded_halves(how, at, 0, all, to);
 }
 
 /* Numbers of a scale's type that lie side by side, 16 at once. */
@@ -123,16 +164,16 @@ static void coded_scales_apart(const Linear *job, const Coded *row, int64_t k, i
 static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at, int64_t k, int64_t depth, int64_t step,
                          float *to)
 {
-#define HALVES_OF(FORMAT, format, two)                                                                                 \
+#define HALVES_OF(FORMAT, format)                                                                                      \
     case FORMAT:                                                                                                       \
-        coded_scales_halves(at, coded_bytes_##format / 2, depth / 32, two, to);                                        \
+        coded_scales_halves(job, &coded_halves_##format, at, depth / 32, to);                                          \
         return;
     switch (job->format) {
-        HALVES_OF(Q8_0, q8_0, 0)
-        HALVES_OF(Q4_0, q4_0, 0)
-        HALVES_OF(Q4_1, q4_1, 1)
-        HALVES_OF(Q5_0, q5_0, 0)
-        HALVES_OF(Q5_1, q5_1, 1)
+        HALVES_OF(Q8_0, q8_0)
+        HALVES_OF(Q4_0, q4_0)
+        HALVES_OF(Q4_1, q4_1)
+        HALVES_OF(Q5_0, q5_0)
+        HALVES_OF(Q5_1, q5_1)
     case Q4_K:
         for (int64_t i = 0; i < depth / 256; i++)
             coded_scales_k(at + i * coded_bytes_q4_k, to + 16 * i);
