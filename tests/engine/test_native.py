@@ -228,11 +228,12 @@ def test_codes_of_one_byte(rows, inputs, outputs, half, data):
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
     scales = torch.rand(outputs, generator=generator)
-    found = kernels.linear_int8(x, codes, scales)
+    matrix = kernels.of_plain(codes, scales)
+    found = kernels.linear_of(x, matrix)
     begin = data.draw(st.integers(0, rows - 1))
-    assert torch.equal(kernels.linear_int8(x[begin:], codes, scales), found[begin:])
+    assert torch.equal(kernels.linear_of(x[begin:], matrix), found[begin:])
     expected = kernels.linear(x.float(), codes.float()) * scales
-    for bias, computed in ((torch.zeros(outputs), found), (scales, kernels.linear_int8(x, codes, scales, scales))):
+    for bias, computed in ((torch.zeros(outputs), found), (scales, kernels.linear_of(x, matrix, scales))):
         if half and kernels._kernel.multiplies_halves():
             size = (x.double().abs() @ codes.double().abs().T) * scales + bias
             rounded = 2**-8 * (expected + bias).double().abs()
@@ -257,20 +258,22 @@ def test_codes_of_four_bits(group, groups, instructions):
     values = (whole * scales[0].float()[..., None] + scales[1].float()[..., None]).view(outputs, inputs)
     for dtype in DTYPES:
         x = numbers(9, inputs, dtype=dtype)
-        found = kernels.linear_int4(x, codes, scales, group)
+        matrix = kernels.of_int4(dtype, codes, scales, group)
+        found = kernels.linear_of(x, matrix)
         rounded = dtype is torch.bfloat16 and kernels._kernel.multiplies_halves()
         expected = kernels.linear(x, values.bfloat16()) if rounded else kernels.linear(x.float(), values)
         assert torch.equal(found, expected.to(dtype))
-        assert torch.equal(kernels.linear_int4(x[5:], codes, scales, group), found[5:])
+        assert torch.equal(kernels.linear_of(x[5:], matrix), found[5:])
         bias = numbers(outputs)
         summed = kernels.linear(x, values.bfloat16(), bias) if rounded else (expected + bias).to(dtype)
-        assert torch.equal(kernels.linear_int4(x, codes, scales, group, bias), summed)
+        assert torch.equal(kernels.linear_of(x, matrix, bias), summed)
 
 
 def test_scales_of_bytes_that_are_away():
     """Bytes of ones: whatever is computed with them is not a number."""
     scales = torch.full((2, 4, 2), -1, dtype=torch.int16).view(torch.float16)
-    found = kernels.linear_int4(numbers(3, 64), torch.full((4, 32), 255, dtype=torch.uint8), scales, 32)
+    matrix = kernels.of_int4(torch.float32, torch.full((4, 32), 255, dtype=torch.uint8), scales, 32)
+    found = kernels.linear_of(numbers(3, 64), matrix)
     assert bool(found.isnan().all())
 
 

@@ -196,20 +196,18 @@ def test_linear_layers(rows: int, dtype: torch.dtype, instructions: str) -> None
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
 def test_matrices_as_they_were_published(spec: Spec, dtype: torch.dtype, instructions: str) -> None:
     spec = replace(spec, outputs=40, inputs=512)
-    _packed_layers(BlockMatrix(spec, parts_of(spec, seed=3), dtype), dtype, None)
+    _packed_layers(BlockMatrix(spec, parts_of(spec, seed=3), dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("form", [Form("int8", 40, 512), Form("int4", 40, 512, 32)], ids=lambda form: form.name)
 def test_packed_matrices(form: Form, dtype: torch.dtype, instructions: str) -> None:
     packed = form.pack(usual(40, 512, seed=4, dtype=torch.float32))
-    _packed_layers(PackedMatrix(form, packed, dtype), dtype, torch.float32 if form.group else None)
+    _packed_layers(PackedMatrix(form, packed, dtype), dtype)
 
 
-def _packed_layers(matrix: PackedMatrix, dtype: torch.dtype, python: torch.dtype | None) -> None:
-    """Layers of a matrix in some format are programs, but for those of the type ``python``, and where bfloat16 is not
-    multiplied in pairs.
-    """
+def _packed_layers(matrix: PackedMatrix, dtype: torch.dtype) -> None:
+    """Layers of a matrix in some format are programs, but where bfloat16 is not multiplied in pairs."""
     bias = Parameter(usual(40, seed=3, dtype=dtype), requires_grad=False)
 
     def function(x: Tensor) -> Tensor:
@@ -217,7 +215,7 @@ def _packed_layers(matrix: PackedMatrix, dtype: torch.dtype, python: torch.dtype
 
     calls = replays(function, usual(3, 512, seed=5, dtype=dtype), kept=[bias])
     plain = Parameter(usual(40, 512, seed=6, dtype=dtype), requires_grad=False)
-    ours = dtype is not python and (dtype is torch.float32 or kernels.form_of(plain, kernels.of_plain(plain))[1])
+    ours = dtype is torch.float32 or kernels.form_of(plain, kernels.of_plain(plain))[1]
     assert bool(left(calls)) != ours
 
 

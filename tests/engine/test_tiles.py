@@ -106,7 +106,7 @@ def test_a_row_is_its_own_among_few_and_many(kernel, rows, inputs, outputs, code
         weight = codes.double() * scales[:, None].double()
 
         def multiply(part: Tensor) -> Tensor:
-            return kernels.linear_int8(part, codes, scales)
+            return kernels.linear_of(part, kernels.of_plain(codes, scales))
     else:
         weight = numbers(generator, outputs, inputs, any_size=any_size)
 

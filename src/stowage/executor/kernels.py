@@ -106,7 +106,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` ``[..., inputs]`` times ``weight`` ``[outputs, inputs]``, plus ``bias``; see ``takes``."""
-    return _product(x, of_plain(weight), bias)
+    return linear_of(x, of_plain(weight), bias)
 
 
 def has_few_rows(x: Tensor) -> bool:
@@ -122,23 +122,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight, bias)
 
 
-def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` ``[..., inputs]``, float32 or bfloat16, times ``codes`` ``[outputs, inputs]``, int8, of which each output
-    has its own of ``scales`` ``[outputs]``, float32; plus ``bias``.
-    """
-    return _product(x, of_plain(codes, scales), bias)
-
-
-def linear_int4(x: Tensor, codes: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> Tensor:
-    """``x`` ``[..., inputs]`` times ``codes`` ``[outputs, inputs / 2]``, uint8: two weights of an output in a byte, the
-    first half of its inputs in the low halves. ``scales`` ``[2, outputs, inputs / group]``, float16: what a code is
-    multiplied with, and what is added then. Plus ``bias``. In bfloat16 weights are rounded to it before.
-    """
-    if x.dtype is torch.bfloat16 and _kernel.multiplies_halves():
-        return _product(x, of_int4(codes, scales, group), bias)
-    return _product(x, of_plain(codes, scales, group), bias)
-
-
 def takes_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
     """Whether ``linear_blocks`` can do it: the bytes are there, and scales change at multiples of 32 inputs at most."""
     spec = matrix.spec
@@ -150,7 +133,7 @@ def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) ->
     """``x`` ``[..., inputs]`` times a matrix in the format that it was published in, plus ``bias``; see
     ``takes_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
     """
-    return _product(x, of_blocks(matrix), bias)
+    return linear_of(x, of_blocks(matrix), bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +154,20 @@ class Matrix:
     kind: int = 0
 
 
-def of_plain(weight: Tensor, scales: Tensor | None = None, group: int = 0) -> Matrix:
-    """A matrix that ``linear`` takes, or (with ``scales``) ``linear_int8``, or (of a ``group``) ``linear_int4``."""
-    return Matrix(weight, weight.shape[0], weight.stride(0), scales, group=group)
+def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
+    """A matrix that ``linear`` takes, or ``int8`` codes ``[outputs, inputs]``, of which each output has its own of
+    ``scales`` ``[outputs]``, float32.
+    """
+    return Matrix(weight, weight.shape[0], weight.stride(0), scales)
 
 
-def of_int4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
-    """The last one, where pairs of bfloat16 are multiplied."""
+def of_int4(dtype: torch.dtype, codes: Tensor, scales: Tensor, group: int) -> Matrix:
+    """One for inputs of ``dtype`` of ``codes`` ``[outputs, inputs / 2]``, uint8: two weights of an output in a byte,
+    the first half of its inputs in the low halves. ``scales`` ``[2, outputs, inputs / group]``, float16: what a code is
+    multiplied with, and what is added then. Where pairs of bfloat16 are multiplied, weights are rounded to it before.
+    """
+    if dtype is not torch.bfloat16 or not _kernel.multiplies_halves():
+        return Matrix(codes, codes.shape[0], codes.stride(0), scales, group=group)
     kind = _SCALES[torch.float16]
     return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, _FORMATS["packed4"], 1, kind)
 
@@ -203,7 +193,8 @@ def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return [linear(x, weight) for weight in weights]
 
 
-def _product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+def linear_of(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """``x`` ``[..., inputs]``, float32 or bfloat16, times any matrix that the kernels read, plus ``bias``."""
     form, halves = form_of(x, matrix)
     narrow = halves and bias is None
     out = x.new_empty((*x.shape[:-1], matrix.outputs), dtype=x.dtype if narrow else torch.float32)

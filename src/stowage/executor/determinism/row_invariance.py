@@ -49,14 +49,14 @@ class RowInvariance(TorchFunctionMode):
     def __init__(self, *, linear: bool, exact: bool, placed: bool = False) -> None:
         super().__init__()
         self._exact = exact
-        self._multiply = kernels.linear if exact else kernels.product
         self._special: dict[Any, Callable[..., Any]] = {}
         self._fused = FusedLinear()
         if linear:
             self._special[F.linear] = self.alone if placed else self._linear
+            multiply = kernels.linear if exact else kernels.product
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
-                    self._special[grouped] = partial(_grouped, exact, self._multiply)
+                    self._special[grouped] = partial(_grouped, exact, multiply)
         if exact:
             self._special |= {function: _whole_vectors(function) for function in _functions()}
             self._special |= {function: _filled_rows(function) for function in _PRODUCTS}
@@ -98,21 +98,13 @@ class RowInvariance(TorchFunctionMode):
         return ours and type(weight) is Parameter and kernels.takes(input, weight)
 
     def matrix(self, input: Tensor, weight: Any) -> kernels.Matrix | None:
-        """``weight`` as the kernels read it, where ``alone`` is one call of theirs."""
-        if isinstance(weight, BlockMatrix):
-            return kernels.of_blocks(weight) if kernels.takes_blocks(input, weight) else None
-        if type(weight) is PackedMatrix:
-            if not self._exact or input.dtype not in kernels.DTYPES:
-                return None
-            if (parts := weight.int8_parts()) is not None:
-                return kernels.of_plain(*parts)
-            parts = weight.int4_parts() if input.dtype is torch.bfloat16 else None
-            return None if parts is None else kernels.of_int4(*parts, weight.form.group)
-        return kernels.of_plain(weight) if self.by_kernels(input, weight) else None
+        """``weight`` as the kernels read it, where ``alone`` is one call of theirs that can be repeated."""
+        stays = type(weight) in (Parameter, PackedMatrix, BlockMatrix)
+        return _matrix(input, weight, self._exact) if stays else None
 
     def alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """A linear layer that is computed by itself."""
-        return _linear(input, weight, bias, self._multiply)
+        return _linear(input, weight, bias, exact=self._exact)
 
 
 def mode_of(model: Any, *, exact: bool, placed: bool = False) -> RowInvariance | None:
@@ -134,25 +126,38 @@ def _functions() -> list[Any]:
     return [*found, Tensor.__pow__]
 
 
-def _linear(
-    input: Tensor, weight: Any, bias: Tensor | None = None, multiply: Callable[..., Tensor] = kernels.linear
-) -> Tensor:
+def _matrix(input: Tensor, weight: Any, exact: bool) -> kernels.Matrix | None:
+    """``weight`` as the kernels read it, where they multiply with it; if not ``exact``, only where they are quicker."""
+    if isinstance(weight, BlockMatrix):
+        return kernels.of_blocks(weight) if kernels.takes_blocks(input, weight) else None
+    if not isinstance(weight, PackedMatrix):
+        ours = exact or kernels.has_few_rows(input)
+        return kernels.of_plain(weight) if ours and kernels.takes(input, weight) else None
+    if not (exact or _quicker_packed(input)) or input.dtype not in kernels.DTYPES:
+        return None
+    if (parts := weight.int8_parts()) is not None:
+        return kernels.of_plain(*parts)
+    parts = weight.int4_parts()
+    return None if parts is None else kernels.of_int4(input.dtype, *parts, weight.form.group)
+
+
+def _quicker_packed(input: Tensor) -> bool:
+    """Whether packed weights are multiplied by the kernels more quickly than by torch."""
+    return kernels.has_few_rows(input) or not kernels.outdone(input.dtype)
+
+
+def _linear(input: Tensor, weight: Any, bias: Tensor | None = None, *, exact: bool = True) -> Tensor:
     if isinstance(weight, BlockRows):
         out = torch.cat([_linear(input, matrix) for matrix in weight.matrices], dim=-1)
         return out if bias is None else out.add_(bias)
-    if isinstance(weight, BlockMatrix):
-        ours = kernels.takes_blocks(input, weight)
-        return kernels.linear_blocks(input, weight, bias) if ours else weight.multiply(input, bias, _linear)
-    if isinstance(weight, PackedMatrix):  # while this runs the mode is off: the kernel would not be asked for its tiles
-        if multiply is kernels.product and kernels.outdone(input.dtype) and not kernels.has_few_rows(input):
-            return weight.multiply(input, bias)
-        parts = weight.int8_parts() or weight.int4_parts()
-        if parts is not None and input.dtype in kernels.DTYPES:
-            if weight.form.group:
-                return kernels.linear_int4(input, *parts, weight.form.group, bias)
-            return kernels.linear_int8(input, *parts, bias)
-        return weight.multiply(input, bias, _linear)
-    return multiply(input, weight, bias) if kernels.takes(input, weight) else F.linear(input, weight, bias)
+    matrix = _matrix(input, weight, exact)
+    if matrix is not None:
+        return kernels.linear_of(input, matrix, bias)
+    if not isinstance(weight, PackedMatrix):
+        return F.linear(input, weight, bias)
+    # while this runs the mode is off: for its tiles the kernels are asked by name
+    ours = exact or isinstance(weight, BlockMatrix) or _quicker_packed(input)
+    return weight.multiply(input, bias, _linear if ours else None)
 
 
 def _filled_rows(function: Any) -> Callable[..., Any]:
