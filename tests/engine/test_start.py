@@ -3,7 +3,9 @@
 import copy
 import importlib.metadata
 import inspect
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +21,8 @@ from transformers.utils.import_utils import define_import_structure, direct_tran
 
 import stowage
 from stowage.errors import CheckpointError, ConfigError
-from stowage.models import import_structure, probing, quick_import
-from stowage.models.directory import load_tokenizer
+from stowage.models import directory, import_structure, probing, quick_import
+from stowage.models.directory import load_tokenizer, until_added_tokens
 from stowage.models.files import check_given
 from stowage.models.hub import find_config
 from stowage.testing import tiny_models
@@ -163,6 +165,59 @@ def test_a_tokenizer_that_is_not_copied_is_the_same_and_can_be_copied(tmp_path: 
     assert copied.backend_tokenizer is not ours.backend_tokenizer
     copied.add_tokens(["<another>"])
     assert len(copied) == len(ours) + 1 == len(theirs) + 1
+
+
+def test_a_tokenizers_file_is_read_up_to_its_added_tokens(tmp_path: Path) -> None:
+    """The same as the whole file has, however it is written; what is wrong there is told as the whole file's error."""
+    model = tiny_models.write("llama", tmp_path / "model")
+    tokenizer(128).save_pretrained(model)
+    whole = json.loads((model / "tokenizer.json").read_text())
+    for text in (json.dumps(whole), json.dumps(whole, indent=1), json.dumps(whole, sort_keys=True) + "\n"):
+        found = until_added_tokens(text)
+        assert found == {name: whole[name] for name in found} and "added_tokens" in found and "model" not in found
+    last = {"model": whole["model"], "added_tokens": [], "after": 1}
+    assert until_added_tokens(json.dumps(last)) == {"model": whole["model"], "added_tokens": []}
+    for text in ("{}", "[]", " null", '{"a": 1}', '{"a": {"added_tokens": 1}}', '"x"', '{"a": "\\u00e9"}'):
+        assert until_added_tokens(text) == json.loads(text)
+    for text in (
+        "",
+        "{",
+        '{"a"',
+        '{"a": ',
+        '{"a": 1',
+        '{"a": 1,',
+        '{"a": 1,}',
+        "{1: 2}",
+        '{"a" 1}',
+        '{"added_tokens":',
+    ):
+        with pytest.raises(json.JSONDecodeError):
+            until_added_tokens(text)
+
+
+def test_only_what_takes_no_more_of_a_tokenizers_file_is_given_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_more(file: Any) -> Any:
+        return file.pop("added_tokens"), file["model"]
+
+    base = transformers.tokenization_utils_base
+    assert directory._takes_added_tokens(base)
+    monkeypatch.setattr(base.PreTrainedTokenizerBase, "_from_pretrained", takes_more)
+    assert not directory._takes_added_tokens(base)
+    assert base.json is json, "as it was"
+
+
+def test_an_expression_that_is_compiled_later_is_the_same() -> None:
+    made = quick_import._Expressions()
+    later, own = (
+        made.compile("(?P<g0>a.)|(?P<g1>b+)", re.IGNORECASE),
+        re.compile("(?P<g0>a.)|(?P<g1>b+)", re.IGNORECASE),
+    )
+    for one in (later, copy.deepcopy(later)):
+        assert [one.search(text) and one.search(text).lastgroup for text in ("xaY", "BB", "c")] == ["g0", "g1", None]
+        assert (one.groupindex, one.pattern, one.flags) == (own.groupindex, own.pattern, own.flags)
+    assert made.sub("a", "b", "aa") == "bb" and made.escape is re.escape
+    with pytest.raises(re.error):
+        made.compile("(").search("x")
 
 
 def test_what_answers_showed_of_a_model_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

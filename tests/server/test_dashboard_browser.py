@@ -99,7 +99,7 @@ def test_its_numbers_are_those_of_the_metrics(page: Browser, server: Server) -> 
         int(page.see(f"document.querySelectorAll('#transfers td')[{n}].firstChild.dataset.value")) for n in (2, 3)
     ] == [
         metric("tier_read_bytes_total", tier="disk"),
-        metric("tier_write_bytes_total", tier="disk"),
+        metric("tier_written_bytes_total", tier="disk"),
     ]
     assert page.text("#now .say") == f"0 of {metric('choices_limit')}"
     assert page.call("troubles") == []

@@ -74,12 +74,53 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
+class _Json:
+    """``json`` for Transformers' loading of tokenizers, which takes of a tokenizer's file its added tokens: the
+    megabytes of vocabulary behind them are left to the library that makes the tokenizer.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(json, name)
+
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        if options or Path(str(getattr(file, "name", ""))).name != "tokenizer.json":
+            return json.load(file, **options)
+        return until_added_tokens(file.read())
+
+
+def until_added_tokens(text: str) -> Any:
+    """What ``text`` is as JSON. Of an object with ``added_tokens``, the entries up to them."""
+    read, skip = json.JSONDecoder().raw_decode, json.decoder.WHITESPACE.match  # type: ignore[attr-defined]
+    found: dict[str, Any] = {}
+    try:
+        at, open_with = skip(text, 0).end(), "{"
+        while text[at] == open_with and "added_tokens" not in found:
+            name, at = read(text, skip(text, at + 1).end())
+            at = skip(text, at).end()
+            if text[at] != ":":
+                break
+            found[name], at = read(text, skip(text, at + 1).end())
+            at, open_with = skip(text, at).end(), ","
+    except (ValueError, IndexError, TypeError):
+        found.clear()  # what is wrong with it is told where all of it is read
+    return found if "added_tokens" in found else json.loads(text)
+
+
+def _takes_added_tokens(base: Any) -> bool:
+    """Whether this series of Transformers takes nothing else of a tokenizer's file where ``base`` reads one."""
+    code = getattr(base.PreTrainedTokenizerBase._from_pretrained, "__code__", None)
+    said = set(code.co_consts) if code is not None else set()
+    return "added_tokens" in said and not said & {"model", "normalizer", "pre_tokenizer", "post_processor", "decoder"}
+
+
 @contextmanager
 def _made_once() -> Iterator[None]:
     """In here, a tokenizer takes what was read of its file for its own: Transformers would copy it, by writing all of
     it and reading that. Nobody else has it, and later copies are copies.
     """
     from transformers import PreTrainedTokenizerFast as Fast
+    from transformers import tokenization_utils_base as base
 
     own = vars(Fast).get("convert_to_native_format")
     if not isinstance(own, classmethod):  # another series of Transformers
@@ -97,9 +138,12 @@ def _made_once() -> Iterator[None]:
 
     with _MAKING:
         Fast.convert_to_native_format = classmethod(convert)
+        brief = getattr(base, "json", None) is json and _takes_added_tokens(base)
+        vars(base).update({"json": _Json()} if brief else {})
         try:
             yield
         finally:
+            vars(base).update({"json": json} if brief else {})
             Fast.convert_to_native_format = own
             for read in made:
                 del read.__deepcopy__

@@ -16,6 +16,7 @@ import ctypes
 import inspect
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -62,6 +63,9 @@ def import_transformers() -> None:
         import transformers.integrations.finegrained_fp8
         import transformers.masking_utils
         import transformers.modeling_utils  # noqa: F401
+    loading = sys.modules.get("transformers.core_model_loading")
+    if getattr(loading, "re", None) is re:
+        vars(loading)["re"] = _Expressions()
 
 
 def begin_import() -> None:
@@ -123,6 +127,35 @@ class _Basic:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_own("sympy").Basic, name)
+
+
+class _Expressions:
+    """``re`` for the module of Transformers that makes an expression for every renaming of weights in every family,
+    hundreds of them, and then uses those of one family.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)
+
+    @staticmethod
+    def compile(pattern: Any, flags: int = 0) -> Any:
+        return _Expression(pattern, flags)
+
+
+class _Expression:
+    """A regular expression that is compiled when something is first wanted of it."""
+
+    def __init__(self, pattern: Any, flags: int) -> None:
+        self._given = pattern, flags
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = vars(self)[name] = getattr(re.compile(*self._given), name)
+        return found
+
+    def __deepcopy__(self, _: Any) -> _Expression:
+        return self
 
 
 @contextmanager
