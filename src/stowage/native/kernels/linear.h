@@ -1,11 +1,23 @@
 /* y = x w^T, every element summed in one order: the same row gives the same bits in a batch of any size.
  *
  * Each sum runs over blocks of DEPTH inputs, in a block over LANES columns of partial sums, then over what is left of
- * the block. Tiles of up to 4 rows by 3 outputs stay in registers; nothing of a sum depends on the tile.
+ * the block. Tiles of 4 rows by 3 outputs stay in registers, or by 6 where there are 32 of them; nothing of a sum depends
+ * on the tile. Weights of many rows are not fetched ahead: the next 4 rows find them in the cache.
  */
-#define TILE(F, T, R, C)                                                                                               \
-    static void NAME(tile_##F##R##C)(const float *x, int64_t x_row, const void *at, int64_t w_apart, int64_t depth,    \
-                                     float *y, int64_t y_row, int64_t y_apart, int first, Ahead ahead)                 \
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HOLD(inputs) SETTLE(inputs) /* in a register: else they are loaded again for each product */
+#else
+#define HOLD(inputs) ((void)(inputs))
+#endif
+#if LANES == 16
+#define COLUMNS 6
+#else
+#define COLUMNS 3
+#endif
+
+#define TILE(FETCHES, KIND, F, T, R, C)                                                                                \
+    static void NAME(KIND##_##F##R##C)(const float *x, int64_t x_row, const void *at, int64_t w_apart, int64_t depth,  \
+                                       float *y, int64_t y_row, int64_t y_apart, int first, Ahead ahead)               \
     {                                                                                                                  \
         const T *w = at;                                                                                               \
         NAME(vec) sums[R][C];                                                                                          \
@@ -17,10 +29,12 @@
             NAME(vec) weights[C];                                                                                      \
             for (int c = 0; c < C; c++) {                                                                              \
                 weights[c] = NAME(load_##F)(w + c * w_apart + k);                                                      \
-                FETCH_FAR(ahead.at + c * ahead.row + (k << ahead.shift));                                              \
+                if (FETCHES)                                                                                           \
+                    FETCH_FAR(ahead.at + c * ahead.row + (k << ahead.shift));                                          \
             }                                                                                                          \
             for (int r = 0; r < R; r++) {                                                                              \
                 NAME(vec) inputs = NAME(load)(x + r * x_row + k);                                                      \
+                HOLD(inputs);                                                                                          \
                 for (int c = 0; c < C; c++)                                                                            \
                     sums[r][c] += inputs * weights[c];                                                                 \
             }                                                                                                          \
@@ -37,22 +51,41 @@
             }                                                                                                          \
     }
 
+#define FEW_TILES(F, T, R) TILE(1, few, F, T, R, 1) TILE(1, few, F, T, R, 2) TILE(1, few, F, T, R, 3)
+#define MANY_TILES(F, T) TILE(0, many, F, T, 4, 1) TILE(0, many, F, T, 4, 2) TILE(0, many, F, T, 4, 3)
+#if COLUMNS == 6
+#define WIDE_TILES(F, T) TILE(0, many, F, T, 4, 4) TILE(0, many, F, T, 4, 5) TILE(0, many, F, T, 4, 6)
+#else
+#define WIDE_TILES(F, T)
+#endif
 #define TILES(F, T)                                                                                                    \
-    TILE(F, T, 1, 1) TILE(F, T, 1, 2) TILE(F, T, 1, 3) TILE(F, T, 2, 1) TILE(F, T, 2, 2) TILE(F, T, 2, 3)              \
-    TILE(F, T, 3, 1) TILE(F, T, 3, 2) TILE(F, T, 3, 3) TILE(F, T, 4, 1) TILE(F, T, 4, 2) TILE(F, T, 4, 3)
+    FEW_TILES(F, T, 1) FEW_TILES(F, T, 2) FEW_TILES(F, T, 3) FEW_TILES(F, T, 4) MANY_TILES(F, T) WIDE_TILES(F, T)
 
 TILES(f, float)
 TILES(b, uint16_t)
 TILES(c, int8_t)
 #undef TILES
+#undef WIDE_TILES
+#undef MANY_TILES
+#undef FEW_TILES
 #undef TILE
+#undef HOLD
 
 typedef void (*NAME(tile))(const float *, int64_t, const void *, int64_t, int64_t, float *, int64_t, int64_t, int,
                            Ahead);
-#define ROW(F, R) {NAME(tile_##F##R##1), NAME(tile_##F##R##2), NAME(tile_##F##R##3)}
-#define ALL(F) {ROW(F, 1), ROW(F, 2), ROW(F, 3), ROW(F, 4)}
-static const NAME(tile) NAME(tiles)[3][4][3] = {[FLOAT32] = ALL(f), [BFLOAT16] = ALL(b), [INT8] = ALL(c)};
-#undef ALL
+#define ROW(KIND, F, R) NAME(KIND##_##F##R##1), NAME(KIND##_##F##R##2), NAME(KIND##_##F##R##3)
+#define FEW_ROWS(F) {{ROW(few, F, 1)}, {ROW(few, F, 2)}, {ROW(few, F, 3)}, {ROW(few, F, 4)}}
+#if COLUMNS == 6
+#define MANY_ROWS(F) {ROW(many, F, 4), NAME(many_##F##44), NAME(many_##F##45), NAME(many_##F##46)}
+#else
+#define MANY_ROWS(F) {ROW(many, F, 4)}
+#endif
+static const NAME(tile) NAME(few_tiles)[3][4][3] = {
+    [FLOAT32] = FEW_ROWS(f), [BFLOAT16] = FEW_ROWS(b), [INT8] = FEW_ROWS(c)};
+static const NAME(tile) NAME(many_tiles)[3][COLUMNS] = {
+    [FLOAT32] = MANY_ROWS(f), [BFLOAT16] = MANY_ROWS(b), [INT8] = MANY_ROWS(c)};
+#undef MANY_ROWS
+#undef FEW_ROWS
 #undef ROW
 
 /* Inputs [k, end) of output n as numbers, of codes of four bits. */
@@ -97,11 +130,16 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
         w = (const char *)scratch;
         w_apart = DEPTH;
         form = FLOAT32;
+        shift = bytes[form];
     }
     for (int64_t end = row + rows; row < end; row += 4) {
-        int r = end - row < 4 ? (int)(end - row) : 4;
-        NAME(tiles)[form][r - 1][c - 1](x + row * job->x_row + k, job->x_row, w, w_apart, depth,
-                                        (float *)job->y + row * job->outputs + n, job->outputs, apart, k == 0, ahead);
+        int r = end - row < 4 ? (int)(end - row) : 4, many = rows > FEW && r == 4, most = many ? COLUMNS : 3;
+        for (int at = 0; at < c; at += most) {
+            int wide = c - at < most ? c - at : most;
+            (many ? NAME(many_tiles)[form][wide - 1] : NAME(few_tiles)[form][r - 1][wide - 1])(
+                x + row * job->x_row + k, job->x_row, w + (at * w_apart << shift), w_apart, depth,
+                (float *)job->y + row * job->outputs + n + at * apart, job->outputs, apart, k == 0, ahead);
+        }
     }
 }
 
@@ -111,6 +149,7 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
 static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
 {
     float scratch[3 * DEPTH] __attribute__((aligned(64)));
+    int columns = job->form == INT4 || job->format != PLAIN ? 3 : COLUMNS;
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
         if (rows <= FEW) {
@@ -123,9 +162,10 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
                     NAME(strip)(job, row, rows, n, 1, 1, k, scratch);
         } else
             for (int64_t k = 0; k < job->inputs; k += DEPTH)
-                for (int64_t n = begin; n < end; n += 3)
-                    NAME(strip)(job, row, rows, n, end - n < 3 ? (int)(end - n) : 3, 1, k, scratch);
+                for (int64_t n = begin; n < end; n += columns)
+                    NAME(strip)(job, row, rows, n, end - n < columns ? (int)(end - n) : columns, 1, k, scratch);
     }
     for (int64_t row = 0; job->form == INT8 && row < job->rows; row++)
         scale_sums((float *)job->y + row * job->outputs + begin, (const float *)job->scales + begin, end - begin);
 }
+#undef COLUMNS
