@@ -58,9 +58,10 @@ class Flow:
         indexes: Sequence[Index] = (),
         spill_bytes_max: int = 0,
         policy: MakePolicy = LRU,
+        ledger: Callable[[Sequence[int], MakePolicy], Ledger] = Ledger,
     ) -> None:
         total = sum(slab.slots for slab in slabs)
-        self.ledger = Ledger([slab.slots for slab in slabs], policy)
+        self.ledger = ledger([slab.slots for slab in slabs], policy)
         self.counters = Counters()
         self.hits: NDArray[np.int64] = np.zeros(1 + len(indexes), np.int64)
         self._slab_of_group = {group: number for number, slab in enumerate(slabs) for group in slab.groups}

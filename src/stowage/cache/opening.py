@@ -16,6 +16,8 @@ from stowage.core.geometry import Geometry
 from stowage.errors import ConfigError
 from stowage.storage import key_file
 from stowage.storage.disk import DiskTier
+from stowage.storage.lease import Lease
+from stowage.storage.neighbours import NeighbourTier
 from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Tier
 
@@ -32,7 +34,7 @@ def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
         raise ConfigError(
             "tiers are given but host_memory is 0. Chunks reach them through host memory: give it a size."
         )
-    taken = {"device", "host", "packed", "hits"}
+    taken = {"device", "host", "neighbours", "packed", "hits"}
     taken |= {name for name in ("disk", "valkey", "object") if getattr(memory, name)}
     for tier in tiers:
         lacking = [name for name in _METHODS if not callable(getattr(tier, name, None))]
@@ -59,16 +61,20 @@ def open_store(
     others: Sequence[Tier] = (),
     *,
     shared: bool = False,
+    lease: Lease | None = None,
     common_slots: bool = False,
 ) -> TieredStore | None:
     """Host arena and the tiers of `memory`, with `others` below them; None without host memory. `name`: the namespace.
-    `shared`: other processes may map the arena. `common_slots`: see `split_arena`.
+    `lease`: the arena's part of a budget, whose other engines read it and are read. `shared`, `common_slots`: see
+    `TieredStore`.
     """
     if not memory.host_memory_bytes:
         return None
     tiers = open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups), clock)
+    if lease is not None:
+        tiers.insert(0, NeighbourTier(lease, clock=clock))
     try:
-        return TieredStore(
+        store = TieredStore(
             geometry,
             memory.arena_bytes,
             [*tiers, *others],
@@ -76,12 +82,16 @@ def open_store(
             common_slots=common_slots,
             clock=clock,
             shared=shared,
+            published=lease is not None,
             policy=memory.eviction_policy,
         )
     except BaseException:
         for tier in tiers:
             tier.close(clock())
         raise
+    if lease is not None and store.table is not None:
+        lease.publish(store.table.path, store.arena.path, store.table.name)
+    return store
 
 
 def open_tiers(memory: Memory, name: bytes, chunk_bytes_max: int, clock: Callable[[], float]) -> list[Tier]:

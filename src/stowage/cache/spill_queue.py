@@ -25,7 +25,7 @@ TRANSFER_BYTES_MIN: Final = 4 << 20
 class SpillQueue:
     """Batches of chunks, oldest first, and the bytes that are under way. Holds at most `chunks_max` chunks."""
 
-    __slots__ = ("_batches", "_bytes_max", "_chunks_max", "bytes_in_flight", "chunks", "dropped", "transfers")
+    __slots__ = ("_batches", "_bytes_max", "_chunks_max", "bytes_in_flight", "chunks", "closed", "dropped", "transfers")
 
     def __init__(self, bytes_max: int, chunks_max: int) -> None:
         self._batches: deque[tuple[IntArray, list[bytes]]] = deque()
@@ -35,10 +35,12 @@ class SpillQueue:
         self.bytes_in_flight = 0
         self.transfers = 0
         self.dropped = 0
+        self.closed = False
+        """Whether its tier takes nothing."""
 
     def add(self, slots: IntArray, keys: list[bytes]) -> None:
         """Queue ready chunks. When too many wait the oldest are dropped: they leave the host first anyway."""
-        if not keys:
+        if not keys or self.closed:
             return
         self._batches.append((slots, keys))
         self.chunks += len(keys)

@@ -23,13 +23,16 @@ from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.cache.flow import Flow
 from stowage.cache.guard import Guarded
 from stowage.cache.keymap import After
+from stowage.cache.ledger import Ledger
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
+from stowage.cache.published_ledger import PublishedLedger
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
 from stowage.core.prefix_search import Certain
 from stowage.errors import ConfigError
 from stowage.log import Trouble
 from stowage.storage.host import HostArena
-from stowage.storage.protocol import Inquiry, Probe, Probing, Tier, Transfer, Waitable
+from stowage.storage.host_table import HostTable
+from stowage.storage.protocol import Inquiry, Probe, Probing, ReadOnly, Tier, Transfer, Waitable
 
 __all__ = ["Fetch", "TieredStore"]
 
@@ -54,8 +57,8 @@ class TieredStore:
     `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
     all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
     `wake` is what `wait` sleeps on and tiers set (a simulator passes its own). `shared`: other processes may map the
-    arena. `common_slots`: see `split_arena`. `policy`: which chunks leave when host memory is full, one of
-    `core.policy.POLICIES`.
+    arena. `published`: they are also told what is in it (`table`). `common_slots`: see `split_arena`. `policy`: which
+    chunks leave when host memory is full, one of `core.policy.POLICIES`.
     Raises ConfigError (BudgetError) for sizes that cannot work.
     """
 
@@ -71,6 +74,7 @@ class TieredStore:
         spill_bytes_max: int | None = None,
         wake: Signal | None = None,
         shared: bool = False,
+        published: bool = False,
         policy: str = POLICY_DEFAULT,
     ) -> None:
         if host_bytes == 0:
@@ -93,7 +97,11 @@ class TieredStore:
             Guarded(tier, self._trouble, partial(self._failed, number)) for number, tier in enumerate(self.tiers)
         ]
         indexes = [tier.lookup for tier in self._guarded]
-        self._flow = Flow(geometry, self.slabs, indexes, spill_bytes_max, POLICIES[policy])
+        self.table = HostTable(self.slabs) if published else None
+        ledger = Ledger if self.table is None else PublishedLedger.over(self.table)
+        self._flow = Flow(geometry, self.slabs, indexes, spill_bytes_max, POLICIES[policy], ledger)
+        for queue, tier in zip(self._flow.spills, self.tiers, strict=True):
+            queue.closed = isinstance(tier, ReadOnly) and tier.read_only
         self._snapshot_tokens = snapshot_tokens
         self._clock = clock
         self._wake = wake or threading.Event()
@@ -328,6 +336,8 @@ class TieredStore:
         if self._closed:
             return
         self._closed = True
+        if self.table is not None:
+            self.table.close()
         end_s = self._clock() + timeout_s
         self.flush(timeout_s)
         for tier in self._guarded:

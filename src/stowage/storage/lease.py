@@ -11,15 +11,20 @@ import fcntl
 import os
 import tempfile
 import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from stowage.config.memory import format_size
 from stowage.errors import BudgetError, DirectoryError
 
-__all__ = ["Lease", "budget_directory", "held_bytes", "hold"]
+__all__ = ["Lease", "Published", "budget_directory", "held_bytes", "hold", "published"]
 
 _GATE = "gate"
 _SUFFIX = ".part"
+_NUMBER_BYTES = 32
+"""Of a part's file; behind it stands what its engine publishes."""
+_FILE_BYTES_MAX = 4096
 
 
 def budget_directory(name: str) -> Path:
@@ -47,9 +52,13 @@ class Lease:
             self.path = directory / f"{os.getpid()}-{uuid.uuid4().hex}{_SUFFIX}"
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._file, fcntl.LOCK_SH)
-            os.write(self._file, str(nbytes).encode())
+            os.write(self._file, str(nbytes).encode().ljust(_NUMBER_BYTES))
         finally:
             os.close(gate)
+
+    def publish(self, table: str, arena: str, name: bytes) -> None:
+        """Tell neighbours where this engine's memory is, and its table (`storage.host_table`) of that name."""
+        os.write(self._file, f"\n{table}\n{arena}\n{name.hex()}\n".encode())
 
     def release(self) -> None:
         """The memory is unmapped here. Releasing again does nothing."""
@@ -63,6 +72,31 @@ def hold(path: str) -> int:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the engine of a part has published."""
+
+    part: Path
+    table: str
+    arena: str
+    name: bytes
+
+
+def published(directory: Path) -> Iterator[Published]:
+    """By each engine of a budget, also by those that have ended since the last start."""
+    for part in sorted(directory.glob(f"*{_SUFFIX}")):
+        try:
+            file = os.open(part, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # removed meanwhile
+        try:
+            told = os.read(file, _FILE_BYTES_MAX)[_NUMBER_BYTES:].decode("ascii", "replace").split("\n")
+        finally:
+            os.close(file)
+        if len(told) == 5:
+            yield Published(part, told[1], told[2], bytes.fromhex(told[3]))
 
 
 def held_bytes(directory: Path) -> int:
@@ -101,7 +135,7 @@ def _parts_of_the_living(directory: Path) -> list[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            found.append(int(os.read(file, 32) or b"0"))
+            found.append(int(os.read(file, _NUMBER_BYTES) or b"0"))
         else:
             path.unlink()
         finally:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from stowage.core.prefix_search import Certain
 
-__all__ = ["Described", "Inquiry", "Outcome", "Probe", "Probing", "Tier", "Transfer", "Waitable"]
+__all__ = ["Described", "Inquiry", "Outcome", "Probe", "Probing", "ReadOnly", "Tier", "Transfer", "Waitable"]
 
 
 @dataclass(slots=True)
@@ -105,6 +105,13 @@ class Waitable(Protocol):
     """
 
     wake: Callable[[], None]
+
+
+@runtime_checkable
+class ReadOnly(Protocol):
+    """A tier that others fill: nothing is spilled to it."""
+
+    read_only: bool
 
 
 @dataclass(frozen=True, slots=True)

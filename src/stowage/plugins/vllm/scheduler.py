@@ -103,19 +103,19 @@ class SchedulerSide:
         spacing = memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens)
         self._snapshot_tokens = snapshot_spacing(spacing, grid)
         self._has_states = bool(recurrent)
-        self._lease = self._options.lease()
+        lease = self._lease = self._options.lease()
         points = resume_points(self._options, self._groups)
         sparse = self._has_states or not points.everywhere
-        geometry, spacing = Geometry(self._groups), self._snapshot_tokens
-        store = open_store(geometry, memory, name, spacing, time.monotonic, shared=True, common_slots=sparse)
+        layout, spacing = Geometry(self._groups), self._snapshot_tokens
+        store = open_store(layout, memory, name, spacing, time.monotonic, shared=True, common_slots=sparse, lease=lease)
         assert store is not None, "host was checked"
         self._store = store
         self._namespaces = namespace.Namespaces(name)
         self._strategies = [strategy(group) for group in self._groups]
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         self._prefixes = Prefixes(store, self._cost_model, self._strategies, points, memory.lookup_timeout_s)
-        lease = "" if self._lease is None else str(self._lease.path)
-        self._shared = SharedArena(store.arena.path, store.arena.bytes, store.slabs, sizes, division.shares, lease)
+        part = "" if lease is None else str(lease.path)
+        self._shared = SharedArena(store.arena.path, store.arena.bytes, store.slabs, sizes, division.shares, part)
         self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
         full = [group for group in self._groups if group.kind is Kind.FULL]
         if self._hash_tokens and full:
