@@ -2,7 +2,7 @@
 
 function showTiles(totals) {
   const prompts = totals.tokens_reused + totals.prompt_tokens_computed;
-  const waited = totals.tiers_waited_s >= 0.0005 ? `less ${seconds(totals.tiers_waited_s)} of waiting for tiers` : "nothing waited for tiers";
+  const waited = totals.tiers_waited_s >= 0.0005 ? `${seconds(totals.tiers_waited_s)} of waiting for tiers taken off` : "nothing waited for tiers";
   const tiles = [
     ["tokens_reused", "Tokens not recomputed", count(totals.tokens_reused), `of ${count(prompts)} prompt tokens`, totals.tokens_reused ? "good" : ""],
     ["seconds_saved", "Compute time saved", seconds(totals.seconds_saved), [waited, moneyOf(totals)].filter(Boolean).join("; "), ""],
