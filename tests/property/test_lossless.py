@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Iterator
 
@@ -218,3 +219,51 @@ def test_damaged_bytes_are_refused_or_unpacked_alike(way: str) -> None:
             taken += 1
             assert guard[128 : 128 + len(raw)] == buffer
     assert taken
+
+
+@needs_c
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shift", [0, 8, 32])
+def test_long_payloads_that_are_written_past_the_caches_come_back_wherever_they_go(
+    kind: str, shift: int, way: str
+) -> None:
+    raw = floats(kind, 50_003)
+    whole = memoryview(mmap.mmap(-1, len(raw) + 4096))
+    buffer = whole[shift : shift + len(raw)]
+    lossless.unpack(memoryview(packed_in_c(raw)), buffer)
+    assert bytes(buffer) == raw
+    assert not any(whole[:shift]) and not any(whole[shift + len(raw) :])
+
+
+FRAME = 10_000
+
+
+def in_frames(raw: bytes) -> tuple[bytes, np.ndarray]:
+    """Packed frames of a payload, one behind the other; every third lies as it is."""
+    frames = [raw[at : at + FRAME] for at in range(0, len(raw), FRAME)]
+    packed = [frame if n % 3 == 2 else packed_in_c(frame) for n, frame in enumerate(frames)]
+    return b"".join(packed), np.array([len(one) for one in packed], np.int64)
+
+
+@needs_c
+@pytest.mark.parametrize("pure", [False, True])
+def test_frames_come_back_and_others_are_refused(pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = floats("bfloat16", 27_511)
+    packed, lengths = in_frames(raw)
+    if pure:
+        monkeypatch.setenv(PURE_PYTHON, "1")
+    buffer = bytearray(len(raw))
+    lossless.unpack_frames(memoryview(packed), lengths, FRAME, memoryview(buffer))
+    assert bytes(buffer) == raw
+    damaged = bytearray(packed)
+    damaged[3] ^= 1
+    for some, of, length in (
+        (packed, lengths + 1, len(raw)),
+        (packed, lengths, len(raw) - 1),
+        (packed, lengths, len(raw) + 1),
+        (packed, lengths[:-1], len(raw)),
+        (packed[:-1], lengths, len(raw)),
+        (bytes(damaged), lengths, len(raw)),
+    ):
+        with pytest.raises(FormatError):
+            lossless.unpack_frames(memoryview(some), of, FRAME, memoryview(bytearray(length)))

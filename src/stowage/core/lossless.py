@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stowage.core import lossless_blocks
 from stowage.errors import FormatError
 from stowage.native import extension as _native
 from stowage.native import is_wanted
 
-__all__ = ["LEAST_BYTES", "UnknownCode", "is_quick", "pack", "unpack", "worth_bytes"]
+__all__ = ["LEAST_BYTES", "UnknownCode", "is_quick", "pack", "unpack", "unpack_frames", "worth_bytes"]
 
 LEAST_BYTES: Final = 1 << 10
 """Shorter payloads stay as they are."""
@@ -63,8 +66,37 @@ def unpack(packed: memoryview, buffer: memoryview) -> None:
     Raises FormatError (UnknownCode) for what is not the packed form of a payload of that length; the buffer holds bytes
     that may be anything then. No bytes make it read or write anywhere else.
     """
-    result = _native.unpack_floats(packed, buffer) if is_wanted() else lossless_blocks.unpack(bytes(packed), buffer)
+    _raise_unless_whole(_unpack(packed, buffer), buffer.nbytes)
+
+
+def _unpack(packed: memoryview, buffer: memoryview) -> int:
+    return _native.unpack_floats(packed, buffer) if is_wanted() else lossless_blocks.unpack(bytes(packed), buffer)
+
+
+def unpack_frames(packed: memoryview, lengths: NDArray[np.int64], frame_bytes: int, buffer: memoryview) -> None:
+    """As `unpack`, of payloads that lie one behind the other. Each is one of `frame_bytes`, the last one of what is
+    left; `lengths` are theirs as they lie, and one that is as long as its bytes was not packed.
+    """
+    if is_wanted():
+        _raise_unless_whole(_native.unpack_frames(packed, lengths, frame_bytes, buffer), buffer.nbytes)
+        return
+    at = 0
+    for frame, length in enumerate(lengths.tolist()):
+        target = buffer[frame * frame_bytes : (frame + 1) * frame_bytes]
+        stored = packed[at : at + length]
+        if not target.nbytes or stored.nbytes < length:
+            _raise_unless_whole(lossless_blocks.DAMAGED, buffer.nbytes)
+        if length == target.nbytes:
+            target[:] = stored
+        else:
+            unpack(stored, target)
+        at += length
+    if len(lengths) * frame_bytes < buffer.nbytes:
+        _raise_unless_whole(lossless_blocks.DAMAGED, buffer.nbytes)
+
+
+def _raise_unless_whole(result: int, raw_bytes: int) -> None:
     if result == lossless_blocks.UNKNOWN:
         raise UnknownCode("a payload that was packed by a code which this version does not know")
     if result != lossless_blocks.WHOLE:
-        raise FormatError(f"a packed payload that does not unpack to {buffer.nbytes} bytes")
+        raise FormatError(f"a packed payload that does not unpack to {raw_bytes} bytes")

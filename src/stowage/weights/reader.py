@@ -7,6 +7,7 @@ read that was asked for ends: done, or failed with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import threading
@@ -34,7 +35,9 @@ READ_BYTES: Final = 1 << 20
 """Per system call at least, of long reads: so that several threads share a small module evenly."""
 READ_BYTES_MAX: Final = 4 << 20
 """Of a large module: fewer calls leave more of the processor to who computes (8 to 10 % of a step, with 1 MiB)."""
-_AROUND_BYTES: Final = PackedTensor.around_bytes(READ_BYTES)
+_PACKED_BYTES: Final = 3 << 19
+"""Of a packed tensor: two thirds of it are read by one call, and all that can be fills a huge page."""
+_HUGE_BYTES: Final = 2 << 20
 _BUFFERED_BYTES: Final = 64 << 10
 """Shorter reads, as of an embedding's rows, are left to the page cache."""
 
@@ -201,8 +204,10 @@ def _run(work: _Work) -> None:
 
 
 def _parts(read: Read, part_bytes: int) -> list[Read]:
-    if _is_packed(read.source) or not _in_whole_pages(read):
-        part_bytes = READ_BYTES  # they go through a thread's buffer, which is no larger
+    if _is_packed(read.source):
+        part_bytes = _PACKED_BYTES  # they go through a thread's buffer, which is not much larger
+    elif not _in_whole_pages(read):
+        part_bytes = READ_BYTES
     return [
         Read(read.source, read.offset + at, read.into[at : at + part_bytes])
         for at in range(0, read.into.nbytes, part_bytes)
@@ -210,15 +215,26 @@ def _parts(read: Read, part_bytes: int) -> list[Read]:
 
 
 class _Buffer:
-    """For the longest read, with the pages around it. It takes memory when it is used first."""
+    """For the longest read, with the pages around it. It takes memory when it is used first: one huge page, where the
+    system has them. Direct reads into small ones take up to three times as long.
+    """
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+        self._memory: memoryview | None = None
 
     def taken(self, nbytes: int) -> memoryview:
-        assert nbytes <= _AROUND_BYTES
-        self._memory = self._memory or mmap.mmap(-1, _AROUND_BYTES)
-        return memoryview(self._memory)[:nbytes]
+        assert nbytes <= _HUGE_BYTES
+        if self._memory is None:
+            mapping = mmap.mmap(-1, 2 * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            begin = -_address(mapping) % _HUGE_BYTES
+            with contextlib.suppress(AttributeError, OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE, begin, _HUGE_BYTES)
+            self._memory = memoryview(mapping)[begin : begin + _HUGE_BYTES]
+        return self._memory[:nbytes]
+
+
+def _address(memory: mmap.mmap | memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def _copy(source: memoryview, into: memoryview) -> None:
@@ -230,8 +246,7 @@ def _is_packed(source: File | memoryview) -> bool:
 
 
 def _in_whole_pages(read: Read) -> bool:
-    address = int(np.frombuffer(read.into, np.uint8).__array_interface__["data"][0])
-    return not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or address % PAGE_BYTES)
+    return not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or _address(read.into) % PAGE_BYTES)
 
 
 def _fill(read: Read, buffer: _Buffer) -> None:

@@ -220,9 +220,10 @@ static int read_levels(const Steps *steps, Scratch *scratch, int n, int count, c
     return 1;
 }
 
-/* Reads the body of a block, [source, end), into `target`, `raw` bytes. Returns 0 unless it is whole. */
+/* Reads the body of a block, [source, end), into `target`, `raw` bytes. `past`: see `join`. Returns 0 unless it is
+   whole. */
 static int read_block(const Steps *steps, Scratch *scratch, int kind, int count, const uint8_t *source,
-                      const uint8_t *end, uint8_t *target, int raw) {
+                      const uint8_t *end, uint8_t *target, int raw, int past) {
     int words = raw / 2, n = kind == FLOAT32 ? words / 2 : words;
     if (kind == STORED) {
         if (end - source != raw || count)
@@ -265,13 +266,13 @@ static int read_block(const Steps *steps, Scratch *scratch, int kind, int count,
             scratch->high[i] |= scratch->values[0][i];
     }
     if (kind == FLOAT32) {
-        steps->join(scratch->high, low, n, scratch->words);
+        steps->join(scratch->high, low, n, scratch->words, 0);
         for (int i = 0; i < n; i++) {
             memcpy(target + 4 * i, even + 2 * i, 2);
             memcpy(target + 4 * i + 2, scratch->words + 2 * i, 2);
         }
     } else {
-        steps->join(scratch->high, low, n, target);
+        steps->join(scratch->high, low, n, target, past);
     }
     if (raw % 2)
         target[raw - 1] = *source;
@@ -318,7 +319,7 @@ static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *sour
         }
     }
     if (kind != STORED
-        && (at >= HEADER + raw || !read_block(steps, scratch, kind, levels, coded + HEADER, coded + at, scratch->again, raw)
+        && (at >= HEADER + raw || !read_block(steps, scratch, kind, levels, coded + HEADER, coded + at, scratch->again, raw, 0)
             || memcmp(scratch->again, source, (size_t)raw) != 0)) {
         kind = STORED;
         levels = 0;

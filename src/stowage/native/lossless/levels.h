@@ -1,7 +1,7 @@
 /* What is done to many values at a time, in three ways: plain C, AVX2, AVX-512. All give the same bytes.
 
        split         words -> their exponents (`high`) and the rest (`low`): the word turned left by one bit
-       join          back
+       join          back; `past` the caches if it can, and then `settle` has to follow before anybody looks
        write_level   values -> codes of `width` bits, bit by bit in planes, and the values that have none
        read_level    back; returns how many values had no code
 
@@ -20,7 +20,8 @@
 typedef struct {
     const char *name;
     void (*split)(const uint8_t *words, int n, uint8_t *high, uint8_t *low);
-    void (*join)(const uint8_t *high, const uint8_t *low, int n, uint8_t *words);
+    void (*join)(const uint8_t *high, const uint8_t *low, int n, uint8_t *words, int past);
+    void (*settle)(void);
     int (*write_level)(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes, uint8_t *rest);
     int (*read_level)(const uint8_t *planes, int n, int width, const uint8_t *table, const uint8_t *rest, uint8_t *out);
 } Steps;
@@ -55,7 +56,8 @@ static void base_split(const uint8_t *words, int n, uint8_t *high, uint8_t *low)
     }
 }
 
-static void base_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *words) {
+static void base_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *words, int past) {
+    (void)past;
     for (int i = 0; i < n; i++) {
         uint16_t word = (uint16_t)(high[i] << 8 | low[i]);
         word = (uint16_t)(word >> 1 | word << 15);
@@ -63,6 +65,8 @@ static void base_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *w
         words[2 * i + 1] = (uint8_t)(word >> 8);
     }
 }
+
+static void base_settle(void) {}
 
 static int base_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
                             uint8_t *rest) {
@@ -103,7 +107,7 @@ static int base_read_level(const uint8_t *planes, int n, int width, const uint8_
     return taken;
 }
 
-static const Steps BASE_STEPS = {"base", base_split, base_join, base_write_level, base_read_level};
+static const Steps BASE_STEPS = {"base", base_split, base_join, base_settle, base_write_level, base_read_level};
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define LOSSLESS_CHOICE 1
@@ -147,19 +151,27 @@ static void avx2_split(const uint8_t *words, int n, uint8_t *high, uint8_t *low)
     base_split(words + 2 * i, n - i, high + i, low + i);
 }
 
-static void avx2_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *words) {
+static void avx2_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *words, int past) {
     int i = 0;
+    past = past && (uintptr_t)words % 32 == 0;
     for (; i + 32 <= n; i += 32) {
         __m256i h = _mm256_permute4x64_epi64(_mm256_loadu_si256((const void *)(high + i)), 0xD8);
         __m256i l = _mm256_permute4x64_epi64(_mm256_loadu_si256((const void *)(low + i)), 0xD8);
         __m256i a = _mm256_unpacklo_epi8(l, h), b = _mm256_unpackhi_epi8(l, h);
         a = _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15));
         b = _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15));
-        _mm256_storeu_si256((void *)(words + 2 * i), a);
-        _mm256_storeu_si256((void *)(words + 2 * i + 32), b);
+        if (past) {
+            _mm256_stream_si256((void *)(words + 2 * i), a);
+            _mm256_stream_si256((void *)(words + 2 * i + 32), b);
+        } else {
+            _mm256_storeu_si256((void *)(words + 2 * i), a);
+            _mm256_storeu_si256((void *)(words + 2 * i + 32), b);
+        }
     }
-    base_join(high + i, low + i, n - i, words + 2 * i);
+    base_join(high + i, low + i, n - i, words + 2 * i, 0);
 }
+
+static void avx_settle(void) { _mm_sfence(); }
 
 static int avx2_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
                             uint8_t *rest) {
@@ -231,7 +243,7 @@ static int avx2_read_level(const uint8_t *planes, int n, int width, const uint8_
 
 #pragma GCC pop_options
 
-static const Steps AVX2_STEPS = {"avx2", avx2_split, avx2_join, avx2_write_level, avx2_read_level};
+static const Steps AVX2_STEPS = {"avx2", avx2_split, avx2_join, avx_settle, avx2_write_level, avx2_read_level};
 
 /* AVX-512 with VBMI2: a plane of 64 is a mask, and bytes are gathered and spread by one instruction. */
 
@@ -249,15 +261,20 @@ static void avx512_split(const uint8_t *words, int n, uint8_t *high, uint8_t *lo
     base_split(words + 2 * i, n - i, high + i, low + i);
 }
 
-static void avx512_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *words) {
+static void avx512_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *words, int past) {
     int i = 0;
+    past = past && (uintptr_t)words % 64 == 0;
     for (; i + 32 <= n; i += 32) {
         __m512i h = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(high + i)));
         __m512i l = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(low + i)));
         __m512i a = _mm512_or_si512(_mm512_slli_epi16(h, 8), l);
-        _mm512_storeu_si512(words + 2 * i, _mm512_shrdi_epi16(a, a, 1));
+        a = _mm512_shrdi_epi16(a, a, 1);
+        if (past)
+            _mm512_stream_si512((void *)(words + 2 * i), a);
+        else
+            _mm512_storeu_si512(words + 2 * i, a);
     }
-    base_join(high + i, low + i, n - i, words + 2 * i);
+    base_join(high + i, low + i, n - i, words + 2 * i, 0);
 }
 
 static int avx512_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
@@ -309,7 +326,7 @@ static int avx512_read_level(const uint8_t *planes, int n, int width, const uint
 
 #pragma GCC pop_options
 
-static const Steps AVX512_STEPS = {"avx512", avx512_split, avx512_join, avx512_write_level, avx512_read_level};
+static const Steps AVX512_STEPS = {"avx512", avx512_split, avx512_join, avx_settle, avx512_write_level, avx512_read_level};
 #endif
 
 #endif

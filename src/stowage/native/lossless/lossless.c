@@ -29,6 +29,45 @@ static PyObject *pack_floats(PyObject *Py_UNUSED(self), PyObject *arguments) { r
 
 static PyObject *unpack_floats(PyObject *Py_UNUSED(self), PyObject *arguments) { return with_buffers(arguments, 0); }
 
+/* Payloads one behind the other, each of so many raw bytes, the last one of what is left; one that is as long as its raw
+   bytes lies as it is. `lengths`: of each, 8 bytes. */
+static int unpack_all(const Py_buffer *source, const Py_buffer *lengths, size_t each, const Py_buffer *target) {
+    size_t at = 0, to = 0, room = (size_t)target->len, end = (size_t)source->len;
+    Scratch *scratch = calloc(1, sizeof(Scratch));
+    if (scratch == NULL)
+        return -1;
+    int result = each ? WHOLE : DAMAGED;
+    for (size_t i = 0; i < (size_t)lengths->len / 8 && result == WHOLE; i++) {
+        uint64_t length = load64((const uint8_t *)lengths->buf + 8 * i);
+        size_t raw = room - to < each ? room - to : each;
+        if (raw == 0 || length > end - at)
+            result = DAMAGED;
+        else if (length == raw)
+            memcpy((uint8_t *)target->buf + to, (const uint8_t *)source->buf + at, raw);
+        else
+            result = unpack_into((const uint8_t *)source->buf + at, length, (uint8_t *)target->buf + to, raw, scratch);
+        at += length;
+        to += raw;
+    }
+    free(scratch);
+    return result == WHOLE && to < room ? DAMAGED : result;
+}
+
+static PyObject *unpack_frames(PyObject *Py_UNUSED(self), PyObject *arguments) {
+    Py_buffer source, lengths, target;
+    Py_ssize_t each;
+    if (!PyArg_ParseTuple(arguments, "y*y*nw*", &source, &lengths, &each, &target))
+        return NULL;
+    int result;
+    Py_BEGIN_ALLOW_THREADS
+    result = unpack_all(&source, &lengths, each > 0 ? (size_t)each : 0, &target);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&lengths);
+    PyBuffer_Release(&target);
+    return result < 0 ? PyErr_NoMemory() : PyLong_FromLong(result);
+}
+
 static PyObject *use_steps(PyObject *Py_UNUSED(self), PyObject *name) {
     const char *wanted = name == Py_None ? NULL : PyUnicode_AsUTF8(name);
     if (wanted == NULL && PyErr_Occurred())
@@ -54,6 +93,7 @@ static PyObject *use_steps(PyObject *Py_UNUSED(self), PyObject *name) {
 static PyMethodDef methods[] = {
     {"pack_floats", pack_floats, METH_VARARGS, "Packs bytes into memory. The length; 0 where there is no room for it."},
     {"unpack_floats", unpack_floats, METH_VARARGS, "Unpacks. 0: whole, 1: damaged, 2: packed by another code."},
+    {"unpack_frames", unpack_frames, METH_VARARGS, "The same of payloads one behind the other: their lengths, raw bytes of each."},
     {"use_steps", use_steps, METH_O, "None: the best there are. Returns their name."},
     {NULL, NULL, 0, NULL},
 };

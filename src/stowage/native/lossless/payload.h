@@ -8,7 +8,11 @@
 #include <stddef.h>
 
 #define HEAD 16 /* "STLC", the number of the code (u16), 0 (u16), the raw length (u64) */
+#define NEAR 4096  /* Blocks are too short for a processor to see what comes. So while one is unpacked, the bytes from */
+#define AHEAD 8192 /* NEAR behind it are asked for, so many: most of them twice, since it forgets some. */
 #define PADDING 4096 /* fewer bytes of anything may follow the last block */
+
+#define PAST_CACHES_MIN 65536 /* longer ones are written past the caches, where they would only be in the way */
 
 enum { WHOLE, DAMAGED, UNKNOWN };
 
@@ -35,7 +39,7 @@ static size_t pack_into(const uint8_t *source, size_t raw, uint8_t *target, size
     return at;
 }
 
-static int unpack_into(const uint8_t *source, size_t length, uint8_t *target, size_t raw, Scratch *scratch) {
+static int unpack_blocks(const uint8_t *source, size_t length, uint8_t *target, size_t raw, Scratch *scratch) {
     if (length < HEAD || memcmp(source, MARK, 4) != 0)
         return DAMAGED;
     if (memcmp(source, MARK, sizeof MARK) != 0)
@@ -46,6 +50,7 @@ static int unpack_into(const uint8_t *source, size_t length, uint8_t *target, si
     if (said != raw)
         return DAMAGED;
     const uint8_t *at = source + HEAD, *end = source + length;
+    int past = raw >= PAST_CACHES_MIN;
     for (size_t to = 0; to < raw; to += RAW_MAX) {
         int some = raw - to < RAW_MAX ? (int)(raw - to) : RAW_MAX;
         if (end - at < HEADER)
@@ -53,11 +58,22 @@ static int unpack_into(const uint8_t *source, size_t length, uint8_t *target, si
         uint32_t body = at[4] | (uint32_t)at[5] << 8 | (uint32_t)at[6] << 16 | (uint32_t)at[7] << 24;
         if (at[2] || at[3] || body > (size_t)(end - at) - HEADER)
             return DAMAGED;
-        if (!read_block(steps, scratch, at[0], at[1], at + HEADER, at + HEADER + body, target + to, some))
+        const uint8_t *ask = at + HEADER + body, *last = end;
+        if (end - ask > NEAR + AHEAD)
+            last = ask + NEAR + AHEAD;
+        for (ask += end - ask < NEAR ? end - ask : NEAR; ask < last; ask += 64)
+            __builtin_prefetch(ask, 0, 2);
+        if (!read_block(steps, scratch, at[0], at[1], at + HEADER, at + HEADER + body, target + to, some, past))
             return DAMAGED;
         at += HEADER + body;
     }
     return end - at < PADDING ? WHOLE : DAMAGED;
+}
+
+static int unpack_into(const uint8_t *source, size_t length, uint8_t *target, size_t raw, Scratch *scratch) {
+    int result = unpack_blocks(source, length, target, raw, scratch);
+    steps->settle(); /* also of damaged ones: the memory is somebody else's now */
+    return result;
 }
 
 #endif

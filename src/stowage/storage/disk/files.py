@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
+
 from stowage.storage.disk.private import open_private
 from stowage.storage.format.batch import all_begin_on
 from stowage.storage.format.segment import PAGE_BYTES
@@ -39,6 +41,7 @@ __all__ = [
 
 CALL_BYTES_MAX: Final = 4 << 20
 """Bytes per system call."""
+HUGE_BYTES: Final = 2 << 20
 BUFFERS_MAX: Final = min(1024, os.sysconf("SC_IOV_MAX"))
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -188,8 +191,19 @@ def _status(found: os.stat_result) -> Status:
 
 
 def pages(length: int) -> memoryview:
-    """Fresh zeroed memory that begins on a page. Freed with the last view of it."""
-    return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    """Fresh zeroed memory that begins on a page, in huge pages as far as it fills them: a request of 1 MiB into small
+    ones is 256 parts, and takes up to three times as long. Freed with the last view of it.
+    """
+    huge = length // HUGE_BYTES * HUGE_BYTES
+    if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    mapping = mmap.mmap(
+        -1, length + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # what is not touched is none
+    begin = -int(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]) % HUGE_BYTES
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE, begin, huge)
+    return memoryview(mapping)[begin : begin + length]
 
 
 def in_pages(data: bytes) -> memoryview:

@@ -90,26 +90,28 @@ class PackedTensor(File):
         if stop > self._file.length:
             raise OSError(f"{self.path} ends too early")
         self._file.fill(packed, page, whole_pages=True)
+        whole_from, whole_to = -(-offset // FRAME_BYTES), last if end == self.length else end // FRAME_BYTES
         for frame in range(first, last):
-            at, length = int(self._at[frame]) - page, int(self._at[frame + 1] - self._at[frame])
-            self._unpack(packed[at : at + length], frame * FRAME_BYTES, offset, end, into)
+            if not whole_from <= frame < whole_to:
+                self._unpack_part(packed[int(self._at[frame]) - page :], frame, offset, end, into)
+        if whole_from < whole_to:
+            packed = packed[int(self._at[whole_from]) - page : int(self._at[whole_to]) - page]
+            target = into[whole_from * FRAME_BYTES - offset : min(whole_to * FRAME_BYTES, end) - offset]
+            self._unpack_frames(packed, whole_from, whole_to, target)
 
-    def _unpack(self, packed: memoryview, begin: int, offset: int, end: int, into: memoryview) -> None:
-        """One frame, which begins at ``begin`` of the tensor: as much of it as is wanted."""
-        raw_bytes = min(FRAME_BYTES, self.length - begin)
-        first, last = max(begin, offset), min(begin + raw_bytes, end)
-        target = into[first - offset : last - offset]
-        whole = target.nbytes == raw_bytes
-        if packed.nbytes == raw_bytes:
-            _copy(packed[first - begin : last - begin], target)
-            return
-        room = target if whole else memoryview(bytearray(raw_bytes))
+    def _unpack_part(self, packed: memoryview, frame: int, offset: int, end: int, into: memoryview) -> None:
+        """As much as is wanted of one frame, with which ``packed`` begins."""
+        begin = frame * FRAME_BYTES
+        room = memoryview(bytearray(min(FRAME_BYTES, self.length - begin)))
+        self._unpack_frames(packed[: int(self._at[frame + 1] - self._at[frame])], frame, frame + 1, room)
+        first, last = max(begin, offset), min(begin + room.nbytes, end)
+        _copy(room[first - begin : last - begin], into[first - offset : last - offset])
+
+    def _unpack_frames(self, packed: memoryview, first: int, after: int, into: memoryview) -> None:
         try:
-            lossless.unpack(packed, room)
+            lossless.unpack_frames(packed, np.diff(self._at[first : after + 1]), FRAME_BYTES, into)
         except FormatError as error:
             raise FormatError(f"{self.path} is damaged ({error}); pack the checkpoint again.") from error
-        if not whole:
-            _copy(room[first - begin : last - begin], target)
 
 
 def _copy(source: memoryview, into: memoryview) -> None:
