@@ -279,21 +279,22 @@ static void avx512_join(const uint8_t *high, const uint8_t *low, int n, uint8_t 
 
 static int avx512_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
                               uint8_t *rest) {
-    int groups = groups_of(n), used = used_of(symbols, width);
-    uint8_t *end = rest;
+    int groups = groups_of(n), escape = (1 << width) - 1;
+    uint8_t code_of[256], *end = rest;
+    memset(code_of, escape, sizeof code_of);
+    for (int code = used_of(symbols, width) - 1; code >= 0; code--)
+        code_of[symbols[code]] = (uint8_t)code;
+    const __m512i table0 = _mm512_loadu_si512(code_of), table1 = _mm512_loadu_si512(code_of + 64);
+    const __m512i table2 = _mm512_loadu_si512(code_of + 128), table3 = _mm512_loadu_si512(code_of + 192);
     for (int group = 0; group < groups; group++) {
-        uint64_t bits[WIDTH_MAX] = {0}, covered = 0, valid = valid_from(group * 64, n);
+        uint64_t valid = valid_from(group * 64, n), escapes = valid;
         __m512i some = _mm512_loadu_si512(values + group * 64);
-        for (int code = 0; code < used; code++) {
-            uint64_t here = _mm512_cmpeq_epi8_mask(some, _mm512_set1_epi8((char)symbols[code]));
-            covered |= here;
-            for (int plane = 0; plane < width; plane++)
-                bits[plane] |= code >> plane & 1 ? here : 0;
-        }
-        uint64_t escapes = valid & ~covered;
+        __m512i code = _mm512_permutex2var_epi8(table0, some, table1);
+        code = _mm512_mask_mov_epi8(code, _mm512_movepi8_mask(some), _mm512_permutex2var_epi8(table2, some, table3));
         for (int plane = 0; plane < width; plane++) {
-            uint64_t whole = (bits[plane] | escapes) & valid;
-            memcpy(planes + ((size_t)plane * groups + group) * 8, &whole, 8);
+            uint64_t bits = _mm512_mask_test_epi8_mask(valid, code, _mm512_set1_epi8((char)(1 << plane)));
+            escapes &= bits;
+            memcpy(planes + ((size_t)plane * groups + group) * 8, &bits, 8);
         }
         _mm512_storeu_si512(end, _mm512_maskz_compress_epi8(escapes, some)); /* to memory alone it is slow on Zen 4 */
         end += __builtin_popcountll(escapes);

@@ -30,6 +30,8 @@ static size_t pack_into(const uint8_t *source, size_t raw, uint8_t *target, size
     size_t at = HEAD;
     for (size_t from = 0; from < raw; from += RAW_MAX) {
         int some = raw - from < RAW_MAX ? (int)(raw - from) : RAW_MAX;
+        for (size_t ask = from + RAW_MAX; ask < raw && ask < from + 2 * RAW_MAX; ask += 64)
+            __builtin_prefetch(source + ask, 0, 2);
         size_t taken = (size_t)write_block(steps, scratch, source + from, some);
         if (taken > room - at)
             return 0;
