@@ -284,6 +284,7 @@ def measure_weights(rounds: int, directory: Path) -> dict[str, Any]:
     for _ in range(rounds):
         limit = direct_reread_bytes_per_s(files[0])
         for path in files:
+            drop_page_cache(directory)  # what was just written lies there
             checkpoint = Checkpoint([path])
             began_s = time.perf_counter()
             for segment in checkpoint.tensors.values():
