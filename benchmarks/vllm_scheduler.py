@@ -1,6 +1,7 @@
 """What a KV connector takes of a step of vLLM's scheduler: ours, vLLM's `OffloadingConnector`, LMCache's, in turn.
 
     python -m benchmarks.vllm_scheduler [--running 1 100 1000] [--groups 1 4] [--rounds 5] [--steps 40]
+        [--connectors stowage offloading offloading_128 lmcache]
 
 Needs the peers' environment (`make bench-env`). vLLM's own scheduler with that many requests that all generate, and no
 model; each connector in a process of its own, a round of steps each, in turn. Counted is the processor time of the
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ SCRIPT = Path(__file__).parent / "peers" / "vllm_scheduler.py"
 CONNECTORS = ("stowage", "offloading", "offloading_128", "lmcache")
 
 
-def measure(running: int, groups: int, rounds: int, steps: int) -> dict[str, Any]:
+def measure(connectors: Sequence[str], running: int, groups: int, rounds: int, steps: int) -> dict[str, Any]:
     """Microseconds per step, by connector: the medians of rounds, and the largest step but one in twenty."""
-    names = [name for name in CONNECTORS if groups == 1 or name != "lmcache"]
+    names = [name for name in connectors if groups == 1 or name != "lmcache"]
     peers = {name: Peer([PYTHON, SCRIPT, name, "--running", str(running), "--groups", str(groups)]) for name in names}
     medians: dict[str, list[float]] = {name: [] for name in names}
     all_of: dict[str, list[float]] = {name: [] for name in names}
@@ -55,13 +57,16 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--connectors", nargs="+", default=CONNECTORS, choices=CONNECTORS)
     options = parser.parse_args()
     if not PYTHON.exists():
         raise SystemExit("vLLM is not here. Make the peers' environment first: make bench-env")
     found: dict[str, Any] = {}
     for groups in options.groups:
         for running in options.running:
-            found[f"{running} running, {groups} groups"] = of = measure(running, groups, options.rounds, options.steps)
+            found[f"{running} running, {groups} groups"] = of = measure(
+                options.connectors, running, groups, options.rounds, options.steps
+            )
             for name, values in of.items():
                 more = f", mean {values['mean']:8.0f}, 95 % {values['95th']:8.0f}" if "mean" in values else ""
                 shown = values["median"] if isinstance(values["median"], float) else values["median"].median

@@ -292,3 +292,26 @@ def test_a_tier_that_always_raises_is_left_alone_and_keeps_its_chunks() -> None:
     assert len(tier.held) == 12, "nothing is discarded: nobody looked at the chunks"
     store.check()
     store.close()
+
+
+def test_chunks_of_several_prompts_and_groups_are_reserved_together() -> None:
+    groups = (Group(0, Kind.FULL, 16, 2, 4096), Group(1, Kind.SLIDING, 16, 2, 4000, 40))
+    store = TieredStore(Geometry(groups), 1 << 20, common_slots=True)
+    try:
+        assert len(store.slabs) == 1
+        names = [bytes([number]) * 32 for number in range(6)]
+        first = store.reserve(0, names[:1], np.array([3], np.uint64))
+        store.commit(first)
+        owners, masks = np.array([0, 0, 1]), np.array([3, 3, 3], np.uint64)
+        slots = store.reserve(owners, names[1:4], masks, [names[0], b"", names[0]])
+        assert len(set(slots.tolist())) == 3 and (slots >= 0).all()
+        assert store._flow._sizes.of(slots)[0].tolist() == [8192, 8192, 8000]
+        again = store.reserve(owners, [names[1], names[4], names[4]], masks, [names[0], b"", b""])
+        assert again[0] == -1 and sorted(again[1:] >= 0) == [False, True], "on its way; twice in one call"
+        store.commit(slots)
+        store.commit(again)
+        assert store.lookup(0, names).tolist() == [3, 3, 3, 3, 3, 0]
+        assert store._flow.stats()["chunks_pinned"] == 0
+        store.check()
+    finally:
+        store.close()

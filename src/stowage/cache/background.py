@@ -49,7 +49,8 @@ class Background:
 
     def notice(self) -> None:
         """Something may be under way: look after it."""
-        self._work.set()
+        if not self.store.idle:
+            self._work.set()
 
     def _run(self) -> None:
         try:

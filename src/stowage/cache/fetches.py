@@ -88,6 +88,9 @@ class Fetches:
 
     def _meet(self, slots: IntArray) -> list[Fetch]:
         """The fetches that may wait for slots that are on their way no more, and whom nobody waits for from now on."""
+        if not self._pending:  # several may have waited, and all have ended
+            self._waits[slots] = _NOBODY
+            return []
         waits = self._waits[slots]
         if not waits.any():
             return []

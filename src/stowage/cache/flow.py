@@ -190,9 +190,10 @@ class Flow:
 
     # Store
 
-    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
+    def reserve(self, group: int | IntArray, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
         """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
-        slots = self.ledger.reserve(self._slab_of_group[group], keys, masks, after)
+        first = group if isinstance(group, int) else int(group[0])
+        slots = self.ledger.reserve(self._slab_of_group[first], keys, masks, after)
         self._sizes.taken(slots, group)
         return slots
 

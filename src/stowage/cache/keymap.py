@@ -22,8 +22,9 @@ __all__ = ["ABSENT", "After", "KeyMap", "holds", "is_empty", "taken"]
 ABSENT: Final = -1
 """In an array of slots: no slot."""
 
-After: TypeAlias = "bytes | list[bytes | None] | None"
-"""The key of the chunk before the first of a prompt's, or, of chunks of several prompts, the one before each."""
+After: TypeAlias = "bytes | list[bytes] | None"
+"""The key of the chunk before the first of a prompt's; or, of chunks of several prompts, the one before each, empty
+where there is none."""
 
 _NOT_THERE = repeat(ABSENT)
 

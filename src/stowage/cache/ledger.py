@@ -51,14 +51,13 @@ class Ledger:
 
     __slots__ = (
         *"_class_of _first_slots _free _free_count _key_of _map _masks _masks_coming _parent _parent_serial".split(),
-        *"_pins _policies _serial _stale _state evictions without_room".split(),
+        *"_pins _policies _serial _stale _state _coming evictions without_room".split(),
     )
 
     def __init__(self, slots_per_class: Sequence[int], policy: MakePolicy = LRU) -> None:
         total = sum(slots_per_class)
         self._map = KeyMap(total)
-        # What is written when a chunk comes is written once here: the first use of new pages takes long.
-        self._state: NDArray[np.uint8] = np.full(total, 0, np.uint8)
+        self._state: NDArray[np.uint8] = np.full(total, 0, np.uint8)  # written: the first use of new pages takes long
         self._pins: NDArray[np.int64] = np.full(total, 0, np.int64)
         # One mask more than slots: ABSENT, used as an index, reads the last one, which is always 0.
         self._masks: MaskArray = np.full(total + 1, 0, np.uint64)
@@ -77,9 +76,8 @@ class Ledger:
         self._parent: IntArray = np.full(total, ABSENT, np.int64)
         self._parent_serial: IntArray = np.full(total, 0, np.int64)
         self._serial: IntArray = np.full(total + 1, 0, np.int64)
-        self._stale = 0
-        self.evictions = 0
-        self.without_room = 0
+        self._stale = self._coming = 0  # `_coming`: RESERVED or FILLING
+        self.evictions = self.without_room = 0
 
     # What is there
 
@@ -132,7 +130,8 @@ class Ledger:
 
     def pinned(self) -> int:
         """Slots that somebody pins, private ones included."""
-        return int(np.count_nonzero(self._pins))
+        evictable = sum(map(len, self._policies))
+        return sum(self.used(slab) for slab in range(len(self._free))) - evictable - self._coming
 
     def filling(self) -> IntArray:
         """The slots that a lower tier fills, ascending."""
@@ -145,11 +144,11 @@ class Ledger:
 
         ABSENT: empty mask; ready with a mask that is not a strict subset; on its way already; repeated in the batch; no
         room. Ready chunks of the batch count as used now, so a batch never evicts its own chunks while others can go.
-        The chunks follow one another in a prompt, the first one the chunk of key `after`, where that is given; or, of
-        several prompts, each one that of its own key in `after`.
+        The chunks follow one another in a prompt, the first one the chunk of key `after`; or, of several prompts, each
+        one that of its own key in `after`.
         """
         all_new = self._map.has_none(keys)
-        before = np.array([self._map.slot_of(key) for key in (after if isinstance(after, list) else [after])])
+        before = self._map.find(after) if isinstance(after, list) else np.array([self._map.slot_of(after)])
         known = _NONE if all_new else self._map.find(keys)
         wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
         if not holds(wanted):
@@ -174,6 +173,7 @@ class Ledger:
     def commit(self, slots: IntArray) -> None:
         """RESERVED or FILLING -> READY, unpinned. A key's older chunk is freed, or is STALE while it is pinned."""
         assert self._all_are_on_the_way(slots), "commit of a slot that is not on its way"
+        self._coming -= len(slots)
         older = self._map.replace(self.keys(slots), slots) if self._map.replacements else _NONE
         self._masks[slots] = self._masks_coming.take(slots)
         self._state[slots] = READY
@@ -184,6 +184,7 @@ class Ledger:
     def abort(self, slots: IntArray) -> None:
         """RESERVED or FILLING -> FREE."""
         assert self._all_are_on_the_way(slots), "abort of a slot that is not on its way"
+        self._coming -= len(slots)
         mapped = self._map.withdraw(self.keys(slots), slots) if self._map.replacements else slots
         self._map.forget(self.keys(mapped))
         self._release(slots)
@@ -299,9 +300,6 @@ class Ledger:
         for slab, some in self._by_class(slots):
             self._policies[slab].remove(some)
 
-    def _use(self, slots: IntArray) -> None:
-        self._insert(slots[self._pins.take(slots) == 0])
-
     def _take(self, slab: int, count: int) -> IntArray:
         """Up to `count` slots of a class out of the free ones, then out of the policy's victims."""
         if count and not self._free_count[slab]:
@@ -315,6 +313,7 @@ class Ledger:
     def _take_new(self, slab: int, keys: list[bytes], state: np.uint8) -> IntArray:
         """Slots for the first keys, as many as can be had, not mapped yet."""
         slots = self._take(slab, len(keys))
+        self._coming += len(slots)
         self._serial[slots] += 1
         self._key_of[slots] = keys[: len(slots)]
         self._state[slots] = state
@@ -323,7 +322,8 @@ class Ledger:
     def _worth_storing(self, keys: list[bytes], masks: MaskArray, known: IntArray) -> BoolArray:
         """Which chunks gain blocks and are not on their way. Those that are ready count as used now. `known`: slots."""
         held = self._masks.take(known)
-        self._use(known[held != 0])
+        ready = known[held != 0]
+        self._insert(ready[self._pins.take(ready) == 0])
         wanted: BoolArray = gains(masks, held) & ((known < 0) | (held != 0))
         if self._map.replacements:
             wanted &= self._map.find_replacements(keys) < 0
@@ -332,6 +332,7 @@ class Ledger:
     def _without_repeated(self, keys: list[bytes], slots: IntArray) -> IntArray:
         """Release the slots of repeated keys that the map does not lead to; ABSENT at their indices."""
         vain = slots != self.find_on_the_way(keys)
+        self._coming -= int(np.count_nonzero(vain))
         self._release(slots[vain])
         return np.where(vain, ABSENT, slots)
 
@@ -363,8 +364,7 @@ class Ledger:
 
     def check(self) -> None:
         """Assert every invariant. Linear in the slots."""
-        total = len(self._state)
-        states = self._state
+        states, total = self._state, len(self._state)
         assert (self._pins >= 0).all() and self._masks[total] == 0
         free = [free[:count] for free, count in zip(self._free, self._free_count, strict=True)]
         all_free = np.concatenate(free) if free else _NONE
@@ -390,6 +390,7 @@ class Ledger:
             policy.check()
             evictable = (states == READY) & (self._pins == 0) & (self._class_of == slab)
             assert len(policy) == np.count_nonzero(evictable), "the policy does not know exactly the evictable slots"
+        assert self.pinned() == np.count_nonzero(self._pins), "slots on their way were miscounted"
 
     def check_pins(self, holders: Sequence[IntArray]) -> None:
         """Assert that every pin is held by exactly these, besides the owners of private slots."""

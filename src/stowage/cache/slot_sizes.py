@@ -36,10 +36,11 @@ class Sizes:
         self._few_bytes.setflags(write=False)
         self._few_masks.setflags(write=False)
 
-    def taken(self, slots: IntArray, group: int) -> None:
-        """The slots are for chunks of this group from now on; -1 is ignored."""
+    def taken(self, slots: IntArray, group: int | IntArray) -> None:
+        """The slots are for chunks of this group from now on, or each for one of its own; -1 is ignored."""
         if not self._is_one:
-            self._group_of[slots[slots >= 0]] = group
+            there = slots >= 0
+            self._group_of[slots[there]] = group if isinstance(group, int) else group[there]
 
     @property
     def least(self) -> int:

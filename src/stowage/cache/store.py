@@ -181,12 +181,13 @@ class TieredStore:
 
     # Store
 
-    def reserve(self, group: int, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
+    def reserve(self, group: int | IntArray, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
         """A slot to write each chunk into, for `commit` or `abort`; keys in prompt order.
 
         -1: an empty mask; stored already, and the new valid blocks are no strict superset; on its way already; no room.
-        Chunks that nobody uses are evicted, in the order of the policy. `after`: the key before the first one's;
-        a list: of chunks of several prompts, the key before each one's.
+        Chunks that nobody uses are evicted, in the order of the policy. `after`: the key before the first one's.
+        Of chunks of several prompts: the key before each one's, empty where there is none; their groups may be several
+        that share a slab class, one for each key.
         """
         return self._flow.reserve(group, keys, masks, after)
 

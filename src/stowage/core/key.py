@@ -12,9 +12,7 @@ width, order and length: keys are equal on every platform and hash seed, and gol
 
 from __future__ import annotations
 
-import array
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -22,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from stowage.core.gather import packed_u32
 from stowage.core.geometry import Group
 
 DIGEST_BYTES: Final = 32
@@ -122,7 +121,10 @@ class Chain:
         position may lie ahead of the tokens seen, not in a chunk that is complete.
         Raises ValueError for a token outside [0, 2^32) or a position too late; the chain is then unchanged.
         """
-        data = _little_endian_u32(tokens)
+        return self.feed(_little_endian_u32(tokens), media)
+
+    def feed(self, data: memoryview, media: Media = ()) -> list[bytes]:
+        """As `extend`, of tokens as they are hashed: little-endian u32."""
         if media:
             self._add_media(media)
         if len(self._tail) + len(data) < self._chunk_bytes:
@@ -176,14 +178,7 @@ def _little_endian_u32(tokens: Tokens) -> memoryview:
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < 1 << 32):
             raise ValueError("token ids must be in [0, 2^32)")
         return memoryview(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
-    try:
-        packed = array.array("I", tokens if isinstance(tokens, list) else list(tokens))
-    except (OverflowError, TypeError) as error:
-        raise ValueError(f"token ids must be integers in [0, 2^32): {error}") from error
-    assert packed.itemsize == _TOKEN_BYTES
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return memoryview(packed).cast("B")
+    return packed_u32(tokens, 0, len(tokens))
 
 
 def _group_suffix(group_index: int) -> bytes:
@@ -227,7 +222,9 @@ class SequenceKeys:
     def __init__(self, namespace: bytes, groups: Sequence[Group], lookahead: int = 0) -> None:
         sizes = {group.chunk_tokens for group in groups}
         self._chains = {size: Chain(namespace, size) for size in sizes}
-        self._sizes = [group.chunk_tokens for group in groups]
+        self._digests: dict[int, list[bytes]] = {size: [] for size in sizes}
+        self._digests_of = [self._digests[group.chunk_tokens] for group in groups]
+        self._suffixes = [_group_suffix(number) for number in range(len(groups))]
         self._keys: list[list[bytes]] = [[] for _ in groups]
         self._lookahead = lookahead
         self._fed = 0
@@ -242,12 +239,18 @@ class SequenceKeys:
         if ahead:
             first = [(0, bytes(_little_endian_u32(tokens[:ahead])))] if not self._fed else []
             media = [*first, *((max(0, position - ahead), digest) for position, digest in media)]
-        fresh = tokens[self._fed + ahead : end + ahead]
-        digests = {size: chain.extend(fresh, media) for size, chain in self._chains.items()}
-        for index, size in enumerate(self._sizes):
-            self._keys[index] += group_keys(digests[size], index)
+        fresh = packed_u32(tokens, self._fed + ahead, end + ahead)
+        for size, chain in self._chains.items():
+            self._digests[size] += chain.feed(fresh, media)
         self._fed = end
 
     def of(self, group: int) -> list[bytes]:
         """Keys of the complete chunks of ``group``, from chunk 0 on."""
-        return self._keys[group]
+        keys, digests = self._keys[group], self._digests_of[group]
+        if len(keys) < len(digests):  # they are made when they are asked for: of an answer that is never, as a rule
+            keys += group_keys(digests[len(keys) :], group)
+        return keys
+
+    def one(self, group: int, chunk: int) -> bytes:
+        """The key of one chunk that is complete."""
+        return self._digests_of[group][chunk][:-_GROUP_BYTES] + self._suffixes[group]

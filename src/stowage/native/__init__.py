@@ -5,6 +5,7 @@
     checksums.c   checksums of many payloads in one call             storage.format.batch
     lossless/     floating-point numbers in fewer bytes              core.lossless
     copies.c      many runs of bytes between two memories            transfer.cpu
+    gather.c      numbers and attributes of scattered objects        core.gather
     kernels/      linear layers, attention, norms, recurrences       executor.kernels
 
 Each part has one Python module that wraps it and does the same, more slowly, where ``extension`` is ``None``. That is

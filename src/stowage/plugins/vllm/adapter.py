@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from stowage.core.gather import attributes
 from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
 from stowage.errors import ConfigError, UnsupportedModelError
 
@@ -22,6 +23,7 @@ __all__ = [
     "Blocks",
     "Drafts",
     "GroupShape",
+    "StepBlocks",
     "adapter_of",
     "boundary_states",
     "check_config",
@@ -34,9 +36,9 @@ __all__ = [
     "rank_of_worker",
     "resumed",
     "say",
-    "step_blocks",
     "stop_at",
     "table_of",
+    "tokens_of",
     "unknown_release",
     "uses_embeddings",
     "warn",
@@ -247,20 +249,28 @@ class Blocks:
 
     def numbers(self, group: int, first: int = 0, stop: int | None = None) -> list[int]:
         """vLLM's numbers of the blocks of a group from ``first`` on."""
-        blocks = self._groups[group][first:stop]
-        return [block.block_id for block in blocks] if self._objects else list(blocks)
+        blocks = self._groups[group]
+        stop = len(blocks) if stop is None else stop
+        return attributes(blocks, first, stop, "block_id") if self._objects else list(blocks[first:stop])
 
 
-def step_blocks(scheduled: Any, request: str) -> Blocks | None:
-    """The blocks of a request of this step, while the step is being built."""
-    state = getattr(scheduled, "kv_connector_block_state", None)
-    if state is None:
-        return None
-    manager = getattr(getattr(state, "resolve_block_ids", None), "__self__", None)
-    if manager is not None and hasattr(manager, "get_blocks"):
-        return Blocks(manager.get_blocks(request).blocks, objects=True) if request in state.req_ids else None
-    numbers = state.get_block_ids(request)
-    return None if numbers is None else Blocks(numbers, objects=False)
+class StepBlocks:
+    """The blocks of the requests of a step, while the step is being built."""
+
+    def __init__(self, scheduled: Any) -> None:
+        self._state = getattr(scheduled, "kv_connector_block_state", None)
+        manager = getattr(getattr(self._state, "resolve_block_ids", None), "__self__", None)
+        coordinator = getattr(manager, "coordinator", None)
+        self._get = getattr(coordinator, "get_blocks", None)
+
+    def of(self, request: str) -> Blocks | None:
+        """Those of one request; ``None``: vLLM tells nothing about it."""
+        if self._state is None:
+            return None
+        if self._get is not None:
+            return Blocks(self._get(request), objects=True) if request in self._state.req_ids else None
+        numbers = self._state.get_block_ids(request)
+        return None if numbers is None else Blocks(numbers, objects=False)
 
 
 def table_of(blocks: Iterable[int]) -> IntArray:
@@ -286,6 +296,12 @@ def media_of(request: Any) -> list[tuple[int, bytes]]:
         (feature.mm_position.offset, blake3(feature.identifier.encode()).digest())
         for feature in request.mm_features or ()
     ]
+
+
+def tokens_of(request: Any) -> Sequence[int]:
+    """All tokens that are known. vLLM's own list where there is one: what it shows reads them one by one."""
+    tokens: Sequence[int] = getattr(request, "_all_token_ids", request.all_token_ids)
+    return tokens
 
 
 def uses_embeddings(request: Any) -> bool:

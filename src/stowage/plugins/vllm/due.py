@@ -7,7 +7,6 @@ at in each step that computes them.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ class Due:
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
         self._passed = 0  # tokens: no request that generates has computed more since the start
-        self._watched: list[tuple[int, int, str, Tracked]] = []
+        self._watched: dict[int, list[Tracked]] = {}  # by what has `_passed` when they are looked at
         self.looks = 0
 
     def of(self, scheduled: Any, tracked_by_name: Mapping[str, Tracked]) -> list[tuple[Tracked, int, int]]:
@@ -54,9 +53,9 @@ class Due:
         names |= dict.fromkeys(name for name in adapter.resumed(scheduled) if name in counts)
         if scheduled.total_num_scheduled_tokens - len(counts) >= self._step_tokens:  # else none can have more
             names |= {name: None for name, count in counts.items() if count > self._step_tokens}
-        while self._watched and self._watched[0][0] <= self._passed:
-            _, ticket, name, tracked = heapq.heappop(self._watched)
-            if ticket != tracked.ticket or tracked_by_name.get(name) is not tracked:
+        for tracked in self._watched.pop(self._passed, ()):
+            name = tracked.request.request_id
+            if tracked.watched_at != self._passed or tracked_by_name.get(name) is not tracked:
                 continue  # looked at since then, or ended
             if name in counts:
                 names[name] = None
@@ -70,5 +69,5 @@ class Due:
         self._push(tracked, self._passed + steps * self._step_tokens)
 
     def _push(self, tracked: Tracked, at: int) -> None:
-        tracked.ticket += 1
-        heapq.heappush(self._watched, (at, tracked.ticket, tracked.request.request_id, tracked))
+        tracked.watched_at = at
+        self._watched.setdefault(at, []).append(tracked)

@@ -45,7 +45,7 @@ class Tracked:
     tokens completes the next. ``refused``: its loads failed on a worker once: it is computed, and not offered again.
     ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it parts
     from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens that
-    the device had. ``drafts``: of the engine's speculative decoding. ``ticket``: of the latest entry in ``due``.
+    the device had. ``drafts``: of the engine's speculative decoding. ``watched_at``: see ``due``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Tracked:
         self.refused = False
         self.tainted = False
         self.counted = False
-        self.ticket = 0
+        self.watched_at = 0
         self.preemptions = 0
         self.junction = 0
         self.held = -1
@@ -84,15 +84,11 @@ class Tracked:
     def extend_keys(self, tokens: int) -> None:
         """Take the request's tokens up to ``tokens`` into account."""
         media, self._media = self._media, []
-        self.keys.extend(self.request.all_token_ids, tokens, media)
+        self.keys.extend(adapter.tokens_of(self.request), tokens, media)
 
     def begin_at(self, tokens: int) -> None:
         """What lies before is stored already, or never will be by this request."""
         self.stored = [tokens // size for size in self._chunk_tokens]
-        self.note_stored()
-
-    def note_stored(self) -> None:
-        """``stored`` was changed."""
         self.due = min((stored + 1) * size for stored, size in zip(self.stored, self._chunk_tokens, strict=True))
 
     def restart(self) -> None:

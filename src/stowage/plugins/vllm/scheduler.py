@@ -186,7 +186,8 @@ class SchedulerSide:
                 self._prefixes.give_back(tracked)
                 tracked.restart()
             tracked.tainted = False
-            self._poll()
+            self._store.poll()  # a fetch may be due, even where nothing moves
+            self._prefixes.note()
             boundary = self._prefixes.offer(tracked, held)
             if boundary is not None and self._has_states and tracked.junction > boundary:
                 adapter.stop_at(request, tracked.junction)
@@ -227,7 +228,8 @@ class SchedulerSide:
             tracked.phase = Phase.LOADING
 
     def _poll(self) -> None:
-        self._store.poll()
+        if not self._store.idle:
+            self._store.poll()
         self._prefixes.note()
 
     def _count(self, tracked: Tracked, tokens: int) -> None:
@@ -256,14 +258,12 @@ class SchedulerSide:
 
     def _stores(self, scheduled: Any) -> list[Store]:
         assert self._background is not None
-        stores: list[Store] = []
         with self._background.turn:
             self._poll()
             for request_id in scheduled.preempted_req_ids or ():
                 self._preempted(request_id)
             due = self._due.of(scheduled, self._tracked)
-            if due:
-                stores = self._storing.plan(scheduled, due)
+            stores = self._storing.plan(scheduled, due) if due else []
             for tracked, _, end in due:
                 self._due.watch(tracked, end)
             self._background.notice()

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import chain, compress
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from stowage.cache.keymap import holds
 from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
-from stowage.core.resume_points import Points, tail_of
+from stowage.core.resume_points import NOWHERE, Points, tail_of
 from stowage.errors import StowageError
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.events import Announcements
@@ -30,7 +32,7 @@ States = Sequence[tuple[int, int, int]]
 """Group, block and boundary of recurrent states that a step leaves behind."""
 
 
-_WINDOWS = (Kind.SLIDING, Kind.CHUNKED)
+_PAGED = (Kind.FULL, Kind.SLIDING, Kind.CHUNKED)
 
 
 class Source(NamedTuple):
@@ -43,12 +45,20 @@ class Source(NamedTuple):
     spacing: int = 0
 
 
-class _Single(NamedTuple):
-    """The one chunk of a group that a step completes of a request, and vLLM's blocks of it."""
+_Single: TypeAlias = "tuple[int, Tracked, int, list[int]]"
+"""A whole chunk of one group, the only one that a step completes of a request: group, request, chunk, and vLLM's blocks
+of it.
+"""
 
-    tracked: Tracked
-    chunk: int
-    blocks: list[int]
+
+class _Layout(NamedTuple):
+    """What of a group does not change. ``paged``: a window or full attention; ``full``: the latter."""
+
+    strategy: GroupStrategy
+    chunk_tokens: int
+    per_chunk: int
+    paged: bool
+    full: bool
 
 
 @dataclass(slots=True)
@@ -74,8 +84,20 @@ class Storing:
     ) -> None:
         self._store = store
         self._strategies = strategies
+        groups = [strategy.group for strategy in strategies]
+        self._layouts = [
+            _Layout(one, group.chunk_tokens, group.blocks_per_chunk, group.kind in _PAGED, group.kind is Kind.FULL)
+            for one, group in zip(strategies, groups, strict=True)
+        ]
         self._points = points
-        self._chunk_tokens = max(strategy.group.chunk_tokens for strategy in strategies)
+        self._chunk_tokens = max(group.chunk_tokens for group in groups)
+        self._boundary_tokens = store.geometry.boundary_tokens
+        self._full_masks: MaskArray = np.array([group.full_mask for group in groups], dtype=np.uint64)
+        sizes = sorted({group.blocks_per_chunk for group in groups})
+        alike = [
+            [one for one in slab.groups if groups[one].blocks_per_chunk == n] for slab in store.slabs for n in sizes
+        ]
+        self._batches = [frozenset(batch) for batch in alike if batch]
         self.sources = sources
         self._ranks = ranks
         self._announcements = announcements
@@ -94,18 +116,20 @@ class Storing:
         Where a request generates, that is one chunk per group: these are reserved together for all requests.
         """
         states = adapter.boundary_states(scheduled)
-        single: dict[int, list[_Single]] = {}
+        step_blocks = adapter.StepBlocks(scheduled)
+        single: list[_Single] = []
         stores = []
         for tracked, begin, end in due:
             progress, name = min(end, tracked.settled_tokens), tracked.request.request_id
-            if progress < tracked.due or (blocks := adapter.step_blocks(scheduled, name)) is None:
+            if progress < tracked.due or (blocks := step_blocks.of(name)) is None:
                 continue
             found = self._plan_one(tracked, blocks, (begin, end, progress), states.get(name, ()), single)
             if found:
                 stores.append(self._begin(found))
-        together = [plan for group, some in single.items() if (plan := self._reserve_singles(group, some)) is not None]
-        if together:
-            stores.append(self._begin(together))
+        for batch in self._batches if single else ():
+            together = [one for one in single if one[0] in batch]
+            if together and (found := self._reserve_singles(together)):
+                stores.append(self._begin(found))
         return stores
 
     def _begin(self, found: Sequence[tuple[CopyPlan, IntArray]]) -> Store:
@@ -119,30 +143,30 @@ class Storing:
         blocks: adapter.Blocks,
         step: tuple[int, int, int],
         states: States,
-        single: dict[int, list[_Single]],
+        single: list[_Single],
     ) -> list[tuple[CopyPlan, IntArray]]:
         """Of one request. ``step``: from where to where, and up to which token all is known. What can be reserved with
-        others goes into ``single``, by group.
+        others goes into ``single``.
         """
         begin, end, progress = step
         tracked.extend_keys(progress)
         prompt_tokens = len(tracked.request.prompt_token_ids)
-        tail = tail_of(prompt_tokens, self._chunk_tokens, self._store.geometry.boundary_tokens)
+        tail = tail_of(prompt_tokens, self._chunk_tokens, self._boundary_tokens)
         inside: set[int] = set()
         found: list[tuple[CopyPlan, IntArray]] = []
-        for strategy in self._strategies:
-            group = strategy.group
-            known = range(tracked.stored[group.index], progress // group.chunk_tokens)
-            if not known:
+        tracked.due = NOWHERE
+        for number, (strategy, chunk_tokens, per_chunk, paged, full) in enumerate(self._layouts):
+            chunk, stop = tracked.stored[number], progress // chunk_tokens
+            tracked.due = min(tracked.due, (max(chunk, stop) + 1) * chunk_tokens)
+            if chunk >= stop:
                 continue
-            tracked.stored[group.index] = known.stop
-            whole = group.kind is Kind.FULL or (group.kind in _WINDOWS and known.start * group.chunk_tokens >= tail)
-            if whole and len(known) == 1:
-                first = known.start * group.blocks_per_chunk
-                row = blocks.numbers(group.index, first, first + group.blocks_per_chunk)
-                if len(row) == group.blocks_per_chunk and adapter.NULL not in row:
-                    single.setdefault(group.index, []).append(_Single(tracked, known.start, row))
+            tracked.stored[number] = stop
+            if paged and chunk + 1 == stop and (full or chunk * chunk_tokens >= tail):
+                row = blocks.numbers(number, chunk * per_chunk, stop * per_chunk)
+                if len(row) == per_chunk and adapter.NULL not in row:
+                    single.append((number, tracked, chunk, row))
                     continue
+            group, known = strategy.group, range(chunk, stop)
             table = adapter.table_of(blocks.numbers(self.sources[group.index].group))
             if group.spared_tokens:
                 table = self._parts(group, table, begin, progress)
@@ -156,29 +180,39 @@ class Storing:
             chunks, masks = strategy.storable(progress, known.start, table)
             wanted = kept[chunks - known.start]
             found += self._reserve(tracked, group, chunks[wanted], masks[wanted], table)
-        tracked.note_stored()
         return found
 
-    def _reserve_singles(self, number: int, some: Sequence[_Single]) -> tuple[CopyPlan, IntArray] | None:
-        """Whole chunks of one group, one per request."""
-        group = self._strategies[number].group
-        names = [one.tracked.keys.of(number) for one in some]
-        keys = [named[one.chunk] for one, named in zip(some, names, strict=True)]
-        after = [named[one.chunk - 1] if one.chunk else None for one, named in zip(some, names, strict=True)]
-        slots = self._store.reserve(number, keys, np.array([group.full_mask] * len(some), dtype=np.uint64), after)
+    def _reserve_singles(self, together: list[_Single]) -> list[tuple[CopyPlan, IntArray]]:
+        """Of groups that share a slab class, and have as many blocks per chunk."""
+        together.sort(key=itemgetter(0))
+        groups = np.array([group for group, _, _, _ in together])
+        keys = [tracked.keys.one(group, chunk) for group, tracked, chunk, _ in together]
+        after = [tracked.keys.one(group, chunk - 1) if chunk else b"" for group, tracked, chunk, _ in together]
+        slots = self._store.reserve(groups, keys, self._full_masks[groups], after)
         there = slots >= 0
-        stored = slots[there]
-        if not len(stored):
-            return None
-        rows = [one.blocks for one, kept in zip(some, there.tolist(), strict=True) if kept]
-        if self._announcements is not None and self._announcements.group is group:
-            for one, named, kept in zip(some, names, there.tolist(), strict=True):
-                if kept:
-                    chunk = np.array([one.chunk], dtype=np.int64)
-                    self._announcements.planned(self._numbers + 1, one.tracked.request, chunk, named)
-        size = group.blocks_per_chunk
-        offsets = np.array([*range(size)] * len(rows), dtype=np.int64)
-        return CopyPlan(number, np.array(list(chain(*rows)), dtype=np.int64), stored.repeat(size), offsets), stored
+        if not holds(there):
+            together = [*compress(together, there.tolist())]
+            slots = slots[there]
+        count, found, first = len(together), [], 0
+        size = self._layouts[together[0][0]].per_chunk if together else 1
+        blocks = np.array([*chain.from_iterable([row for _, _, _, row in together])], dtype=np.int64)
+        of_block, offsets = slots.repeat(size), np.arange(count * size) % size
+        while first < count:
+            group, stop = together[first][0], first + 1
+            while stop < count and together[stop][0] == group:
+                stop += 1
+            part = slice(first * size, stop * size)
+            found.append((CopyPlan(group, blocks[part], of_block[part], offsets[part]), slots[first:stop]))
+            first = stop
+        if self._announcements is not None:
+            self._announce_singles(together, self._announcements)
+        return found
+
+    def _announce_singles(self, together: Sequence[_Single], announcements: Announcements) -> None:
+        for number, tracked, chunk, _ in together:
+            if number == announcements.group.index:
+                names = tracked.keys.of(number)
+                announcements.planned(self._numbers + 1, tracked.request, np.array([chunk]), names)
 
     def _reserve(
         self, tracked: Tracked, group: Group, chunks: IntArray, masks: MaskArray, table: IntArray

@@ -1,0 +1,41 @@
+"""What lies scattered in memory, read in one go: in C where that was built, else in Python.
+
+The tokens of a request and the blocks of its cache are Python's objects, made one per step between those of all other
+requests, so each is a miss of the processor's caches. The compiled code asks for the next ones while it reads one.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from stowage.native import extension as _native
+from stowage.native import is_wanted
+
+__all__ = ["attributes", "packed_u32"]
+
+_IN_C = is_wanted()
+
+
+def packed_u32(tokens: Sequence[int], begin: int, end: int) -> memoryview:
+    """The little-endian bytes of ``tokens[begin:end]``. Raises ValueError for one outside [0, 2^32)."""
+    if _IN_C and isinstance(tokens, list):
+        return memoryview(_native.packed_u32(tokens, begin, end))
+    try:
+        packed = array.array("I", list(tokens[begin:end]))
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be integers in [0, 2^32): {error}") from error
+    assert packed.itemsize == 4
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return memoryview(packed).cast("B")
+
+
+def attributes(items: Sequence[Any], begin: int, end: int, name: str) -> list[Any]:
+    """An attribute of each of ``items[begin:end]``."""
+    if _IN_C and isinstance(items, list):
+        found: list[Any] = _native.attributes(items, begin, end, name)
+        return found
+    return [getattr(item, name) for item in items[begin:end]]
