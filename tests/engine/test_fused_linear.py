@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels as native
 from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.weights.away import absent, come, go
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
 
@@ -118,17 +119,36 @@ def test_other_weights_of_the_same_layer_count(net):
         assert agree(*run(net, mode, seed))
 
 
-def test_weights_that_come_and_go_are_not_computed_ahead(net, calls):
-    mode = RowInvariance(linear=True, exact=False, placed=True)
+def test_a_weight_that_is_away_is_not_computed_ahead(net, calls):
+    """The second layer's comes when it is called, and goes again; then it stays."""
+    mode, weight = RowInvariance(linear=True, exact=False), net.second.weight
+    here = weight.data
+    away = absent(here.shape, here.dtype)
+    handles = [
+        net.second.register_forward_pre_hook(lambda *_: come(weight, here)),
+        net.second.register_forward_hook(lambda *_: go(weight, away)),
+    ]
+    go(weight, away)
     for seed in range(3):
-        assert agree(*run(net, mode, seed))
-    assert set(calls) == {1}
+        with torch.inference_mode():
+            x = torch.randn(1, 2, 40, generator=torch.Generator().manual_seed(seed)).to(here.dtype)
+            expected = [native.linear(x, net.first.weight), native.linear(x, here), native.linear(x, net.third.weight)]
+            with mode:
+                found = net(x)
+        assert all(map(torch.equal, found, expected))
+    assert 3 not in calls
+    for handle in handles:
+        handle.remove()
+    come(weight, here)
+    calls.clear()
+    with torch.inference_mode(), mode:
+        net(torch.ones(1, 1, 40, dtype=here.dtype))
+    assert calls == ([3] if here.dtype is torch.float32 else together())
 
 
-@pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, bias, placed, monkeypatch):
+def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, bias, monkeypatch):
     torch.manual_seed(3)
     layer = nn.Linear(40, 24, bias=bias).requires_grad_(False).to(dtype)
     torch_is_quick = dtype is torch.float32 or torch.cpu._is_avx512_bf16_supported()
@@ -142,7 +162,7 @@ def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, b
         few = rows <= most or not torch_is_quick
         for exact, kernels in ((False, few), (True, True)):
             asked.clear()
-            with RowInvariance(linear=True, exact=exact, placed=placed):
+            with RowInvariance(linear=True, exact=exact):
                 found = layer(x)
             assert asked == [rows] * kernels
             assert torch.equal(found, ours if kernels else layer(x))

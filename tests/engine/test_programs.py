@@ -22,7 +22,8 @@ from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.replay import operations, programs
 from stowage.executor.replay.programs import Arena, with_programs
-from stowage.executor.replay.recorded_calls import RecordedCalls, one_call, recorded
+from stowage.executor.replay.recorded_calls import one_call, recorded
+from stowage.executor.replay.written_calls import RecordedCalls
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec
@@ -70,7 +71,7 @@ def replays(function: Function, *given: Tensor, kept: Sequence[Tensor] = (), mod
 
 def left(calls: RecordedCalls) -> list[Any]:
     """The calls that compute something and are not made by programs."""
-    functions = [call.function for call in calls.calls if not isinstance(call.function, programs._Program)]
+    functions = [call.function for call in calls.calls if not isinstance(call.function, programs.Program)]
     assert len(functions) < len(calls.calls), "nothing is made by a program"
     return [function for function in functions if getattr(function, "__name__", "") not in VIEWS]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import stowage
+from stowage.executor import kernels
+from stowage.executor.determinism.row_invariance import mode_of
+from stowage.executor.replay.call_backend import ModelStep, RecordedSteps
 from stowage.testing import tiny_models
 from stowage.weights import grouping
 
@@ -83,6 +87,37 @@ def run(jobs: list[Callable[[], None]]) -> None:
 
 def prompt(length: int = 20, seed: int = 0) -> Tensor:
     return torch.randint(5, 500, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+needs_kernels = pytest.mark.skipif(
+    not kernels.wanted(torch.device("cpu"), torch.float32), reason="steps are recorded where the kernels compute them"
+)
+
+
+def steps_of(model: Any, steps: RecordedSteps | None) -> Callable[[Tensor], Tensor]:
+    """What computes a forward of one token without a cache as a recorded step (``None``: as the model does)."""
+    mode = mode_of(model, exact=True)
+    assert mode is not None
+    position, mask = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 1, 1)
+
+    @torch.inference_mode()
+    def step(token: Tensor) -> Tensor:
+        def forward() -> Tensor:
+            given = {"input_ids": token[None], "position_ids": position, "attention_mask": mask}
+            out: Tensor = model(**given, use_cache=False).logits[0]
+            return out
+
+        def by_model() -> Tensor:
+            with mode:
+                return forward()
+
+        if steps is None:
+            return by_model()
+        return steps.run(
+            ModelStep((token, position, mask), forward, lambda: nullcontext(()), lambda: (), False), by_model
+        )
+
+    return step
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ answered is right to the bit, and the model works on.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import os
 import random
@@ -14,13 +15,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import stowage
-from tests.weights.conftest import expectations, logits, run
+from stowage.executor.determinism.row_invariance import mode_of
+from stowage.executor.replay.call_backend import recorded_steps
+from tests.weights.conftest import expectations, logits, needs_kernels, run, steps_of
 
 FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", "400"))
 THREADS = 8
@@ -74,10 +79,16 @@ class Interrupter:
 
 
 class Stress:
-    """Forwards of ``model`` in any thread, and what became of them."""
+    """Forwards of a model in any thread, and what became of them. ``compute``: in each thread, what computes one."""
 
-    def __init__(self, model: Any, wanted: list[Any], interrupter: Interrupter, forwards: int) -> None:
-        self.model, self.wanted, self.interrupter = model, wanted, interrupter
+    def __init__(
+        self,
+        compute: Callable[[], Callable[[Tensor], Tensor]],
+        wanted: list[Any],
+        interrupter: Interrupter,
+        forwards: int = FORWARDS,
+    ) -> None:
+        self.compute, self.wanted, self.interrupter = compute, wanted, interrupter
         self.counts, self.wrong = Counter[str](), list[object]()
         self._left = iter(range(forwards))
         self._lock = threading.Lock()
@@ -96,12 +107,12 @@ class Stress:
             return next(self._left, None) is not None
 
     def _compute(self, chance: random.Random, left: Iterator[bool]) -> None:
-        mine, computing = threading.get_ident(), self.interrupter.computing
+        mine, computing, logits = threading.get_ident(), self.interrupter.computing, self.compute()
         for _ in left:
             ids, expected = chance.choice(self.wanted)
             try:
                 computing[mine] = True
-                found = logits(self.model, ids)
+                found = logits(ids)
                 computing.pop(mine, None)
                 self.counts["right"] += 1
                 if not torch.equal(found, expected):
@@ -136,17 +147,55 @@ def test_interrupts_at_any_moment_and_hooks_that_raise(placed: tuple[str, Any], 
     before = set(threading.enumerate())
     try:
         with Interrupter(11) as interrupter:
-            stress = Stress(model, wanted, interrupter, FORWARDS)
+            stress = Stress(lambda: partial(logits, model), wanted, interrupter)
             run([lambda seed=seed: stress.job(seed) for seed in range(THREADS)])
     finally:
         for handle in handles:
             handle.remove()
-    print(
-        f"\n{family}: {FORWARDS:,} forwards, {len(stress.wrong)} wrong; {dict(stress.counts)}, {dict(interrupter.sent)}"
-    )
-    assert not stress.wrong, (stress.wrong[:3], stress.counts)
-    assert stress.counts["right"] and stress.counts["interrupted"] and interrupter.sent["signals"]
-    assert set(threading.enumerate()) <= before, "a thread was left over"
+    assert_right(stress, family, before)
     for ids, expected in wanted * 2:
         assert torch.equal(logits(model, ids), expected)
+    model.stowage.check()
+
+
+def assert_right(stress: Stress, family: str, before: set[threading.Thread]) -> None:
+    counts, sent = stress.counts, stress.interrupter.sent
+    print(f"\n{family}: {FORWARDS:,} forwards, {len(stress.wrong)} wrong; {dict(counts)}, {dict(sent)}")
+    assert not stress.wrong, (stress.wrong[:3], counts)
+    assert counts["right"] and counts["interrupted"] and sent["signals"]
+    assert set(threading.enumerate()) <= before, "a thread was left over"
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_at_any_moment_of_recorded_steps(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
+    """Steps that are made from lists of calls, by threads of which each has its own lists of the same model."""
+    family, model = placed
+    tokens = [torch.tensor([token]) for token in (5, 17, 301)]
+    wanted = [(token, steps_of(plain(family), None)(token)) for token in tokens]
+    lists = [recorded_steps(model, mode_of(model, exact=True), model.stowage) for _ in range(THREADS)]
+    free, own = [steps_of(model, each) for each in lists], dict[int, Callable[[Tensor], Tensor]]()
+    for step in free:
+        assert all(torch.equal(step(token), expected) for token, expected in wanted * 2)
+    assert all(each.counters.replayed_steps == 3 for each in lists)
+
+    def compute() -> Callable[[Tensor], Tensor]:
+        step = own.setdefault(threading.get_ident(), free[len(own) % THREADS])
+
+        def alone(token: Tensor) -> Tensor:
+            while torch._C._len_torch_function_stack():  # an interrupt came while torch left one
+                torch._C._pop_torch_function_stack()
+            return contextvars.copy_context().run(step, token)
+
+        return alone
+
+    before = set(threading.enumerate())
+    with Interrupter(12) as interrupter:
+        stress = Stress(compute, wanted, interrupter)
+        run([lambda seed=seed: stress.job(seed) for seed in range(THREADS)])
+    assert_right(stress, family, before)
+    assert sum(each.counters.replayed_steps for each in lists) > FORWARDS // 2
+    assert not any(each.why for each in lists)
+    for step in free:
+        assert all(torch.equal(step(token), expected) for token, expected in wanted)
     model.stowage.check()

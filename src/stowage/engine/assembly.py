@@ -202,12 +202,12 @@ def _assemble(
     runner: Runner | FallbackRunner
     placed = loaded.weights is not None
     if layout.alone:
-        rows = mode_of(loaded.model, exact=exact is not None, placed=placed)
+        rows = mode_of(loaded.model, exact=exact is not None)
         runner = FallbackRunner(
             *(loaded.model, layout, pools), grid=pieces.grid, exact=exact is not None, mode=rows or nullcontext()
         )
     else:
-        runner = Runner(loaded.model, layout, pools, strategies, exact=exact, placed=placed)
+        runner = Runner(loaded.model, layout, pools, strategies, exact=exact, weights=loaded.weights)
         put_back.callback(runner.give_back)
         if records is not None:
             runner.record(records, graph_bytes, memory.max_num_seqs)

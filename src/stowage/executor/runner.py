@@ -32,6 +32,7 @@ from stowage.executor.replay.recorder import Recorder
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import cache_name, takes_rows
+from stowage.weights.source import WeightSource
 
 
 class Runner:
@@ -39,7 +40,7 @@ class Runner:
 
     ``exact``: how prompts are cut so that a token's bits are its own (``determinism.cuts``), of which
     ``determinism.trial`` makes sure; ``None``: bits may depend on what is computed together.
-    ``placed``: some of the model's weights are not in memory all the time.
+    ``weights``: what brings those of the model's weights that are not in memory for good.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Runner:
         strategies: Sequence[GroupStrategy],
         *,
         exact: Pieces | None = None,
-        placed: bool = False,
+        weights: WeightSource | None = None,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -67,12 +68,12 @@ class Runner:
         if self._kernels:
             norms.install(model)
             recurrent_layers.install(model)
-        mode = mode_of(model, exact=self._exact, placed=placed)
+        mode = mode_of(model, exact=self._exact)
         self._mode: AbstractContextManager[Any] = mode or nullcontext()
         self._mode_of_pieces = self._mode
         if self._piece_tokens:  # one shape has one way to be computed: the quickest
-            self._mode_of_pieces = mode_of(model, exact=False, placed=placed) or nullcontext()
-        self.steps: RecordedSteps | None = recorded_steps(model, mode) if self._kernels and not placed else None
+            self._mode_of_pieces = mode_of(model, exact=False) or nullcontext()
+        self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if self._kernels else None
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
         """Of the model: sequences of each are computed by themselves, step by step as the model is written."""
@@ -104,8 +105,9 @@ class Runner:
 
     def close(self) -> None:
         """Give the model back what it computed with, its attention too, and the memory of recordings."""
-        if self.graphs is not None:
-            self.graphs.close()
+        for cache in (self.steps, self.graphs):
+            if cache is not None:
+                cache.close()
         attention.uninstall(self._model)
         self.give_back()
 

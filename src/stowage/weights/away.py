@@ -124,8 +124,10 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOS
 
 
 def point(parameter: Tensor, values: Tensor) -> None:
-    """``parameter`` has the memory of ``values``, of whatever class it is."""
-    with torch._C.DisableTorchFunctionSubclass():
+    """``parameter`` has the memory of ``values``, of whatever class it is. Modes of torch do not see it: one that
+    writes down what a model calls may refuse, and this also puts back what a forward left behind.
+    """
+    with torch._C.DisableTorchFunction():
         parameter.data = values
 
 

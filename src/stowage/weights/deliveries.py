@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
-from stowage.weights.checkpoint import Checkpoint
+from stowage.weights.checkpoint import Checkpoint, File
 from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Streamed, files_of, hide, show
 from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, RingSlots, nbytes_of
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
@@ -58,6 +58,7 @@ class Deliveries:
         self._before: list[int] = []
         self._learned = False
         self._gone = False
+        self._mapped: list[File] = []
         self._locations = {
             id(load.unit.parameters[name]): location for load in loads for name, location in load.locations.items()
         }
@@ -213,6 +214,7 @@ class Deliveries:
                     file.check()
 
             if files:
+                self._mapped += [file for file in files if file not in self._mapped]
                 self._handles.append(module.register_forward_pre_hook(unchanged))
             return
         if load.delivery is Delivery.ROWS:
@@ -223,7 +225,8 @@ class Deliveries:
             bring, take_back = self._unit_hooks(number)
         else:
             return
-        before, after = self._passes.hooks(bring, take_back)
+        weights = [load.unit.parameters[name] for name in load.locations]
+        before, after = self._passes.hooks(bring, take_back, weights, asks=not load.delivery.rings)
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 

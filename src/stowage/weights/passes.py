@@ -13,17 +13,22 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Final, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from stowage.errors import ModelError
 from stowage.weights.gradients import asked_of, without
 from stowage.weights.turn import Claim, Turn
 
-__all__ = ["Delivery", "Passes"]
+__all__ = ["Bring", "Delivery", "Passes", "Writer", "written_by"]
+
+Bring = Callable[..., Tensor | None]
+"""Brings the weights of a module, of the tensors that it is given; what it is to be given in the place of the first."""
 
 _COMPILED: Final = (
     "weights that come and go are not where a compiled graph would look for them, so the model computes as it is "
@@ -52,6 +57,31 @@ class Delivery(Protocol):
     def end_pass(self, whole: bool) -> None:
         """It has ended, ``whole`` or with an error."""
         ...
+
+
+class Writer(Protocol):
+    """Writes down what a forward does, so that it can be done again without the model's own code."""
+
+    def arrive(self, bring: Bring, given: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Tensor | None:
+        """Call ``bring``, which shows ``weights`` until they ``leave``."""
+        ...
+
+    def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
+        """Call ``take_back``."""
+        ...
+
+
+_writer: ContextVar[Writer | None] = ContextVar("stowage_writer", default=None)
+
+
+@contextlib.contextmanager
+def written_by(writer: Writer) -> Iterator[None]:
+    """Forwards of this thread are written down by ``writer``."""
+    token = _writer.set(writer)
+    try:
+        yield
+    finally:
+        _writer.reset(token)
 
 
 class Passes:
@@ -100,7 +130,7 @@ class Passes:
             try:
                 torch._C._set_grad_enabled(within is not None)
                 torch.set_autocast_cache_enabled(False)  # it would keep a copy of every weight
-                output = self._run(sys._getframe(), forward if within is None else within(forward), args, kwargs)
+                output = self.run(sys._getframe(), forward if within is None else within(forward), args, kwargs)
             finally:  # first of all, and in one step: an interrupt comes before it or after
                 torch._C._set_grad_enabled(gradients)
                 torch.set_autocast_cache_enabled(casts)
@@ -112,7 +142,8 @@ class Passes:
 
         return called
 
-    def _run(self, frame: FrameType, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, frame: FrameType, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``forward`` gives, which is one of the whole model, in its turn. It is over when ``frame`` is."""
         claim = self._enter(frame)
         whole, began_s = False, time.perf_counter()
         try:
@@ -182,15 +213,20 @@ class Passes:
     # Modules that get weights
 
     def hooks(
-        self, bring: Callable[[Any, Any], Any], take_back: Callable[[], None]
+        self,
+        bring: Callable[[Any, Any], Any],
+        take_back: Callable[[], None],
+        weights: Sequence[nn.Parameter] = (),
+        *,
+        asks: bool = False,
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Before and after the forward of a module: ``bring`` its weights, of its arguments, and take them back. A
-        module that is called by itself has a turn of its own.
+        """Before and after the forward of a module: ``bring`` its ``weights``, of its arguments if it ``asks`` for
+        them, and take them back. A module that is called by itself has a turn of its own.
         """
         claim: Claim | None = None
         own = False
 
-        def before(module: Any, args: Any, kwargs: Any) -> Any:
+        def come(module: Any, args: Any, kwargs: Any) -> Any:
             nonlocal claim, own
             held = self.turn.held()
             if torch.is_grad_enabled() and (held is None or not self.learns):
@@ -205,7 +241,7 @@ class Passes:
             self._changing = False
             return found
 
-        def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        def go(output: Any) -> None:
             nonlocal claim
             mine, held = claim, self.turn.held()
             if mine is None or held is not mine or self._changing:  # what failed is put back as a whole
@@ -222,6 +258,26 @@ class Passes:
             self._changing = False
             if own:
                 self._leave(mine, output is not None)
+
+        def before(module: Any, args: Any, kwargs: Any) -> Any:
+            writer = _writer.get()
+            if writer is None:
+                return come(module, args, kwargs)
+
+            def again(*given: Tensor) -> Tensor | None:
+                found = come(module, given, {})
+                return None if found is None else found[0][0]
+
+            given = [value for value in (*args, *kwargs.values()) if asks and isinstance(value, Tensor)]
+            found = writer.arrive(again, given, weights)
+            return None if found is None else ((found, *args[1:]), kwargs)
+
+        def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+            writer = _writer.get()
+            if writer is None or output is None:
+                go(output)
+            else:
+                writer.leave(functools.partial(go, True), weights)
 
         return before, after
 
@@ -253,7 +309,7 @@ def _differentiates() -> FrameType:
 
 def _caller() -> FrameType:
     """The call of the module whose hook asks: torch's, around its forward and all of its hooks."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame.f_code.co_name == "inner" and frame.f_back is not None:
         frame = frame.f_back
     return frame

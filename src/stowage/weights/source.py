@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stowage.errors import ModelError, UnsupportedModelError
@@ -265,6 +265,35 @@ class WeightSource(Deliveries):
         finally:
             if self._device_prefetcher is not None:
                 self._device_prefetcher.end_apart()
+
+    @property
+    def hooks(self) -> frozenset[int]:
+        """The ids of its hooks, by which modules have them."""
+        return frozenset(handle.id for handle in self._handles)
+
+    @property
+    def moving(self) -> list[nn.Parameter]:
+        """What is not in memory for good, or is somewhere else in each forward."""
+        still = (Delivery.RESIDENT, Delivery.MAPPED)
+        return [load.unit.parameters[n] for load in self._loads if load.delivery not in still for n in load.locations]
+
+    def again(self, forward: Callable[[], Tensor]) -> Tensor:
+        """What ``forward`` gives: a forward of the whole model that was written down (``passes.written_by``). It is
+        done in its turn, and of files that did not change meanwhile, as any other. Raises what those raise.
+        """
+
+        def checked() -> Tensor:
+            for file in self._mapped:
+                file.check()
+            found = forward()
+            for file in self._mapped:
+                file.check()
+            return found
+
+        if all(load.delivery is Delivery.RESIDENT for load in self._loads):
+            return forward()
+        found: Tensor = self._passes.run(sys._getframe(), checked, (), {})
+        return found
 
     def join(self) -> None:
         """Before a captured forward is done again: it comes after all copies that other forwards have begun."""

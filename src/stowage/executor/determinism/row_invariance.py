@@ -44,15 +44,15 @@ _MARK = "takes_whole_vectors"
 
 
 class RowInvariance(TorchFunctionMode):
-    """``exact``: also functions of single numbers. ``placed``: some weights are not in memory all the time."""
+    """``exact``: also functions of single numbers."""
 
-    def __init__(self, *, linear: bool, exact: bool, placed: bool = False) -> None:
+    def __init__(self, *, linear: bool, exact: bool) -> None:
         super().__init__()
         self._exact = exact
         self._special: dict[Any, Callable[..., Any]] = {}
         self._fused = FusedLinear()
         if linear:
-            self._special[F.linear] = self.alone if placed else self._linear
+            self._special[F.linear] = self._linear
             multiply = kernels.linear if exact else kernels.product
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
@@ -80,7 +80,7 @@ class RowInvariance(TorchFunctionMode):
         """The weights of the linear layers that are computed in one call with the one that ``weight`` belongs to, which
         is the first; nothing where it is not known, or is no call of the kernels.
         """
-        ours = self._special.get(F.linear) == self._linear and type(weight) is Parameter and kernels.takes(x, weight)
+        ours = F.linear in self._special and type(weight) is Parameter and kernels.takes(x, weight)
         return self._fused.fused(x, weight) if ours else ()
 
     def __exit__(self, *error: Any) -> None:
@@ -107,12 +107,12 @@ class RowInvariance(TorchFunctionMode):
         return _linear(input, weight, bias, exact=self._exact)
 
 
-def mode_of(model: Any, *, exact: bool, placed: bool = False) -> RowInvariance | None:
+def mode_of(model: Any, *, exact: bool) -> RowInvariance | None:
     """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike;
     ``None`` where torch is to compute them.
     """
     linear = kernels.wanted(model.device, model.dtype)
-    return RowInvariance(linear=linear, exact=exact, placed=placed) if linear else None
+    return RowInvariance(linear=linear, exact=exact) if linear else None
 
 
 def _functions() -> list[Any]:

@@ -8,7 +8,7 @@ tensor, while its numbers had not changed. A result is given out for that tensor
 that the model does not ask for one of the results, these layers are computed one by one from then on. The bits are the
 same: the kernels sum every output by itself.
 
-Only for weights that stay where they are in memory: one that is streamed may not be there yet.
+Weights may come and go: layers are computed together only while the weights of all of them are there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from stowage.executor import kernels
 
@@ -57,7 +58,7 @@ class FusedLinear:
         weights = self._fused.get(id(weight))
         if weights is None:
             self._learn(x, weight)
-        elif len(weights) > 1:
+        elif len(weights) > 1 and _are_here(weights):
             out, *others = kernels.linears(x, weights)
             self._x, self._first = x, id(weight)
             self._ready = {id(other): found for other, found in zip(weights[1:], others, strict=True)}
@@ -67,7 +68,8 @@ class FusedLinear:
     def fused(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         """Which layers are computed together when the one of ``weight`` is asked for; nothing if that is not known."""
         few = x.numel() <= ROWS_MAX * x.shape[-1]
-        return self._fused.get(id(weight), ()) if few else ()
+        weights = self._fused.get(id(weight), ()) if few else ()
+        return weights if _are_here(weights) else ()
 
     def end(self) -> None:
         """A forward is over: its tensors are let go."""
@@ -98,3 +100,8 @@ class FusedLinear:
         """Some were not asked for: the model goes other ways too."""
         self._fused[self._first] = self._fused[self._first][:1]
         self._ready = {}
+
+
+def _are_here(weights: tuple[Tensor, ...]) -> bool:
+    """One that is away is of another class (``weights.away``)."""
+    return all(type(weight) is Parameter for weight in weights)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from torch import Tensor, nn
@@ -24,8 +25,10 @@ from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.cache import ReplayCache, Rules, StepShape
 from stowage.executor.replay.programs import Arena, with_programs
-from stowage.executor.replay.recorded_calls import RecordedCalls, listed, recorded
+from stowage.executor.replay.recorded_calls import recorded
 from stowage.executor.replay.recorder import CaptureError
+from stowage.executor.replay.written_calls import RecordedCalls, listed
+from stowage.weights.source import WeightSource
 
 __all__ = ["CallBackend", "ModelStep", "RecordedSteps", "recorded_steps"]
 
@@ -61,11 +64,14 @@ class ModelStep:
 
 
 class CallBackend:
-    """Lists of calls of ``model``, whose forwards are computed in ``mode``."""
+    """Lists of calls of ``model``, whose forwards are computed in ``mode``. ``weights``: what brings those that are not
+    in memory for good.
+    """
 
-    def __init__(self, model: nn.Module, mode: RowInvariance | None) -> None:
+    def __init__(self, model: nn.Module, mode: RowInvariance | None, weights: WeightSource | None = None) -> None:
         self._model = model
         self._mode = mode
+        self._weights = weights
         self._arena = Arena()
 
     def shape(self, step: ModelStep) -> StepShape:
@@ -78,15 +84,22 @@ class CallBackend:
 
     def record(self, shape: StepShape, step: ModelStep) -> tuple[RecordedCalls, Tensor | None]:
         """See ``ReplayBackend``; the step is computed on the way."""
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self._model.modules()):
+        own = self._weights.hooks if self._weights is not None else frozenset()
+        if any({*m._forward_hooks, *m._forward_pre_hooks} - own for m in self._model.modules()):
             raise CaptureError("its modules have hooks")
-        kept = [*self._model.parameters(), *self._model.buffers()]
+        moving = {id(one) for one in self._weights.moving} if self._weights is not None else ()
+        kept = [one for one in (*self._model.parameters(), *self._model.buffers()) if id(one) not in moving]
         with step.bound() as states:
             logits, written = recorded(step.forward, step.given, states, kept, self._mode)
         return (with_programs(written, self._arena) if kernels.is_built() else listed(written)), logits
 
     def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         """See ``ReplayBackend``. States that would be gathered are changed where they lie, if all calls can do that."""
+        if self._weights is None:
+            return self._made(recording, step)
+        return self._weights.again(partial(self._made, recording, step))
+
+    def _made(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         if step.gathered and recording.in_place is not None:
             return recording.replay((*step.given, *step.states()), in_place=True)
         with step.bound() as states:
@@ -103,6 +116,6 @@ class CallBackend:
 RecordedSteps = ReplayCache[ModelStep, RecordedCalls]
 
 
-def recorded_steps(model: nn.Module, mode: RowInvariance | None) -> RecordedSteps:
-    """The recorded steps of ``model``, whose forwards are computed in ``mode``."""
-    return ReplayCache(CallBackend(model, mode), RULES)
+def recorded_steps(model: nn.Module, mode: RowInvariance | None, weights: WeightSource | None = None) -> RecordedSteps:
+    """The recorded steps of ``model``, whose forwards are computed in ``mode``, and whose ``weights`` may move."""
+    return ReplayCache(CallBackend(model, mode, weights), RULES)

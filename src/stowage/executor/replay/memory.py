@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.recorded_calls import WrittenStep
+from stowage.executor.replay.written_calls import WrittenStep
 
 ARENA, CALLED, CONSTANT, RESULT, STEP = range(5)
 """Whose memory a buffer is: the arena's; that of a tensor which the step was given, or a call of Python gave; that of
@@ -111,6 +111,12 @@ class Memory:
         """A call of Python has given this."""
         if isinstance(found, Tensor) and _storage(found) not in self._states and self.buffer(found) is None:
             self._add(CALLED, found)
+
+    def forget(self, found: Any) -> None:
+        """Where these tensors lie, others lay until now."""
+        for tensor in found:
+            if isinstance(tensor, Tensor):
+                self._of_storage.pop(_storage(tensor), None)
 
     def temporary(self, nbytes: int) -> Address:
         """New memory of no tensor."""

@@ -24,7 +24,7 @@ from stowage.executor.determinism.row_invariance import RowInvariance, takes_who
 from stowage.executor.fused.norms import norm_of
 from stowage.executor.replay.memory import Address, Buffer, Memory
 from stowage.executor.replay.recordable import ALLOWED
-from stowage.executor.replay.recorded_calls import PART, WHOLE, WrittenCall, arguments_of, linears_of
+from stowage.executor.replay.written_calls import ARRIVAL, PART, WHOLE, WrittenCall, arguments_of, linears
 
 _LINEAR, _NORM, _POINTWISE = 1, 2, 3
 COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)
@@ -65,6 +65,8 @@ def operations(memory: Memory, call: WrittenCall) -> list[Operation] | None:
     make it. Asked once of each call in turn.
     """
     found = memory.step.objects.get(call.result)
+    if call.name == ARRIVAL:
+        memory.forget(found)
     for value in (memory.step.values[index] for index in call.arguments):
         if isinstance(value, Tensor):
             memory.address_of(value)
@@ -89,7 +91,7 @@ def _is_view(memory: Memory, call: WrittenCall, found: Any) -> bool:
 def _taken(memory: Memory, call: WrittenCall, found: Any) -> list[Operation]:
     function, args, keywords = arguments_of(call.function, [memory.at(index) for index in call.arguments])
     if call.name == "linear":
-        return _linear(memory, call.function, args, found)
+        return _linear(memory, function, args, found)
     if not memory.is_new(found):
         raise NotTaken
     if (norm := norm_of(function, args)) is not None:
@@ -165,9 +167,8 @@ def _looked_up(memory: Memory, function: Any, args: list[Any], out: Tensor) -> O
 
 def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[Operation]:
     """One layer, or several that are computed together."""
-    together = linears_of(function)
-    if together:
-        matrices, outs, bias = [kernels.of_plain(weight) for weight in together], found, None
+    if function is linears:
+        matrices, outs, bias = [kernels.of_plain(weight) for weight in args[1:]], found, None
     else:
         check(getattr(function, "__func__", None) is RowInvariance.alone)
         matrix = function.__self__.matrix(*args[:2])

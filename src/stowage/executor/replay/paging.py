@@ -34,7 +34,7 @@ from stowage.executor.replay.operations import (
     read,
     whole,
 )
-from stowage.executor.replay.recorded_calls import WrittenCall, arguments_of
+from stowage.executor.replay.written_calls import WrittenCall, arguments_of
 from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 
 _PUT, _ATTEND = 4, 5

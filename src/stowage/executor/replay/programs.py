@@ -27,10 +27,10 @@ from stowage.executor.replay.memory import ARENA, CALLED, CONSTANT, RESULT, STEP
 from stowage.executor.replay.operations import NotTaken, Operation, operations
 from stowage.executor.replay.paging import Paging
 from stowage.executor.replay.recordable import ALLOWED
-from stowage.executor.replay.recorded_calls import RecordedCalls, WrittenCall, WrittenStep, listed
+from stowage.executor.replay.written_calls import RecordedCalls, WrittenCall, WrittenStep, listed
 from stowage.native import extension as _kernel
 
-__all__ = ["Arena", "with_programs"]
+__all__ = ["Arena", "Program", "with_programs"]
 
 _ALIGNMENT = 64
 
@@ -55,7 +55,7 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Program:
+class Program:
     """Called with the tensors of which ``inputs`` has slots and strides; gives ``result`` (slot, shape, strides, type),
     if it has one. ``kept``: what has addresses that do not change.
     """
@@ -214,7 +214,7 @@ class _Writer:
             if results and not self._is_given(results[0]):
                 tensor, index = _tensor(results[0]), results[0].root
                 given = (self._slots[id(results[0])], tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            program = _Program(code, self._addresses, self._kept, inputs, given)
+            program = Program(code, self._addresses, self._kept, inputs, given)
             arguments = tuple(buffer.root for buffer in called)
             self._calls.append(WrittenCall(program, arguments, index if index >= 0 else self._new_value()))
         self._calls += self._views

@@ -4,39 +4,39 @@ Owns what may be in such a list: functions that are known to depend on nothing b
 have the same shape for arguments of the same shape. A model that does anything else is refused: it asks a tensor for a
 number, changes a tensor that outlives the step, or uses one that is neither its parameter nor made in the step. A call
 of the kernels, the pool or attention is one entry, whatever it does inside (``one_call``); they read the current step.
+Weights that come and go are brought and taken back by calls of the list, between which they are the result of a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial, wraps
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
-from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.recordable import ALLOWED, IN_PLACE, MAKERS, MAKERS_LIKE, READS, flat, has_tensor, is_mask
 from stowage.executor.replay.recorder import CaptureError
+from stowage.executor.replay.written_calls import (
+    ARRIVAL,
+    PART,
+    WHOLE,
+    WrittenCall,
+    WrittenStep,
+    gather_list,
+    gather_tuple,
+    linears,
+    with_names,
+)
+from stowage.weights.passes import Bring, written_by
 
-__all__ = [
-    "PART",
-    "WHOLE",
-    "RecordedCalls",
-    "WrittenCall",
-    "WrittenStep",
-    "linears_of",
-    "listed",
-    "one_call",
-    "recorded",
-]
+__all__ = ["one_call", "recorded"]
 
 _recording: ContextVar[_Recording | None] = ContextVar("stowage_recording", default=None)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -55,92 +55,6 @@ def one_call(function: _Function, *, in_place: bool = False) -> _Function:
         return recording.call(function, args, kwargs, in_place)
 
     return call  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """``values[result] = function(*pick(values))``; afterwards the values ``over`` are not needed any more."""
-
-    function: Callable[..., Any]
-    pick: Callable[[list[Any]], tuple[Any, ...]]
-    result: int
-    over: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCalls:
-    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: the indices of
-    a step's own tensors in it; ``result``: that of its logits; ``in_place``: the calls where states are given as
-    ``StateRows``; ``None``: some call needs them as tensors.
-    """
-
-    calls: tuple[_Call, ...]
-    values: tuple[Any, ...]
-    given: tuple[int, ...]
-    result: int
-    in_place: tuple[_Call, ...] | None
-
-    def replay(self, given: Sequence[Tensor | StateRows], *, in_place: bool = False) -> Tensor:
-        """Make the calls (``in_place``: those), and return the logits."""
-        values = list(self.values)
-        for index, tensor in zip(self.given, given, strict=True):
-            values[index] = tensor
-        calls = self.in_place if in_place else self.calls
-        assert calls is not None, "states are gathered for these calls"
-        for call in calls:
-            values[call.result] = call.function(*call.pick(values))
-            for index in call.over:
-                values[index] = None
-        logits: Tensor = values[self.result]
-        return logits
-
-
-PART, WHOLE = "part of a tuple", "tuple of parts"
-
-
-class WrittenCall(NamedTuple):
-    """``values[result] = function(*(values[index] for index in arguments))``. ``name``: that of torch's function, if it
-    is one that leaves its arguments as they are, or ``"linear"`` of several layers; ``PART``, ``WHOLE``: it takes a
-    value out of a tuple, or makes a tuple of values.
-    """
-
-    function: Callable[..., Any]
-    arguments: tuple[int, ...]
-    result: int
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenStep:
-    """The calls of one step. ``values``, ``given`` and ``result`` as in ``RecordedCalls``; ``objects``: by their index,
-    the tensors of this very step; ``states``: indices of those that were given to be changed; ``idle``: results of
-    calls that do nothing where states are changed as they lie; ``None``: they cannot be.
-    """
-
-    calls: tuple[WrittenCall, ...]
-    values: tuple[Any, ...]
-    objects: dict[int, Any]
-    given: tuple[int, ...]
-    states: frozenset[int]
-    result: int
-    idle: frozenset[int] | None
-
-
-def listed(step: WrittenStep) -> RecordedCalls:
-    """``step`` as calls that can be made again."""
-    last = {index: at for at, call in enumerate(step.calls) for index in (*call.arguments, call.result)}
-    made = {call.result for call in step.calls} | set(step.given)
-    over: dict[int, list[int]] = {}
-    for index, at in last.items():
-        if index in made and index != step.result:
-            over.setdefault(at, []).append(index)
-    calls = tuple(
-        _Call(call.function, _picker(call.arguments), call.result, tuple(over.get(at, ())))
-        for at, call in enumerate(step.calls)
-    )
-    idle = step.idle
-    in_place = None if idle is None else tuple(call for call in calls if call.result not in idle)
-    return RecordedCalls(calls, step.values, step.given, step.result, in_place)
 
 
 class _Recording(TorchFunctionMode):
@@ -215,6 +129,31 @@ class _Recording(TorchFunctionMode):
             _recording.reset(token)
         return self._did(function, args, kwargs, found, in_place)
 
+    def arrive(self, bring: Bring, given: Sequence[Any], weights: Sequence[nn.Parameter]) -> Any:
+        """See ``passes.Writer``. What shows the weights at the moment stands for them in what is written down: later in
+        the step their memory is that of others.
+        """
+        given = [value for value in given if isinstance(value, Tensor)]
+        with torch._C.DisableTorchFunction():
+            found = bring(*given)
+            shown = [nn.Parameter(weight.data, requires_grad=False) for weight in weights]
+        indices = tuple(self._bind(value) for value in given)
+        together = self._put((found, *shown), None)
+        self._calls.append(WrittenCall(partial(_arrive, bring, weights), indices, together, ARRIVAL))
+        for at, (part, stands_for_it) in enumerate(zip((found, *weights), (found, *shown), strict=True)):
+            if part is not None:
+                index = self._index_of[id(part)] = self._put(stands_for_it, None)
+                self._calls.append(WrittenCall(itemgetter(at), (together,), index, PART))
+        return found
+
+    def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
+        """See ``passes.Writer``."""
+        with torch._C.DisableTorchFunction():
+            take_back()
+        self._did(take_back, (), {}, None)
+        for weight in weights:
+            self._index_of.pop(id(weight), None)
+
     def _together(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """What a linear layer gives, if it is known which ones are computed with it: all of them are, now."""
         found = self._ready.pop(id(weight), None) if x is self._x else None
@@ -223,8 +162,7 @@ class _Recording(TorchFunctionMode):
         fused = () if self._mode is None else self._mode.fused(x, weight)
         if not fused:
             return None
-        together = partial(_linears, fused)
-        outs: list[Tensor] = self._did(together, (x,), {}, together(x), name="linear")
+        outs: list[Tensor] = self._did(linears, (x, *fused), {}, linears(x, *fused), name="linear")
         self._x, self._ready = x, {id(other): out for other, out in zip(fused[1:], outs[1:], strict=True)}
         return outs[0]
 
@@ -248,7 +186,7 @@ class _Recording(TorchFunctionMode):
         if rest:
             function = partial(function, **rest)
         if named:
-            function = partial(_with_names, function, tuple(named))
+            function = partial(with_names, function, tuple(named))
         indices = tuple(self._bind(value) for value in (*named.values(), *args))
         if in_place:
             self._in_place.add(len(self._calls))
@@ -296,7 +234,7 @@ class _Recording(TorchFunctionMode):
         return frozenset(idle)
 
     def _refuse(self, why: str) -> CaptureError:
-        self._why = why
+        self._why = self._why or why
         return CaptureError(why)
 
     def _bind(self, value: Any) -> int:
@@ -309,7 +247,7 @@ class _Recording(TorchFunctionMode):
                 index = self._put(value, value)
             return index
         if isinstance(value, (tuple, list)) and has_tensor(value):
-            gathered = _gather_list if isinstance(value, list) else _gather_tuple
+            gathered = gather_list if isinstance(value, list) else gather_tuple
             indices = tuple(self._bind(part) for part in value)
             index = self._put(value, None)
             self._calls.append(WrittenCall(gathered, indices, index, WHOLE))
@@ -341,53 +279,12 @@ def recorded(
     recording = _Recording(given, states, {id(tensor): tensor for tensor in kept}, mode)
     token = _recording.set(recording)
     try:
-        with recording:
+        with recording, written_by(recording):
             found = forward()
     finally:
         _recording.reset(token)
     return found, recording.end(found)
 
 
-def _linears(weights: tuple[Tensor, ...], x: Tensor) -> list[Tensor]:
-    return kernels.linears(x, weights) if len(weights) > 1 else [kernels.linear(x, weights[0])]
-
-
-def linears_of(function: Any) -> tuple[Tensor, ...]:
-    """The weights of the layers that ``function`` computes together, if it is one of this module that does so."""
-    together = isinstance(function, partial) and function.func is _linears
-    return function.args[0] if together else ()
-
-
-def arguments_of(function: Any, given: Sequence[Any]) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The function that was called, and with what, if ``function`` was written down and is given these."""
-    args, named = list(given), {}
-    if isinstance(function, partial) and function.func is _with_names:
-        function, names = function.args
-        named, args = dict(zip(names, args, strict=False)), args[len(names) :]
-    if isinstance(function, partial) and not function.args:
-        function, named = function.func, {**function.keywords, **named}
-    return function, args, named
-
-
-def _picker(indices: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    if not indices:
-        return lambda values: ()
-    if len(indices) == 1:
-        return partial(_pick_one, indices[0])
-    return itemgetter(*indices)
-
-
-def _pick_one(index: int, values: list[Any]) -> tuple[Any, ...]:
-    return (values[index],)
-
-
-def _gather_list(*values: Any) -> list[Any]:
-    return list(values)
-
-
-def _gather_tuple(*values: Any) -> tuple[Any, ...]:
-    return values
-
-
-def _with_names(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
-    return function(*values[len(names) :], **dict(zip(names, values, strict=False)))
+def _arrive(bring: Bring, weights: Sequence[nn.Parameter], *given: Tensor) -> tuple[Tensor | None, ...]:
+    return bring(*given), *weights

@@ -1,0 +1,161 @@
+"""A decode step as a list of calls: what is written down of it, and how the calls are made again.
+
+Owns the form of such a list, and how long each value is kept. ``recorded_calls`` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from stowage.executor import kernels
+from stowage.executor.fused.recurrent_kernels import StateRows
+
+__all__ = [
+    "ARRIVAL",
+    "PART",
+    "WHOLE",
+    "RecordedCalls",
+    "WrittenCall",
+    "WrittenStep",
+    "arguments_of",
+    "gather_list",
+    "gather_tuple",
+    "linears",
+    "listed",
+    "with_names",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """``values[result] = function(*pick(values))``; afterwards the values ``over`` are not needed any more."""
+
+    function: Callable[..., Any]
+    pick: Callable[[list[Any]], tuple[Any, ...]]
+    result: int
+    over: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCalls:
+    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: the indices of
+    a step's own tensors in it; ``result``: that of its logits; ``in_place``: the calls where states are given as
+    ``StateRows``; ``None``: some call needs them as tensors.
+    """
+
+    calls: tuple[_Call, ...]
+    values: tuple[Any, ...]
+    given: tuple[int, ...]
+    result: int
+    in_place: tuple[_Call, ...] | None
+
+    def replay(self, given: Sequence[Tensor | StateRows], *, in_place: bool = False) -> Tensor:
+        """Make the calls (``in_place``: those), and return the logits."""
+        values = list(self.values)
+        for index, tensor in zip(self.given, given, strict=True):
+            values[index] = tensor
+        calls = self.in_place if in_place else self.calls
+        assert calls is not None, "states are gathered for these calls"
+        for call in calls:
+            values[call.result] = call.function(*call.pick(values))
+            for index in call.over:
+                values[index] = None
+        logits: Tensor = values[self.result]
+        return logits
+
+
+PART, WHOLE, ARRIVAL = "part of a tuple", "tuple of parts", "weights that come"
+
+
+class WrittenCall(NamedTuple):
+    """``values[result] = function(*(values[index] for index in arguments))``. ``name``: that of torch's function, if it
+    is one that leaves its arguments as they are, or ``"linear"`` of several layers; ``PART``, ``WHOLE``: it takes a
+    value out of a tuple, or makes a tuple of values; ``ARRIVAL``: it gives weights that are there for a while.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[int, ...]
+    result: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenStep:
+    """The calls of one step. ``values``, ``given`` and ``result`` as in ``RecordedCalls``; ``objects``: by their index,
+    the tensors of this very step; ``states``: indices of those that were given to be changed; ``idle``: results of
+    calls that do nothing where states are changed as they lie; ``None``: they cannot be.
+    """
+
+    calls: tuple[WrittenCall, ...]
+    values: tuple[Any, ...]
+    objects: dict[int, Any]
+    given: tuple[int, ...]
+    states: frozenset[int]
+    result: int
+    idle: frozenset[int] | None
+
+
+def listed(step: WrittenStep) -> RecordedCalls:
+    """``step`` as calls that can be made again."""
+    last = {index: at for at, call in enumerate(step.calls) for index in (*call.arguments, call.result)}
+    made = {call.result for call in step.calls} | set(step.given)
+    over: dict[int, list[int]] = {}
+    for index, at in last.items():
+        if index in made and index != step.result:
+            over.setdefault(at, []).append(index)
+    calls = tuple(
+        _Call(call.function, _picker(call.arguments), call.result, tuple(over.get(at, ())))
+        for at, call in enumerate(step.calls)
+    )
+    idle = step.idle
+    in_place = None if idle is None else tuple(call for call in calls if call.result not in idle)
+    return RecordedCalls(calls, step.values, step.given, step.result, in_place)
+
+
+def linears(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """Linear layers with one input, in one call of the kernels."""
+    return kernels.linears(x, weights) if len(weights) > 1 else [kernels.linear(x, weights[0])]
+
+
+def arguments_of(function: Any, given: Sequence[Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The function that was called, and with what, if ``function`` was written down and is given these."""
+    args, named = list(given), {}
+    if isinstance(function, partial) and function.func is with_names:
+        function, names = function.args
+        named, args = dict(zip(names, args, strict=False)), args[len(names) :]
+    if isinstance(function, partial) and not function.args:
+        function, named = function.func, {**function.keywords, **named}
+    return function, args, named
+
+
+def gather_list(*values: Any) -> list[Any]:
+    """``values`` as a list."""
+    return list(values)
+
+
+def gather_tuple(*values: Any) -> tuple[Any, ...]:
+    """``values`` as a tuple."""
+    return values
+
+
+def with_names(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
+    """``function`` of ``values``, of which the first have these ``names``."""
+    return function(*values[len(names) :], **dict(zip(names, values, strict=False)))
+
+
+def _picker(indices: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if not indices:
+        return lambda values: ()
+    if len(indices) == 1:
+        return partial(_pick_one, indices[0])
+    return itemgetter(*indices)
+
+
+def _pick_one(index: int, values: list[Any]) -> tuple[Any, ...]:
+    return (values[index],)

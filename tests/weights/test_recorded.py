@@ -1,0 +1,248 @@
+"""Recorded decode steps of an engine whose weights are placed: the bits of unrecorded ones, and of all in memory.
+
+``STOWAGE_TEST_FAMILIES=all`` tries every family of the table.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stowage
+from stowage import CheckpointError, Engine, Memory, SamplingParams, StorageError
+from stowage.errors import ModelError
+from stowage.executor.replay.call_backend import CallBackend, RecordedSteps
+from stowage.executor.replay.programs import Program
+from stowage.executor.runner import Runner
+from stowage.testing import tiny_models
+from stowage.weights.placement import Delivery
+from stowage.weights.prefetcher import Prefetcher
+from tests.engine.test_adapters import adapter_of
+from tests.weights.conftest import needs_kernels
+from tests.weights.test_failures import flip
+
+FAMILIES = ("llama", "gemma3", "mixtral", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt2")
+UNRECORDED = ("phi4_mini", "aria", "dbrx", "longcat_flash")
+"""Steps of these are not recorded with all weights in memory either."""
+TRIED = tuple(tiny_models.FAMILIES) if os.environ.get("STOWAGE_TEST_FAMILIES") == "all" else FAMILIES
+BUDGETS = ("*=stream", "*=mapped", "last 1 of 2=stream,*=prefetch", "*=experts")
+SIZES: dict[str, Any] = {"kv_cache_memory": "8MiB", "host_memory": "64MiB", "max_num_seqs": 3}
+
+
+def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    """Four prompts, three at a time: they come and go."""
+    prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(4)]
+    params = [SamplingParams(max_new_tokens=8 + 3 * at, ignore_eos=True, logprobs=1) for at in range(4)]
+    requests = [engine.submit(*asked) for asked in zip(prompts, params, strict=True)]
+    assert all(request.wait(60) for request in requests)
+    found = [request.result() for request in requests]
+    return [(answer.token_ids, [one.logprob for one in answer.logprobs]) for answer in found]
+
+
+def steps_of(engine: Engine) -> RecordedSteps | None:
+    runner = engine.parts.runner
+    return runner.steps if isinstance(runner, Runner) else None
+
+
+def unrecorded(engine: Engine) -> Engine:
+    if isinstance(engine.parts.runner, Runner):
+        engine.parts.runner.steps = None
+    return engine
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", TRIED)
+def test_recorded_steps_give_the_bits_of_unrecorded_ones_and_of_weights_in_memory(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    directory = tiny_models.write(family, tmp_path / "model", dtype=dtype)
+    with Engine(directory, Memory(**SIZES)) as engine:
+        expected = answers(engine)
+        in_memory = steps_of(engine)
+        assert in_memory is None or not in_memory.why or family in UNRECORDED
+    placed = 0
+    for budget in BUDGETS:
+        try:
+            engine = Engine(directory, Memory(**SIZES, weights=budget))
+        except stowage.StowageError:  # it has no experts of that kind, or on disk they have another form
+            continue
+        placed += 1
+        with engine:
+            assert engine.weights is not None
+            steps, weights = steps_of(engine), engine.weights
+            assert answers(engine) == expected, budget
+            engine.check()
+            weights.check()
+            assert set(weights.placement.deliveries) - {Delivery.RESIDENT}
+            if steps is not None and in_memory is not None and not in_memory.why:
+                assert not steps.why and steps.counters.replayed_steps > 8, (budget, steps.why)
+                assert weights.stats()["passes"] >= steps.counters.replayed_steps, "each has its turn"
+            assert answers(unrecorded(engine)) == expected, budget
+    assert placed
+
+
+@pytest.fixture
+def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
+
+
+@needs_kernels
+def test_weights_lie_somewhere_else_in_each_step(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three units that take turns in two buffers: a program finds a weight where it is this time."""
+    seen: dict[int, set[tuple[int, ...]]] = {}
+    call = Program.__call__
+
+    def noted(self: Program, *given: Tensor) -> Tensor | None:
+        addresses = tuple(x.data_ptr() for x in given if type(x) is nn.Parameter)
+        seen.setdefault(id(self), set()).add(addresses)
+        return call(self, *given)
+
+    with Engine(copied, Memory(**SIZES)) as engine:
+        expected = answers(engine)
+    monkeypatch.setattr(Program, "__call__", noted)
+    with Engine(copied, Memory(**SIZES, weights="model.layers.*=stream,lm_head=stream")) as engine:
+        assert answers(engine) == expected
+    assert max(map(len, seen.values())) > 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("rules", ["*=stream", "*=mapped"])
+def test_a_checkpoint_that_changes_ends_recorded_steps(
+    rules: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps, or while one is made: nothing is answered from what it holds now."""
+    with Engine(copied, Memory(**SIZES, weights=rules)) as engine:
+        answers(engine)
+        steps = steps_of(engine)
+        assert steps is not None and steps.counters.replayed_steps
+        made = CallBackend._made
+
+        def changing(self: CallBackend, calls: Any, step: Any) -> Tensor:
+            found = made(self, calls, step)
+            if sum(flips) < 1:
+                flip(copied)
+                flips.append(1)
+            return found
+
+        flips: list[int] = []
+        monkeypatch.setattr(CallBackend, "_made", changing)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="was changed"):
+                answers(engine)
+        assert flips and engine.alive
+
+
+@needs_kernels
+def test_steps_that_fail_in_the_middle_leave_the_others_right(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails at a random unit fails requests of that step; whatever is answered is right."""
+    chance, failing = random.Random(5), False
+    take = Prefetcher.take
+
+    def sometimes(self: Any, unit: int) -> Any:
+        if failing and chance.random() < 0.01:
+            raise StorageError("the disk is asleep")
+        return take(self, unit)
+
+    monkeypatch.setattr(Prefetcher, "take", sometimes)
+    prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(3)]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    with Engine(copied, Memory(**SIZES)) as engine:
+        expected = [answer.token_ids for answer in engine.generate(list(prompts), params)]
+    with Engine(copied, Memory(**SIZES, weights="*=stream")) as engine:
+        engine.generate(list(prompts), params)
+        steps, failed, right = steps_of(engine), 0, 0
+        assert steps is not None and steps.counters.replayed_steps
+        failing = True
+        for at in range(40):
+            request = engine.submit(prompts[at % 3], params)
+            assert request.wait(60)
+            try:
+                assert request.result().token_ids == expected[at % 3]
+                right += 1
+            except StorageError:
+                failed += 1
+        failing = False
+        assert failed and right
+        assert [answer.token_ids for answer in engine.generate(list(prompts), params)] == expected
+        assert not steps.why
+        engine.check()
+
+
+@needs_kernels
+@pytest.mark.parametrize("rules", ["*=stream", "*=mapped"])
+def test_weights_that_were_closed_are_computed_with_no_more(rules: str, copied: Path) -> None:
+    with Engine(copied, Memory(**SIZES, weights=rules)) as engine:
+        answers(engine)
+        steps = steps_of(engine)
+        assert steps is not None and steps.recorded and engine.weights is not None
+        engine.weights.close()
+        with pytest.raises(ModelError, match="closed"):
+            answers(engine)
+    assert not steps.recorded, "an engine that was closed keeps no addresses"
+
+
+@needs_kernels
+def test_copies_of_weights_are_right_while_steps_are_made(copied: Path, plain: Callable[..., Any]) -> None:
+    """Another thread reads them between two steps: it waits for its turn."""
+    whole = dict(plain("llama").named_parameters())
+    name = "model.layers.1.mlp.up_proj.weight"
+    with Engine(copied, Memory(**SIZES)) as engine:
+        expected = answers(engine)
+    with Engine(copied, Memory(**SIZES, weights="*=stream")) as engine:
+        source, done, wrong, read = engine.weights, threading.Event(), [], []
+        assert source is not None
+
+        def reads() -> None:
+            while not done.is_set():
+                read.append(name)
+                if not torch.equal(source.read(name), whole[name].detach()):
+                    wrong.append(name)
+
+        thread = threading.Thread(target=reads)
+        thread.start()
+        try:
+            for _ in range(4):
+                assert answers(engine) == expected
+        finally:
+            done.set()
+            thread.join(60)
+        assert read and not wrong
+        source.check()
+
+
+@needs_kernels
+def test_hooks_of_others_keep_a_model_as_it_is_written(copied: Path) -> None:
+    with Engine(copied, Memory(**SIZES, weights="*=stream")) as engine:
+        called: list[int] = []
+        handle = engine.model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
+        answers(engine)
+        steps = steps_of(engine)
+        assert steps is not None and "hooks" in steps.why and not steps.counters.replayed_steps
+        assert len(called) >= steps.counters.plain_steps
+        handle.remove()
+
+
+@needs_kernels
+def test_adapters_and_their_base_answer_as_in_memory(copied: Path, tmp_path: Path) -> None:
+    adapter = adapter_of(copied, tmp_path / "adapter", 3)
+    said = []
+    for budget in ({}, {"weights": "*=stream"}, {"weights": "*=mapped"}):
+        with Engine(copied, Memory(**SIZES, **budget), deterministic=True, adapter={"one": adapter}) as engine:
+            params = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1)
+            asked = [(at + 5, name) for at in range(4) for name in (None, "one")]
+            requests = [engine.submit([token, 9, 11], params, adapter=name) for token, name in asked]
+            assert all(request.wait(60) for request in requests)
+            found = [request.result() for request in requests]
+            said.append([(one.token_ids, [r.logprob for r in one.logprobs]) for one in found])
+            steps = steps_of(engine)
+            assert steps is not None and steps.counters.replayed_steps
+    assert said[0] == said[1] == said[2]
