@@ -309,7 +309,7 @@ def _differentiates() -> FrameType:
 
 def _caller() -> FrameType:
     """The call of the module whose hook asks: torch's, around its forward and all of its hooks."""
-    frame = sys._getframe(3)
+    frame = sys._getframe(3)  # what ``before`` of ``Passes.hooks`` was called by: it has called ``come``
     while frame.f_code.co_name == "inner" and frame.f_back is not None:
         frame = frame.f_back
     return frame
