@@ -28,6 +28,7 @@ from stowage.executor.replay.programs import Arena, with_programs
 from stowage.executor.replay.recorded_calls import recorded
 from stowage.executor.replay.recorder import CaptureError
 from stowage.executor.replay.written_calls import RecordedCalls, listed
+from stowage.weights.away import AwayError
 from stowage.weights.source import WeightSource
 
 __all__ = ["CallBackend", "ModelStep", "RecordedSteps", "recorded_steps"]
@@ -91,7 +92,10 @@ class CallBackend:
         kept = [one for one in (*self._model.parameters(), *self._model.buffers()) if id(one) not in moving]
         with step.bound() as states:
             logits, written = recorded(step.forward, step.given, states, kept, self._mode)
-        return (with_programs(written, self._arena) if kernels.is_built() else listed(written)), logits
+        try:
+            return (with_programs(written, self._arena) if kernels.is_built() else listed(written)), logits
+        except AwayError as error:
+            raise CaptureError(f"what it computes with has gone when it is looked at: {error}") from error
 
     def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         """See ``ReplayBackend``. States that would be gathered are changed where they lie, if all calls can do that."""

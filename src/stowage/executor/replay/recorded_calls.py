@@ -74,6 +74,8 @@ class _Recording(TorchFunctionMode):
         """By weight: what fused linear layers gave for ``_x`` already."""
         self._values: list[Any] = []
         self._index_of: dict[int, int] = {}
+        self._shown: dict[int, Tensor] = {}
+        """By ``id`` of weights that are there for a while: what stands for them."""
         self._objects: dict[int, Any] = {}
         """By index: everything that has an ``id`` of its own, so that no other one gets it."""
         self._calls: list[WrittenCall] = []
@@ -137,6 +139,7 @@ class _Recording(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             found = bring(*given)
             shown = [nn.Parameter(weight.data, requires_grad=False) for weight in weights]
+        self._shown |= {id(weight): one for weight, one in zip(weights, shown, strict=True)}
         indices = tuple(self._bind(value) for value in given)
         together = self._put((found, *shown), None)
         self._calls.append(WrittenCall(partial(_arrive, bring, weights), indices, together, ARRIVAL))
@@ -153,6 +156,7 @@ class _Recording(TorchFunctionMode):
         self._did(take_back, (), {}, None)
         for weight in weights:
             self._index_of.pop(id(weight), None)
+            self._shown.pop(id(weight), None)
 
     def _together(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """What a linear layer gives, if it is known which ones are computed with it: all of them are, now."""
@@ -260,7 +264,7 @@ class _Recording(TorchFunctionMode):
     def _put(self, value: Any, now: Any) -> int:
         """An index for ``value``; ``now``: what is there from the beginning."""
         self._values.append(now)
-        self._objects[len(self._values) - 1] = value
+        self._objects[len(self._values) - 1] = self._shown.get(id(value), value)
         self._index_of[id(value)] = len(self._values) - 1
         return len(self._values) - 1
 
