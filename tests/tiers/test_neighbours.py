@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stowage.cache import opening
 from stowage.cache.published_ledger import PublishedLedger
 from stowage.cache.store import TieredStore
+from stowage.config.memory import Memory
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.storage.host import HostArena
 from stowage.storage.host_table import HostTable, Reader, Snapshot, read_header
@@ -107,6 +109,19 @@ def test_what_a_neighbour_has_lost_meanwhile_is_a_miss(tmp_path: Path) -> None:
     assert second.look([100]) == [True] and second.get(100) == content(100)
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_only_processors_that_order_stores_have_neighbours(tmp_path: Path, monkeypatch, ordered: bool) -> None:
+    monkeypatch.setattr(opening, "_IS_ORDERED", ordered)
+    lease = Lease(tmp_path, 16 * PAYLOAD, LIMIT)
+    memory = Memory(kv_cache_memory=PAYLOAD, host_memory=16 * PAYLOAD)
+    store = opening.open_store(Geometry(GROUPS), memory, bytes(32), 16, time.monotonic, lease=lease, shared=True)
+    assert store is not None
+    assert [tier.name for tier in store.tiers] == ["neighbours"] * ordered
+    assert (store.table is not None) == ordered
+    store.close()
+    lease.release()
 
 
 @pytest.mark.parametrize("seed", range(40))

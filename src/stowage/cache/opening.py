@@ -5,6 +5,7 @@ Owns the order of the tiers, and what is refused before anything is opened.
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,6 +24,8 @@ from stowage.storage.protocol import Tier
 
 __all__ = ["check_tiers", "open_store", "open_tiers"]
 
+_IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
+"""Whether others see stores in the order in which they were made, as `host_table` needs."""
 _METHODS = ("lookup", "load", "store", "poll", "discard", "close")
 
 
@@ -71,6 +74,7 @@ def open_store(
     if not memory.host_memory_bytes:
         return None
     tiers = open_tiers(memory, name, max(group.bytes_per_chunk for group in geometry.groups), clock)
+    lease = lease if _IS_ORDERED else None
     if lease is not None:
         tiers.insert(0, NeighbourTier(lease, clock=clock))
     try:
