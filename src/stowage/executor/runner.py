@@ -73,7 +73,8 @@ class Runner:
         self._mode_of_pieces = self._mode
         if self._piece_tokens:  # one shape has one way to be computed: the quickest
             self._mode_of_pieces = mode_of(model, exact=False) or nullcontext()
-        self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if self._kernels else None
+        again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
+        self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
         """Of the model: sequences of each are computed by themselves, step by step as the model is written."""

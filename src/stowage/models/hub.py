@@ -79,11 +79,12 @@ def find_config(name: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return _from_hub(name, lambda: hf_hub_download(name, "config.json"))
-    path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    directory = Path(name).expanduser()
+    path = directory / "config.json" if directory.is_dir() else directory
     if not path.is_file():
+        missing = name if path is directory else path  # an address has two slashes, which a path has not
         raise CheckpointError(
-            f"{name} does not exist. Give a directory with a config.json, such a file, or {_id_like(name)}; "
+            f"{missing} does not exist. Give a directory with a config.json, such a file, or {_id_like(name)}; "
             "weights are not needed."
         )
     return path

@@ -75,6 +75,11 @@ class WeightSource(Deliveries):
         self._passes.turn.waits = waits
 
     @property
+    def crosses(self) -> bool:
+        """Whether weights are copied to another memory than the host's, beside what computes."""
+        return self._carrier is not None
+
+    @property
     def ring_bytes(self) -> int:
         """Device memory that the ring takes."""
         if self._device_prefetcher is not None:
