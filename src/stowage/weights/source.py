@@ -60,7 +60,8 @@ class WeightSource(Deliveries):
         self.identity = ""
         """Names the weights, where they have a name."""
         self._own = {id(parameter): parameter for parameter in model.parameters()}
-        if any(load.delivery is not Delivery.RESIDENT for load in loads):
+        self._comes_and_goes = any(load.delivery is not Delivery.RESIDENT for load in loads)
+        if self._comes_and_goes:
             model.forward = self._passes.around(model.forward, self._learning)
             away = any(load.delivery is not Delivery.MAPPED for load in loads)
             guard(model, self.read, away, self._learning, self._gradients.checkpoint)
@@ -295,7 +296,7 @@ class WeightSource(Deliveries):
                 file.check()
             return found
 
-        if all(load.delivery is Delivery.RESIDENT for load in self._loads):
+        if not self._comes_and_goes:
             return forward()
         found: Tensor = self._passes.run(sys._getframe(), checked, (), {})
         return found

@@ -197,9 +197,8 @@ def pages(length: int) -> memoryview:
     huge = length // HUGE_BYTES * HUGE_BYTES
     if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    mapping = mmap.mmap(
-        -1, length + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # what is not touched is none
+    # Of what lies around the huge pages nothing is touched, so it takes no memory.
+    mapping = mmap.mmap(-1, length + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     begin = -int(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]) % HUGE_BYTES
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE, begin, huge)
