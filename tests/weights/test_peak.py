@@ -10,6 +10,7 @@ from pathlib import Path
 from stowage.testing import tiny_models
 
 MIB = 1 << 20
+KEEP_NOTHING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 CHILD = """
 import re, sys, tempfile, torch
 torch.set_num_threads(1)
@@ -42,7 +43,8 @@ with Engine(directory, memory) as engine:
 def test_an_engine_never_takes_more_than_its_budgets(tmp_path: Path) -> None:
     """Weights are larger than the device, more prompts fill the pool than fit, and the arena what they leave.
 
-    Beyond the budgets are allowed: a parameter on its way from the checkpoint, and what allocators keep.
+    Beyond the budgets is allowed a parameter on its way from the checkpoint. What malloc keeps of freed tensors (4 to
+    14 MiB here, another time another number) is the system's to say, so it is told to keep nothing.
     """
     size = tiny_models.TinySize(layers=8, hidden=512, vocab=2048)
     tiny_models.write("llama", tmp_path, size)
@@ -53,7 +55,7 @@ def test_an_engine_never_takes_more_than_its_budgets(tmp_path: Path) -> None:
         [sys.executable, "-c", CHILD, str(tmp_path), str(device), str(kv), str(host)],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": "src", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        env=os.environ | {"PYTHONPATH": "src", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | KEEP_NOTHING,
         timeout=300,
         check=False,
     )
@@ -65,5 +67,5 @@ def test_an_engine_never_takes_more_than_its_budgets(tmp_path: Path) -> None:
     assert read > 0
     assert device_used + pools <= device
     assert host_used <= host
-    assert peak - before <= device + host + 8 * MIB
+    assert peak - before <= device + host + 4 * MIB
     assert peak - before >= pools + ring, "the pool was not used, so nothing was shown"

@@ -7,7 +7,6 @@ the page cache is emptied of the file instead.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import secrets
 import threading
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from stowage.errors import DirectoryError
+from stowage.native.memory import pages
 
 MIB = 1 << 20
 FILE_BYTES = 256 * MIB
@@ -110,10 +110,7 @@ def read_bytes_per_s(path: Path, depth: int, *, direct: bool = True) -> float:
 
 def _read_once(descriptor: int, nbytes: int, depth: int) -> float:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    memory = mmap.mmap(-1, _READ_INTO_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
+    view = pages(_READ_INTO_BYTES)
     view[:] = bytes(len(view))
 
     def read(worker: int) -> None:

@@ -8,12 +8,13 @@ reading. Then all of it is computed with where it lies in the page cache, and in
 from __future__ import annotations
 
 import contextlib
-import mmap
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from stowage.native.memory import anonymous, in_huge_pages
 
 _OUT, _IN, _MATRICES = 2048, 2048, 4
 _UNIT_BYTES = _OUT * _IN * _MATRICES * 2
@@ -98,9 +99,8 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
 
 def _mapped_byte_s(mapped: memoryview, units: int, multiply: Callable[[memoryview], None]) -> float:
     """Seconds by which a byte of ``mapped`` takes longer than one in large pages of memory."""
-    with contextlib.closing(mmap.mmap(-1, units * _UNIT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) as memory:
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.closing(anonymous(units * _UNIT_BYTES)) as memory:
+        in_huge_pages(memory)
         memory[:] = mapped[: units * _UNIT_BYTES]
 
         def seconds(where: memoryview) -> float:

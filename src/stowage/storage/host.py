@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray, SlabClass
 from stowage.errors import ConfigError
+from stowage.native.memory import anonymous, in_huge_pages
 
 __all__ = ["HostArena", "map_arena", "map_memory"]
 
@@ -37,13 +38,13 @@ class HostArena:
         )
         self._sizes: IntArray = np.concatenate([np.full(slab.slots, slab.slot_bytes, np.int64) for slab in slabs])
         try:
-            self._mapping = self._shared() if shared else _anonymous(self.bytes)
+            self._mapping = self._shared() if shared else anonymous(self.bytes)
         except OSError as error:
             raise ConfigError(
                 f"host memory of {self.bytes} bytes could not be mapped ({error.strerror}); set host_memory "
                 "to a smaller size"
             ) from error
-        self.huge_pages = _in_huge_pages(self._mapping)
+        self.huge_pages = in_huge_pages(self._mapping)
         self._view: memoryview | None = memoryview(self._mapping)
         self._array: NDArray[np.uint8] | None = np.frombuffer(self._mapping, np.uint8)
 
@@ -124,23 +125,10 @@ def map_arena(path: str, nbytes: int) -> NDArray[np.uint8]:
 def map_memory(nbytes: int, setting: str) -> mmap.mmap:
     """Memory of this process, zeros. Raises ConfigError, which names the setting, when the machine lacks it."""
     try:
-        mapping = _anonymous(nbytes)
+        mapping = anonymous(nbytes)
     except OSError as error:
         raise ConfigError(
             f"{setting} of {nbytes} bytes could not be mapped ({error.strerror}); set it to a smaller size"
         ) from error
-    _in_huge_pages(mapping)
+    in_huge_pages(mapping)
     return mapping
-
-
-def _in_huge_pages(mapping: mmap.mmap) -> bool:
-    """Ask for them. False: the kernel has none, which is a matter of speed only."""
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):
-        return False
-    return True
-
-
-def _anonymous(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

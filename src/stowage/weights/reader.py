@@ -8,7 +8,6 @@ read that was asked for ends: done, or failed with the reason.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import queue
 import threading
 import time
@@ -21,6 +20,7 @@ import numpy as np
 
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
+from stowage.native.memory import HUGE_BYTES, pages
 from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import PackedTensor
 
@@ -37,7 +37,9 @@ READ_BYTES_MAX: Final = 4 << 20
 """Of a large module: fewer calls leave more of the processor to who computes (8 to 10 % of a step, with 1 MiB)."""
 _PACKED_BYTES: Final = 3 << 19
 """Of a packed tensor: two thirds of it are read by one call, and all that can be fills a huge page."""
-_HUGE_BYTES: Final = 2 << 20
+_HALF_BYTES: Final = HUGE_BYTES // 2
+_AROUND_BYTES: Final = _HALF_BYTES - 2 * PAGE_BYTES
+"""Of what does not begin on a page: with the pages around it, half a huge page."""
 _BUFFERED_BYTES: Final = 64 << 10
 """Shorter reads, as of an embedding's rows, are left to the page cache."""
 
@@ -121,12 +123,14 @@ class _Batch:
 class _Work:
     """What the threads share. They know nothing else, so they end when nobody has the readers any more."""
 
-    __slots__ = ("busy", "queue")
+    __slots__ = ("busy", "halves", "queue")
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[tuple[Read, Ticket, _Batch] | None] = queue.SimpleQueue()
         self.busy: set[int] = set()
         """Threads that may be writing to memory."""
+        self.halves: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        """Of huge pages that one thread's buffer shares with the next one's."""
 
 
 class Readers:
@@ -186,7 +190,7 @@ class Readers:
 
 def _run(work: _Work) -> None:
     """A thread's life. The last word in the queue is for all threads."""
-    buffer, own = _Buffer(), threading.get_ident()
+    buffer, own = _Buffer(work.halves), threading.get_ident()
     while (item := work.queue.get()) is not None:
         read, ticket, batch = item
         work.busy.add(own)  # before the look: who gives up waits for whoever looked earlier
@@ -207,7 +211,7 @@ def _parts(read: Read, part_bytes: int) -> list[Read]:
     if _is_packed(read.source):
         part_bytes = _PACKED_BYTES  # they go through a thread's buffer, which is not much larger
     elif not _in_whole_pages(read):
-        part_bytes = READ_BYTES
+        part_bytes = _AROUND_BYTES
     return [
         Read(read.source, read.offset + at, read.into[at : at + part_bytes])
         for at in range(0, read.into.nbytes, part_bytes)
@@ -215,25 +219,29 @@ def _parts(read: Read, part_bytes: int) -> list[Read]:
 
 
 class _Buffer:
-    """For the longest read, with the pages around it. It takes memory when it is used first: one huge page, where the
-    system has them. Direct reads into small ones take up to three times as long.
+    """A thread's, for its longest read with the pages around it: half a huge page, whose other half another thread has,
+    or a whole one for packed tensors. It takes memory when it is used first.
     """
 
-    def __init__(self) -> None:
-        self._memory: memoryview | None = None
+    def __init__(self, halves: queue.SimpleQueue[memoryview]) -> None:
+        self._halves = halves
+        self._memory = memoryview(b"")
 
     def taken(self, nbytes: int) -> memoryview:
-        assert nbytes <= _HUGE_BYTES
-        if self._memory is None:
-            mapping = mmap.mmap(-1, 2 * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            begin = -_address(mapping) % _HUGE_BYTES
-            with contextlib.suppress(AttributeError, OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE, begin, _HUGE_BYTES)
-            self._memory = memoryview(mapping)[begin : begin + _HUGE_BYTES]
+        assert nbytes <= HUGE_BYTES
+        if nbytes > self._memory.nbytes:
+            self._memory = self._half() if nbytes <= _HALF_BYTES else pages(HUGE_BYTES)
         return self._memory[:nbytes]
 
+    def _half(self) -> memoryview:
+        with contextlib.suppress(queue.Empty):
+            return self._halves.get_nowait()
+        whole = pages(HUGE_BYTES)
+        self._halves.put(whole[_HALF_BYTES:])
+        return whole[:_HALF_BYTES]
 
-def _address(memory: mmap.mmap | memoryview) -> int:
+
+def _address(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.native.memory import anonymous, in_huge_pages
 from stowage.weights.prefetcher import Prefetcher
 from stowage.weights.reader import Read, Readers, Stall, Ticket
 
@@ -40,9 +39,8 @@ class Ring(Prefetcher[Ticket, Slot]):
         timeout_s: float,
     ) -> None:
         super().__init__(units, slots)
-        self._memory = mmap.mmap(-1, slots * slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = anonymous(slots * slot_bytes)
+        in_huge_pages(self._memory)
         whole = memoryview(self._memory)
         self._slots = tuple(Slot(n, whole[n * slot_bytes : (n + 1) * slot_bytes]) for n in range(slots))
         self._reads = reads

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-import numpy as np
-
+from stowage.native.memory import pages
 from stowage.storage.disk.private import open_private
 from stowage.storage.format.batch import all_begin_on
 from stowage.storage.format.segment import PAGE_BYTES
@@ -41,7 +39,6 @@ __all__ = [
 
 CALL_BYTES_MAX: Final = 4 << 20
 """Bytes per system call."""
-HUGE_BYTES: Final = 2 << 20
 BUFFERS_MAX: Final = min(1024, os.sysconf("SC_IOV_MAX"))
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -188,21 +185,6 @@ class RealDescriptors:
 def _status(found: os.stat_result) -> Status:
     regular = stat.S_ISREG(found.st_mode)
     return Status(regular, found.st_nlink, found.st_uid, found.st_size, found.st_blocks * 512, found.st_ino)
-
-
-def pages(length: int) -> memoryview:
-    """Fresh zeroed memory that begins on a page, in huge pages as far as it fills them: a request of 1 MiB into small
-    ones is 256 parts, and takes up to three times as long. Freed with the last view of it.
-    """
-    huge = length // HUGE_BYTES * HUGE_BYTES
-    if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    # Of what lies around the huge pages nothing is touched, so it takes no memory.
-    mapping = mmap.mmap(-1, length + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    begin = -int(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]) % HUGE_BYTES
-    with contextlib.suppress(OSError):  # a kernel without them
-        mapping.madvise(mmap.MADV_HUGEPAGE, begin, huge)
-    return memoryview(mapping)[begin : begin + length]
 
 
 def in_pages(data: bytes) -> memoryview:
