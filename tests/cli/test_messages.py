@@ -38,7 +38,7 @@ def only(name: str) -> Spoil:
         (only("model.gguf"), ("run", "DIR/model.gguf", "-p", "x"), ["no whole GGUF file", "download it again"]),
         (only("model.gguf"), ("plan", "DIR/model.gguf"), ["no whole GGUF file", "download it again"]),
         (None, ("run", "DIR/other.gguf", "-p", "x"), ["does not exist", "hf download NAME FILE.gguf"]),
-        (only("adapter_config.json"), ("plan", "DIR"), ["Give a directory with a config.json", "hub id"]),
+        (only("adapter_config.json"), ("plan", "DIR"), ["/model holds no config.json", "hub id"]),
         (None, ("run", "DIR", "-p", "x", "--device", "mps"), ["built without mps", "Use cpu"]),
         (None, ("run", "DIR", "-p", "x", "--kv-cache-memory", "4000TiB"), ["cannot be had", "--kv-cache-memory"]),
         (None, ("run", "no-such/model", "-p", "x"), ["HF_HUB_OFFLINE is set", "Unset"]),

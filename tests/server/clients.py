@@ -89,6 +89,24 @@ def anthropic_tools() -> Any:
     return [called.stop_reason, block.input, answer.stop_reason in ("end_turn", "max_tokens", "tool_use")]
 
 
+@case
+def anthropic_schema() -> Any:
+    class Stay(pydantic.BaseModel):
+        """Of what the client leaves in a schema: it writes ranges of numbers into descriptions instead."""
+
+        city: Literal["Rome", "Oslo"]
+        days: Literal[1, 2, 3]
+
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 80, "messages": messages, "extra_body": GREEDY}
+    schema = {"type": "json_schema", "schema": Trip.model_json_schema()}
+    parsed = _claude().messages.parse(**asked, output_format=Stay).parsed_output
+    whole = _claude().messages.create(**asked, output_config={"format": schema})
+    with _claude().messages.stream(**asked, output_format=Stay) as stream:
+        streamed = stream.get_final_message().parsed_output
+    return [parsed.model_dump(), json.loads(whole.content[0].text), streamed.model_dump()]
+
+
 def _langchain(**more: Any) -> Any:
     from langchain_openai import ChatOpenAI
 

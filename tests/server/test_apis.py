@@ -162,7 +162,29 @@ def test_calls_in_messages(client: openai.OpenAI, server: Server) -> None:
     assert text == said(client, messages, tools=[tool])
 
 
+def test_a_schema_in_messages(client: openai.OpenAI, server: Server) -> None:
+    """Under today's name and the beta's, whole and as a stream: what a chat with that schema says."""
+    schema = CITY | {"additionalProperties": False}
+    chat_form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    asked = [{"role": "user", "content": ASKED}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=asked, max_tokens=100, temperature=0, response_format=chat_form
+    )
+    expected = chat.choices[0].message.content
+    form = {"type": "json_schema", "schema": schema}
+    for body in ({"output_config": {"format": form}}, {"output_format": form}):
+        options: dict[str, Any] = {"messages": asked, "max_tokens": 100, "ignore_eos": False, **body}
+        answer = claude(server, **options).json()
+        assert answer["content"] == [{"type": "text", "text": expected}] and answer["stop_reason"] == "end_turn"
+        assert json.loads(answer["content"][0]["text"])["city"] in ("Rome", "Oslo")
+        found = events(claude(server, **options, stream=True).text)
+        assert "".join(told["delta"]["text"] for name, told in found if name == "content_block_delta") == expected
+
+
 USER = [{"role": "user", "content": "x"}]
+BEGUN = [*USER, {"role": "assistant", "content": "{"}]
+FORM = {"type": "json_schema", "schema": CITY}
+ONE: dict[str, Any] = {"messages": USER, "max_tokens": 1}
 IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
 NO_JSON = {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}
 NO_SCHEMA = {"type": "json_schema", "schema": {"type": "objec"}}
@@ -172,10 +194,17 @@ NO_SCHEMA = {"type": "json_schema", "schema": {"type": "objec"}}
     ("path", "body", "words"),
     [
         ("messages", {"messages": USER}, "max_tokens"),
-        ("messages", {"messages": USER, "max_tokens": 1, "tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ("messages", ONE | {"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ("messages", {"messages": [{"role": "system", "content": "x"}], "max_tokens": 1}, "messages[0].role"),
         ("messages", {"messages": IMAGE, "max_tokens": 1}, "content[0].type"),
-        ("messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ("messages", ONE | {"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ("messages", ONE | {"output_config": {"format": NO_SCHEMA}}, "output_config.format"),
+        ("messages", ONE | {"output_config": {"format": {"type": "json"}}}, "format.type"),
+        ("messages", ONE | {"output_config": {"effort": "low"}}, "reasoning_effort"),
+        ("messages", ONE | {"output_config": {"colour": 1}}, "output_config.colour"),
+        ("messages", ONE | {"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ("messages", ONE | {"output_config": {"format": FORM}, "output_format": FORM}, "exclude"),
+        ("messages", {"messages": BEGUN, "max_tokens": 1, "output_config": {"format": FORM}}, "may not end"),
         ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("responses", {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
         ("responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),

@@ -77,8 +77,8 @@ def check_files(directory: Path) -> list[Path]:
         )
     if not (directory / "config.json").is_file():
         raise CheckpointError(
-            f"{directory} holds no config.json: it is no Hugging Face checkpoint, or its download was cut short. Give "
-            "a directory with one, or a hub id such as Qwen/Qwen3-0.6B."
+            f"{directory.absolute()} holds no config.json: it is no Hugging Face checkpoint, or its download was cut "
+            "short. Give a directory with one, or a hub id such as Qwen/Qwen3-0.6B."
         )
     if (directory / ADAPTER_CONFIG).exists():
         raise CheckpointError(

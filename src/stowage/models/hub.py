@@ -80,12 +80,13 @@ def find_config(name: str) -> Path:
 
         return _from_hub(name, lambda: hf_hub_download(name, "config.json"))
     directory = Path(name).expanduser()
-    path = directory / "config.json" if directory.is_dir() else directory
+    is_directory = directory.is_dir()
+    path = directory / "config.json" if is_directory else directory
     if not path.is_file():
-        missing = name if path is directory else path  # an address has two slashes, which a path has not
+        # an address has two slashes, which a path has not
+        wrong = f"{directory.absolute()} holds no config.json" if is_directory else f"{name} does not exist"
         raise CheckpointError(
-            f"{missing} does not exist. Give a directory with a config.json, such a file, or {_id_like(name)}; "
-            "weights are not needed."
+            f"{wrong}. Give a directory with a config.json, such a file, or {_id_like(name)}; weights are not needed."
         )
     return path
 

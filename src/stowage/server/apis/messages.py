@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from stowage.engine.engine import Completion, Delta
 from stowage.engine.prompts import Begin, unasked
+from stowage.engine.sampling_params import StructuredOutputs
 from stowage.server.apis.answer import Answer, Event, Scores
 from stowage.server.apis.ask import Ask
 from stowage.server.apis.conversation import texts
@@ -20,6 +21,7 @@ from stowage.server.apis.reader import TOKENS_MOST, Conversation, Reader
 from stowage.server.apis.spoken import Spoken, Voices
 from stowage.server.fields import Fields, parse_object
 from stowage.server.refusal import ApiError, anthropic_body, bad
+from stowage.server.structured import made_of, of_schema
 from stowage.server.tools.offer import Offer, Tool, function, listed, offered
 from stowage.server.vocabulary import Vocabulary
 
@@ -46,14 +48,18 @@ def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: boo
         raise bad("You must give 'max_tokens'.", "max_tokens")
     new_tokens = fields.whole("max_tokens", None, 1, TOKENS_MOST)
     template = _thinking(fields.inside("thinking"), reader)
+    effort, wanted = _output(fields, reader)
     params = reader.sampling(fields, stop="stop_sequences")
     stream, offer = fields.flag("stream"), _tools(fields)
     cache_salt, system, raw = fields.text("cache_salt", "") or "", _system(fields), fields.take("messages")
     fields.finish()
     told = _messages(raw)
     goes_on = told[-1]["role"] == "assistant" and not told[-1].get("tool_calls")
-    template |= {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    talk = Conversation([*system, *told], "messages", new_tokens, offer, template)
+    if goes_on and wanted:
+        what = f"{wanted[0]!r} makes an answer whole, so 'messages' may not end with the beginning of one."
+        raise bad(what, wanted[0])
+    template |= effort | {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    talk = Conversation([*system, *told], "messages", new_tokens, offer, template, wanted)
     prompt, params, speech = reader.conversation(talk, params, begin)
     return Ask(model, (prompt,), 1, params, cache_salt, stream, False, speech=speech, offer=offer)
 
@@ -68,6 +74,29 @@ def _thinking(inside: Fields | None, reader: Reader) -> dict[str, Any]:
     inside.without_effect("budget_tokens", "display")
     inside.finish()
     return {"enable_thinking": kind != "disabled"} if reader.style.knows("enable_thinking") else {}
+
+
+def _output(fields: Fields, reader: Reader) -> tuple[dict[str, Any], tuple[str, StructuredOutputs] | None]:
+    """Of `output_config`: what templates are told of the effort, and what the answer must be. `output_format` is what
+    its `format` was called in the beta.
+    """
+    config, form = fields.inside("output_config"), fields.inside("output_format")
+    effort: dict[str, Any] = {}
+    if config is not None:
+        effort = reader.effort(config.text("effort"), "output_config.effort")
+        newer = config.inside("format")
+        if newer is not None and form is not None:
+            raise bad(
+                "'output_config.format' and 'output_format' exclude each other; give one of them.", "output_format"
+            )
+        form = newer or form
+        config.finish()
+    if form is None:
+        return effort, None
+    where, kind = form.path("type"), form.needed_text("type")
+    if kind != "json_schema":
+        raise bad(f"{where!r} is {kind[:40]!r}; use json_schema.", where)
+    return effort, made_of(where.removesuffix(".type"), of_schema(form))
 
 
 def _system(fields: Fields) -> list[dict[str, Any]]:

@@ -28,6 +28,10 @@ _STRUCTURE: Final = (
     "object:response_format,structured_outputs any:guided_json,guided_choice text:guided_regex,guided_grammar "
 )
 _TOOLS: Final = "list:tools any:tool_choice flag:parallel_tool_calls "
+_CLAUDES: Final = (
+    "list:messages,tools any:system object:tool_choice,thinking,output_config,output_format whole:max_tokens "
+    "texts:stop_sequences"
+)
 BODIES: Final[dict[str, tuple[str, str, str]]] = {
     "/v1/completions": (
         "Continue prompts", "model prompt",
@@ -46,11 +50,11 @@ BODIES: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "/v1/messages": (
         "Answer a conversation (Anthropic's API)", "model messages max_tokens",
-        _SAMPLING + "list:messages,tools any:system object:tool_choice,thinking whole:max_tokens texts:stop_sequences",
+        _SAMPLING + _CLAUDES,
     ),
     "/v1/messages/count_tokens": (
         "How many tokens a conversation has", "model messages",
-        _SAMPLING + "list:messages,tools any:system object:tool_choice,thinking whole:max_tokens texts:stop_sequences",
+        _SAMPLING + _CLAUDES,
     ),
     "/v1/embeddings": (
         "Vectors of texts", "model input", "text:model,encoding_format,user any:input whole:dimensions"
