@@ -21,6 +21,7 @@ NAMES = (
     "formats",
     "placement",
     "capacity",
+    "retention",
     "engine",
     "long_context",
     "scale",

@@ -8,7 +8,9 @@ Computed from published configs, for prompts of one length that have nothing in 
 - *parted*: the same when each is asked again with another ending, and the place where it parts is anywhere, all places
   equally likely. Windows and states that were not kept in the middle of a prompt make this less.
 
-Ours is laid out by the code that the plugin uses, with its setting ``resume_points`` at the default and at others.
+Ours is laid out by the code that the plugin uses, with its setting ``resume_points`` at the default and at others. The
+default learns what to keep (``benchmarks.retention`` replays that): counted is what it has come to when all prompts are
+asked again, and when all part.
 vLLM's follows its release 0.32 (``kv_offload`` and the offloading
 connector): a host chunk is one block of one cache group, and has the size of the widest group's block. What is stored
 depends on ``--prefix-cache-retention-interval``: 0, its default, keeps windows and states for a prompt's end only; a
@@ -37,7 +39,8 @@ from benchmarks._report import RESULTS, write_result
 from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, round_up, split_arena
 from stowage.core.groups import strategy
 from stowage.core.resume_points import tail_of
-from stowage.plugins.vllm.settings import Options, read, resume_points, state_spacing
+from stowage.core.retention import Learner
+from stowage.plugins.vllm.settings import read, retention, state_spacing
 
 GIB = 1 << 30
 LENGTHS = (4096, 8192, 32768)
@@ -130,22 +133,28 @@ def states(model: Model, length: int, step_tokens: int) -> list[int]:
     return sorted({*range(step, length, step), (length - 1) // block * block})
 
 
-def _groups(model: Model, options: Options) -> list[Group]:
+def cache_groups(model: Model, per_chunk: int) -> list[Group]:
+    """With so many blocks per chunk of attention."""
     block = model.block_tokens
     groups = []
     for index, (kind, layers) in enumerate(model.groups()):
         nbytes = layers * (model.state_bytes if kind is Kind.RECURRENT else block * model.token_bytes)
-        blocks = 1 if kind is Kind.RECURRENT else options.blocks_per_chunk(block)
+        blocks = 1 if kind is Kind.RECURRENT else per_chunk
         groups.append(Group(index, kind, block, blocks, nbytes, model.window if kind is Kind.SLIDING else 0))
     return groups
 
 
-def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOKENS, **extra: Any) -> SwappedBlocks:
-    """With the plugin's settings, default but for ``extra``."""
+def ours(
+    model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOKENS, level: int = -1, **extra: Any
+) -> SwappedBlocks:
+    """With the plugin's settings, default but for ``extra``. ``level``: of the learner's, where the setting learns."""
     options = read({"host_memory": host, **extra})
-    groups, block = _groups(model, options), model.block_tokens
-    points = resume_points(options, groups)
-    tail = tail_of(length, max(group.chunk_tokens for group in groups), block)
+    block = model.block_tokens
+    groups = cache_groups(model, options.blocks_per_chunk(block))
+    strategies = [strategy(group) for group in groups]
+    learned = retention(options, strategies, step_tokens)
+    keeps = learned.levels[level] if isinstance(learned, Learner) else learned
+    tail = tail_of(length, math.lcm(*(group.chunk_tokens for group in groups)))
     masks, needed = [], {}
     for group in groups:
         kept = np.ones(length // group.chunk_tokens, np.bool_)
@@ -153,16 +162,16 @@ def ours(model: Model, length: int, host: int = GIB, step_tokens: int = STEP_TOK
             kept[:] = False
             ends = states(model, length, step_tokens)
             for before, end in itertools.pairwise([0, *ends]):
-                kept[end // block - 1] = end >= tail or points.crossed(before, end)
+                kept[end // block - 1] = end >= tail or keeps.points.crossed(before, end)
         else:
-            kept = points.kept(strategy(group), range(len(kept)), tail)
+            kept = keeps.kept(strategy(group), range(len(kept)), length, tail, 0)
         needed[group.index] = int(kept.sum())
         masks.append(np.where(kept, np.uint64(group.full_mask), np.uint64(0)))
     spacing = round_up(state_spacing(options, step_tokens), block) if model.recurrent else 1
-    common = model.recurrent > 0 or not points.everywhere
+    common = model.recurrent > 0 or not keeps.points.everywhere
     slabs = split_arena(Geometry(tuple(groups)), host, spacing, common=common)
     prompts = min(slab.slots / sum(needed[index] for index in slab.groups) for slab in slabs if slab.groups)
-    served = [strategy(group).resume_points(mask, length, block) for group, mask in zip(groups, masks, strict=True)]
+    served = [one.resume_points(mask, length, block) for one, mask in zip(strategies, masks, strict=True)]
     boundaries = np.flatnonzero(np.logical_and.reduce(served)) * block
     again, _ = reused(length, boundaries.tolist())
     _, parted = reused(length, boundaries[boundaries % groups[0].chunk_tokens == 0].tolist())  # a chunk is found whole
@@ -202,8 +211,10 @@ def _behind(model: Model) -> int:
 
 def compare(model: Model, length: int) -> dict[str, SwappedBlocks]:
     """All ways of keeping prompts of that length."""
+    repeated, parted = ours(model, length, level=0), ours(model, length)
     return {
-        "Stowage": ours(model, length),
+        "Stowage": SwappedBlocks(repeated.prompts, repeated.again, parted.parted),
+        "Stowage, growing": ours(model, length, resume_points="growing"),
         f"Stowage, every {INTERVAL}": ours(model, length, resume_points=INTERVAL),
         "Stowage, all": ours(model, length, resume_points="all"),
         "Stowage, ends": ours(model, length, resume_points="ends"),

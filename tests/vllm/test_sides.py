@@ -62,6 +62,7 @@ def test_a_prefix_that_ends_in_the_middle(made: Any) -> None:
 @pytest.mark.parametrize(
     ("points", "first", "again"),
     [
+        ("auto", 256, 288),  # as long as nothing was learned
         ("growing", 256, 288),  # 32 tokens apart, from 128 on 64, from 256 on 128
         (128, 256, 288),
         (100, 256, 288),  # rounded up to whole chunks of 32 tokens
@@ -90,6 +91,46 @@ def test_where_a_prompt_that_parts_resumes(made: Any, points: str | int, first: 
             assert all(torch.equal(now[name][table[block]], old[name][1 + block]) for block in needed), name
     assert here.offer(Request("fourth", prompt(400))) == 384, "the end of a prompt is always kept"
     assert here.offer(Request("fifth", [*prompt(360), 1])) == 352, "and a chunk before it"
+    here.scheduler.check()
+
+
+def test_what_traffic_shows_decides_what_is_kept(made: Any) -> None:
+    """Of 400 tokens twelve chunks of full attention; of windows first those of all points, and of the answer."""
+    here = made([FULL, WINDOW], chunk_blocks=2, host="8MiB")
+
+    def kept(seed: int) -> float:
+        """Chunks of a prompt of 300 tokens and an answer of 100."""
+        before, tokens = stores(here), prompt(300, seed)
+        request = Request(f"new {seed}", tokens)
+        assert here.offer(request) == 0
+        here.scheduler.allocated(request, [], 0)
+        request.all_token_ids = [*tokens, *prompt(100, seed + 1000)]
+        for begin, end in ((0, 300), (300, 321), (321, 353), (353, 400)):
+            here.compute(request, blocks_for(400), begin, end)
+        here.scheduler.finished(request)
+        return stores(here) - before
+
+    def ask(name: str, tokens: list[int]) -> int:
+        request = Request(name, tokens)
+        count = here.offer(request)
+        here.scheduler.allocated(request, [blocks_for(len(tokens))] * 2, count)
+        here.step({})
+        here.scheduler.finished(request)
+        return count
+
+    everything = kept(1)
+    assert everything == kept(2) > 12 + 6
+    for at in range(6):
+        assert ask(f"again {at}", prompt(300, 1 + at % 2)) == 288
+    assert kept(3) == 12 + 3, "the end of the prompt, two chunks and the one that a window before it needs"
+    assert ask("again", prompt(300, 3)) == 288
+    assert ask("parts", [*prompt(300, 3)[:200], 1]) == 0
+    here.scheduler.check()
+    for seed in range(10, 20):
+        kept(seed)
+        ask(f"parts {seed}", [*prompt(300, seed)[: 100 + 15 * (seed - 10)], *prompt(90, seed + 500)])
+    assert kept(4) >= everything - 3, "points; answers were of no use"
+    assert ask("parts at last", [*prompt(300, 4)[:200], 1]) == 192
     here.scheduler.check()
 
 

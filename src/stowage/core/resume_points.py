@@ -29,15 +29,18 @@ __all__ = ["NOWHERE", "Points", "tail_of"]
 
 NOWHERE: Final = 1 << 62
 """The point after the last one."""
+_TEMPLATE_TOKENS: Final = 16
+"""Such as the mark that an answer begins, and that it begins with thoughts."""
 
 
-def tail_of(length: int, chunk_tokens: int, boundary_tokens: int) -> int:
-    """Where the end of a prompt begins, from which on everything is kept: a chunk, the longest, before its last token.
+def tail_of(length: int, chunk_tokens: int) -> int:
+    """Where the end of a prompt begins, from which on everything is kept: the last boundary of whole chunks of all
+    groups, `chunk_tokens` apart, behind which stand the prompt's last token and what a template may have put there.
 
-    A template may have ended the prompt with a few tokens that do not come again, and a chunk is found whole or not at
-    all: so the next turn of a conversation resumes there, or behind it where the answer is part of that turn.
+    That does not come again, and a chunk is found whole or not at all: so the next turn of a conversation resumes
+    there, or behind it where the answer is part of that turn.
     """
-    return max(0, length - 1 - chunk_tokens) // boundary_tokens * boundary_tokens
+    return max(0, length - 1 - _TEMPLATE_TOKENS) // chunk_tokens * chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,10 @@ class Points:
         """Whether there is a point after `begin`, and not after `end`."""
         return int(self.following(np.array([begin + 1], dtype=np.int64))[0]) <= end
 
-    def kept(self, strategy: GroupStrategy, chunks: range, tail: int = NOWHERE, junction: int = 0) -> BoolArray:
-        """Which of these chunks a resume at some point needs, or at `junction`, or at a boundary from `tail` on.
+    def kept(
+        self, strategy: GroupStrategy, chunks: range, tail: int = NOWHERE, junction: int = 0, end: int = NOWHERE
+    ) -> BoolArray:
+        """Which of these chunks a resume at some point needs, or at `junction`, or at a boundary from `tail` to `end`.
 
         `tail` and `junction` are multiples of block_tokens. Of a recurrent group: the states that stand exactly there.
         Of others all is kept from `tail` on, though a window of a single token needs nothing there.
@@ -95,5 +100,5 @@ class Points:
         kept: BoolArray = (starts <= numbers) & (numbers < stops)
         kept |= (parted.start <= numbers) & (numbers < parted.stop)
         if tail != NOWHERE:
-            kept |= numbers >= strategy.needed(tail).start
+            kept |= (numbers >= strategy.needed(tail).start) & (numbers < end // size)
         return kept

@@ -22,7 +22,7 @@ from stowage.core.geometry import NULL_BLOCK, Group, IntArray, Kind
 from stowage.core.groups import GroupStrategy
 from stowage.core.key import SequenceKeys
 from stowage.core.prefix_search import Certain
-from stowage.core.resume_points import Points
+from stowage.core.retention import Learner, Retention
 from stowage.plugins.vllm import adapter
 
 __all__ = ["Phase", "Prefixes", "Tracked"]
@@ -45,7 +45,8 @@ class Tracked:
     tokens completes the next. ``refused``: its loads failed on a worker once: it is computed, and not offered again.
     ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it parts
     from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens that
-    the device had. ``drafts``: of the engine's speculative decoding. ``watched_at``: see ``due``.
+    the device had. ``drafts``: of the engine's speculative decoding. ``watched_at``: see ``due``. ``retention``: which
+    of its windows and states are stored; ``None``: those that are of every prompt.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Tracked:
         self.held = -1
         self.prefix = PrefixRequest()
         self.plan: PrefixPlan | None = None
+        self.retention: Retention | None = None
         self._media = adapter.media_of(request)
 
     @property
@@ -101,21 +103,24 @@ class Tracked:
 
 
 class Prefixes:
-    """Finds and fetches prefixes. ``timeout_s``: the longest wait for shared stores to say what they have."""
+    """Finds and fetches prefixes. ``timeout_s``: the longest wait for shared stores to say what they have.
+    ``retention``: what is stored of every prompt, or the learner that says so of each.
+    """
 
     def __init__(
         self,
         store: TieredStore,
         cost_model: CostModel,
         strategies: Sequence[GroupStrategy],
-        points: Points,
+        retention: Retention | Learner,
         timeout_s: float,
     ) -> None:
         self._store = store
         self._strategies = strategies
         self._planner = PrefixPlanner(store, strategies, cost_model)
         self._remote_lookup = RemoteLookup(store, cost_model, timeout_s)
-        self._points = points
+        self._learner = retention if isinstance(retention, Learner) else None
+        self._points = (retention.levels[0] if isinstance(retention, Learner) else retention).points
         self._grid = math.lcm(*(strategy.group.block_tokens for strategy in strategies))
         self.given_up = 0
         self._under_way: list[tuple[Tracked, PrefixPlan]] = []
@@ -176,6 +181,9 @@ class Prefixes:
         plan = self._planner.plan(tracked.prefix, [tracked.keys], usable, device_masks(self._strategies, held))
         self.given_up += plan.load_refused
         tracked.junction, tracked.held = plan.known // self._grid * self._grid, held
+        if self._learner is not None and tracked.retention is None:
+            keys, tokens = tracked.keys.of(self._learner.group.index), len(tracked.request.prompt_token_ids)
+            tracked.retention = self._learner.arrived(keys, tokens, plan.known, held, plan.boundary)
         if plan.boundary <= held:
             tracked.phase = Phase.SETTLED
             return None
@@ -204,6 +212,15 @@ class Prefixes:
         fetched = tracked.plan.fetched()
         copies = self._planner.copies(tracked.prefix, tracked.plan.boundary, fetched, lambda part: tables[part.group])
         return None if copies is None else [copy for _, copy in copies]
+
+    def ended(self, tracked: Tracked) -> None:
+        """A request has ended: unpin what was fetched for it, and learn from its answer."""
+        self.give_back(tracked)
+        if self._learner is not None and tracked.retention is not None:
+            group, prompt_tokens = self._learner.group, len(tracked.request.prompt_token_ids)
+            keys = tracked.keys.of(group.index)
+            if (tokens := len(keys) * group.chunk_tokens) > prompt_tokens:
+                self._learner.answered(keys, prompt_tokens, tokens, tracked.retention)
 
     def give_back(self, tracked: Tracked) -> None:
         """Unpin what was fetched for it."""

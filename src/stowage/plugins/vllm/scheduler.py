@@ -8,7 +8,7 @@ A bug here must not end vLLM's engine: what raises is logged with its traceback 
 on nothing is offered or stored; requests that were promised something are computed.
 
 What is stored: after each step, the chunks that it completed: of full attention all, of windows and recurrent states
-those that a resume at one of `core.points` needs, so some in the middle of a prompt too, not only at its end. Generated
+those that `core.retention` says, so some in the middle of a prompt too, not only at its end. Generated
 tokens count as soon as they are known.
 """
 
@@ -34,7 +34,7 @@ from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.memory import SharedArena
 from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
 from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
-from stowage.plugins.vllm.settings import Options, resume_points, state_spacing
+from stowage.plugins.vllm.settings import Options, resume_points, retention, state_spacing
 from stowage.plugins.vllm.startup_log import said, welcome
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.storing import Source, Storing
@@ -104,16 +104,16 @@ class SchedulerSide:
         self._snapshot_tokens = snapshot_spacing(spacing, grid)
         self._has_states = bool(recurrent)
         lease = self._lease = self._options.lease()
-        points = resume_points(self._options, self._groups)
-        sparse = self._has_states or not points.everywhere
+        sparse = self._has_states or not resume_points(self._options, self._groups).everywhere
         layout, spacing = Geometry(self._groups), self._snapshot_tokens
         store = open_store(layout, memory, name, spacing, time.monotonic, shared=True, common_slots=sparse, lease=lease)
         assert store is not None, "host was checked"
         self._store = store
         self._namespaces = namespace.Namespaces(name)
         self._strategies = [strategy(group) for group in self._groups]
+        kept = retention(self._options, self._strategies, step_tokens)
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
-        self._prefixes = Prefixes(store, self._cost_model, self._strategies, points, memory.lookup_timeout_s)
+        self._prefixes = Prefixes(store, self._cost_model, self._strategies, kept, memory.lookup_timeout_s)
         part = "" if lease is None else str(lease.path)
         self._shared = SharedArena(store.arena.path, store.arena.bytes, store.slabs, sizes, division.shares, part)
         self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
@@ -124,7 +124,7 @@ class SchedulerSide:
             Source(number if shape.of is None else shape.of, shape.parts, self._snapshot_tokens if shape.dense else 0)
             for number, shape in enumerate(self._shapes)
         ]
-        self._storing = Storing(store, self._strategies, points, sources, len(parts), self._announcements)
+        self._storing = Storing(store, self._strategies, kept, sources, len(parts), self._announcements)
         text = welcome(memory, store, self._groups, spacing, step_tokens)
         adapter.say(text + said(division, by_name))
 
@@ -347,7 +347,7 @@ class SchedulerSide:
         del self._tracked[request.request_id]
         try:
             with self._background.turn:
-                self._prefixes.give_back(tracked)
+                self._prefixes.ended(tracked)
         except Exception:  # noqa: BLE001 a bug costs hits, not the engine
             self._fault("what a request held could not be given back")
 

@@ -12,14 +12,16 @@ from stowage.config.memory import Memory, parse_size, ram_total_bytes
 from stowage.config.names import all_today, renamed_hint
 from stowage.config.wording import unknown_name
 from stowage.core.geometry import Group, Kind, round_up
+from stowage.core.groups import GroupStrategy
 from stowage.core.resume_points import Points
+from stowage.core.retention import Learner, Retention
 from stowage.errors import ConfigError
 from stowage.plugins.vllm.adapter import GroupShape
 from stowage.storage.lease import Lease, budget_directory
 
 logger = logging.getLogger("stowage.vllm")
 
-__all__ = ["Options", "read", "resume_points", "state_spacing"]
+__all__ = ["Options", "read", "resume_points", "retention", "state_spacing"]
 
 _NOT_OURS = frozenset(
     {"device_memory", "weights", "kv_cache_memory", "block_size", "group_block_size", "chunk_blocks", "max_num_seqs"}
@@ -32,7 +34,7 @@ CHUNK_BLOCKS_MAX = 64
 _SPACING_MAX = 2048
 """Of recurrent states, where nobody says how far apart they will be: prompts are often no longer."""
 _SWITCHES = ("deduplicate_ranks", "any_parallel_size")
-_POINTS = ("growing", "all", "ends")
+_POINTS = ("auto", "growing", "all", "ends")
 _POINT_SHARE = 2
 """Points that grow apart are no further apart than this part of the way from the prompt's start."""
 
@@ -50,7 +52,7 @@ class Options:
     chunk_blocks: int = 0
     close_timeout_s: float = 10.0
     spacing_given: bool = False
-    points: str | int = "growing"
+    points: str | int = "auto"
     node_bytes: int = 0
     deduplicate_ranks: bool = True
     any_parallel_size: bool = False
@@ -95,7 +97,7 @@ def read(extra: Mapping[str, Any]) -> Options:
         node_bytes = parse_size(extra.get("node_host_memory", 0), ram_total_bytes())
     except ConfigError as error:
         raise ConfigError(f"node_host_memory cannot be used. {error}") from error
-    points = _points(extra.get("resume_points", "growing"))
+    points = _points(extra.get("resume_points", "auto"))
     switches = {name: extra[name] for name in _SWITCHES if name in extra}
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -117,9 +119,9 @@ def _points(given: Any) -> str | int:
 
 
 def resume_points(options: Options, groups: Sequence[Group]) -> Points:
-    """Where prompts that part from a stored one can resume. Everywhere with full attention alone, which needs none,
-    and without it, since only windows see how far prompts are alike; and with both windows and states, since these are
-    not kept at the same positions.
+    """Where prompts that part from a stored one can resume; with ``auto``, at the most. Everywhere with full attention
+    alone, which needs none, and without it, since only windows see how far prompts are alike; and with both windows and
+    states, since these are not kept at the same positions.
     """
     kinds = {group.kind for group in groups}
     mixed = Kind.RECURRENT in kinds and not kinds <= {Kind.FULL, Kind.RECURRENT}
@@ -131,6 +133,13 @@ def resume_points(options: Options, groups: Sequence[Group]) -> Points:
     if isinstance(options.points, int):
         return Points(round_up(options.points, unit))
     return Points(unit, _POINT_SHARE)
+
+
+def retention(options: Options, strategies: Sequence[GroupStrategy], step_tokens: int) -> Retention | Learner:
+    """What is kept of windows and states of every prompt, or who learns it. ``step_tokens``: see ``Learner``."""
+    points = resume_points(options, [strategy.group for strategy in strategies])
+    learns = options.points == "auto" and not points.everywhere
+    return Learner(points, strategies, step_tokens) if learns else Retention(points)
 
 
 def state_spacing(options: Options, step_tokens: int) -> int:

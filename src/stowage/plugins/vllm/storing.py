@@ -6,6 +6,7 @@ built, written by every rank when the step is computed, and found from when the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -19,7 +20,8 @@ from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
-from stowage.core.resume_points import NOWHERE, Points, tail_of
+from stowage.core.resume_points import NOWHERE, tail_of
+from stowage.core.retention import Learner, Retention
 from stowage.errors import StowageError
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.events import Announcements
@@ -71,13 +73,13 @@ class _Writing:
 
 
 class Storing:
-    """Into ``store``, by ``ranks`` workers. ``points``: where prompts that part can resume. ``sources``: by group."""
+    """Into ``store``, by ``ranks`` workers. ``retention``: of requests that have none. ``sources``: by group."""
 
     def __init__(
         self,
         store: TieredStore,
         strategies: Sequence[GroupStrategy],
-        points: Points,
+        retention: Retention | Learner,
         sources: Sequence[Source],
         ranks: int,
         announcements: Announcements | None,
@@ -89,9 +91,8 @@ class Storing:
             _Layout(one, group.chunk_tokens, group.blocks_per_chunk, group.kind in _PAGED, group.kind is Kind.FULL)
             for one, group in zip(strategies, groups, strict=True)
         ]
-        self._points = points
-        self._chunk_tokens = max(group.chunk_tokens for group in groups)
-        self._boundary_tokens = store.geometry.boundary_tokens
+        self._retention = retention.levels[-1] if isinstance(retention, Learner) else retention
+        self._chunk_tokens = math.lcm(*(group.chunk_tokens for group in groups))
         self._full_masks: MaskArray = np.array([group.full_mask for group in groups], dtype=np.uint64)
         sizes = sorted({group.blocks_per_chunk for group in groups})
         alike = [
@@ -151,7 +152,8 @@ class Storing:
         begin, end, progress = step
         tracked.extend_keys(progress)
         prompt_tokens = len(tracked.request.prompt_token_ids)
-        tail = tail_of(prompt_tokens, self._chunk_tokens, self._boundary_tokens)
+        tail, retention = tail_of(prompt_tokens, self._chunk_tokens), tracked.retention or self._retention
+        ends = retention.end(prompt_tokens)
         inside: set[int] = set()
         found: list[tuple[CopyPlan, IntArray]] = []
         tracked.due = NOWHERE
@@ -161,7 +163,9 @@ class Storing:
             if chunk >= stop:
                 continue
             tracked.stored[number] = stop
-            if paged and chunk + 1 == stop and (full or chunk * chunk_tokens >= tail):
+            if not full and chunk * chunk_tokens >= max(ends, tracked.junction):
+                continue
+            if paged and chunk + 1 == stop and (full or tail <= chunk * chunk_tokens <= ends - chunk_tokens):
                 row = blocks.numbers(number, chunk * per_chunk, stop * per_chunk)
                 if len(row) == per_chunk and adapter.NULL not in row:
                     single.append((number, tracked, chunk, row))
@@ -174,9 +178,9 @@ class Storing:
             elif group.kind is Kind.RECURRENT:
                 drafting = tracked.drafts is not None and end > prompt_tokens
                 table = self._states(group, None if drafting else table, begin, end, progress, states)
-                kept = self._kept_states(tracked, group, table, begin, tail, inside)[known.start :]
+                kept = self._kept_states(tracked, group, table, begin, range(tail, ends + 1), inside)[known.start :]
             else:
-                kept = self._points.kept(strategy, known, tail, tracked.junction)
+                kept = retention.kept(strategy, known, prompt_tokens, tail, tracked.junction)
             chunks, masks = strategy.storable(progress, known.start, table)
             wanted = kept[chunks - known.start]
             found += self._reserve(tracked, group, chunks[wanted], masks[wanted], table)
@@ -233,18 +237,19 @@ class Storing:
                 yield plan, reserved[reserved >= 0]
 
     def _kept_states(
-        self, tracked: Tracked, group: Group, table: IntArray, before: int, tail: int, inside: set[int]
+        self, tracked: Tracked, group: Group, table: IntArray, before: int, ends: range, inside: set[int]
     ) -> BoolArray:
-        """Of the states that are there: the first at or behind each point, and those where later prompts resume. Of
-        those inside of a block, which go into ``inside``, the one that ends the prompt.
+        """Of the states that are there: the first at or behind each point, and those where later prompts resume, as at
+        all ``ends``. Of those inside of a block, which go into ``inside``, the one that ends the prompt.
         """
+        points = (tracked.retention or self._retention).points
         size, parts = group.block_tokens, self.sources[group.index].parts
         prompt_end = (len(tracked.request.prompt_token_ids) - 1) // size * size
         kept = np.zeros(len(table), dtype=np.bool_)
         for state in np.flatnonzero(table != NULL_BLOCK).tolist():
             here = (state + 1) * size
             if here % (size * parts) == 0:
-                kept[state] = here >= tail or here == tracked.junction or self._points.crossed(before, here)
+                kept[state] = here in ends or here == tracked.junction or points.crossed(before, here)
                 before = here
             elif prompt_end - size <= here <= prompt_end:  # drafts that read hidden states end it a unit before
                 kept[state] = True

@@ -1,0 +1,226 @@
+"""Which windows and states of a prompt are kept, learned from what later prompts would have found of them.
+
+Each level keeps what the one before keeps, and more:
+
+    0  what is read by a resume at the prompt's end    finds a prompt that is repeated, or continued from there
+    1  and at the end of everything generated          finds one that is continued behind the answer
+    2  and at the points                               finds one that parts from it anywhere
+
+Where prompts were seen to part is kept at every level (`Points.kept`). For each prompt that arrives the learner works
+out what each level would have found of it, from the ends that it remembers and from where points lie, and what each
+level stores of it. It takes the level with the most `found - price * stored`, where `price` is the tokens that a stored
+byte has brought so far: more is kept where that brings more than what it drives out would have. Of an end that is found
+again and again the first time alone counts for the price, as what is driven out is what is used least. Prompts that
+begin alike are counted on their own when there are enough of them, the others all together.
+
+At first all is kept: memory has room, and what no prompt uses is the first to go.
+
+What is learned decides what is stored, never what may be loaded: a wrong guess is a recompute. No clock, no randomness:
+the same prompts in the same order give the same levels. Memory is bounded, by `ENDS_MAX` and `CLASSES_MAX`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stowage.core.geometry import BoolArray, Kind
+from stowage.core.groups.base import GroupStrategy
+from stowage.core.resume_points import NOWHERE, Points, tail_of
+
+__all__ = ["Learner", "Retention"]
+
+ENDS_MAX: Final = 1 << 16
+CLASSES_MAX: Final = 256
+EVIDENCE: Final = 4
+"""So many prompts of which something was known decide; with fewer all is kept."""
+MEMORY: Final = 256
+"""After so many all counts are halved, so that what traffic was long ago does not decide."""
+_ENDS, _ANSWERS, _POINTS = range(3)
+_USED: Final = 4
+"""Of an end: a prompt has found it already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """`points`: kept in the middle of a prompt. `answers`: windows and states of what is generated are kept."""
+
+    points: Points
+    answers: bool = True
+
+    def kept(self, strategy: GroupStrategy, chunks: range, prompt_tokens: int, tail: int, junction: int) -> BoolArray:
+        """See `Points.kept`."""
+        return self.points.kept(strategy, chunks, tail, junction, self.end(prompt_tokens))
+
+    def end(self, prompt_tokens: int) -> int:
+        """Behind it nothing is kept: no resume of that prompt reaches its last token, which is always computed."""
+        return NOWHERE if self.answers else prompt_tokens - 1
+
+
+class _Tally:
+    """Of some prompts, by level: tokens that it would have found, and bytes stored. At last what tells the price: what
+    was found for the first time, and stored.
+    """
+
+    def __init__(self) -> None:
+        self.found = np.zeros(4)
+        self.stored = np.zeros(4)
+        self.known = 0
+
+    def add(self, found: Sequence[int], stored: Sequence[int], *, known: bool = False) -> None:
+        """A prompt; `known`: something of it was."""
+        self.found += found
+        self.stored += stored
+        self.known += known
+        if self.known == MEMORY:
+            self.known //= 2
+            self.found /= 2
+            self.stored /= 2
+
+
+class Learner:
+    """Of the groups of `strategies`, full attention among them. `points`: of the last level. `step_tokens`: how far
+    apart recurrent states can be had. `group`: the one whose keys name prompts.
+    """
+
+    def __init__(self, points: Points, strategies: Sequence[GroupStrategy], step_tokens: int) -> None:
+        self.levels = (Retention(Points(0), answers=False), Retention(Points(0)), Retention(points))
+        groups = [strategy.group for strategy in strategies]
+        self.group = next(group for group in groups if group.kind is Kind.FULL)
+        self._unit = math.lcm(*(group.chunk_tokens for group in groups))
+        recurrent = any(group.kind is Kind.RECURRENT for group in groups)
+        self._step = max(self._unit, step_tokens // self._unit * self._unit) if recurrent else self._unit
+        self._alike = _alike(strategies)
+        self._ends: OrderedDict[bytes, int] = OrderedDict()
+        self._all = _Tally()
+        self._classes: OrderedDict[bytes, _Tally] = OrderedDict()
+
+    def arrived(self, keys: Sequence[bytes], tokens: int, known: int, held: int, resumed: int) -> Retention:
+        """What to keep of a prompt of so many tokens, which begins with chunks of these keys of `group`.
+
+        `known`: how far full attention knows it; `held`: how much the device has; `resumed`: where it can go on.
+        """
+        found, stored = self._found(keys, known, held, resumed), self._stored(known, tokens, tokens)
+        alike = self._class(keys[0]) if keys and known >= self.group.chunk_tokens else None
+        level = self._level(alike)
+        found.append(self._first(keys, found[level]))
+        stored.append(stored[level])
+        self._all.add(found, stored, known=known > 0)
+        if alike is not None:
+            alike.add(found, stored, known=True)
+        self._remember(keys, self._unit, _POINTS, known)  # that it was seen: `_found` asks
+        for end in (tail_of(tokens, self._unit), tokens - 1, known):
+            self._remember(keys, end, _ENDS, known)
+        return self.levels[level]
+
+    def answered(self, keys: Sequence[bytes], prompt_tokens: int, tokens: int, retention: Retention) -> None:
+        """A request that was told `retention` has ended. `keys`: of the prompt and the answer, `tokens` together."""
+        stored = self._stored(prompt_tokens, tokens, prompt_tokens)
+        stored.append(stored[self.levels.index(retention)])
+        for tally in (self._all, self._classes.get(keys[0]) if keys else None):
+            if tally is not None:
+                tally.add([0] * 4, stored)
+        self._remember(keys, tokens, _ANSWERS)
+
+    def _level(self, alike: _Tally | None) -> int:
+        """By the prompts that begin alike, if those are enough."""
+        tally = alike if alike is not None and alike.known >= EVIDENCE else self._all
+        if tally.known < EVIDENCE:
+            return _POINTS
+        price = self._all.found[-1] / max(1.0, self._all.stored[-1])
+        return int(np.argmax((tally.found - price * tally.stored)[:-1]))  # of equals the first, which keeps least
+
+    def _class(self, key: bytes) -> _Tally:
+        """Of the prompts whose first chunk has this key."""
+        tally = self._classes.setdefault(key, _Tally())
+        self._classes.move_to_end(key)
+        if len(self._classes) > CLASSES_MAX:
+            self._classes.popitem(last=False)
+        return tally
+
+    def _key(self, keys: Sequence[bytes], end: int) -> bytes:
+        """Of the last whole chunks up to `end`; empty where there are none, or none known."""
+        index = end // self._unit * self._unit // self.group.chunk_tokens
+        return keys[index - 1] if 0 < index <= len(keys) else b""
+
+    def _remember(self, keys: Sequence[bytes], end: int, level: int, known: int = 0) -> None:
+        """Level `level`, and those above, can resume at the last boundary of whole chunks up to `end`. What lies behind
+        `known` was not there before, so nobody has used it.
+        """
+        if key := self._key(keys, end):
+            before = self._ends.pop(key, level)
+            used = before & _USED if end // self._unit * self._unit <= known else 0
+            self._ends[key] = min(level, before % _USED) | used
+            if len(self._ends) > ENDS_MAX:
+                self._ends.popitem(last=False)
+
+    def _first(self, keys: Sequence[bytes], found: int) -> int:
+        """The same if it is an end that no prompt has used, or none; else 0."""
+        key = self._key(keys, found)
+        level = self._ends.get(key, 0)
+        if key in self._ends:
+            self._ends[key] = level | _USED
+        return 0 if level & _USED else found
+
+    def _found(self, keys: Sequence[bytes], known: int, held: int, resumed: int) -> list[int]:
+        """By level, where this prompt could have gone on."""
+        unit, found, above = self._unit, [held] * 3, 3
+        if known >= unit and self._key(keys, unit) not in self._ends:
+            return [max(held, resumed)] * 3  # another engine stored it, or this one long ago: nothing to learn
+        for end in range(known // unit * unit, held, -unit):
+            level = self._ends.get(self._key(keys, end), above) % _USED
+            if level < above:
+                found[level:above] = [end] * (above - level)
+                above = level
+            if not above:
+                break
+        ends = np.arange(0, known + 1, self._step)
+        points = ends[self.levels[_POINTS].points.following(np.maximum(ends - self._step + 1, 0)) <= ends]
+        found[_POINTS] = max(found[_POINTS], int(points[-1]))
+        return found
+
+    def _stored(self, begin: int, end: int, prompt_tokens: int) -> list[int]:
+        """By level, bytes of the chunks that are completed between two positions."""
+        tail = tail_of(prompt_tokens, self._unit)
+        stored = [0] * 3
+        for strategy, nbytes in self._alike:
+            size = strategy.group.chunk_tokens
+            chunks = range(begin // size, max(begin, end) // size)
+            for level, retention in enumerate(self.levels):
+                if strategy.group.kind is Kind.RECURRENT:
+                    count = self._states(retention, begin, end, prompt_tokens, tail)
+                else:
+                    count = int(retention.kept(strategy, chunks, prompt_tokens, tail, 0).sum())
+                stored[level] += count * nbytes
+        return stored
+
+    def _states(self, retention: Retention, begin: int, end: int, prompt_tokens: int, tail: int) -> int:
+        """How many of a recurrent group: steps end at multiples of their length, where the prompt ends, and at each
+        block of the answer.
+        """
+        last = (prompt_tokens - 1) // self._unit * self._unit
+        steps = np.arange(self._step, last, self._step)
+        before = np.append(steps - self._step, steps[-1:] if len(steps) else 0)
+        ends = np.append(steps, last)
+        kept = (retention.points.following(before + 1) <= ends) | (ends >= tail)
+        answer = end // self._unit - max(begin, last) // self._unit if retention.answers else 0
+        return int(kept[(begin < ends) & (ends <= end)].sum()) + max(0, answer)
+
+
+def _alike(strategies: Sequence[GroupStrategy]) -> list[tuple[GroupStrategy, int]]:
+    """One of the groups that keep the same chunks, and the bytes of a chunk of them all. What lies inside of a block is
+    kept of every prompt.
+    """
+    found: dict[tuple[Kind, int, int, int], tuple[GroupStrategy, int]] = {}
+    for strategy in strategies:
+        group = strategy.group
+        sort = (group.kind, group.block_tokens, group.blocks_per_chunk, group.window)
+        if not group.spared_tokens:
+            first, nbytes = found.get(sort, (strategy, 0))
+            found[sort] = (first, nbytes + group.bytes_per_chunk)
+    return [*found.values()]
