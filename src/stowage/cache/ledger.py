@@ -148,12 +148,12 @@ class Ledger:
         one that of its own key in `after`.
         """
         all_new = self._map.has_none(keys)
-        before = self._map.find(after) if isinstance(after, list) else np.array([self._map.slot_of(after)])
         known = _NONE if all_new else self._map.find(keys)
         wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
         if not holds(wanted):
             keys, masks = list(compress(keys, wanted.tolist())), masks[wanted]
-        slots = self._take_new(slab, keys, RESERVED)
+        slots = self._take_new(slab, keys, RESERVED)  # which may evict the chunk before: it is looked up afterwards
+        before = self._map.find(after) if isinstance(after, list) else np.array([self._map.slot_of(after)])
         self.without_room += len(keys) - len(slots)
         self._masks_coming[slots] = masks[: len(slots)]
         keys = keys[: len(slots)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.geometry import IntArray
+from stowage.core.geometry import IntArray, MaskArray
 
 def best_rates(hazard: NDArray[np.float64], rates: NDArray[np.float64], /) -> None: ...
 
@@ -24,6 +24,20 @@ class Kernel:
     def held(self) -> list[int]: ...
     def due(self) -> list[int]: ...
     def __len__(self) -> int: ...
+
+class Ledger:
+    def __init__(self, table: Slots, arrays: tuple[NDArray[Any], ...]) -> None: ...
+    def reserve(
+        self,
+        keys: list[bytes],
+        masks: MaskArray,
+        after: list[bytes] | bytes | None,
+        free: IntArray,
+        free_count: int,
+        slots: IntArray,
+        /,
+    ) -> bool: ...
+    def commit(self, slots: IntArray, order: IntArray, parents: IntArray, /) -> list[bytes] | None: ...
 
 class Rows:
     def __init__(self, width: int, bucket_bits: int = 12, depth_max: int = 20) -> None: ...
