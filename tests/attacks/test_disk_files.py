@@ -21,6 +21,7 @@ import xxhash
 
 from stowage.storage.format import segment
 from stowage.storage.format.segment import PAGE_BYTES, SegmentName
+from tests.depth import few_or_all
 from tests.disk_client import Client, key, only_segment, payload, segments
 from tests.segment_surgery import flip
 
@@ -55,6 +56,7 @@ def read_and_repair(directory: Path, *, expect: list[bool] | None = None) -> dic
     return counts
 
 
+@pytest.mark.exhaustive
 def test_every_flipped_bit_of_a_payload_is_a_miss(tmp_path: Path) -> None:
     """All 32,768 bits of a chunk: 512 chunks at a time, each with another bit flipped."""
     names, lengths = [key(n) for n in range(512)], [4096] * 512
@@ -67,7 +69,7 @@ def test_every_flipped_bit_of_a_payload_is_a_miss(tmp_path: Path) -> None:
     assert all(
         good[start : start + 4096].tobytes() == payload(name, 4096) for start, name in zip(starts, names, strict=True)
     )
-    for first in range(0, 8 * 4096, 512):
+    for first in range(0, 8 * 4096, few_or_all(8, 1) * 512):
         bits = first + np.arange(512)
         damaged = good.copy()
         damaged[starts + bits // 8] ^= (1 << bits % 8).astype(np.uint8)
@@ -81,12 +83,13 @@ def test_every_flipped_bit_of_a_payload_is_a_miss(tmp_path: Path) -> None:
         assert client.load(names, lengths).ok.all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", ["header", "batch", "footer", "trailer"])
 def test_every_flipped_bit_of_the_pages_is_a_miss_or_harmless(stored: Path, tmp_path: Path, page: str) -> None:
     size = only_segment(stored).stat().st_size
     first = {"header": 0, "batch": PAGE_BYTES, "footer": size - 2 * PAGE_BYTES, "trailer": size - PAGE_BYTES}[page]
     content = {"header": 128, "batch": 128 + 5 * 128, "footer": 5 * segment.ENTRY_BYTES, "trailer": 128}[page]
-    for at, bit in enumerate([*range(0, 8 * content, 61), 8 * content + 9, 8 * PAGE_BYTES - 1]):
+    for at, bit in enumerate([*range(0, 8 * content, few_or_all(211, 61)), 8 * content + 9, 8 * PAGE_BYTES - 1]):
         directory = tmp_path / f"{at}"
         shutil.copytree(stored, directory)
         flip(only_segment(directory), 8 * first + bit)
@@ -114,9 +117,10 @@ def test_a_flipped_batch_page_of_a_torn_segment_loses_only_what_follows(stored: 
         client.check()
 
 
+@pytest.mark.exhaustive
 def test_truncation_at_every_512_bytes(stored: Path, tmp_path: Path) -> None:
     size = only_segment(stored).stat().st_size
-    for length in range(0, size, 512):
+    for length in range(0, size, few_or_all(5, 1) * 512):
         directory = tmp_path / f"cut-{length}"
         shutil.copytree(stored, directory)
         os.truncate(only_segment(directory), length)

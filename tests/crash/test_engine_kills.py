@@ -25,7 +25,7 @@ from tests.disk_client import used_bytes
 from tests.nursery import Child, Nursery, wait_until
 from tests.syscall_trap import Board
 
-KILLS = int(os.environ.get("STOWAGE_KILLS", "50"))
+KILLS = int(os.environ.get("STOWAGE_KILLS", "16"))
 CREWS = 2 if KILLS > 200 else 1
 LIMIT = 320 << 10
 NEW_TOKENS = 3

@@ -33,7 +33,7 @@ OPTIONS = {"segment_bytes": 56 << 10, "readers": 1, "refresh_s": 1e9}
 OPEN_S = 1.0
 TRIES = 4
 STAGES = 2
-EVERY = int(os.environ.get("STOWAGE_KILL_EVERY", "3"))
+EVERY = int(os.environ.get("STOWAGE_KILL_EVERY", "11"))
 """`make crash` has time for every call."""
 
 pytestmark = pytest.mark.slow

@@ -27,7 +27,7 @@ from tests.disk_client import NAMESPACE, NEVER_S, aligned, key, steady_bytes, us
 from tests.nursery import Child, Nursery
 from tests.syscall_trap import Board
 
-OPERATIONS = int(os.environ.get("STOWAGE_SHARING_OPERATIONS", "120000"))
+OPERATIONS = int(os.environ.get("STOWAGE_SHARING_OPERATIONS", "48000"))
 PROCESSES, THREADS = 8, 4
 KILLS = 6
 LIMIT = 32 << 20

@@ -33,13 +33,24 @@ KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
 PROMPT = random_prompt(333, seed=1)
 OTHERS = [random_prompt(50 + 61 * i, seed=10 + i) for i in range(4)]
 NEW_TOKENS = 500
+ELSEWHERE = pytest.mark.every_family
+"""Of several that differ in little, `make families` runs the others."""
 MANY_LAYERS = [
     ("llama", 60),
-    ("qwen3_next", 36),
     *(
-        pytest.param(*more, marks=pytest.mark.every_family)
-        for more in (("gemma3", 48), ("llama4", 30), ("deepseek_v3", 30))
+        pytest.param(*more, marks=ELSEWHERE)
+        for more in (("qwen3_next", 36), ("gemma3", 48), ("llama4", 30), ("deepseek_v3", 30))
     ),
+]
+WITHOUT_KERNELS = [
+    *product([*KINDS, "gpt_oss", "falcon"], ["bfloat16"]),
+    ("llama", "float16"),
+    ("qwen3_next", "float16"),
+    *(
+        pytest.param(family, "float16", marks=ELSEWHERE)
+        for family in ("gemma3", "llama4", "deepseek_v3", "gpt_oss", "falcon")
+    ),
+    pytest.param("jamba", "bfloat16", marks=ELSEWHERE),
 ]
 
 
@@ -64,7 +75,10 @@ def opened(checkpoints):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "deepseek_v3", "qwen3_next", *(pytest.param(kind, marks=ELSEWHERE) for kind in ("gemma3", "llama4"))],
+)
 def test_500_tokens(family, opened, tmp_path):
     """One answer of 500 tokens: alone; beside others, in other pieces, on a device with room for one such
     sequence, so that some are preempted; then from disk after a restart, from host, and from the device.
@@ -250,9 +264,7 @@ def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_pat
     assert "the last bits of answers may depend" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [*product([*KINDS, "gpt_oss", "falcon"], ["float16", "bfloat16"]), ("jamba", "bfloat16")]
-)
+@pytest.mark.parametrize(("family", "dtype"), WITHOUT_KERNELS)
 def test_without_kernels(family, dtype, checkpoints, monkeypatch, tmp_path):
     """Each piece of a prompt is a forward of its own, at its own place: slower, and exact. Jamba: every token."""
     if dtype == "bfloat16":

@@ -13,7 +13,7 @@ from tests.engine.conftest import assert_same, greedy, random_prompt, small_pool
 @pytest.mark.parametrize("family", KINDS)
 def test_spilled_and_loaded_back(family, engines, references):
     engine = small_pool(engines, family, host_memory="32MiB", snapshot_tokens=64)
-    prompts = [random_prompt(60 + i, seed=i) for i in range(5)]
+    prompts = [random_prompt(60 + i, seed=i) for i in range(4)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):
         assert_same(completion, references(family).answer(prompt, 90))
     counters = engine.stats()["engine"]

@@ -23,6 +23,7 @@ from stowage.engine.sampling import SamplingParams
 from stowage.errors import RequestError
 from stowage.storage.disk import DiskTier
 from stowage.testing import tiny_models
+from tests.depth import few_or_all
 from tests.disk_client import NAMESPACE
 from tests.engine.conftest import assert_same, greedy, random_prompt, small_pool
 
@@ -150,12 +151,13 @@ def test_separability() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.hurried
 def test_time_to_first_token_tells_nothing_of_another_tenant():
     """2,000 probes: prompts that another tenant has had computed, and prompts that nobody has."""
     model = tiny_models.build("llama", tiny_models.TinySize(hidden=128, layers=1, heads=2, kv_heads=1))
     first = SamplingParams(max_new_tokens=1, ignore_eos=True)
-    count = TIMINGS // 2
+    count = few_or_all(TIMINGS // 5, TIMINGS // 2)
     with Engine(model, Memory(kv_cache_memory="64MiB", host_memory="256MiB")) as engine:
 
         def probe(salt: str) -> Callable[[object], float]:

@@ -30,6 +30,7 @@ from stowage.testing import tiny_models
 from tests.engine.conftest import random_prompt
 from tests.threads import using_threads
 
+pytestmark = pytest.mark.device  # all kernels are compiled again: `make second-device`
 SOURCE = Path(__file__).parents[1] / "tiles_emulated.c"
 FLAGS = "-shared -fPIC -O1 -std=gnu11 -ffp-contract=fast -Wno-psabi -Werror".split()
 

@@ -16,6 +16,7 @@ from stowage.storage.disk.read_plan import plan_runs
 from stowage.storage.disk.reader import Reader, Result
 from stowage.storage.disk.recovery import scan_segment
 from stowage.storage.format.envelope import pack_fields
+from tests.depth import few_or_all
 from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery, flip
@@ -25,6 +26,7 @@ COPIES = 512
 MIB = 1 << 20
 
 
+@pytest.mark.exhaustive
 def test_every_bit_of_a_64_kib_payload_is_verified(tmp_path: Path) -> None:
     """All 524,288 bits, one at a time, in the bytes that arrived, against the tier's own verification.
 
@@ -42,7 +44,7 @@ def test_every_bit_of_a_64_kib_payload_is_verified(tmp_path: Path) -> None:
         fields = pack_fields(name, NAMESPACE, 5, CHUNK_BYTES)
         verify, offset, digest = run.guard.verify, run.offsets[0], run.digests.tobytes()
         assert verify(fields, offset, buffer, digest)
-        for byte in range(CHUNK_BYTES):
+        for byte in range(0, CHUNK_BYTES, few_or_all(61, 1)):
             for bit in range(8):
                 buffer[byte] ^= 1 << bit
                 assert not verify(fields, offset, buffer, digest), (byte, bit)
@@ -50,6 +52,7 @@ def test_every_bit_of_a_64_kib_payload_is_verified(tmp_path: Path) -> None:
         assert verify(fields, offset, buffer, digest)
 
 
+@pytest.mark.exhaustive
 def test_a_flipped_bit_in_every_byte_of_a_64_kib_payload(tmp_path: Path) -> None:
     """65,536 flips in the file, one at a time per chunk, read through the whole tier: 512 chunks are stored; in every
     round each has a bit flipped in another byte, a new tier finds all of them in its index, and none may come back.
@@ -63,7 +66,8 @@ def test_a_flipped_bit_in_every_byte_of_a_64_kib_payload(tmp_path: Path) -> None
     file = np.memmap(path, np.uint8, "r+")
     buffers = aligned(lengths)
     caught = 0
-    for first in range(0, CHUNK_BYTES, COPIES):
+    firsts = range(0, CHUNK_BYTES, few_or_all(8, 1) * COPIES)
+    for first in firsts:
         at = starts + first + np.arange(COPIES)
         mask = (1 << (at // 4096 + at) % 8).astype(np.uint8)
         file[at] ^= mask
@@ -74,11 +78,12 @@ def test_a_flipped_bit_in_every_byte_of_a_64_kib_payload(tmp_path: Path) -> None
             assert not any(client.hits(names)), "what did not verify is not offered again"
             caught += client.stats()["corrupt"]
         file[at] ^= mask
-    assert caught == CHUNK_BYTES
+    assert caught == len(firsts) * COPIES
     with opened(tmp_path / "c", limit) as client:
         assert client.load(names, lengths).ok.all()
 
 
+@pytest.mark.exhaustive
 def test_every_bit_of_both_copies_of_an_envelope(tmp_path: Path) -> None:
     """2,112 bits, one at a time: in the batch's page and in the footer. Whichever copy is damaged, what the tier finds
     out about the segment is, bit for bit, what was written; in a torn segment, which has one copy, it is that or less.
@@ -100,7 +105,7 @@ def test_every_bit_of_both_copies_of_an_envelope(tmp_path: Path) -> None:
         good.path.write_bytes(whole)
         expected = entries_in(client, good)
         assert len(expected) == 3 * 136
-        for bit in range(8 * first, 8 * (first + count)):
+        for bit in range(8 * first, 8 * (first + count), few_or_all(5, 1)):
             flip(good.path, bit)
             found = entries_in(client, good)
             assert found == expected or (whole is torn and not found), bit
@@ -129,6 +134,7 @@ def read_and_repair(directory: Path, names: list[bytes], lengths: list[int], exp
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hundred_thousand_random_flips_over_16_mib(tmp_path: Path) -> None:
     """In rounds of 500 flips anywhere behind the header: batches, payloads, padding, footer, trailer. What is read is
     exact, what has a flip in its payload is absent, and every tenth round is repaired by storing.
@@ -144,7 +150,8 @@ def test_a_hundred_thousand_random_flips_over_16_mib(tmp_path: Path) -> None:
     begins, ends = np.array(good.offsets), np.array(good.offsets) + lengths
     buffers = aligned(lengths)
     hurt, absent, spared = 0, 0, 0
-    for number in range(200):
+    rounds = few_or_all(40, 200)
+    for number in range(rounds):
         bits = np.array(chance.sample(range(8 * 4096, 8 * len(good.data)), 500))
         flip_all(good.path, bits)
         in_chunk = np.searchsorted(begins, bits // 8, side="right") - 1
@@ -164,7 +171,7 @@ def test_a_hundred_thousand_random_flips_over_16_mib(tmp_path: Path) -> None:
             good.path.write_bytes(good.data)
         else:
             flip_all(good.path, bits)  # much less to write than all of it
-    assert hurt > 20_000 and spared > 20_000 and absent >= hurt, "both kinds were seen"
+    assert hurt > 100 * rounds and spared > 100 * rounds and absent >= hurt, "both kinds were seen"
 
 
 def flip_all(path: Path, bits: np.ndarray) -> None:
@@ -175,6 +182,7 @@ def flip_all(path: Path, bits: np.ndarray) -> None:
             os.pwrite(file.fileno(), bytes([byte ^ 1 << bit % 8]), bit // 8)
 
 
+@pytest.mark.exhaustive
 def test_a_flipped_header_costs_its_segment_only(tmp_path: Path) -> None:
     """What page 0 says: if it is damaged the whole segment is not believed, its neighbour is."""
     names, lengths = [key(n) for n in range(2)], [4096, 5000]
@@ -182,7 +190,7 @@ def test_a_flipped_header_costs_its_segment_only(tmp_path: Path) -> None:
         with opened(tmp_path / "c") as client:
             client.store(names[n : n + 1], lengths[n : n + 1])
     first = sorted((tmp_path / "c").glob("*.seg"))[0]
-    for bit in range(0, 8 * 128, 3):
+    for bit in range(0, 8 * 128, few_or_all(13, 3)):
         flip(first, bit)
         with opened(tmp_path / "c") as client:
             assert client.load(names, lengths).ok.tolist() == [False, True]

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.depth import few_or_all
 from tests.engine.conftest import random_prompt
 from tests.machines.conftest import Open, Start
 from tests.machines.network import Network
@@ -15,12 +16,13 @@ from tests.nursery import wait_until
 
 PROMPT_TOKENS = 1300
 CHUNKS = PROMPT_TOKENS // 64
-KILLS = {"valkey": 10, "s3": 5, "directory": 6}
+KILLS = few_or_all({"valkey": 5, "s3": 4, "directory": 4}, {"valkey": 10, "s3": 5, "directory": 6})
 LINK_RATE = {"valkey": 4_000_000, "s3": 700_000, "directory": 4_000_000}
 """Bytes a second: what a prompt leaves behind takes a third of one, and two where counting what is there is slow."""
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_machine_dies_in_the_middle_of_storing(kind: str, store: Open, start: Start, network: Network, alone) -> None:
     """Killed when so many chunks, drawn at random, are there; or some milliseconds after it began."""

@@ -344,7 +344,7 @@ def test_a_field_that_only_headers_cannot_replace_is_asked_for(tmp_path: Path) -
 
 
 def test_no_config_and_an_unknown_type(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         find_config(str(tmp_path))
     foreign(tmp_path)
     with pytest.raises(ConfigError, match="dtype 'int3' is unknown"):

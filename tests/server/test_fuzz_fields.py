@@ -9,6 +9,7 @@ from itertools import product
 import httpx
 import pytest
 
+from tests.depth import few_or_all
 from tests.server.process import Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -49,7 +50,8 @@ def cases() -> list[tuple[str, dict[str, str]]]:
     """One field at a time, and three at once."""
     found = [(path, {name: value}) for path in FIELDS for name, value in product(FIELDS[path], ODD)]
     chance = random.Random(11)
-    for _ in range(400):
+    found = chance.sample(found, few_or_all(len(found) // 3, len(found)))
+    for _ in range(few_or_all(100, 400)):
         path = chance.choice([TEXT, CHAT])
         found.append((path, {name: chance.choice(ODD) for name in chance.sample(FIELDS[path], 3)}))
     return found
@@ -60,6 +62,7 @@ def body(path: str, odd: dict[str, str]) -> bytes:
     return ("{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in given.items()) + "}").encode()
 
 
+@pytest.mark.exhaustive
 def test_every_field(server: Server) -> None:
     headers = {"content-type": "application/json"}
     taken = refused = 0
@@ -81,7 +84,7 @@ def test_every_field(server: Server) -> None:
             assert near or "messages" in said, f"{where}: {error}"
         assert client.get("/health").json() == {"status": "ok"}
         again = client.post(TEXT, content=body(TEXT, {"temperature": "0"})).json()["choices"][0]["text"]
-        assert again == expected and taken > 200 and refused > 1000
+        assert again == expected and taken > 100 and refused > 500
     assert "Traceback" not in server.err.read_text() and server.total("stowage_choices_open") == 0
 
 

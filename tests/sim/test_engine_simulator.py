@@ -148,7 +148,7 @@ PLANTS = [
     Planted(waiter_that_is_not_told, 4, "is not told"),
     Planted(callback_that_ends_the_engine, 0, "the engine stopped: ValueError"),
     Planted(commit_before_the_bytes, 5, "wrong bytes of token"),
-    Planted(slots_given_back_while_they_are_read, 161, "changed while it was read"),
+    Planted(slots_given_back_while_they_are_read, 289, "changed while it was read"),
     Planted(nan_that_is_drawn, 14, "nothing is left that may be drawn"),
     Planted(temperature_that_overflows, 0, "failed: StowageError"),
     Planted(window_that_is_too_short, 2, "a query needs a block that is nowhere"),

@@ -22,6 +22,7 @@ from stowage.storage.host import HostArena
 from stowage.storage.host_table import HostTable, Reader, Snapshot, read_header
 from stowage.storage.lease import Lease, held_bytes
 from stowage.storage.neighbours import NeighbourTier
+from tests.depth import few_or_all
 
 PAYLOAD = 4096
 GROUPS = (Group(0, Kind.FULL, 16, 1, PAYLOAD, 0, ()),)
@@ -227,6 +228,7 @@ while True:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_engines_that_are_killed_at_any_moment(tmp_path: Path) -> None:
     """Three that read each other's memory; one after the other is killed. Nothing wrong, leaked, or above the limit."""
     root = Path(__file__).parents[2]
@@ -246,7 +248,7 @@ def test_engines_that_are_killed_at_any_moment(tmp_path: Path) -> None:
             )
 
     living = [start(seed) for seed in range(3)]
-    for seed in range(3, 11):
+    for seed in range(3, few_or_all(6, 11)):
         count = seed
         until_s = time.monotonic() + 120
         while said.read_text().count("up") < count and time.monotonic() < until_s:

@@ -21,6 +21,15 @@ from tests.weights.architectures import GENERATES, TABLE, build, inputs
 from tests.weights.conftest import bytes_of
 from tests.weights.test_parity import PEAK
 
+CASES = [
+    *[pytest.param(name, torch.float32, id=f"{name}-float32") for name in TABLE],
+    *[
+        pytest.param(
+            name, torch.bfloat16, id=f"{name}-bfloat16", marks=[] if name == "t5" else pytest.mark.every_family
+        )
+        for name in TABLE
+    ],
+]
 PLACEMENTS = {
     "stream": {"weights": "*=stream"},
     "prefetch": {"weights": "*=prefetch", "host_memory": "1GiB"},
@@ -59,8 +68,7 @@ def tensors(out: Any) -> dict[str, Tensor]:
     return {name: value for name, value in out.items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_it_answers_as_plain_transformers_does(name: str, dtype: torch.dtype, saved: Callable[..., Path]) -> None:
     directory = saved(name, dtype)
     plain = type(build(name)).from_pretrained(directory, dtype="auto").eval()

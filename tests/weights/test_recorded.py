@@ -34,6 +34,14 @@ FAMILIES = ("llama", "gemma3", "mixtral", "deepseek_v3", "qwen3_next", "nemotron
 UNRECORDED = ("phi4_mini", "aria", "dbrx", "longcat_flash")
 """Steps of these are not recorded with all weights in memory either."""
 TRIED = tuple(tiny_models.FAMILIES) if os.environ.get("STOWAGE_TEST_FAMILIES") == "all" else FAMILIES
+IN_EVERY_DTYPE = ("llama",)
+CASES = [
+    pytest.param(
+        family, dtype, marks=() if dtype == "bfloat16" or family in IN_EVERY_DTYPE else pytest.mark.every_family
+    )
+    for family in TRIED
+    for dtype in ("float32", "bfloat16", "float16")
+]
 BUDGETS = ("*=stream", "*=mapped", "last 1 of 2=stream,*=prefetch", "*=experts")
 SIZES: dict[str, Any] = {"kv_cache_memory": "8MiB", "host_memory": "64MiB", "max_num_seqs": 3}
 
@@ -59,8 +67,7 @@ def unrecorded(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_recorded_steps_give_the_bits_of_unrecorded_ones_and_of_weights_in_memory(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -86,7 +93,8 @@ def test_recorded_steps_give_the_bits_of_unrecorded_ones_and_of_weights_in_memor
             if steps is not None and in_memory is not None and not in_memory.why:
                 assert not steps.why and steps.counters.replayed_steps > 8, (budget, steps.why)
                 assert weights.stats()["passes"] >= steps.counters.replayed_steps, "each has its turn"
-            assert answers(unrecorded(engine)) == expected, budget
+            if placed == 1:  # wherever weights lie, models give the same bits: tests/weights/test_engine.py
+                assert answers(unrecorded(engine)) == expected, budget
     assert placed
 
 
