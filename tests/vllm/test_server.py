@@ -26,9 +26,10 @@ START_S = 300.0
 class Server:
     """A real one, in a process group of its own."""
 
-    def __init__(self, model: Path, cache: Path, log: Path, ranks: int) -> None:
+    def __init__(self, model: Path, cache: Path, log: Path, ranks: int, engines: int) -> None:
         self.port = free_port()
-        extra = {"host_memory": "64MiB", "disk": f"{cache}:256MiB"}
+        below = {"disk": f"{cache}:256MiB"} if engines == 1 else {"node_host_memory": f"{64 * engines}MiB"}
+        extra = {"host_memory": "64MiB", **below}
         transfer = {"kv_connector": "StowageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         self._log = log
         with log.open("wb") as file:
@@ -38,6 +39,7 @@ class Server:
                     *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
                     *("--max-model-len", "2048", "--port", str(self.port), "--enable-prompt-tokens-details"),
                     *("--kv-transfer-config", json.dumps(transfer), "--tensor-parallel-size", str(ranks)),
+                    *("--data-parallel-size", str(engines)),
                 ],
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -48,6 +50,7 @@ class Server:
                     "VLLM_CPU_KVCACHE_SPACE": "1",
                     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                     "HF_HUB_OFFLINE": "1",
+                    "XDG_RUNTIME_DIR": str(log.parent),
                 },
             )
         self._wait()
@@ -63,7 +66,7 @@ class Server:
                 time.sleep(0.2)
         raise AssertionError("the server did not start")
 
-    def ask(self, prompt: list[int], **more: Any) -> tuple[list[int], int]:
+    def ask(self, prompt: list[int], engine: int = 0, **more: Any) -> tuple[list[int], int]:
         """The tokens that follow, and how many tokens came from a cache."""
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=120)
         answer = client.completions.create(
@@ -72,6 +75,7 @@ class Server:
             max_tokens=8,
             temperature=0,
             extra_body={"return_token_ids": True, **more},
+            extra_headers={"X-data-parallel-rank": str(engine)},
         )
         assert answer.usage is not None
         details = answer.usage.prompt_tokens_details
@@ -79,14 +83,15 @@ class Server:
         return tokens, (details.cached_tokens or 0) if details is not None else 0
 
     def metrics(self) -> dict[str, float]:
-        """Our series, by name and labels that are not vLLM's."""
-        found = {}
+        """Our series, by name and labels that are not vLLM's; the engines' sum."""
+        found: dict[str, float] = {}
         for line in httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=30).text.splitlines():
             if line.startswith(("stowage_", "vllm:external_prefix_cache")) and "_created" not in line:
                 name, value = line.rsplit(" ", 1)
                 labels = [label for label in ("tier", "slab") if f'{label}="' in name]
                 part = "".join(name.split(f'{label}="')[1].split('"')[0] for label in labels)
-                found[" ".join(filter(None, [name.split("{")[0], part]))] = float(value)
+                series = " ".join(filter(None, [name.split("{")[0], part]))
+                found[series] = found.get(series, 0) + float(value)
         return found
 
     def metrics_with(self, name: str) -> dict[str, float]:
@@ -106,13 +111,13 @@ class Server:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[int], Server]]:
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     model = write(FAMILIES["llama"], tmp_path / "model")
     tiny_models.tokenizer(VOCAB).save_pretrained(model)
     servers: list[Server] = []
 
-    def start(ranks: int) -> Server:
-        servers.append(Server(model, tmp_path / "cache", tmp_path / f"log{len(servers)}", ranks))
+    def start(ranks: int = 1, engines: int = 1) -> Server:
+        servers.append(Server(model, tmp_path / "cache", tmp_path / f"log{len(servers)}", ranks, engines))
         return servers[-1]
 
     yield start
@@ -127,7 +132,7 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_server_that_is_killed_and_started_again(ranks: int, serve: Callable[[int], Server]) -> None:
+def test_a_server_that_is_killed_and_started_again(ranks: int, serve: Callable[..., Server]) -> None:
     """With two ranks a chunk holds the parts of both, and is written by one process."""
     first, prompt = serve(ranks), [5 + at * 7 % 500 for at in range(900)]
     assert "Stowage: host 64 MiB" in first.log()
@@ -149,3 +154,18 @@ def test_a_server_that_is_killed_and_started_again(ranks: int, serve: Callable[[
     assert found["stowage_host_slab_used_bytes 0"] > 0
     assert again.ask(prompt, cache_salt="somebody else") == (tokens, 896)
     again.end(signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_what_one_engine_of_a_server_has_computed_is_a_hit_of_the_other(serve: Callable[..., Server]) -> None:
+    """Data parallelism: the engines share the node's budget, and each reads the other's host memory."""
+    server, prompt = serve(engines=2), [5 + at * 7 % 500 for at in range(900)]
+    assert server.log().count("Stowage: host 64 MiB") == 2
+    tokens, cached = server.ask(prompt, engine=0)
+    assert cached == 0
+    assert server.ask(prompt, engine=1) == (tokens, 896)
+    found = server.metrics_with("stowage_tokens_loaded_total")
+    assert found["vllm:external_prefix_cache_hits_total"] == found["stowage_tokens_loaded_total"] == 896
+    assert found["stowage_chunk_hits_total neighbours"] == 7
+    server.end(signal.SIGTERM)
+    assert not shared_memory()
