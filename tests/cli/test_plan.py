@@ -1,8 +1,7 @@
 """``stowage plan`` and ``stowage probe``: without weights; numbers are the planner's own tests' job."""
 
+import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +11,7 @@ import pytest
 from stowage.planner import probe
 from stowage.planner.machine import TYPICAL_CPU
 from stowage.testing import tiny_models
-from tests.cli.conftest import SOURCE, Stowage
+from tests.cli.conftest import Stowage
 
 SIZE = tiny_models.TinySize(hidden=256, layers=8, vocab=4096)
 
@@ -105,25 +104,19 @@ def test_experts_with_a_cache_are_shown_in_the_table_the_bars_and_the_json(call:
     assert found["prediction"]["step"]["missed_bytes"] > 0
 
 
-def test_nothing_is_measured_twice(model: Path, tmp_path: Path) -> None:
+def test_nothing_is_measured_twice(call: Stowage, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what was measured before, and with a file of another machine."""
-    state = tmp_path / "state" / "stowage"
-    state.mkdir(parents=True)
-    environment = {"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
-    program = (
-        "import json, dataclasses, sys\nfrom stowage.cli import main\nfrom stowage.planner import probe\n"
-        "from stowage.planner.machine import TYPICAL_CPU\n"
-        "probe._remember(dataclasses.replace(TYPICAL_CPU, name='remembered', key=probe.machine_key()))\n"
-        "asked = sys.argv[:-2]\n"
-        "for sys.argv in (asked, [*asked, *sys.argv[-2:]]):\n"
-        "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code, end\n"
-    )
+    measured: list[str] = []
+    monkeypatch.setattr(probe, "measure", lambda *_: measured.append("again"))
+    probe._remember(dataclasses.replace(TYPICAL_CPU, name="remembered", key=probe.machine_key()))
     other = tmp_path / "other.json"
     other.write_text(json.dumps(TYPICAL_CPU.to_json() | {"name": "another"}))
-    asked = ["plan", str(model), "--device-memory", "1GiB", "--machine", str(other)]
-    done = subprocess.run([sys.executable, "-c", program, *asked], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert 0 < done.stdout.find("machine    remembered") < done.stdout.find("machine    another")
+    asked = ["plan", model, "--device-memory", "1GiB"]
+    for more, name in (([], "remembered"), (["--machine", other], "another")):
+        result = call(*asked, *more)
+        assert result.exit_code == 0 and result.stderr == "", result.stderr
+        assert f"machine    {name}" in result.stdout
+    assert not measured
 
 
 def test_a_budget_that_cannot_work_says_what_would(call: Stowage, model: Path) -> None:

@@ -31,22 +31,6 @@ from stowage.testing.tiny_models.vocabulary import tokenizer
 SOURCE = Path(stowage.__file__).parents[1]
 MODELS = Path(transformers.__file__).parent / "models"
 
-PROGRAM = """
-import sys
-from stowage.models.quick_import import begin_import, import_transformers
-begin_import()
-import_transformers()
-from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
-with Engine(sys.argv[1]) as engine:
-    print(engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))[0].token_ids)
-print(sorted(name for name in sys.modules if name in ("sympy.core", "accelerate", "torch._dynamo.convert_frame")))
-import torch
-print(torch.compile(lambda x: x * 2, backend="eager", dynamic=True)(torch.ones(2)).tolist())
-import sympy
-print(isinstance(sympy.Symbol("x"), sympy.Basic), issubclass(sympy.Symbol, sympy.Basic))
-"""
-
 
 def run(program: str, model: Path) -> str:
     """What ``program`` prints, whose argument is ``model``, in a home where nothing is remembered."""
@@ -58,19 +42,6 @@ def run(program: str, model: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_a_command_starts_without_compiler_and_symbols_and_whoever_wants_them_gets_them(tmp_path: Path) -> None:
-    model = tiny_models.write("llama", tmp_path / "model")
-    said = run(PROGRAM, model)
-    tokens, loaded, doubled, symbols = said.splitlines()
-    with stowage.Engine(model) as engine:
-        expected = engine.generate([[1, 2, 3]], stowage.SamplingParams(max_new_tokens=3))[0].token_ids
-    assert tokens == str(list(expected))
-    assert loaded == "[]"
-    assert doubled == "[2.0, 2.0]"
-    assert symbols == "True True"
 
 
 def test_what_is_remembered_of_transformers_files_is_what_it_finds(
