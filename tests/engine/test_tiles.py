@@ -1,5 +1,7 @@
-"""Many rows by tiles (AMX): the bits of few rows, with tiles emulated as Intel's reference has them; and the trial that
-decides whether a processor's own are used.
+"""Many rows by tiles (AMX): the bits of few rows, with tiles emulated as Intel's reference has them.
+
+Scores of attention by tiles and by pairs (AVX512_BF16): the bits of floats. And the trials that decide whether a
+processor's own are used.
 
 The kernels are compiled again with ``tests/tiles_emulated.h`` in place of the instructions, so that a processor without
 tiles proves the layout and the order. What a real one does is tried on it, when kernels are loaded.
@@ -7,7 +9,9 @@ tiles proves the layout and the order. What a real one does is tried on it, when
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import itertools
 import shutil
 import subprocess
 import sysconfig
@@ -23,11 +27,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stowage import Engine, Memory, SamplingParams
+from stowage.core.geometry import Kind
 from stowage.executor import kernels
 from stowage.executor.determinism import cuts
-from stowage.executor.tiles import try_tiles
+from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.testing import tiny_models
 from tests.engine.conftest import random_prompt
+from tests.engine.test_native import Case
 from tests.threads import using_threads
 
 pytestmark = pytest.mark.device  # all kernels are compiled again: `make second-device`
@@ -57,6 +63,7 @@ def kernel(compiled: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_kernel", compiled)
         compiled.trust_tiles()
+        try_scoring(compiled)
         yield compiled
 
 
@@ -70,6 +77,43 @@ def test_tiles_in_another_order_are_found_out_and_left_alone(compiled):
     compiled.chain(False)
     assert try_tiles(compiled) == ""
     assert compiled.use_instructions(None) == "amx_bf16"
+
+
+def attended(kernel: Any, case: Case, *pieces: tuple[int, int], more: float = 1.0) -> Tensor:
+    """What attention gives in float32, before it is rounded. ``more``: times the scale of scores."""
+    given: list[Tensor] = []
+    count = sum(end - begin for begin, end in pieces) * case.heads * case.values.shape[-1]
+
+    def attention(query: int, out: int, *rest: Any) -> None:
+        *before, scale, softcap, half, threads = rest
+        kernel.attention(query, out, *before, scale * more, softcap, half, threads)
+        given.append(torch.frombuffer(bytearray(ctypes.string_at(out, 4 * count)), dtype=torch.float32))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_kernel", SimpleNamespace(attention=attention))
+        case.attend(*pieces)
+    return given[0]
+
+
+@pytest.mark.slow
+def test_scores_by_tiles_in_another_order_are_left_to_floats(compiled):
+    """Second: tiles are trusted, scores not yet."""
+
+    def found(name: str | None) -> Tensor:
+        assert compiled.use_instructions(name) == name or name is None
+        return attended(compiled, Case(90, Kind.FULL, 0, 16, width=64, dtype=torch.bfloat16), (0, 90))
+
+    floats = found("avx512")
+    compiled.chain(True)
+    assert not torch.equal(found("amx_bf16"), floats)
+    try_scoring(compiled)
+    assert torch.equal(found(None), floats)
+    compiled.chain(False)
+    try_scoring(compiled)
+    assert torch.equal(found(None), floats)
+    compiled.chain(True)
+    assert not torch.equal(found(None), floats), "tiles are used now"
+    compiled.chain(False)
 
 
 def test_where_there_are_no_tiles_nothing_is_against_them():
@@ -124,6 +168,65 @@ def test_a_row_is_its_own_among_few_and_many(kernel, rows, inputs, outputs, code
     if not any_size:
         bound = 2**-8 * (x.double().abs() @ weight.double().abs().T)
         assert bool(((whole.double() - x.double() @ weight.double().T).abs() <= bound).all())
+
+
+LIMIT = 2.0**-56
+"""Numbers below it are left to floats."""
+
+
+def sized(generator: torch.Generator, size: str, like: Tensor) -> Tensor:
+    """Numbers in the shape of ``like`` that tell ways to add them up apart, or that have to be left to floats."""
+    shape = like.shape
+    common = torch.randn(shape, generator=generator)
+    if size == "any":
+        return numbers(generator, *shape, any_size=True)
+    if size == "spread":
+        return torch.ldexp(common, torch.randint(-8, 9, shape, generator=generator)).bfloat16()
+    if size == "cancelling":
+        large = torch.tensor([1.0, 2.0**24, -(2.0**24), 0.0, -1.0, 2.0**-24])
+        return large[torch.randint(len(large), shape, generator=generator)].bfloat16()
+    if size == "near the limit":
+        near = torch.tensor([1.0, -1.0, 1 + 2**-7, -1 - 2**-7])[torch.randint(4, shape, generator=generator)]
+        least = int(torch.randint(-64, -54, (), generator=generator))  # a lower one leaves all of them to floats
+        return torch.ldexp(near, torch.randint(least, least + 2, shape, generator=generator)).bfloat16()
+    odd = torch.tensor([torch.inf, torch.nan, 1e-40, -1e-40, LIMIT, LIMIT / 2, 2.0**57, -0.0, 3e38])
+    chosen = torch.rand(shape, generator=generator) < (0.002 if size == "odd" else 0)
+    return torch.where(chosen, odd[torch.randint(len(odd), shape, generator=generator)], common).bfloat16()
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(
+    tiles=st.booleans(),
+    kind=st.sampled_from([(Kind.FULL, 0), (Kind.SLIDING, 40), (Kind.SLIDING, 64), (Kind.CHUNKED, 48)]),
+    block_tokens=st.sampled_from([7, 16, 32, 48]),
+    heads=st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (5, 1)]),
+    width=st.sampled_from([8, 16, 24, 64, 80, 96, 128, 200, 256, 270, 272, 300]),
+    value=st.sampled_from([8, 64, 80]),
+    size=st.sampled_from(["common", "spread", "cancelling", "near the limit", "odd", "any"]),
+    softcap=st.sampled_from([0.0, 0.0, 15.0]),
+    sinks=st.booleans(),
+    places=st.lists(st.integers(0, 150), min_size=2, max_size=3, unique=True).map(sorted),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1 << 30),
+)
+def test_scores_have_the_bits_of_floats(compiled, tiles, kind, block_tokens, heads, width, value, size, softcap, sinks,
+                                        places, threads, seed):  # fmt: skip
+    """Keys and queries of any size, beside others: tiles are emulated, pairs this processor's own."""
+    generator = torch.Generator().manual_seed(seed)
+    case = Case(150, *kind, block_tokens, heads=heads, width=width, value=value, dtype=torch.bfloat16, softcap=softcap,
+                sinks=sinks)  # fmt: skip
+    case.query, case.keys = (sized(generator, size, part) for part in (case.query, case.keys))
+    pieces = list(itertools.pairwise(places))
+    more = 2.0**115 if size == "near the limit" else 1.0  # else e is raised to nothing for all of them
+    with using_threads(threads):
+        compiled.use_instructions("avx512")
+        floats = attended(compiled, case, *pieces, more=more)
+        compiled.use_instructions("amx_bf16" if tiles else "avx512_bf16")
+        found = attended(compiled, case, *pieces, more=more)
+        compiled.use_instructions(None)
+    same = found.view(torch.int32) == floats.view(torch.int32)
+    assert bool((same | (found.isnan() & floats.isnan())).all())
 
 
 @pytest.mark.slow

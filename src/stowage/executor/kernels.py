@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stowage.core.geometry import Kind
 from stowage.executor.tiles import NAME as TILES
-from stowage.executor.tiles import try_tiles
+from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.native import extension as _kernel
 from stowage.native import is_built as is_built
 from stowage.native import is_wanted
@@ -70,6 +70,7 @@ TILES_REFUSED = ""
 if is_built():
     _kernel.use_threads(_threads_of_torch())
     TILES_REFUSED = try_tiles(_kernel)
+    try_scoring(_kernel)
 
 
 def wanted(device: torch.device, dtype: torch.dtype) -> bool:

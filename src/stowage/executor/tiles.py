@@ -1,9 +1,12 @@
-"""Before tiles of bfloat16 (AMX) are used: do they give the bits of the kernels for few rows, on this very processor?
+"""Before instructions for bfloat16 are used: do they give the bits of the kernels for few rows, on this very processor?
 
-Owns the trial, and with it the decision. Kernels multiply many rows by tiles and few rows by vectors, and a row's bits
-must not depend on which of both it was (``native/kernels/tiles.h``). How a processor's tiles add up is in Intel's
-reference; that it is so is seen here, once in each process, on numbers that tell one order of sums from another. If one
-bit differs, tiles are left alone: answers are exact in another way then (``determinism.cuts``).
+Owns the trials, and with them the decision. Tiles (AMX): kernels multiply many rows by tiles and few rows by vectors,
+and a row's bits must not depend on which of both it was (``native/kernels/tiles.h``). How a processor's tiles add up is
+in Intel's reference; that it is so is seen here, once in each process, on numbers that tell one order of sums from
+another. If one bit differs, tiles are left alone: answers are exact in another way then (``determinism.cuts``).
+
+Of attention: the scores of many rows are products of pairs (AVX512_BF16) or of tiles, and must have the bits of fused
+products in float32 (``native/kernels/pair_scores.h``). If one differs, scores are computed in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ _SHAPES = ((5, 1, 1), (7, 31, 17), (16, 64, 16), (17, 513, 33), (33, 576, 48), (
 """Rows, inputs, outputs: edges of tiles, of segments, and of what is laid out at a time."""
 _FORMS = {torch.bfloat16: 4, torch.int8: 5}
 _FEW = 4
+_FLOATS = "avx512"
+_HEADS = ((16, 30), (24, 70), (80, 45), (128, 100), (256, 64))
+"""Numbers of a head, and keys: one lane's product, some left over, an odd number of them, the most of a tile."""
 
 
 def try_tiles(kernel: Any) -> str:
@@ -37,6 +43,41 @@ def try_tiles(kernel: Any) -> str:
     finally:
         kernel.use_instructions(None)
     return against and f"this processor's tiles of bfloat16 add up {against} in another way than Stowage's kernels"
+
+
+def try_scoring(kernel: Any) -> None:
+    """Have attention of ``kernel``, as it is chosen, use instructions for bfloat16 if they stand the trial."""
+    name = kernel.use_instructions(None)
+    if name not in ("avx512_bf16", NAME):
+        return
+    generator, rows, block_tokens = torch.Generator().manual_seed(25), 30, 16
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.ldexp(torch.randn(shape, generator=generator), _exponents(shape, 4, generator)).bfloat16()
+
+    def attended(way: str, query: Tensor, keys: Tensor, first: int) -> Tensor:
+        """By two query heads to one of keys, which are their own values."""
+        width = query.shape[2]
+        out, table, run = torch.empty(query.shape), torch.arange(len(keys)), torch.tensor([0, rows, first, 0, 0])
+        lie = (keys.data_ptr(), keys.stride(0), keys.stride(1), 0, 0, 0)
+        sizes = (1, 1, 2, width, width, block_tokens, 0, 0)
+        kernel.use_instructions(way)
+        kernel.attention(query.data_ptr(), out.data_ptr(), lie, lie, table.data_ptr(), run.data_ptr(), 0, *sizes,
+                         width**-0.5 / 64, 0.0, True, 1)  # fmt: skip
+        return out.view(torch.int32)
+
+    try:
+        for width, length in _HEADS:
+            case = numbers(rows, 2, width), numbers(-(-length // block_tokens), block_tokens, width), length - rows
+            if not torch.equal(attended(_FLOATS, *case), attended(name, *case)):
+                return
+        kernel.trust_scoring()
+    finally:
+        kernel.use_instructions(None)
+
+
+def _exponents(shape: tuple[int, ...], most: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(-most, most + 1, shape, generator=generator)
 
 
 def _same(kernel: Any, x: Tensor, weight: Tensor) -> bool:
@@ -64,8 +105,7 @@ def _cases() -> Iterator[tuple[str, Tensor, Tensor]]:
 
     def spread(*shape: int, middle: int = 0) -> Tensor:
         """Numbers whose sizes differ by up to 2^40."""
-        exponents = torch.randint(-20, 21, shape, generator=generator) + middle
-        return torch.ldexp(normal(*shape), exponents).bfloat16()
+        return torch.ldexp(normal(*shape), _exponents(shape, 20, generator) + middle).bfloat16()
 
     def any_finite(*shape: int) -> Tensor:
         numbers = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)

@@ -2,14 +2,11 @@
  *
  * Keys are taken in tiles of KEYS at multiples of KEYS of their position, with running maxima and sums (Milakov and
  * Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). What a row gives depends on its own query, its position
- * and the keys that it sees: not on how many rows are computed with it, nor on which of them decode. Of many rows keys
- * are turned first, which saves the sums across vectors and gives the same bits.
+ * and the keys that it sees: not on how many rows are computed with it, nor on which of them decode.
  */
 
 #undef ADD_WIDE
 #define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums that three and four rows have registers for */
-#undef KEYS_WIDE
-#define KEYS_WIDE (LANES == 16 ? 4 : 2) /* the same of keys */
 
 static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t block, int64_t head, int64_t inside)
 {
@@ -29,9 +26,8 @@ static int NAME(in_block)(const Attention *job, const Run *run, int64_t head, in
     return (int)(end - at < job->block_tokens - inside ? end - at : job->block_tokens - inside);
 }
 
-/* Keys and values at positions [at + low, at + high), to the same rows of the tile, as floats if they are `widened`. */
-static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high, int widened,
-                        Scratch *s)
+/* Where keys and values at positions [at + low, at + high) lie, to the same rows of the tile. */
+static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high, Scratch *s)
 {
     int64_t size = job->half ? 2 : 4, key_bytes = job->k.token * size, value_bytes = job->v.token * size;
     const char *key, *value;
@@ -39,15 +35,18 @@ static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int6
         for (int left = NAME(in_block)(job, run, head, at + i, at + high, &key, &value); left > 0; left--, i++) {
             s->key[i] = key;
             s->value[i] = value;
-            if (widened) {
-                NAME(widen)((const uint16_t *)key, s->keys + i * job->width, job->width);
-                NAME(widen)((const uint16_t *)value, s->values + i * job->value_width, job->value_width);
-                s->key[i] = s->keys + i * job->width;
-                s->value[i] = s->values + i * job->value_width;
-            }
             key += key_bytes;
             value += value_bytes;
         }
+}
+
+/* Rows [low, high) of the tile, which are bfloat16, as floats from `to` on. */
+static void NAME(widen_rows)(const void **rows, int low, int high, int64_t width, float *to)
+{
+    for (int i = low; i < high; i++) {
+        NAME(widen)(rows[i], to + i * width, width);
+        rows[i] = to + i * width;
+    }
 }
 
 /* The second cache is told of the keys and values at positions [at, end). */
@@ -64,139 +63,6 @@ static void NAME(announce)(const Attention *job, const Run *run, int64_t head, i
             key += key_bytes;
             value += value_bytes;
         }
-}
-
-/* Dot products of R rows with C keys, which are floats or bfloat16. */
-#define DOTS(WHAT, F, T, R, C)                                                                                         \
-    static inline ALWAYS void NAME(WHAT##_##F##R)(const float *const *q, const void *const *keys, int64_t width,       \
-                                                   float *const *out, int i)                                           \
-    {                                                                                                                  \
-        NAME(vec) sums[R][C];                                                                                          \
-        for (int r = 0; r < R; r++)                                                                                    \
-            for (int c = 0; c < C; c++)                                                                                \
-                sums[r][c] = (NAME(vec)){0};                                                                           \
-        int64_t d = 0;                                                                                                 \
-        for (; d + LANES <= width; d += LANES) {                                                                       \
-            NAME(vec) query[R];                                                                                        \
-            for (int r = 0; r < R; r++)                                                                                \
-                query[r] = NAME(load)(q[r] + d);                                                                       \
-            for (int c = 0; c < C; c++) {                                                                              \
-                NAME(vec) key = NAME(load_##F)((const T *)keys[i + c] + d);                                            \
-                for (int r = 0; r < R; r++)                                                                            \
-                    sums[r][c] += query[r] * key;                                                                      \
-            }                                                                                                          \
-        }                                                                                                              \
-        for (int r = 0; r < R; r++)                                                                                    \
-            for (int c = 0; c < C; c++) {                                                                              \
-                float sum = NAME(total)(sums[r][c]);                                                                   \
-                for (int64_t e = d; e < width; e++) {                                                                  \
-                    sum += q[r][e] * NAME(one_##F)(((const T *)keys[i + c])[e]);                                       \
-                    SETTLE(sum);                                                                                       \
-                }                                                                                                      \
-                out[r][i + c] = sum;                                                                                   \
-            }                                                                                                          \
-    }
-#define SCORE(F, T, R, C)                                                                                              \
-    DOTS(dots, F, T, R, C)                                                                                             \
-    DOTS(dot, F, T, R, 1)                                                                                              \
-    static void NAME(score_##F##R)(const float *const *q, const void *const *keys, int64_t width, float *const *out,   \
-                                   int first, int end)                                                                 \
-    {                                                                                                                  \
-        int i = first;                                                                                                 \
-        for (; i + C <= end; i += C)                                                                                   \
-            NAME(dots_##F##R)(q, keys, width, out, i);                                                                 \
-        for (; i < end; i++)                                                                                           \
-            NAME(dot_##F##R)(q, keys, width, out, i);                                                                  \
-    }
-#define SCORES(F, T)                                                                                                   \
-    SCORE(F, T, 1, 4) SCORE(F, T, 2, 4)                                                                                \
-    SCORE(F, T, 3, KEYS_WIDE) SCORE(F, T, 4, KEYS_WIDE)
-SCORES(f, float)
-SCORES(b, uint16_t)
-#undef SCORES
-#undef SCORE
-#undef DOTS
-
-typedef void (*NAME(scorer))(const float *const *, const void *const *, int64_t, float *const *, int, int);
-#define ALL(F) {NAME(score_##F##1), NAME(score_##F##2), NAME(score_##F##3), NAME(score_##F##4)}
-static const NAME(scorer) NAME(scorers)[2][MANY] = {ALL(f), ALL(b)};
-#undef ALL
-
-/* Keys [low, high) of the tile number by number: number d of key i is s->turned[d * KEYS + i]. What other keys have there
- * means nothing. */
-static void NAME(turn)(const Attention *job, int low, int high, Scratch *s)
-{
-    for (int i = low / 4 * 4; i < high; i += 4) {
-        const float *key[4];
-        for (int c = 0; c < 4; c++)
-            key[c] = s->key[i + c < low ? low : i + c < high ? i + c : high - 1]; /* widened */
-        int64_t d = 0;
-#if LANES >= 8
-        for (; d + 4 <= job->width; d += 4) {
-            __m128 a = _mm_loadu_ps(key[0] + d), b = _mm_loadu_ps(key[1] + d), c = _mm_loadu_ps(key[2] + d),
-                   e = _mm_loadu_ps(key[3] + d);
-            _MM_TRANSPOSE4_PS(a, b, c, e);
-            float *to = s->turned + d * KEYS + i;
-            _mm_store_ps(to, a);
-            _mm_store_ps(to + KEYS, b);
-            _mm_store_ps(to + 2 * KEYS, c);
-            _mm_store_ps(to + 3 * KEYS, e);
-        }
-#endif
-        for (; d < job->width; d++)
-            for (int c = 0; c < 4; c++)
-                s->turned[d * KEYS + i + c] = key[c][d];
-    }
-}
-
-/* Sums of one lane after the other of a vector of numbers, as `total` adds them up, LANES keys at once: of lanes l,
- * l + 4, l + 8 ... of MANY rows. */
-static inline ALWAYS void NAME(lane_sums)(const float *const *q, const float *keys, int64_t whole, int lane,
-                                          NAME(vec) *out)
-{
-    NAME(vec) sums[MANY][LANES / 4];
-    for (int r = 0; r < MANY; r++)
-        for (int m = 0; m < LANES / 4; m++)
-            sums[r][m] = (NAME(vec)){0};
-    for (int64_t d = lane; d < whole; d += LANES)
-        for (int m = 0; m < LANES / 4; m++) {
-            NAME(vec) key = NAME(load)(keys + (d + 4 * m) * KEYS);
-            for (int r = 0; r < MANY; r++)
-                sums[r][m] += NAME(fill)(q[r][d + 4 * m]) * key;
-        }
-    for (int r = 0; r < MANY; r++)
-#if LANES == 16
-        out[r] = (sums[r][0] + sums[r][2]) + (sums[r][1] + sums[r][3]);
-#elif LANES == 8
-        out[r] = sums[r][0] + sums[r][1];
-#else
-        out[r] = sums[r][0];
-#endif
-}
-
-/* What `score` gives, to the bit, of MANY rows and turned keys: a vector holds one number of LANES keys, so nothing is
- * added across a vector. */
-static void NAME(score_many)(const Attention *job, const float *const *q, int first, int end, Scratch *s)
-{
-    int64_t whole = job->width / LANES * LANES;
-    for (int i = first / LANES * LANES; i < end; i += LANES) {
-        NAME(vec) even[MANY], odd[MANY], more[MANY];
-        const float *keys = s->turned + i;
-        NAME(lane_sums)(q, keys, whole, 0, even);
-        NAME(lane_sums)(q, keys, whole, 2, more);
-        for (int r = 0; r < MANY; r++)
-            even[r] += more[r];
-        NAME(lane_sums)(q, keys, whole, 1, odd);
-        NAME(lane_sums)(q, keys, whole, 3, more);
-        for (int r = 0; r < MANY; r++) {
-            NAME(vec) sum = even[r] + (odd[r] + more[r]);
-            for (int64_t e = whole; e < job->width; e++) {
-                sum += NAME(fill)(q[r][e]) * NAME(load)(keys + e * KEYS);
-                SETTLE(sum);
-            }
-            NAME(store)(s->weights[r] + i, sum);
-        }
-    }
 }
 
 static inline ALWAYS NAME(vec) NAME(larger)(NAME(vec) a, NAME(vec) b)
@@ -306,33 +172,33 @@ typedef void (*NAME(adder))(int64_t, const float *const *, int, int, const void 
 static const NAME(adder) NAME(adders)[2][MANY] = {ALL(f), ALL(b)};
 #undef ALL
 
-/* One tile for up to MANY rows, whose keys are turned if `turned`: [from, until) is what each sees of it. A key that only
- * some of them see is not given to the others: nothing times infinity is not nothing. */
-static void NAME(tile_rows)(const Attention *job, int row, int rows, int turned, const int *from, const int *until,
+/* One tile for up to MANY rows, of which `way` says what is there already: [from, until) is what each sees of it. A key
+ * that only some of them see is not given to the others: nothing times infinity is not nothing. */
+static void NAME(tile_rows)(const Attention *job, int row, int rows, int way, const int *from, const int *until,
                             Scratch *s)
 {
     const float *q[MANY];
-    float *out[MANY];
+    float *out[MANY], *scores[MANY];
     const float *weights[MANY];
     int low = from[0], high = until[0], first = from[0], last = until[0];
     for (int r = 0; r < MANY; r++) {
         int own = r < rows ? r : rows - 1;
         q[r] = s->q + (row + own) * job->width;
         out[r] = s->out + (row + own) * job->value_width;
-        weights[r] = s->weights[own];
+        weights[r] = scores[r] = way == SCORED ? s->scores + (row + own) * KEYS : s->weights[own];
         low = from[own] < low ? from[own] : low;
         high = until[own] > high ? until[own] : high;
         first = from[own] > first ? from[own] : first;
         last = until[own] < last ? until[own] : last;
     }
-    int half = job->half && !turned; /* keys and values as they lie */
+    int half = job->half && way == LYING;
     const NAME(adder) *add = NAME(adders)[half];
-    if (turned)
+    if (way == TURNED)
         NAME(score_many)(job, q, low, high, s);
-    else
+    else if (way == LYING)
         NAME(scorers)[half][rows - 1](q, s->key, job->width, s->weights, low, high);
     for (int r = 0; r < rows; r++)
-        NAME(soften)(job, row + r, from[r], until[r], s->weights[r], s);
+        NAME(soften)(job, row + r, from[r], until[r], scores[r], s);
     if (first > last) /* there is no key that all see */
         first = last = 0;
     for (int r = 0; r < rows; r++)
@@ -358,31 +224,43 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
     for (int64_t row = begin; row < end; row++) {
         int64_t token = run->begin + row / fold, which = head * fold + row % fold;
         int64_t from = (token * heads + which) * job->width;
+        s->query[row - begin] = (const uint16_t *)job->q + from;
         if (job->half)
-            NAME(widen)((const uint16_t *)job->q + from, s->q + (row - begin) * job->width, job->width);
+            NAME(widen)(s->query[row - begin], s->q + (row - begin) * job->width, job->width);
         else
             memcpy(s->q + (row - begin) * job->width, (const float *)job->q + from, job->width * 4);
         s->peak[row - begin] = job->sinks ? job->sinks[which] : -INFINITY;
         s->sum[row - begin] = job->sinks ? 1.0f : 0.0f;
     }
     memset(s->out, 0, (end - begin) * job->value_width * 4);
-    int turned = LANES >= 8 && end - begin >= TURNED_ROWS; /* no instruction fills fewer lanes at no cost */
+    int rows = (int)(end - begin), from[ROWS], until[ROWS]; /* what each row sees of a tile */
+    int turned = LANES >= 8 && rows >= TURNED_ROWS; /* no instruction fills fewer lanes at no cost */
+    int scoring = turned && s->scoring != NULL && s->scoring->lay_queries(job->width, rows, s);
     int64_t last = run->start + (end - 1) / fold, first = NAME(seen_from)(job, run->start + begin / fold);
     for (int64_t at = first / KEYS * KEYS; at <= last; at += KEYS) {
         int low = at < first ? (int)(first - at) : 0, high = at + KEYS <= last ? KEYS : (int)(last + 1 - at);
-        NAME(fetch)(job, run, head, at, low, high, job->half && turned, s);
+        NAME(fetch)(job, run, head, at, low, high, s);
         NAME(announce)(job, run, head, at + KEYS, at + 2 * KEYS <= last ? at + 2 * KEYS : last + 1);
-        if (turned)
+        for (int r = 0; r < rows; r++) {
+            int64_t position = run->start + (begin + r) / fold, seen = NAME(seen_from)(job, position) - at;
+            from[r] = seen > low ? (int)seen : low;
+            until[r] = position - at < high ? (int)(position - at) + 1 : high;
+        }
+        int scored = scoring && s->scoring->score(job->width, rows, low, high, from, until, s);
+        int way = scored ? SCORED : turned ? TURNED : LYING;
+        if (way != LYING && job->half)
+            NAME(widen_rows)(s->value, low, high, job->value_width, s->values);
+        if (way == TURNED && job->half)
+            NAME(widen_rows)(s->key, low, high, job->width, s->keys);
+        if (way == TURNED)
             NAME(turn)(job, low, high, s);
-        int waiting = 0, from[MANY], until[MANY]; /* rows before this one that see something */
-        for (int64_t row = begin; row < end; row++) {
-            int64_t position = run->start + row / fold, seen = NAME(seen_from)(job, position) - at;
-            from[waiting] = seen > low ? (int)seen : low;
-            until[waiting] = position - at < high ? (int)(position - at) + 1 : high;
-            int sees = from[waiting] < until[waiting];
+        int waiting = 0; /* rows before this one that see something */
+        for (int r = 0; r < rows; r++) {
+            int sees = from[r] < until[r];
             waiting += sees;
-            if (waiting == MANY || (waiting > 0 && (!sees || row + 1 == end))) {
-                NAME(tile_rows)(job, (int)(row + sees - begin) - waiting, waiting, turned, from, until, s);
+            if (waiting == MANY || (waiting > 0 && (!sees || r + 1 == rows))) {
+                int one = r + sees - waiting;
+                NAME(tile_rows)(job, one, waiting, way, from + one, until + one, s);
                 waiting = 0;
             }
         }

@@ -38,6 +38,7 @@
 #define ROWS 64    /* query rows of one head that are worked on together */
 #define MANY 4     /* of which so many are multiplied at once */
 #define TURNED_ROWS 16 /* with so many, turning keys pays */
+#define SCORE_LANES 4096 /* sums of lanes before they are added: 4 of 32 rows by 32 keys */
 
 enum { FULL = 0, SLIDING = 1, CHUNKED = 2 };
 
@@ -210,11 +211,29 @@ typedef struct {
 
 enum { DELTA_VALUES = 64, SCAN_TOKENS = 16, CHANNELS = 256, TAPS = 16 }; /* what is worked on at a time; taps at most */
 
-/* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. */
+/* What there is of a tile of keys: they lie in memory; they are turned, and values widened; scores are there already. */
+enum { LYING = 0, TURNED = 1, SCORED = 2 };
+
+typedef struct Scoring Scoring;
+
+/* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. Where there
+ * is a `scoring`, also queries and keys laid out in pairs, scores [ROWS, KEYS], and sums of lanes. */
 typedef struct {
-    float *q, *out, *peak, *sum, *keys, *values, *turned, *weights[MANY];
+    float *q, *out, *peak, *sum, *keys, *values, *turned, *weights[MANY], *scores, *lanes;
     const void *key[KEYS], *value[KEYS]; /* floats, or what they lie as: see `fetch` */
+    const uint16_t *query[ROWS];
+    uint32_t *query_pairs, *key_pairs;
+    const Scoring *scoring;
 } Scratch;
+
+/* Scores of many rows in bfloat16 by instructions for it, with the bits of floats. A thread calls `begin` before all
+ * rows of a width, and `end` after them. `lay_queries` and `score` return 0 where floats must do it. */
+struct Scoring {
+    void (*begin)(int64_t width);
+    void (*end)(void);
+    int (*lay_queries)(int64_t width, int rows, Scratch *s);
+    int (*score)(int64_t width, int rows, int low, int high, const int *from, const int *until, Scratch *s);
+};
 
 typedef void (*Share)(void *job);
 typedef void (*Parallel)(Share share, void *job, unsigned threads, unsigned flags);

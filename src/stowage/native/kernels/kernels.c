@@ -9,6 +9,7 @@
 #include "vectors.h"
 #include "formats.h"
 #include "linear.h"
+#include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"
 #include "pointwise.h"
@@ -26,6 +27,7 @@
 #include "vectors.h"
 #include "formats.h"
 #include "linear.h"
+#include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"
 #include "pointwise.h"
@@ -40,6 +42,7 @@
 #include "vectors.h"
 #include "formats.h"
 #include "linear.h"
+#include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"
 #include "pointwise.h"
@@ -52,6 +55,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma")
 #include "halves.h"
+#include "pair_scores.h"
 #include "coded.h"
 #include "coded_scales.h"
 #include "coded_turned.h"
@@ -65,6 +69,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")
 #include "tiles.h"
+#include "tile_scores.h"
 #pragma GCC pop_options
 #endif
 #endif
@@ -74,6 +79,7 @@ typedef struct {
     void (*linear)(const Linear *, int64_t, int64_t);
     void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
     void (*tiles)(const Linear *, int64_t, int64_t);  /* the same of many rows, which lie laid out */
+    const Scoring *scoring;                           /* NULL: floats do it */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
     void (*norm)(const Norm *, int64_t, int64_t);
     void (*pointwise)(const Pointwise *, int64_t, int64_t);
@@ -84,19 +90,20 @@ typedef struct {
 
 #define ALL_BUT_LINEAR(set) set##_rows, set##_norm, set##_pointwise, set##_delta, set##_scan, set##_convolve
 
-static const Instructions BASE = {"base", base_linear, NULL, NULL, ALL_BUT_LINEAR(base)};
+static const Instructions BASE = {"base", base_linear, NULL, NULL, NULL, ALL_BUT_LINEAR(base)};
 #ifdef CHOICE
-static const Instructions AVX2 = {"avx2", avx2_linear, NULL, NULL, ALL_BUT_LINEAR(avx2)};
-static const Instructions AVX512 = {"avx512", avx512_linear, NULL, NULL, ALL_BUT_LINEAR(avx512)};
+static const Instructions AVX2 = {"avx2", avx2_linear, NULL, NULL, NULL, ALL_BUT_LINEAR(avx2)};
+static const Instructions AVX512 = {"avx512", avx512_linear, NULL, NULL, NULL, ALL_BUT_LINEAR(avx512)};
 #ifdef PAIRS
-static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, NULL, ALL_BUT_LINEAR(avx512)};
+static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, NULL, &by_pairs, ALL_BUT_LINEAR(avx512)};
 #endif
 #ifdef TILES
-static const Instructions AMX_BF16 = {"amx_bf16", avx512_linear, few_linear, tiles_linear, ALL_BUT_LINEAR(avx512)};
+static const Instructions AMX_BF16 = {"amx_bf16", avx512_linear, few_linear, tiles_linear, &by_tiles, ALL_BUT_LINEAR(avx512)};
 static int tiles_trusted; /* chosen without being named */
 #endif
 #endif
 static const Instructions *used = &BASE;
+static const Scoring *scoring, *scoring_trusted; /* what is used; also where instructions are not named */
 static Parallel parallel = NULL;
 
 static int choose(const char *name)
@@ -127,6 +134,7 @@ static int choose(const char *name)
     if (found == NULL)
         return -1;
     used = found;
+    scoring = name != NULL || found->scoring == scoring_trusted ? found->scoring : NULL;
     return 0;
 }
 
@@ -150,7 +158,6 @@ typedef struct {
     const Attention *job;
     const int64_t *firsts; /* how many shares are before each run */
     int64_t shares;
-    int wide;
     atomic_long next;
     atomic_int failed;
 } AttentionShares;
@@ -159,14 +166,16 @@ static void share_attention(void *argument)
 {
     AttentionShares *shares = argument;
     const Attention *job = shares->job;
-    int64_t widths = job->width + job->value_width;
-    int64_t floats = ROWS * (widths + 2) + KEYS * (MANY + job->width + (shares->wide ? widths : 0));
+    const Scoring *scored = job->half ? scoring : NULL;
+    int64_t widths = job->width + job->value_width, pairs = job->width / 2 + 16;
+    int64_t floats = ROWS * (widths + 2) + KEYS * (MANY + job->width + (job->half ? widths : 0))
+                     + (scored ? (ROWS + KEYS) * pairs + ROWS * KEYS + SCORE_LANES : 0);
     float *room = aligned_alloc(64, ((size_t)floats * 4 + 127) / 64 * 64);
     if (room == NULL) {
         atomic_store(&shares->failed, 1);
         return;
     }
-    Scratch s;
+    Scratch s = {.scoring = scored};
     s.turned = room;
     s.q = s.turned + KEYS * job->width;
     s.out = s.q + ROWS * job->width;
@@ -176,6 +185,13 @@ static void share_attention(void *argument)
         s.weights[r] = s.sum + ROWS + r * KEYS;
     s.keys = s.sum + ROWS + MANY * KEYS;
     s.values = s.keys + KEYS * job->width;
+    if (scored) {
+        s.scores = s.values + KEYS * job->value_width;
+        s.lanes = s.scores + ROWS * KEYS;
+        s.query_pairs = (uint32_t *)(s.lanes + SCORE_LANES);
+        s.key_pairs = s.query_pairs + ROWS * pairs;
+        scored->begin(job->width);
+    }
     int64_t run = 0;
     for (;;) {
         int64_t at = atomic_fetch_add(&shares->next, 1);
@@ -187,6 +203,8 @@ static void share_attention(void *argument)
         int64_t head = (at - shares->firsts[run]) / parts, begin = (at - shares->firsts[run]) % parts * ROWS;
         used->rows(job, &job->runs[run], head, begin, begin + ROWS < rows ? begin + ROWS : rows, &s);
     }
+    if (scored)
+        scored->end();
     free(room);
 }
 
@@ -199,7 +217,7 @@ static int spread_attention(const Attention *job, long threads)
     firsts[0] = 0;
     for (int64_t i = 0; i < job->count; i++)
         firsts[i + 1] = firsts[i] + job->heads * ((job->runs[i].count * job->fold + ROWS - 1) / ROWS);
-    AttentionShares shares = {.job = job, .firsts = firsts, .shares = firsts[job->count], .wide = job->half};
+    AttentionShares shares = {.job = job, .firsts = firsts, .shares = firsts[job->count]};
     atomic_init(&shares.next, 0);
     atomic_init(&shares.failed, 0);
     spread(share_attention, &shares, threads);
@@ -307,6 +325,13 @@ static PyObject *multiplies_halves(PyObject *self, PyObject *nothing)
     return PyBool_FromLong(used->halves != NULL);
 }
 
+static PyObject *trust_scoring(PyObject *self, PyObject *nothing)
+{
+    (void)self, (void)nothing;
+    scoring_trusted = scoring;
+    Py_RETURN_NONE;
+}
+
 static PyObject *trust_tiles(PyObject *self, PyObject *nothing)
 {
     (void)self, (void)nothing;
@@ -327,6 +352,7 @@ static PyMethodDef methods[] = {
     {"convolve", convolve, METH_VARARGS, "Short convolutions over tokens; addresses, sizes and strides."},
     {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether `linear` takes x in bfloat16: forms 4 and 5."},
     {"trust_tiles", trust_tiles, METH_NOARGS, "They were tried: `use_instructions(None)` takes them."},
+    {"trust_scoring", trust_scoring, METH_NOARGS, "What attention multiplies bfloat16 with now was tried: it stays."},
     {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
     {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
     {NULL, NULL, 0, NULL},

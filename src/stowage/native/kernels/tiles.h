@@ -17,20 +17,21 @@ enum { TILE_SIDE = 16, TILE_BYTES = 1024, SEGMENT = 512, TILES_ROWS = 512, TILES
 #ifdef TILES_EMULATED
 #include TILES_EMULATED
 #else
-#define TILES_BEGIN() _tile_loadconfig(&tiles_shape)
+#define TILES_BEGIN(shape) _tile_loadconfig(shape)
 #define TILES_END() _tile_release()
 #define TILE_ZERO(tile) _tile_zero(tile)
-#define TILE_LOAD(tile, from) _tile_loadd(tile, from, 64)
+#define TILE_LOAD(tile, from, row_bytes) _tile_loadd(tile, from, row_bytes)
 #define TILE_STORE(tile, to) _tile_stored(tile, to, 64)
 #define TILE_MULTIPLY(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #endif
 
-/* Palette 1: eight tiles of 16 rows of 64 bytes. */
-static const struct {
+/* Palette 1: up to eight tiles, of up to 16 rows of 64 bytes. */
+typedef struct {
     uint8_t palette, start_row, none[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
-} tiles_shape __attribute__((aligned(64), unused)) = {
+} __attribute__((aligned(64))) TilesShape;
+static const TilesShape tiles_shape __attribute__((unused)) = {
     .palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
 /* As tiles have it: what is below the normal numbers is 0. What is computed meanwhile is in functions of its own, which
@@ -150,32 +151,6 @@ static void few_linear(const Linear *job, int64_t begin, int64_t end)
     }
 }
 
-/* Columns become rows, of 16 by 16 pairs. */
-static inline ALWAYS void turn(__m512i v[16])
-{
-    __m512i pairs[16], fours[16];
-    UNROLLED for (int i = 0; i < 8; i++) {
-        pairs[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
-        pairs[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-    }
-    UNROLLED for (int i = 0; i < 16; i += 4) {
-        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
-    UNROLLED for (int j = 0; j < 4; j++) {
-        __m512i low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x44);
-        __m512i high = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xee);
-        __m512i low_too = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x44);
-        __m512i high_too = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xee);
-        v[j] = _mm512_shuffle_i32x4(low, low_too, 0x88);
-        v[4 + j] = _mm512_shuffle_i32x4(low, low_too, 0xdd);
-        v[8 + j] = _mm512_shuffle_i32x4(high, high_too, 0x88);
-        v[12 + j] = _mm512_shuffle_i32x4(high, high_too, 0xdd);
-    }
-}
-
 static inline int64_t segments(int64_t inputs)
 {
     return (inputs + SEGMENT - 1) / SEGMENT;
@@ -242,15 +217,15 @@ static void tiles_multiply(const char *a, const char *b, int64_t segs, int rows_
         TILE_ZERO(3);
         for (int64_t seg = 0; seg < segs; seg++) {
             size_t at = (size_t)(lane * segs + seg) * TILE_BYTES;
-            TILE_LOAD(4, a + at);
-            TILE_LOAD(6, b + at);
+            TILE_LOAD(4, a + at, 64);
+            TILE_LOAD(6, b + at, 64);
             TILE_MULTIPLY(0, 4, 6);
             if (outputs_too) {
-                TILE_LOAD(7, b + block + at);
+                TILE_LOAD(7, b + block + at, 64);
                 TILE_MULTIPLY(1, 4, 7);
             }
             if (rows_too) {
-                TILE_LOAD(5, a + block + at);
+                TILE_LOAD(5, a + block + at, 64);
                 TILE_MULTIPLY(2, 5, 6);
             }
             if (rows_too && outputs_too)
@@ -295,7 +270,7 @@ static void tiles_linear(const Linear *job, int64_t begin, int64_t end)
     }
     float *lanes = (float *)(room + 2 * block), *sums = lanes + 16 * 1024;
     unsigned before = _mm_getcsr();
-    TILES_BEGIN();
+    TILES_BEGIN(&tiles_shape);
     for (int64_t first = begin; first < end; first += 32) {
         int64_t wide = end - first < 32 ? end - first : 32;
         tiles_lay_weights(job, first, wide < 16 ? wide : 16, room);
