@@ -243,7 +243,13 @@ def measure(name: str, host: int, length: int, directory: Path) -> dict[str, Any
     """Fill both on real engines: tokens per prompt that can be resumed, and how many prompts are whole."""
     model, fields = TINY[name]
     found: dict[str, Any] = {}
-    for peer, more in {"Stowage": {}, "vLLM, default": {"interval": 0}, "vLLM, everything": {"interval": None}}.items():
+    peers: Mapping[str, Mapping[str, int | None]] = {
+        "Stowage": {},
+        "Stowage, after repeated ones": {"repeats": 6},
+        "vLLM, default": {"interval": 0},
+        "vLLM, everything": {"interval": None},
+    }
+    for peer, more in peers.items():
         told = {
             "family": name,
             "fields": fields,
@@ -259,6 +265,7 @@ def measure(name: str, host: int, length: int, directory: Path) -> dict[str, Any
         found[peer] = json.loads(answer.splitlines()[-1])
         compute: Mapping[str, Callable[[], SwappedBlocks]] = {
             "Stowage": lambda: ours(model, length, host, 512),
+            "Stowage, after repeated ones": lambda: ours(model, length, host, 512, 0),
             "vLLM, default": lambda: vllms(model, length, 0, host),
             "vLLM, everything": lambda: vllms(model, length, None, host),
         }

@@ -11,7 +11,8 @@ recently used goes first in both. No bytes move and no model runs.
 - *continued*: conversations of up to eight turns; the next turn repeats the answer;
 - *parted*: each prompt shares with an earlier one what lies before a place anywhere in it;
 - *shared*: all begin with one system prompt, half of their length, and end in something new;
-- *mixed*: one of each in turn.
+- *mixed*: one of each in turn;
+- *hot*: four prompts that are repeated and prompts that part, in turn.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ ANSWER_TOKENS, TURN_TOKENS, TURNS = 256, 160, 8
 WORKING_SET = 48
 FITS = 0.4
 """This part of the working set of repeated prompts, in vLLM's default layout."""
-TRAFFIC = ("repeated", "continued", "parted", "shared", "mixed")
+SORTS = ("repeated", "continued", "parted", "shared")
+TRAFFIC = (*SORTS, "mixed", "hot")
 VLLM = "vLLM, default"
 
 Prompt = tuple[list[int], list[int]]
@@ -135,7 +137,7 @@ class Host:
                 there.popitem(last=False)
 
 
-def traffic(kind: str, count: int, length: int, seed: int = 0) -> Iterator[Prompt]:
+def traffic(kind: str, count: int, length: int, seed: int = 0, working_set: int = WORKING_SET) -> Iterator[Prompt]:
     """Prompts of about that length. Each kind begins by itself: the cache is cold."""
     chance = random.Random(f"{kind} {seed}")
 
@@ -145,16 +147,18 @@ def traffic(kind: str, count: int, length: int, seed: int = 0) -> Iterator[Promp
     def new() -> Prompt:
         return fresh(length + chance.randrange(256) - 128), fresh(ANSWER_TOKENS)
 
-    if kind == "mixed":
-        each = [traffic(one, -(-count // 4), length, seed + 1) for one in TRAFFIC if one != "mixed"]
+    if kind in ("mixed", "hot"):
+        each = [traffic(one, -(-count // 4), length, seed + 1) for one in SORTS]
+        if kind == "hot":
+            each = [traffic("parted", count // 2, length), traffic("repeated", count // 2, length, seed, 4)]
         for together in zip(*each, strict=True):
             yield from together
         return
-    known = [new() for _ in range(WORKING_SET)]
-    turns = [0] * WORKING_SET
+    known = [new() for _ in range(working_set)]
+    turns = [0] * working_set
     system = fresh(length // 2)
     for _ in range(count):
-        at = chance.randrange(WORKING_SET)
+        at = chance.randrange(working_set)
         tokens, answer = known[at]
         if kind == "parted":
             shared = tokens[: chance.randrange(len(tokens))]
@@ -177,6 +181,8 @@ def replay(model: Model, kind: str, count: int, length: int) -> Mapping[str, flo
         host = Host(model, nbytes, setting)
         tokens = [host.ask(prompt) for prompt in traffic(kind, count, length)]
         found[setting] = sum(tokens[count // 2 :]) / (count - count // 2)
+        if kind == "hot":
+            found[f"{setting}, those that part"] = sum(tokens[count // 2 :: 2]) / (count // 4)
         found[f"{setting}, from the start"] = sum(tokens) / count
     return found
 

@@ -2,6 +2,8 @@
 
     python benchmarks/peers/vllm_capacity.py JSON DIRECTORY
 
+``repeats``: so often the first prompt is asked before, which shows what the traffic is like.
+
 vLLM's own offloading runs with the worker of `vllm_offloading`. Runs in the peers' environment, with Stowage's sources
 on its path. Its last line is the answer.
 """
@@ -58,7 +60,7 @@ def write_model(family: str, fields: dict[str, Any], directory: Path) -> Path:
 
 
 def transfer(told: dict[str, Any]) -> dict[str, Any]:
-    if told["peer"] == "Stowage":
+    if told["peer"].startswith("Stowage"):
         name, module, extra = (
             "StowageConnector",
             "stowage.plugins.vllm",
@@ -97,7 +99,7 @@ def main() -> None:
     chance = random.Random(0)
     prompts = [[chance.randrange(5, VOCAB) for _ in range(told["length"])] for _ in range(told["prompts"])]
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    for tokens in prompts:
+    for tokens in [prompts[0]] * told.get("repeats", 0) + prompts:
         llm.generate(TokensPrompt(prompt_token_ids=tokens), params, use_tqdm=False)
     core = llm.llm_engine.engine_core.engine_core
     connector = core.scheduler.connector
@@ -119,7 +121,7 @@ def main() -> None:
     block = core.scheduler.block_size
     parted = 0.0
     for tokens, whole in zip(prompts, again, strict=True):
-        if not whole and told["peer"] == "Stowage":
+        if not whole and told["peer"].startswith("Stowage"):
             continue
         ends = [*range(block - 1, len(tokens), block), len(tokens)]
         places = [found(tokens[:end] + [3] * 300) for end in ends]
