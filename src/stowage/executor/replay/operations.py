@@ -22,7 +22,7 @@ from torch import Tensor
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance, takes_whole_vectors
 from stowage.executor.fused.norms import norm_of
-from stowage.executor.replay.memory import Address, Buffer, Memory
+from stowage.executor.replay.buffers import Address, Buffer, Buffers
 from stowage.executor.replay.recordable import ALLOWED
 from stowage.executor.replay.written_calls import ARRIVAL, PART, WHOLE, WrittenCall, arguments_of, linears
 
@@ -60,112 +60,112 @@ class Side(NamedTuple):
     strides: Sequence[int]
 
 
-def operations(memory: Memory, call: WrittenCall) -> list[Operation] | None:
+def operations(buffers: Buffers, call: WrittenCall) -> list[Operation] | None:
     """What a program does for ``call``: nothing, if it only gives parts of what is there; ``None``: only Python can
     make it. Asked once of each call in turn.
     """
-    found = memory.step.objects.get(call.result)
+    found = buffers.step.objects.get(call.result)
     if call.name == ARRIVAL:
-        memory.forget(found)
-    for value in (memory.step.values[index] for index in call.arguments):
+        buffers.forget(found)
+    for value in (buffers.step.values[index] for index in call.arguments):
         if isinstance(value, Tensor):
-            memory.address_of(value)
-    if call.name == WHOLE or _is_view(memory, call, found):
+            buffers.address_of(value)
+    if call.name == WHOLE or _is_view(buffers, call, found):
         return []
-    count = memory.count
+    count = buffers.count
     try:
-        return _taken(memory, call, found)
+        return _taken(buffers, call, found)
     except NotTaken:
-        memory.undo(count)
-        memory.called(found)
+        buffers.undo(count)
+        buffers.called(found)
         return None
 
 
-def _is_view(memory: Memory, call: WrittenCall, found: Any) -> bool:
+def _is_view(buffers: Buffers, call: WrittenCall, found: Any) -> bool:
     if call.name != PART and call.name not in ALLOWED:
         return False
     parts = found if isinstance(found, (tuple, list)) else (found,)
-    return all(isinstance(part, Tensor) and memory.buffer(part) is not None for part in parts)
+    return all(isinstance(part, Tensor) and buffers.buffer(part) is not None for part in parts)
 
 
-def _taken(memory: Memory, call: WrittenCall, found: Any) -> list[Operation]:
-    function, args, keywords = arguments_of(call.function, [memory.at(index) for index in call.arguments])
+def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
+    function, args, keywords = arguments_of(call.function, [buffers.at(index) for index in call.arguments])
     if call.name == "linear":
-        return _linear(memory, function, args, found)
-    if not memory.is_new(found):
+        return _linear(buffers, function, args, found)
+    if not buffers.is_new(found):
         raise NotTaken
     if (norm := norm_of(function, args)) is not None:
-        return _norm(memory, *norm, found)
+        return _norm(buffers, *norm, found)
     if call.name in _BINARY and len(args) == 2 and not keywords:
-        return [_two(memory, _BINARY[call.name], args[0], args[1], found)]
+        return [_two(buffers, _BINARY[call.name], args[0], args[1], found)]
     if call.name in _NEGATIONS and len(args) == 1:
-        return [pointwise(found.shape, _NEGATE, new(memory, found), read(memory, args[0], found.shape))]
+        return [pointwise(found.shape, _NEGATE, new(buffers, found), read(buffers, args[0], found.shape))]
     if call.name in _COPIES:
-        return [_copied(memory, args[0], found)]
+        return [_copied(buffers, args[0], found)]
     if call.name in _JOINTS:
         dim = keywords.get("dim", args[1] if len(args) > 1 else 0)
-        return _joined(memory, args[0], dim, found, stacked=call.name == "stack")
+        return _joined(buffers, args[0], dim, found, stacked=call.name == "stack")
     if takes_whole_vectors(function):
-        return [_looked_up(memory, call.function, args, found)]
+        return [_looked_up(buffers, call.function, args, found)]
     raise NotTaken
 
 
-def _two(memory: Memory, way: int, a: Any, b: Any, out: Tensor) -> Operation:
+def _two(buffers: Buffers, way: int, a: Any, b: Any, out: Tensor) -> Operation:
     """``out`` of ``a`` and ``b``, a tensor or a number. torch rounds numbers that are added to the type of ``a``, and
     uses those that are multiplied as they are.
     """
-    if isinstance(b, (int, float)) and not isinstance(b, bool) and memory.is_ours(a):
+    if isinstance(b, (int, float)) and not isinstance(b, bool) and buffers.is_ours(a):
         b = torch.tensor(b, dtype=torch.float32 if way == _MULTIPLY else a.dtype).float()
         types = {a.dtype}
     else:
-        check(memory.is_ours(a) and memory.is_ours(b))
+        check(buffers.is_ours(a) and buffers.is_ours(b))
         types = {a.dtype, b.dtype}
         check(len(types) == 1 or (a.dim() > 0 and b.dim() > 0))  # else that of one decides alone
     check(out.dtype is (types.pop() if len(types) == 1 else torch.float32))
-    sides = read(memory, a, out.shape), read(memory, b, out.shape)
-    return pointwise(out.shape, way, new(memory, out), *sides)
+    sides = read(buffers, a, out.shape), read(buffers, b, out.shape)
+    return pointwise(out.shape, way, new(buffers, out), *sides)
 
 
-def _copied(memory: Memory, x: Any, out: Tensor) -> Operation:
-    side, end = read(memory, x, x.shape if isinstance(x, Tensor) else ()), new(memory, out)
+def _copied(buffers: Buffers, x: Any, out: Tensor) -> Operation:
+    side, end = read(buffers, x, x.shape if isinstance(x, Tensor) else ()), new(buffers, out)
     if out.shape != x.shape:  # numbers in their order
         check(out.is_contiguous())
         end = end._replace(strides=whole(x.shape))
     return pointwise(x.shape, COPY, end, side)
 
 
-def _joined(memory: Memory, parts: Any, dim: Any, out: Tensor, *, stacked: bool) -> list[Operation]:
+def _joined(buffers: Buffers, parts: Any, dim: Any, out: Tensor, *, stacked: bool) -> list[Operation]:
     check(isinstance(parts, (tuple, list)) and isinstance(dim, int))
     parts = [part for part in parts if part.numel()]
-    check(all(map(memory.is_ours, parts)))
+    check(all(map(buffers.is_ours, parts)))
     if stacked:
         parts = [part.unsqueeze(dim) for part in parts]
     check(all(part.dim() == out.dim() for part in parts))
-    memory.made(out)
+    buffers.made(out)
     done: list[Operation] = []
     begin = 0
     for part in parts:
         there = out.narrow(dim, begin, part.shape[dim])
         begin += part.shape[dim]
-        done.append(pointwise(part.shape, COPY, new(memory, there), read(memory, part, part.shape)))
+        done.append(pointwise(part.shape, COPY, new(buffers, there), read(buffers, part, part.shape)))
     return done
 
 
-def _looked_up(memory: Memory, function: Any, args: list[Any], out: Tensor) -> Operation:
+def _looked_up(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> Operation:
     """A function of single numbers, whatever lies beside them."""
     x, *more = args
-    check(memory.is_ours(x) and x.dtype is torch.bfloat16 and out.dtype is torch.bfloat16 and x.shape == out.shape)
+    check(buffers.is_ours(x) and x.dtype is torch.bfloat16 and out.dtype is torch.bfloat16 and x.shape == out.shape)
     check(not any(isinstance(part, Tensor) for part in more))
     keywords = tuple(function.keywords.items()) if isinstance(function, partial) else ()
     key = (function.func if isinstance(function, partial) else function, keywords, *more)
-    if key not in memory.tables:
+    if key not in buffers.tables:
         every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-        memory.tables[key] = function(every, *more)
-    table = Side(memory.address_of(memory.tables[key]), torch.bfloat16, (0,) * x.dim())
-    return pointwise(out.shape, _LOOK_UP, new(memory, out), read(memory, x, out.shape), table)
+        buffers.tables[key] = function(every, *more)
+    table = Side(buffers.address_of(buffers.tables[key]), torch.bfloat16, (0,) * x.dim())
+    return pointwise(out.shape, _LOOK_UP, new(buffers, out), read(buffers, x, out.shape), table)
 
 
-def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[Operation]:
+def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> list[Operation]:
     """One layer, or several that are computed together."""
     if function is linears:
         matrices, outs, bias = [kernels.of_plain(weight) for weight in args[1:]], found, None
@@ -176,14 +176,14 @@ def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[
         matrices, outs, bias = [matrix], [found], args[2] if len(args) > 2 else None
     x = args[0]
     form, halves = kernels.form_of(x, matrices[0])
-    check(memory.is_ours(x) and all(map(memory.is_new, outs)) and (halves or x.dtype is torch.float32))
+    check(buffers.is_ours(x) and all(map(buffers.is_new, outs)) and (halves or x.dtype is torch.float32))
     inputs, rows, group = x.shape[-1], x.numel() // x.shape[-1], matrices[0].group
-    begin, row, done = *_rows(memory, x), []
+    begin, row, done = *_rows(buffers, x), []
     if row is None or (matrices[0].form and row != inputs):
-        begin, row = memory.temporary(x.numel() * x.element_size()), inputs
+        begin, row = buffers.temporary(x.numel() * x.element_size()), inputs
         copy = Side(begin, x.dtype, whole(x.shape))
-        done = [pointwise(x.shape, COPY, copy, read(memory, x, x.shape))]
-    ends = [memory.made(out) for out in outs] if bias is None else [memory.temporary(rows * matrices[0].outputs * 4)]
+        done = [pointwise(x.shape, COPY, copy, read(buffers, x, x.shape))]
+    ends = [buffers.made(out) for out in outs] if bias is None else [buffers.temporary(rows * matrices[0].outputs * 4)]
     words: list[int | Address] = [
         _LINEAR,
         len(ends),
@@ -196,28 +196,28 @@ def _linear(memory: Memory, function: Any, args: list[Any], found: Any) -> list[
         int(halves and bias is None),
     ]
     for matrix, end in zip(matrices, ends, strict=True):
-        words += [memory.address_of(matrix.codes), *_optional(memory, matrix.scales), end, matrix.outputs, matrix.row]
-        words += [matrix.form, *_optional(memory, matrix.zeros), matrix.tall, matrix.kind]
+        words += [buffers.address_of(matrix.codes), *_optional(buffers, matrix.scales), end, matrix.outputs, matrix.row]
+        words += [matrix.form, *_optional(buffers, matrix.zeros), matrix.tall, matrix.kind]
     done.append(Operation(tuple(words)))
     if bias is not None:
-        sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(memory, outs[0])
-        done.append(pointwise(outs[0].shape, _ADD, out, sums, read(memory, bias, outs[0].shape)))
+        sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(buffers, outs[0])
+        done.append(pointwise(outs[0].shape, _ADD, out, sums, read(buffers, bias, outs[0].shape)))
     return done
 
 
-def _optional(memory: Memory, tensor: Tensor | None) -> Sequence[int | Address]:
-    return NOWHERE if tensor is None else (memory.address_of(tensor),)
+def _optional(buffers: Buffers, tensor: Tensor | None) -> Sequence[int | Address]:
+    return NOWHERE if tensor is None else (buffers.address_of(tensor),)
 
 
 def _norm(
-    memory: Memory, x: Tensor, weight: Tensor, eps: float, more: float, rounded: bool, out: Tensor
+    buffers: Buffers, x: Tensor, weight: Tensor, eps: float, more: float, rounded: bool, out: Tensor
 ) -> list[Operation]:
     """Of rows that lie one after the other, in whichever order; ``out`` then lies alike."""
-    check(memory.is_ours(x) and x.stride() == out.stride())
+    check(buffers.is_ours(x) and x.stride() == out.stride())
     rows = x.numel() // weight.shape[0]
     check(x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous()))
     half, way = int(x.dtype is torch.bfloat16), 0 if rounded else 1
-    addresses = memory.address_of(x), memory.address_of(weight), memory.made(out)
+    addresses = buffers.address_of(x), buffers.address_of(weight), buffers.made(out)
     return [Operation((_NORM, *addresses, rows, weight.shape[0], bits(eps), bits(more), half, way))]
 
 
@@ -227,15 +227,15 @@ def check(good: bool) -> None:
         raise NotTaken
 
 
-def read(memory: Memory, tensor: Any, shape: Sequence[int]) -> Side:
+def read(buffers: Buffers, tensor: Any, shape: Sequence[int]) -> Side:
     """A tensor, as if it were of this shape."""
-    check(memory.is_ours(tensor))
-    return Side(memory.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
+    check(buffers.is_ours(tensor))
+    return Side(buffers.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
 
 
-def new(memory: Memory, tensor: Tensor) -> Side:
+def new(buffers: Buffers, tensor: Tensor) -> Side:
     """A tensor that a program makes."""
-    return Side(memory.made(tensor), tensor.dtype, tensor.stride())
+    return Side(buffers.made(tensor), tensor.dtype, tensor.stride())
 
 
 def whole(shape: Sequence[int]) -> tuple[int, ...]:
@@ -243,9 +243,9 @@ def whole(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _rows(memory: Memory, x: Tensor) -> tuple[Address, int | None]:
+def _rows(buffers: Buffers, x: Tensor) -> tuple[Address, int | None]:
     """Where the rows of ``x`` begin, and how far apart they are; ``None``: not equally, or not in one piece each."""
-    begin = memory.address_of(x)
+    begin = buffers.address_of(x)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return begin, None
     _, (strides,) = _folded(x.shape[:-1], [x.stride()[:-1]])

@@ -20,7 +20,7 @@ from stowage.executor.attention import paged_attention
 from stowage.executor.batch import GroupStep, current
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.paged_cache import PagedCache
-from stowage.executor.replay.memory import Address, Buffer, Memory
+from stowage.executor.replay.buffers import Address, Buffer, Buffers
 from stowage.executor.replay.operations import (
     COPY,
     NOWHERE,
@@ -79,20 +79,20 @@ class StepAddresses:
 
 @dataclass(slots=True)
 class Paging:
-    """Of the step that ``memory`` is of, while it is looked at; ``batch.current`` is that step."""
+    """Of the step that ``buffers`` are of, while it is looked at; ``batch.current`` is that step."""
 
-    memory: Memory
+    buffers: Buffers
     _groups: dict[int, _Group] = field(default_factory=dict)
     _away: dict[int, tuple[BlockPool, Address, Address]] = field(default_factory=dict)
     _written: int | None = None
 
     def operations(self, call: WrittenCall) -> list[Operation] | None:
         """``None``: it is no such call. Raises ``NotTaken`` if it is one that only Python can make."""
-        function, args, named = arguments_of(call.function, [self.memory.at(index) for index in call.arguments])
+        function, args, named = arguments_of(call.function, [self.buffers.at(index) for index in call.arguments])
         if function is _UPDATE:
             return self._update(*args[1:4])
         if function is _ATTENTION:
-            return self._attention(args, named, self.memory.step.objects[call.result])
+            return self._attention(args, named, self.buffers.step.objects[call.result])
         return None
 
     def addresses(self, addresses: array[int], slot: Callable[[Buffer], int]) -> StepAddresses:
@@ -116,7 +116,7 @@ class Paging:
         tokens = step.ids.shape[0]
         check(not latent and group.runs is not None and step.decodes == tokens == group.runs.runs.shape[0])
         if id(group) not in self._groups:
-            addresses = [self.memory.of_steps() for _ in range(4)]
+            addresses = [self.buffers.of_steps() for _ in range(4)]
             self._groups[id(group)] = _Group(layer, *addresses)
         return self._groups[id(group)], group
 
@@ -127,13 +127,13 @@ class Paging:
         for view, states in zip(group.pool.views[layer], (key, value), strict=True):
             batch, heads, length, width = states.shape
             check(states.dtype is view.dtype and view.stride(3) == 1 and (states.stride(3) == 1 or width == 1))
-            check(self.memory.is_ours(states) and (batch == 1 or length == 1))
+            check(self.buffers.is_ours(states) and (batch == 1 or length == 1))
             size = view.element_size()
             token = states.stride(2 if batch == 1 else 0) * size
-            words: list[int | Address] = [self.memory.address_of(view), *(view.stride(at) * size for at in range(3))]
+            words: list[int | Address] = [self.buffers.address_of(view), *(view.stride(at) * size for at in range(3))]
             words += [where.blocks, where.offsets]
             words += [
-                self.memory.address_of(states),
+                self.buffers.address_of(states),
                 token,
                 states.stride(1) * size,
                 batch * length,
@@ -153,18 +153,18 @@ class Paging:
         assert runs is not None
         batch, heads, length, width = query.shape
         tokens, kv_heads, value_width = batch * length, keys.shape[2], values.shape[3]
-        check(self.memory.is_new(out) and self.memory.is_ours(query) and keys.stride(3) == values.stride(3) == 1)
+        check(self.buffers.is_new(out) and self.buffers.is_ours(query) and keys.stride(3) == values.stride(3) == 1)
         begin, done = self._in_order(query.transpose(1, 2))
         sinks, more = self._sinks(named.get("s_aux"))
         done += more
         half = query.dtype is torch.bfloat16
-        sums = self.memory.temporary(tokens * heads * value_width * 4) if half else self.memory.made(out)
+        sums = self.buffers.temporary(tokens * heads * value_width * 4) if half else self.buffers.made(out)
         scale = named.get("scaling", args[5] if len(args) > 5 else None)
         away = self._away_of(group.pool, layer)
         words: list[int | Address] = [_ATTEND, begin, sums]
         for view, there in zip((keys, values), away, strict=True):
             words += [
-                self.memory.address_of(view),
+                self.buffers.address_of(view),
                 *view.stride()[:3],
                 there,
                 TENSOR_ALIGNMENT_BYTES // view.element_size(),
@@ -175,26 +175,26 @@ class Paging:
         done.append(Operation(tuple(words)))
         if half:
             wide = Side(sums, torch.float32, whole(out.shape))
-            done.append(pointwise(out.shape, COPY, new(self.memory, out), wide))
+            done.append(pointwise(out.shape, COPY, new(self.buffers, out), wide))
         return done
 
     def _in_order(self, tensor: Tensor) -> tuple[Address, list[Operation]]:
         """Its address, once its numbers lie in their order."""
         if tensor.is_contiguous():
-            return self.memory.address_of(tensor), []
-        address = self.memory.temporary(tensor.numel() * tensor.element_size())
+            return self.buffers.address_of(tensor), []
+        address = self.buffers.temporary(tensor.numel() * tensor.element_size())
         copy = Side(address, tensor.dtype, whole(tensor.shape))
-        return address, [pointwise(tensor.shape, COPY, copy, read(self.memory, tensor, tensor.shape))]
+        return address, [pointwise(tensor.shape, COPY, copy, read(self.buffers, tensor, tensor.shape))]
 
     def _sinks(self, sinks: Any) -> tuple[tuple[int | Address, ...], list[Operation]]:
         if sinks is None:
             return NOWHERE, []
-        address = self.memory.temporary(sinks.numel() * 4)
+        address = self.buffers.temporary(sinks.numel() * 4)
         wide = Side(address, torch.float32, whole(sinks.shape))
-        return (address,), [pointwise(sinks.shape, COPY, wide, read(self.memory, sinks, sinks.shape))]
+        return (address,), [pointwise(sinks.shape, COPY, wide, read(self.buffers, sinks, sinks.shape))]
 
     def _away_of(self, pool: BlockPool, layer: int) -> tuple[Address, Address]:
         if layer not in self._away:
-            self._away[layer] = (pool, self.memory.of_steps(), self.memory.of_steps())
+            self._away[layer] = (pool, self.buffers.of_steps(), self.buffers.of_steps())
         _, keys, values = self._away[layer]
         return keys, values

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.memory import ARENA, CALLED, CONSTANT, RESULT, STEP, Address, Buffer, Memory, begin_of
+from stowage.executor.replay.buffers import ARENA, CALLED, CONSTANT, RESULT, STEP, Address, Buffer, Buffers, begin_of
 from stowage.executor.replay.operations import NotTaken, Operation, operations
 from stowage.executor.replay.paging import Paging
 from stowage.executor.replay.recordable import ALLOWED
@@ -43,15 +43,15 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffers = torch.empty(0, dtype=torch.uint8)
         self.tables: dict[Any, Tensor] = {}
         """All results of functions of single bfloat16 numbers, 128 KiB each."""
 
     def room(self, nbytes: int) -> Tensor:
         """At least so many bytes. It grows by doubling; who has been given less before keeps that."""
-        if nbytes > self._memory.numel():
-            self._memory = torch.empty(max(nbytes, 2 * self._memory.numel()), dtype=torch.uint8)
-        return self._memory
+        if nbytes > self._buffers.numel():
+            self._buffers = torch.empty(max(nbytes, 2 * self._buffers.numel()), dtype=torch.uint8)
+        return self._buffers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,32 +85,32 @@ class Program:
 def with_programs(step: WrittenStep, arena: Arena) -> RecordedCalls:
     """``step``, with programs for all runs of calls that can be made by one."""
     try:
-        memory = Memory(step, arena.tables)
-        paging = Paging(memory)
-        taken = [_taken(memory, paging, call) for call in step.calls]
+        buffers = Buffers(step, arena.tables)
+        paging = Paging(buffers)
+        taken = [_taken(buffers, paging, call) for call in step.calls]
     except NotTaken:  # attention, or what it reads, is Python's
-        memory = Memory(step, arena.tables)
-        paging = Paging(memory)
-        taken = [operations(memory, call) for call in step.calls]
+        buffers = Buffers(step, arena.tables)
+        paging = Paging(buffers)
+        taken = [operations(buffers, call) for call in step.calls]
     if not any(taken):
         return listed(step)
-    result = memory.lies_in(step.result)
+    result = buffers.lies_in(step.result)
     if result is not None and result.kind == ARENA:
         result.kind = RESULT
-    needed = _needed(step, memory, taken)
-    room = arena.room(_put(memory.used(ARENA)))
-    writer = _Writer(step, memory, paging, room)
+    needed = _needed(step, buffers, taken)
+    room = arena.room(_put(buffers.used(ARENA)))
+    writer = _Writer(step, buffers, paging, room)
     for index in needed:
         writer.show(index)
     return listed(writer.written(taken, needed))
 
 
-def _taken(memory: Memory, paging: Paging, call: WrittenCall) -> list[Operation] | None:
+def _taken(buffers: Buffers, paging: Paging, call: WrittenCall) -> list[Operation] | None:
     done = paging.operations(call)
-    return operations(memory, call) if done is None else done
+    return operations(buffers, call) if done is None else done
 
 
-def _needed(step: WrittenStep, memory: Memory, taken: Sequence[Sequence[Operation] | None]) -> dict[int, int]:
+def _needed(step: WrittenStep, buffers: Buffers, taken: Sequence[Sequence[Operation] | None]) -> dict[int, int]:
     """Values that calls of Python need, or programs that do not know their address, and until which call; how long
     buffers are used is noted.
     """
@@ -125,22 +125,22 @@ def _needed(step: WrittenStep, memory: Memory, taken: Sequence[Sequence[Operatio
         if done is None:
             if call.name not in ALLOWED or call.result in needed:
                 need(call.arguments, at)
-        elif not done and call.result in needed and not _is_there(memory, call.result):
+        elif not done and call.result in needed and not _is_there(buffers, call.result):
             need(call.arguments, needed[call.result])
         for buffer in (buffer for operation in done or () for buffer in operation.buffers()):
             buffer.use(at)
             if buffer.kind == CALLED:
                 need((buffer.root,), at)
     for index, until in needed.items():
-        lies_in = memory.lies_in(index)
+        lies_in = buffers.lies_in(index)
         if lies_in is not None:
             lies_in.use(until)
     return needed
 
 
-def _is_there(memory: Memory, index: int) -> bool:
+def _is_there(buffers: Buffers, index: int) -> bool:
     """Whether no call of Python has to give this value: it is in the arena, or the very tensor that a program gives."""
-    buffer = memory.lies_in(index)
+    buffer = buffers.lies_in(index)
     return buffer is not None and (buffer.kind == ARENA or (buffer.kind == RESULT and buffer.root == index))
 
 
@@ -163,11 +163,11 @@ def _put(buffers: Sequence[Buffer]) -> int:
 class _Writer:
     """Writes a step's calls down once more, with programs. Slot 0 is the arena."""
 
-    def __init__(self, step: WrittenStep, memory: Memory, paging: Paging, room: Tensor) -> None:
-        self._step, self._memory, self._paging, self._room = step, memory, paging, room
+    def __init__(self, step: WrittenStep, buffers: Buffers, paging: Paging, room: Tensor) -> None:
+        self._step, self._buffers, self._paging, self._room = step, buffers, paging, room
         self._values = list(step.values)
-        constants = memory.used(CONSTANT)
-        others = [*memory.used(CALLED), *memory.used(RESULT), *memory.used(STEP)]
+        constants = buffers.used(CONSTANT)
+        others = [*buffers.used(CALLED), *buffers.used(RESULT), *buffers.used(STEP)]
         self._slots = {id(buffer): 1 + at for at, buffer in enumerate((*constants, *others))}
         self._kept = (room, *(_tensor(buffer).detach() for buffer in constants))
         known = [room.data_ptr(), *(buffer.address for buffer in constants)]
@@ -178,7 +178,7 @@ class _Writer:
 
     def show(self, index: int) -> None:
         """Have the value ``index`` there from the beginning, if it lies in the arena."""
-        buffer, tensor = self._memory.lies_in(index), self._step.objects.get(index)
+        buffer, tensor = self._buffers.lies_in(index), self._step.objects.get(index)
         if buffer is not None and buffer.kind == ARENA and isinstance(tensor, Tensor):
             begin = buffer.offset + begin_of(tensor) - buffer.address
             typed = self._room.view(tensor.dtype)
@@ -186,7 +186,7 @@ class _Writer:
 
     def written(self, taken: Sequence[Sequence[Operation] | None], needed: dict[int, int]) -> WrittenStep:
         """The step as it is made from now on."""
-        if self._memory.used(STEP):
+        if self._buffers.used(STEP):
             there = self._paging.addresses(self._addresses, lambda buffer: self._slots[id(buffer)])
             self._calls.append(WrittenCall(there, (), self._new_value()))
         for call, done in zip(self._step.calls, taken, strict=True):
@@ -194,7 +194,7 @@ class _Writer:
             if done:
                 self._program += done
             elif done is not None:
-                if wanted and not _is_there(self._memory, call.result):
+                if wanted and not _is_there(self._buffers, call.result):
                     self._views.append(call)
             elif wanted or call.name not in ALLOWED:
                 self._flush()

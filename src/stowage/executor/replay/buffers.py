@@ -56,7 +56,7 @@ class Address(NamedTuple):
 
 
 @dataclass(slots=True)
-class Memory:
+class Buffers:
     """Where the tensors of ``step`` lie, as far as its calls were looked at. ``tables``: all results of functions of
     single numbers, by the function; they outlive the step.
     """
