@@ -355,7 +355,8 @@ def test_a_sequence_has_the_keys_of_each_groups_own_chunks() -> None:
         assert keys.of(group.index) == group_keys(Chain(bytes(32), size).extend(tokens[:26]), group.index)
         known = keys.of(group.index)
         assert known == keys.of(group.index), "asked for again"
-        assert [keys.one(group.index, chunk) for chunk in range(len(known))] == known
+        pairs = [keys.one_and_before(group.index, chunk) for chunk in range(len(known))]
+        assert pairs == [*zip(known, [b"", *known], strict=False)]
 
 
 def test_keys_that_look_ahead_tell_the_tokens_behind_a_chunk() -> None:

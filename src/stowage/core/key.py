@@ -251,6 +251,8 @@ class SequenceKeys:
             keys += group_keys(digests[len(keys) :], group)
         return keys
 
-    def one(self, group: int, chunk: int) -> bytes:
-        """The key of one chunk that is complete."""
-        return self._digests_of[group][chunk][:-_GROUP_BYTES] + self._suffixes[group]
+    def one_and_before(self, group: int, chunk: int) -> tuple[bytes, bytes]:
+        """The key of one chunk that is complete, and that of the chunk before it; empty before the first."""
+        digests, suffix = self._digests_of[group], self._suffixes[group]
+        before = digests[chunk - 1][:-_GROUP_BYTES] + suffix if chunk else b""
+        return digests[chunk][:-_GROUP_BYTES] + suffix, before

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,10 +46,16 @@ class Source(NamedTuple):
     spacing: int = 0
 
 
-_Single: TypeAlias = "tuple[int, Tracked, int, list[int]]"
-"""A whole chunk of one group, the only one that a step completes of a request: group, request, chunk, and vLLM's blocks
-of it.
-"""
+class _Single(NamedTuple):
+    """A whole chunk, the only one that a step completes of a request in a group: its key, that of the chunk before it,
+    and vLLM's blocks of it.
+    """
+
+    tracked: Tracked
+    chunk: int
+    key: bytes
+    after: bytes
+    row: list[int]
 
 
 class _Layout(NamedTuple):
@@ -98,12 +103,13 @@ class Storing:
         alike = [
             [one for one in slab.groups if groups[one].blocks_per_chunk == n] for slab in store.slabs for n in sizes
         ]
-        self._batches = [frozenset(batch) for batch in alike if batch]
+        self._batches = [batch for batch in alike if batch]
         self.sources = sources
         self._ranks = ranks
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
         self._numbers = 0
+        self._offsets_by_size: dict[int, IntArray] = {}
         self._unlike = False
 
     @property
@@ -118,18 +124,18 @@ class Storing:
         """
         states = adapter.boundary_states(scheduled)
         step_blocks = adapter.StepBlocks(scheduled)
-        single: list[_Single] = []
+        singles: list[list[_Single]] = [[] for _ in self._layouts]
         stores = []
         for tracked, begin, end in due:
             progress, name = min(end, tracked.settled_tokens), tracked.request.request_id
             if progress < tracked.due or (blocks := step_blocks.of(name)) is None:
                 continue
-            found = self._plan_one(tracked, blocks, (begin, end, progress), states.get(name, ()), single)
+            found = self._plan_one(tracked, blocks, (begin, end, progress), states.get(name, ()), singles)
             if found:
                 stores.append(self._begin(found))
-        for batch in self._batches if single else ():
-            together = [one for one in single if one[0] in batch]
-            if together and (found := self._reserve_singles(together)):
+        for batch in self._batches:
+            some = [(group, singles[group]) for group in batch if singles[group]]
+            if some and (found := self._reserve_singles(some)):
                 stores.append(self._begin(found))
         return stores
 
@@ -144,10 +150,10 @@ class Storing:
         blocks: adapter.Blocks,
         step: tuple[int, int, int],
         states: States,
-        single: list[_Single],
+        singles: list[list[_Single]],
     ) -> list[tuple[CopyPlan, IntArray]]:
         """Of one request. ``step``: from where to where, and up to which token all is known. What can be reserved with
-        others goes into ``single``.
+        others goes into ``singles``, by group.
         """
         begin, end, progress = step
         tracked.extend_keys(progress)
@@ -168,7 +174,7 @@ class Storing:
             if paged and chunk + 1 == stop and (full or tail <= chunk * chunk_tokens <= ends - chunk_tokens):
                 row = blocks.numbers(number, chunk * per_chunk, stop * per_chunk)
                 if len(row) == per_chunk and adapter.NULL not in row:
-                    single.append((number, tracked, chunk, row))
+                    singles[number].append(_Single(tracked, chunk, *tracked.keys.one_and_before(number, chunk), row))
                     continue
             group, known = strategy.group, range(chunk, stop)
             table = adapter.table_of(blocks.numbers(self.sources[group.index].group))
@@ -186,37 +192,39 @@ class Storing:
             found += self._reserve(tracked, group, chunks[wanted], masks[wanted], table)
         return found
 
-    def _reserve_singles(self, together: list[_Single]) -> list[tuple[CopyPlan, IntArray]]:
+    def _reserve_singles(self, some: Sequence[tuple[int, list[_Single]]]) -> list[tuple[CopyPlan, IntArray]]:
         """Of groups that share a slab class, and have as many blocks per chunk."""
-        together.sort(key=itemgetter(0))
-        groups = np.array([group for group, _, _, _ in together])
-        keys = [tracked.keys.one(group, chunk) for group, tracked, chunk, _ in together]
-        after = [tracked.keys.one(group, chunk - 1) if chunk else b"" for group, tracked, chunk, _ in together]
+        together = [one for _, of_group in some for one in of_group]
+        groups = np.array([group for group, of_group in some for _ in of_group])
+        keys, after = [one.key for one in together], [one.after for one in together]
         slots = self._store.reserve(groups, keys, self._full_masks[groups], after)
-        there = slots >= 0
-        if not holds(there):
-            together = [*compress(together, there.tolist())]
-            slots = slots[there]
-        count, found, first = len(together), [], 0
-        size = self._layouts[together[0][0]].per_chunk if together else 1
-        blocks = np.array([*chain.from_iterable([row for _, _, _, row in together])], dtype=np.int64)
-        of_block, offsets = slots.repeat(size), np.arange(count * size) % size
-        while first < count:
-            group, stop = together[first][0], first + 1
-            while stop < count and together[stop][0] == group:
-                stop += 1
-            part = slice(first * size, stop * size)
-            found.append((CopyPlan(group, blocks[part], of_block[part], offsets[part]), slots[first:stop]))
-            first = stop
-        if self._announcements is not None:
-            self._announce_singles(together, self._announcements)
+        blocks, first, found = np.array([one.row for one in together], dtype=np.int64), 0, []
+        for group, of_group in some:
+            mine, rows = slots[first : first + len(of_group)], blocks[first : first + len(of_group)]
+            first += len(of_group)
+            there = mine >= 0
+            if not holds(there):
+                mine, rows, of_group = mine[there], rows[there], [*compress(of_group, there.tolist())]
+            if len(mine):
+                size, count = rows.shape[1], rows.size
+                plan = CopyPlan(group, rows.reshape(-1), mine.repeat(size), self._offsets(size, count))
+                found.append((plan, mine))
+                self._announce_singles(group, of_group)
         return found
 
-    def _announce_singles(self, together: Sequence[_Single], announcements: Announcements) -> None:
-        for number, tracked, chunk, _ in together:
-            if number == announcements.group.index:
-                names = tracked.keys.of(number)
-                announcements.planned(self._numbers + 1, tracked.request, np.array([chunk]), names)
+    def _offsets(self, size: int, count: int) -> IntArray:
+        """Of the blocks in whole chunks of ``size``: 0 to size - 1, again and again."""
+        known = self._offsets_by_size.get(size)
+        if known is None or len(known) < count:
+            known = self._offsets_by_size[size] = np.arange(2 * count) % size
+        return known[:count]
+
+    def _announce_singles(self, group: int, singles: Sequence[_Single]) -> None:
+        announcements = self._announcements
+        if announcements is not None and group == announcements.group.index:
+            for one in singles:
+                names = one.tracked.keys.of(group)
+                announcements.planned(self._numbers + 1, one.tracked.request, np.array([one.chunk]), names)
 
     def _reserve(
         self, tracked: Tracked, group: Group, chunks: IntArray, masks: MaskArray, table: IntArray
