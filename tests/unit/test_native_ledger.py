@@ -102,6 +102,14 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="another length"):
         kernel.commit(np.array([0]), slots, slots)
     assert kernel.commit(np.array([0]), slots[:1], slots[1:]) is None, "a slot that is not on its way"
+    with pytest.raises(IndexError, match="more free slots"):
+        kernel.evict(np.array([0]), free, 4)
+    with pytest.raises(IndexError, match="slot 4 of 4"):
+        kernel.evict(np.array([4]), free, 0)
+    with pytest.raises(KeyError):
+        kernel.evict(np.array([0]), free, 0)
+    with pytest.raises(ValueError, match="another length"):
+        kernel.all_new(keys, masks[:1])
     table = NativeLedger([4])._map.table
     with pytest.raises(ValueError, match="other arrays"):
         type(kernel)(table, (free,))  # type: ignore[arg-type]

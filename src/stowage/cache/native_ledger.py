@@ -1,7 +1,7 @@
 """The ledger with the common case of a step in C: chunks that are all new, and free slots for them.
 
     Ledger         arrays of numpy: states, masks, keys, parents           all cases, checks
-        └── lent as buffers ──> native Ledger (native/tables)              reserve, commit
+        └── lent as buffers ──> native Ledger (native/tables)              reserve, evict, commit
 
 A server's step stores a few chunks, and comes after it has walked through all its requests: then a dozen of numpy's
 functions are each waited for, with all that they read, from memory. So one call does what they would. Where the case is
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stowage.cache.keymap import After, holds
+from stowage.cache.keymap import After
 from stowage.cache.ledger import Ledger
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.core.geometry import IntArray, MaskArray
@@ -46,22 +46,22 @@ class NativeLedger(Ledger):
         """See `Ledger`."""
         count = len(keys)
         short = count - self._free_count[slab]
-        if 0 < short <= len(self._policies[slab]) and holds(masks != 0) and self._map.has_none(keys):
-            self._evict_below(slab, short)
+        rare = bool(self._map.replacements)
+        if 0 < short <= len(self._policies[slab]) and not rare and self._kernel.all_new(keys, masks):
+            self._make_free(slab, short)
         slots = np.empty(count, np.int64)
         free, free_count = self._free[slab], self._free_count[slab]
-        if self._map.replacements or not self._kernel.reserve(keys, masks, after, free, free_count, slots):
+        if rare or not self._kernel.reserve(keys, masks, after, free, free_count, slots):
             return super().reserve(slab, keys, masks, after)
         self._free_count[slab] = free_count - count
         self._coming += count
         return slots
 
-    def _evict_below(self, slab: int, count: int) -> None:
-        """So many slots become free, to be taken after those that are, and in the order of the policy."""
-        before = self._free[slab][: self._free_count[slab]].copy()
-        slots = self._evict(slab, count)
-        self._release(slots)
-        self._free[slab][: self._free_count[slab]] = np.concatenate((slots[::-1], before))
+    def _make_free(self, slab: int, count: int) -> None:
+        """Evict so many, which are taken after those slots that are free, and in the order of the policy."""
+        victims = self._policies[slab].victims(count)
+        self._free_count[slab] = self._kernel.evict(victims, self._free[slab], self._free_count[slab])
+        self.evictions += len(victims)
 
     def commit(self, slots: IntArray) -> None:
         """See `Ledger`."""

@@ -9,7 +9,7 @@
 #include "slots_type.h"
 
 enum { STATE, MASKS, COMING, KEYS, CLASSES_OF, PARENTS, PARENT_SERIALS, SERIALS, LENT };
-enum { RESERVED = 1, FILLING = 2, READY = 3 }; /* see slot_states.py */
+enum { NOT_USED = 0, RESERVED = 1, FILLING = 2, READY = 3 }; /* see slot_states.py */
 
 static const struct {
     int bytes, more; /* of an item; items more than slots */
@@ -227,8 +227,63 @@ static PyObject *ledger_commit(Ledger *l, PyObject *const *arguments, Py_ssize_t
     return keys;
 }
 
+static PyObject *ledger_all_new(Ledger *l, PyObject *const *arguments, Py_ssize_t given) {
+    Py_buffer masks;
+    if (!takes("all_new", given, 2))
+        return NULL;
+    Py_ssize_t count = count_keys(arguments[0]);
+    if (count < 0 || view_items(arguments[1], &masks, &count, 8, PyBUF_SIMPLE) < 0)
+        return NULL;
+    int are = all_new(l, arguments[0], masks.buf, count);
+    PyBuffer_Release(&masks);
+    return PyBool_FromLong(are);
+}
+
+/* Ready slots become free, below those that are: the first of them is taken first. How many are free; -1: an error. */
+static int64_t evict(Ledger *l, const int64_t *slots, Py_ssize_t count, int64_t *free, Py_ssize_t of_free) {
+    for (Py_ssize_t i = 0; i < count; i++)
+        FETCH(l->keys[slots[i]]);
+    memmove(free + count, free, (size_t)of_free * sizeof *free);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *key = l->keys[slots[i]];
+        const char *chars = PyBytes_Check(key) ? chars_of(key) : NULL;
+        if (chars == NULL || !drop_slot(l->table, print_of(chars), chars)) {
+            PyErr_SetObject(PyExc_KeyError, key);
+            return -1;
+        }
+        l->keys[slots[i]] = Py_NewRef(Py_None);
+        Py_DECREF(key);
+        l->masks[slots[i]] = 0;
+        l->state[slots[i]] = NOT_USED;
+        free[count - 1 - i] = slots[i];
+    }
+    return of_free + count;
+}
+
+static PyObject *ledger_evict(Ledger *l, PyObject *const *arguments, Py_ssize_t given) {
+    Py_buffer slots, free;
+    Py_ssize_t count = -1, room = -1;
+    if (!takes("evict", given, 3))
+        return NULL;
+    Py_ssize_t of_free = PyLong_AsSsize_t(arguments[2]);
+    if ((of_free == -1 && PyErr_Occurred()) || view_items(arguments[0], &slots, &count, 8, PyBUF_SIMPLE) < 0)
+        return NULL;
+    int64_t free_now = -1;
+    if (view_items(arguments[1], &free, &room, 8, PyBUF_WRITABLE) == 0) {
+        if (of_free < 0 || of_free > room - count)
+            PyErr_SetString(PyExc_IndexError, "more free slots than there are");
+        else if (check_range(l->table, slots.buf, count) == 0)
+            free_now = evict(l, slots.buf, count, free.buf, of_free);
+        PyBuffer_Release(&free);
+    }
+    PyBuffer_Release(&slots);
+    return free_now < 0 ? NULL : PyLong_FromLongLong(free_now);
+}
+
 static PyMethodDef ledger_methods[] = {
     {"reserve", FAST(ledger_reserve), METH_FASTCALL, "Take slots for keys that are all new. Whether they were."},
+    {"all_new", FAST(ledger_all_new), METH_FASTCALL, "Whether no key is there, and no mask is empty."},
+    {"evict", FAST(ledger_evict), METH_FASTCALL, "Ready slots of a policy's become free. How many are."},
     {"commit", FAST(ledger_commit), METH_FASTCALL, "Slots of one class become ready. Their keys, the last one first; or None."},
     {NULL},
 };
