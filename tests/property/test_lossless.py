@@ -106,6 +106,32 @@ def assert_round(raw: bytes) -> None:
     assert buffer == raw
 
 
+def in_single_blocks(raw: bytes) -> int:
+    """Bytes of blocks that know nothing of each other."""
+    size = lossless_blocks.RAW_MAX
+    return sum(len(packed_in_c(raw[at : at + size])) - 16 for at in range(0, len(raw), size))
+
+
+@pytest.mark.parametrize("run", [1, 2, 5, 40])
+def test_a_shape_that_serves_the_next_blocks_costs_little_where_numbers_change(way: str, run: int) -> None:
+    """Numbers of two kinds in turn, in runs of so many blocks, noise, other types: the bytes that numpy gives, and few
+    more than where each block has its own shape.
+    """
+    words = lossless_blocks.RAW_MAX // 2 * run
+    parts = []
+    for seed in range(80 // run):
+        numbers = np.random.default_rng(seed).standard_normal(words, np.float32)
+        wide = numbers * np.exp2(np.random.default_rng(-seed % 97).integers(-3, 4, words)).astype(np.float32)
+        parts.append(((wide if seed % 2 else numbers).view(np.uint32) >> 16).astype("<u2").tobytes())
+    raw = (
+        b"".join(parts) + np.random.default_rng(1).bytes(30_000) + floats("float32", 9_000) + floats("bfloat16", 9_001)
+    )
+    packed = packed_in_c(raw)
+    assert packed == lossless_blocks.pack(raw)
+    assert unpacked(packed, len(raw)) == (lossless_blocks.WHOLE, raw)
+    assert len(packed) <= 1.02 * in_single_blocks(raw)
+
+
 def test_infinities_payloads_and_denormals_in_one_block() -> None:
     words = np.frombuffer(floats("bfloat16", 4096), "<u2").copy()
     words[::7] = np.resize(np.array([0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x8000, 0x7F81, 0x807F], "<u2"), 586)

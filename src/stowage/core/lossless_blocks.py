@@ -33,6 +33,9 @@ _FOUND_MAX: Final = 96
 _LEVEL_COST: Final = 16
 _SAMPLED: Final = 4
 _COUNTED_WHOLE: Final = 1024
+_SERVED: Final = 15
+_WORSE: Final = 32
+_RESTING: Final = 3
 _KEPT_BITS: Final = 3
 _PADDING: Final = 4096
 
@@ -50,6 +53,21 @@ class _Shape:
     bytes: int
 
 
+_NO_SHAPE: Final = _Shape([], [], 0)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A shape that was found for one block and serves the next ones: `uses` more, while they take at most `most` bytes
+    with their header. `rest`: so many blocks are looked at singly before one serves others again.
+    """
+
+    shape: _Shape = _NO_SHAPE
+    uses: int = 0
+    most: int = 0
+    rest: int = 0
+
+
 def _plane_bytes(count: int) -> int:
     return (count + 63) // 64 * 8
 
@@ -59,7 +77,8 @@ def _plane_bytes(count: int) -> int:
 
 def pack(payload: bytes) -> bytes:
     """All of it, whether it pays or not."""
-    blocks = [_pack_block(payload[at : at + RAW_MAX]) for at in range(0, len(payload), RAW_MAX)]
+    known = _Known()
+    blocks = [_pack_block(payload[at : at + RAW_MAX], known) for at in range(0, len(payload), RAW_MAX)]
     return _HEAD.pack(_MAGIC, _CODE, 0, len(payload)) + b"".join(blocks)
 
 
@@ -135,26 +154,48 @@ def _pack_levels(values: Bytes, shape: _Shape) -> tuple[bytes, bytes]:
     return headers, body + values.tobytes()
 
 
-def _pack_block(raw: bytes) -> bytes:
-    words = np.frombuffer(raw, "<u2", len(raw) // 2)
-    turned = words << 1 | words >> 15
-    high, low = (turned >> 8).astype(np.uint8), turned.astype(np.uint8)
-    kind, shape = _choose(high) if len(words) else (_STORED, _Shape([], [], 0))
-    if kind == _STORED:
-        return _BLOCK.pack(kind, 0, 0, len(raw)) + raw
+def _coded(raw: bytes, high: Bytes, low: Bytes, kind: int, shape: _Shape) -> bytes:
+    """A block that was split, by the shape."""
     before = b""
     if kind == _FLOAT32:
-        before = words[::2].tobytes()
+        before = np.frombuffer(raw, "<u2", len(raw) // 2)[::2].tobytes()
         high, low = high[1::2], low[1::2]
     before += low.tobytes()
     if kind == _FLOAT16:
         before += _planes(high & np.uint8(7), _KEPT_BITS)
         high = high & np.uint8(0xF8)
     headers, body = _pack_levels(high, shape)
-    whole = headers + before + body + raw[2 * len(words) :]
-    if len(whole) >= len(raw):
-        return _BLOCK.pack(_STORED, 0, 0, len(raw)) + raw
+    whole = headers + before + body + raw[len(raw) // 2 * 2 :]
     return _BLOCK.pack(kind, len(shape.widths), 0, len(whole)) + whole
+
+
+def _coded_known(raw: bytes, high: Bytes, low: Bytes, known: _Known) -> bytes:
+    """The same by the shape that is known, or by a new one; empty where none takes fewer bytes."""
+    if len(raw) == RAW_MAX and known.uses:
+        known.uses -= 1
+        coded = _coded(raw, high, low, _BFLOAT16, known.shape)
+        if len(coded) <= known.most:
+            return coded
+        known.uses, known.rest = 0, _RESTING
+    kind, shape = _choose(high)
+    if kind == _STORED:
+        return b""
+    coded = _coded(raw, high, low, kind, shape)
+    if known.rest:
+        known.rest -= 1
+    elif len(raw) == RAW_MAX and kind == _BFLOAT16:
+        known.shape, known.uses, known.most = shape, _SERVED, len(coded) + len(coded) // _WORSE
+    return coded
+
+
+def _pack_block(raw: bytes, known: _Known) -> bytes:
+    words = np.frombuffer(raw, "<u2", len(raw) // 2)
+    turned = words << 1 | words >> 15
+    high, low = (turned >> 8).astype(np.uint8), turned.astype(np.uint8)
+    coded = _coded_known(raw, high, low, known) if len(words) else b""
+    if not coded or len(coded) - _BLOCK.size >= len(raw):
+        return _BLOCK.pack(_STORED, 0, 0, len(raw)) + raw
+    return coded
 
 
 # Unpacking

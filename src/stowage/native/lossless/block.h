@@ -18,6 +18,9 @@
 #define COUNTED_WHOLE 1024
 #define FOUND_MAX 96    /* with more of them it is noise, and not worth the time to look closer */
 #define LEVEL_COST 16 /* bytes that one more level has to save: it costs time */
+#define SERVED 15     /* blocks that take over the shape of one before them */
+#define WORSE 32      /* while they take no more than so much of its bytes, one part in this many, in addition */
+#define RESTING 3       /* after one that took more: so many blocks each have a shape of their own */
 #define ROOM (WORDS_MAX + 64)
 #define CODED_MAX (4 * RAW_MAX) /* more than LEVELS_MAX levels of WIDTH_MAX planes, and all that is beside them */
 
@@ -279,58 +282,95 @@ static int read_block(const Steps *steps, Scratch *scratch, int kind, int count,
     return 1;
 }
 
-/* Writes one block of `raw` bytes into `scratch->coded`, its header first. Returns its length. What is coded is read
-   back and compared: should memory have flipped a bit, or this code be wrong, the block is stored as it is. */
-static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw) {
-    int n = raw / 2, kind = STORED, at = HEADER, levels = 0;
+/* A shape that was found for one block and serves the next ones: choosing takes a quarter of the time of packing. */
+typedef struct {
+    Shape shape;
+    int uses, most; /* for so many blocks more, while their bodies take no more bytes than that */
+    int rest;       /* so many blocks are looked at singly before one serves others again */
+} Known;
+
+/* Codes a block that was split, by the shape. Returns where it ends in `coded`. */
+static int code_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw, int kind, const Shape *shape) {
+    int n = raw / 2, header = HEADER, at = HEADER;
     uint8_t *coded = scratch->coded;
-    if (n > 0) {
-        Shape shape;
-        steps->split(source, n, scratch->high, scratch->low);
-        kind = choose(scratch->high, n, &shape);
-        if (kind != STORED) {
-            int header = at;
-            levels = shape.levels;
-            for (int level = 0; level < levels; level++)
-                at += LEVEL_HEADER + (1 << shape.widths[level]) - 1;
-            if (kind == FLOAT32) {
-                n /= 2;
-                for (int i = 0; i < n; i++)
-                    memcpy(coded + at + 2 * i, source + 4 * i, 2);
-                at += 2 * n;
-                for (int i = 0; i < n; i++) {
-                    scratch->high[i] = scratch->high[2 * i + 1];
-                    scratch->low[i] = scratch->low[2 * i + 1];
-                }
-            }
-            memcpy(coded + at, scratch->low, (size_t)n);
-            at += n;
-            if (kind == FLOAT16) {
-                for (int i = 0; i < n; i++) {
-                    scratch->values[0][i] = scratch->high[i] & 7;
-                    scratch->high[i] &= 0xF8;
-                }
-                steps->write_level(scratch->values[0], n, 3, EIGHT, coded + at, scratch->values[1]);
-                at += 3 * plane_bytes(n);
-            }
-            at = write_levels(steps, scratch, n, &shape, header, at);
-            if (raw % 2)
-                coded[at++] = source[raw - 1];
+    for (int level = 0; level < shape->levels; level++)
+        at += LEVEL_HEADER + (1 << shape->widths[level]) - 1;
+    if (kind == FLOAT32) {
+        n /= 2;
+        for (int i = 0; i < n; i++)
+            memcpy(coded + at + 2 * i, source + 4 * i, 2);
+        at += 2 * n;
+        for (int i = 0; i < n; i++) {
+            scratch->high[i] = scratch->high[2 * i + 1];
+            scratch->low[i] = scratch->low[2 * i + 1];
         }
     }
-    if (kind != STORED
-        && (at >= HEADER + raw || !read_block(steps, scratch, kind, levels, coded + HEADER, coded + at, scratch->again, raw, 0)
-            || memcmp(scratch->again, source, (size_t)raw) != 0)) {
-        kind = STORED;
-        levels = 0;
-        at = HEADER;
+    memcpy(coded + at, scratch->low, (size_t)n);
+    at += n;
+    if (kind == FLOAT16) {
+        for (int i = 0; i < n; i++) {
+            scratch->values[0][i] = scratch->high[i] & 7;
+            scratch->high[i] &= 0xF8;
+        }
+        steps->write_level(scratch->values[0], n, 3, EIGHT, coded + at, scratch->values[1]);
+        at += 3 * plane_bytes(n);
     }
+    at = write_levels(steps, scratch, n, shape, header, at);
+    if (raw % 2)
+        coded[at++] = source[raw - 1];
+    return at;
+}
+
+/* The same by the shape that is known, or by a new one. `*kind`: STORED where none takes fewer bytes. */
+static int code_known(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw, Known *known, Shape *shape,
+                      int *kind) {
+    int whole = raw == RAW_MAX;
+    *kind = BFLOAT16;
+    if (whole && known->uses > 0) {
+        *shape = known->shape;
+        int at = code_block(steps, scratch, source, raw, BFLOAT16, shape);
+        known->uses--;
+        if (at <= known->most)
+            return at;
+        known->uses = 0;
+        known->rest = RESTING;
+    }
+    *kind = choose(scratch->high, raw / 2, shape);
+    if (*kind == STORED)
+        return HEADER;
+    int at = code_block(steps, scratch, source, raw, *kind, shape);
+    if (known->rest > 0) {
+        known->rest--;
+    } else if (whole && *kind == BFLOAT16) {
+        known->shape = *shape;
+        known->uses = SERVED;
+        known->most = at + at / WORSE;
+    }
+    return at;
+}
+
+/* Writes one block of `raw` bytes into `scratch->coded`, its header first. Returns its length. What is coded is read
+   back and compared: should memory have flipped a bit, or this code be wrong, the block is stored as it is. */
+static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw, Known *known) {
+    int kind = STORED, at = HEADER;
+    uint8_t *coded = scratch->coded;
+    Shape shape = {0};
+    if (raw > 1) {
+        steps->split(source, raw / 2, scratch->high, scratch->low);
+        at = code_known(steps, scratch, source, raw, known, &shape, &kind);
+    }
+    if (kind != STORED
+        && (at >= HEADER + raw
+            || !read_block(steps, scratch, kind, shape.levels, coded + HEADER, coded + at, scratch->again, raw, 0)
+            || memcmp(scratch->again, source, (size_t)raw) != 0))
+        kind = STORED;
     if (kind == STORED) {
-        memcpy(coded + at, source, (size_t)raw);
-        at += raw;
+        shape.levels = 0;
+        memcpy(coded + HEADER, source, (size_t)raw);
+        at = HEADER + raw;
     }
     uint32_t length = (uint32_t)(at - HEADER);
-    uint8_t header[HEADER] = {(uint8_t)kind,           (uint8_t)levels,         0, 0, (uint8_t)length,
+    uint8_t header[HEADER] = {(uint8_t)kind,           (uint8_t)shape.levels,   0, 0, (uint8_t)length,
                               (uint8_t)(length >> 8), (uint8_t)(length >> 16), (uint8_t)(length >> 24)};
     memcpy(coded, header, HEADER);
     return at;

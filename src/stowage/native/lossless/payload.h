@@ -28,11 +28,12 @@ static size_t pack_into(const uint8_t *source, size_t raw, uint8_t *target, size
     for (int i = 0; i < 8; i++)
         target[8 + i] = (uint8_t)(length >> 8 * i);
     size_t at = HEAD;
+    Known known = {0};
     for (size_t from = 0; from < raw; from += RAW_MAX) {
         int some = raw - from < RAW_MAX ? (int)(raw - from) : RAW_MAX;
         for (size_t ask = from + RAW_MAX; ask < raw && ask < from + 2 * RAW_MAX; ask += 64)
             __builtin_prefetch(source + ask, 0, 2);
-        size_t taken = (size_t)write_block(steps, scratch, source + from, some);
+        size_t taken = (size_t)write_block(steps, scratch, source + from, some, &known);
         if (taken > room - at)
             return 0;
         memcpy(target + at, scratch->coded, taken);

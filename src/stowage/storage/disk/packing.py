@@ -24,7 +24,7 @@ __all__ = ["BUFFER_BYTES", "Packer", "PackingRates"]
 
 BUFFER_BYTES: Final = 8 << 20
 """Chunks of so many bytes, or a longer one, are packed together."""
-BUFFERS_KEPT: Final = 8
+BUFFERS_KEPT: Final = 12
 HOPELESS: Final = 32
 """So many chunks in a row that did not pay, and only one in as many is tried."""
 _NEW_SHARE: Final = 0.1
