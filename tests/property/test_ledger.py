@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stowage.cache.ledger import Ledger, State
-from stowage.cache.native_ledger import make_ledger
 
 SLOTS = 6
 KEYS = [number.to_bytes(32, "big") for number in range(10)]
@@ -21,11 +20,9 @@ some_masks = st.sampled_from([0b001, 0b010, 0b011, 0b111, 0b1111, 0])
 class LedgerModel(RuleBasedStateMachine):
     """`ready`: key -> slot and mask, least recently used first; `coming`: key -> slot and mask that it will have."""
 
-    make = Ledger
-
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = self.make([SLOTS])
+        self.ledger = Ledger([SLOTS])
         self.ready: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self.coming: dict[bytes, tuple[int, int]] = {}
         self.pins: list[tuple[list[bytes], list[int]]] = []
@@ -164,13 +161,5 @@ class LedgerModel(RuleBasedStateMachine):
         self.ledger.check_pins([np.array(slots, np.int64) for _, slots in self.pins])
 
 
-class CompiledLedgerModel(LedgerModel):
-    """The same, of the ledger that the store makes: in C where that was built."""
-
-    make = staticmethod(make_ledger)
-
-
 TestLedger = LedgerModel.TestCase
 TestLedger.settings = settings(stateful_step_count=30, deadline=None)
-TestCompiledLedger = CompiledLedgerModel.TestCase
-TestCompiledLedger.settings = settings(stateful_step_count=30, deadline=None)

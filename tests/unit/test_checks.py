@@ -21,7 +21,7 @@ class Books(Ledger):
 
     def __init__(self) -> None:
         super().__init__([12, 3])
-        self._map.table = Slots(15)
+        self._map._slots = Slots(15)
         self.ready = self._store(1, 2)
         self.pinned_ready = self._store(3)
         self.pin(self.pinned_ready)
@@ -62,19 +62,19 @@ def swap_free_slots_of_two_classes(books: Books) -> None:
 
 
 def lead_two_keys_to_one_slot(books: Books) -> None:
-    books._map.table._slot_of[keys(1)[0]] = books._map.table._slot_of[keys(2)[0]]
+    books._map._slots._slot_of[keys(1)[0]] = books._map._slots._slot_of[keys(2)[0]]
 
 
 def swap_two_keys(books: Books) -> None:
-    slots = books._map.table._slot_of
+    slots = books._map._slots._slot_of
     slots[keys(1)[0]], slots[keys(2)[0]] = slots[keys(2)[0]], slots[keys(1)[0]]
 
 
 def let_a_replacement_be_ready(books: Books) -> None:
     """The map leads to the replacement, and the older chunk, which is ready, is kept as one."""
     key = keys(6)[0]
-    on_its_way, ready = books._map.replacements[key], books._map.table._slot_of[key]
-    books._map.replacements[key], books._map.table._slot_of[key] = ready, on_its_way
+    on_its_way, ready = books._map.replacements[key], books._map._slots._slot_of[key]
+    books._map.replacements[key], books._map._slots._slot_of[key] = ready, on_its_way
 
 
 def first_free(books: Books) -> np.ndarray:
@@ -98,7 +98,7 @@ LEDGER_DAMAGE: list[tuple[str, Callable[[Books], object]]] = [
     ("a chunk on its way can be looked up", lambda books: set_mask(books, books.reserved, 1)),
     ("a chunk on its way can be looked up", lambda books: set_mask(books, books.filled, 1)),
     ("two keys lead to one slot", lead_two_keys_to_one_slot),
-    ("map and states disagree", lambda books: books._map.table._slot_of.pop(keys(1)[0])),
+    ("map and states disagree", lambda books: books._map._slots._slot_of.pop(keys(1)[0])),
     ("a replacement is not on its way", let_a_replacement_be_ready),
     ("map and keys disagree", swap_two_keys),
     (

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stowage.cache.ledger import Ledger, State
+from stowage.cache.policy.lru import LRU
 
 FULL = 0b1111
 
@@ -51,6 +52,22 @@ def test_what_needs_no_slot_gets_none() -> None:
     ledger.commit(slots[slots >= 0])
     ledger.commit(under_way)
     ledger.check()
+
+
+def test_a_chunk_that_takes_the_slot_of_the_one_before_it_does_not_follow_itself() -> None:
+    seen: list[int] = []
+
+    class Seeing(LRU):
+        def admit(self, slots: NDArray[np.int64], keys: list[bytes], parents: NDArray[np.int64]) -> None:
+            seen.extend(parents.tolist())
+            super().admit(slots, keys, parents)
+
+    ledger = Ledger([1], Seeing)
+    store(ledger, 1)
+    slots = ledger.reserve(0, keys(2), masks(FULL), after=keys(1)[0])
+    ledger.commit(slots)
+    assert slots.tolist() == [0]
+    assert seen == [-1, -1]
 
 
 def test_a_superset_replaces_and_a_pinned_older_chunk_stays_until_unpinned() -> None:

@@ -33,7 +33,6 @@ from stowage.cache.fetches import Fetches
 from stowage.cache.in_flight import Flight, Flights
 from stowage.cache.keymap import After, holds, is_empty, taken
 from stowage.cache.ledger import Ledger, State, gains
-from stowage.cache.native_ledger import make_ledger
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.cache.slot_sizes import Sizes
 from stowage.cache.spill_queue import SpillQueue
@@ -59,7 +58,7 @@ class Flow:
         indexes: Sequence[Index] = (),
         spill_bytes_max: int = 0,
         policy: MakePolicy = LRU,
-        ledger: Callable[[Sequence[int], MakePolicy], Ledger] = make_ledger,
+        ledger: Callable[[Sequence[int], MakePolicy], Ledger] = Ledger,
     ) -> None:
         total = sum(slab.slots for slab in slabs)
         self.ledger = ledger([slab.slots for slab in slabs], policy)
@@ -262,7 +261,9 @@ class Flow:
             most = max(1, allowed // self._sizes.least)  # those behind them are not looked up for nothing
             slots, names = self._still_wanted(tier, queue, *queue.pop(most))
             sizes, total_bytes = self._sizes.of(slots)
-            count = queue.fitting(sizes, gathered, TRANSFER_BYTES_MAX) if total_bytes > allowed else len(slots)
+            count = len(slots)
+            if total_bytes > allowed:
+                count = queue.fitting(sizes, gathered, TRANSFER_BYTES_MAX)
             if count == len(slots):
                 parts.append(slots)
                 keys += names

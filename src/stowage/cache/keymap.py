@@ -46,14 +46,12 @@ def is_empty(masks: MaskArray) -> bool:
 
 
 class KeyMap:
-    """See the module. `replacements`, key to slot, is to be read only: most of the time it is empty. `table`: of all
-    other keys, for compiled code.
-    """
+    """See the module. `replacements`, key to slot, is to be read only: most of the time it is empty."""
 
-    __slots__ = ("replacements", "table")
+    __slots__ = ("_slots", "replacements")
 
     def __init__(self, slots: int) -> None:
-        self.table = make_slots(slots)
+        self._slots = make_slots(slots)
         self.replacements: dict[bytes, int] = {}
 
     # What is there
@@ -61,12 +59,12 @@ class KeyMap:
     def find(self, keys: list[bytes]) -> IntArray:
         """The slot of each key, or ABSENT. The caller may change the array."""
         slots = np.empty(len(keys), np.int64)
-        self.table.find(keys, slots)
+        self._slots.find(keys, slots)
         return slots
 
     def slot_of(self, key: bytes | None) -> int:
         """The slot of one key, or ABSENT."""
-        return ABSENT if key is None else self.table.slot_of(key)
+        return ABSENT if key is None else self._slots.slot_of(key)
 
     def find_replacements(self, keys: list[bytes]) -> IntArray:
         """The slot of each key's replacement, or ABSENT."""
@@ -74,28 +72,28 @@ class KeyMap:
 
     def has_none(self, keys: list[bytes]) -> bool:
         """Whether all keys are absent. While there are replacements it is not looked into: False."""
-        return not self.replacements and self.table.has_none(keys)
+        return not self.replacements and self._slots.has_none(keys)
 
     # What changes
 
     def add(self, keys: list[bytes], slots: IntArray) -> None:
         """The first keys, which are absent and distinct, get these slots."""
-        self.table.set(keys if len(slots) == len(keys) else keys[: len(slots)], slots)
+        self._slots.set(keys if len(slots) == len(keys) else keys[: len(slots)], slots)
 
     def add_or_replace(self, keys: list[bytes], slots: IntArray, all_new: bool) -> bool:
         """Each key gets its slot, as a replacement where it has one. `all_new`: none of them has.
 
         Whether each got its own: a repeated key keeps one slot, and the others lead nowhere.
         """
-        before = len(self.table) + len(self.replacements)
+        before = len(self._slots) + len(self.replacements)
         keys = keys if len(slots) == len(keys) else keys[: len(slots)]
         ready = None if all_new else self.find(keys) >= 0
         if ready is None or not ready.any():
-            self.table.set(keys, slots)
+            self._slots.set(keys, slots)
         else:
-            self.table.set(list(compress(keys, (~ready).tolist())), slots[~ready])
+            self._slots.set(list(compress(keys, (~ready).tolist())), slots[~ready])
             self.replacements.update(zip(compress(keys, ready.tolist()), slots[ready].tolist(), strict=True))
-        return len(self.table) + len(self.replacements) - before >= len(slots)
+        return len(self._slots) + len(self.replacements) - before >= len(slots)
 
     def replace(self, keys: list[bytes], slots: IntArray) -> IntArray:
         """Those of the slots that are replacements become the slots of their keys. The slots that they replaced.
@@ -109,7 +107,7 @@ class KeyMap:
                 newer[key] = slot
         changed = list(newer)
         replaced = taken(self.find(changed))
-        self.table.set(changed, np.fromiter(newer.values(), np.int64, len(newer)))
+        self._slots.set(changed, np.fromiter(newer.values(), np.int64, len(newer)))
         return replaced
 
     def withdraw(self, keys: list[bytes], slots: IntArray) -> IntArray:
@@ -124,14 +122,14 @@ class KeyMap:
 
     def forget(self, keys: list[bytes]) -> None:
         """The keys become absent."""
-        self.table.drop(keys)
+        self._slots.drop(keys)
 
     def items(self) -> list[tuple[bytes, int]]:
         """Every key with its slot; replacements too."""
-        return [*self.table.items(), *self.replacements.items()]
+        return [*self._slots.items(), *self.replacements.items()]
 
     def check(self) -> None:
         """Assert every invariant. Linear in the keys."""
-        self.table.check()
+        self._slots.check()
         slots = [slot for _, slot in self.items()]
         assert len(set(slots)) == len(slots), "two keys lead to one slot"

@@ -11,7 +11,6 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.keymap import holds
 from stowage.core.geometry import Group, IntArray, MaskArray
 
 __all__ = ["Sizes"]
@@ -41,9 +40,7 @@ class Sizes:
         """The slots are for chunks of this group from now on, or each for one of its own; -1 is ignored."""
         if not self._is_one:
             there = slots >= 0
-            if not holds(there):
-                slots, group = slots[there], group if isinstance(group, int) else group[there]
-            self._group_of[slots] = group
+            self._group_of[slots[there]] = group if isinstance(group, int) else group[there]
 
     @property
     def least(self) -> int:

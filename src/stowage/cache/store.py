@@ -23,7 +23,7 @@ from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.cache.flow import Flow
 from stowage.cache.guard import Guarded
 from stowage.cache.keymap import After
-from stowage.cache.native_ledger import make_ledger
+from stowage.cache.ledger import Ledger
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.cache.published_ledger import PublishedLedger
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
@@ -98,7 +98,7 @@ class TieredStore:
         ]
         indexes = [tier.lookup for tier in self._guarded]
         self.table = HostTable(self.slabs) if published else None
-        ledger = make_ledger if self.table is None else PublishedLedger.over(self.table)
+        ledger = Ledger if self.table is None else PublishedLedger.over(self.table)
         self._flow = Flow(geometry, self.slabs, indexes, spill_bytes_max, POLICIES[policy], ledger)
         for queue, tier in zip(self._flow.spills, self.tiers, strict=True):
             queue.closed = isinstance(tier, ReadOnly) and tier.read_only

@@ -39,10 +39,10 @@ static void slots_dealloc(Slots *s) {
 }
 
 /* Numbers from 0 to slots - 1. */
-static int check_range(const Slots *s, const void *slots, Py_ssize_t count) {
+static int check_slots(const Slots *s, const Py_buffer *view, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
         int64_t slot;
-        memcpy(&slot, (const char *)slots + i * sizeof slot, sizeof slot);
+        memcpy(&slot, (const char *)view->buf + i * sizeof slot, sizeof slot);
         if (slot < 0 || slot >= s->slots) {
             PyErr_Format(PyExc_IndexError, "slot %lld of %lld", (long long)slot, (long long)s->slots);
             return -1;
@@ -86,7 +86,7 @@ static PyObject *slots_set(Slots *s, PyObject *const *arguments, Py_ssize_t give
         }
     if (view_items(arguments[1], &slots, &count, sizeof(int64_t), PyBUF_SIMPLE) < 0)
         return NULL;
-    int failed = check_range(s, slots.buf, count) < 0 || set_all(s, arguments[0], slots.buf, count) < 0;
+    int failed = check_slots(s, &slots, count) < 0 || set_all(s, arguments[0], slots.buf, count) < 0;
     PyBuffer_Release(&slots);
     return none_unless(failed);
 }
