@@ -4,8 +4,8 @@
 
 A Linux of its own boots on Bochs's Sapphire Rapids and runs ``tests/tiles_instructions.c`` as its only process: Linux
 grants tiles and keeps them where threads change, and Bochs computes what instructions do, by code that is not ours.
-There many rows are compared with few. Then all results are compared with those of this processor, where it has
-AVX512_BF16: its own vectors, and tiles of ``tests/tiles_emulated.h``.
+There many rows are compared with few, and attention's scores with those of floats. Then all results are compared with
+those of this processor, where it has AVX512_BF16: its own vectors, and tiles of ``tests/tiles_emulated.h``.
 
 DIR is Bochs's source (bochs-emu/Bochs 783b58f, after 3.0) with ``tests/bochs_amx.patch``: a register that Linux needs
 to grant tiles, and two mistakes mended that this processor's results showed. It was built there with

@@ -1,10 +1,10 @@
-/* Linear layers of many rows and of few, bit by bit, as a program without Python and without a library.
+/* Linear layers of many rows and of few, and attention by both ways to its scores, bit by bit, as a program without Python and without a library.
  *
  *     tiles_instructions products seed
  *
  * Both ways of the kernels to multiply in bfloat16 are asked: tiles, and pairs in vectors (AVX512_BF16). One line for
  * each product: what was multiplied, how many results of few rows differ, a hash of the results. What is no number is
- * one, whatever its bits. So lines of two machines can be compared. As the first process of a system it says what the
+ * one, whatever its bits. After four products comes an attention, whose scores must have the bits of floats. So lines of two machines can be compared. As the first process of a system it says what the
  * system knows of the processor, and switches the machine off (scripts/emulated_amx.py). */
 #ifdef TILES_EMULATED_HERE
 #define TILES_EMULATED "tiles_emulated.h"
@@ -112,6 +112,52 @@ static long product(int kind)
     return differ;
 }
 
+static const float *attended(const Attention *job, const Scoring *way, int threads)
+{
+    scoring = way;
+    if (!spread_attention(job, threads))
+        abort();
+    return job->out;
+}
+
+/* Of up to 70 tokens after up to 70 others, in blocks of 16 that follow each other; values are the keys. */
+static long attention_of(int kind)
+{
+    static const int widths[] = {16, 24, 64, 80, 96, 128, 256};
+    int64_t width = widths[draw(7)], fold = 1 + (int64_t)draw(3), heads = 1 + (int64_t)draw(2);
+    int64_t count = 16 + (int64_t)draw(55), start = (int64_t)draw(70), blocks = (start + count + 15) / 16, table[16];
+    int threads = 1 + (int)draw(3), which = (int)draw(3);
+    size_t asked = (size_t)(count * heads * fold * width), kept = (size_t)(blocks * 16 * heads * width);
+    uint16_t *q = malloc(asked * 2), *k = malloc(kept * 2);
+    float *floats = malloc(asked * 4), *found = malloc(asked * 4);
+    for (size_t i = 0; i < asked; i++)
+        q[i] = number(kind, 0);
+    for (size_t i = 0; i < kept; i++)
+        k[i] = number(kind, 1);
+    for (int64_t i = 0; i < blocks; i++)
+        table[i] = i;
+    Run run = {0, count, start, 0, 0};
+    Blocks lie = {k, 16 * heads * width, heads * width, width, NULL, 0};
+    Attention job = {q, floats, lie, lie, table, &run, NULL, 1, heads, fold, width, width, 16, 40, which, 0.125f,
+                     draw(3) ? 0 : 20, 1};
+    const Scoring *way = scoring;
+    attended(&job, NULL, 1);
+    job.out = found;
+    attended(&job, way, threads);
+    long differ = 0;
+    uint64_t hash = 14695981039346656037u;
+    for (size_t i = 0; i < asked; i++) {
+        uint32_t bits = bits_of(found, 0, (int64_t)i);
+        differ += bits != bits_of(floats, 0, (int64_t)i);
+        hash = (hash ^ bits) * 1099511628211u;
+    }
+    printf("%s attention kind %d heads %d x %d of %d tokens %d after %d threads %d: differ %ld of %ld, hash %016llx\n",
+           kinds[kind], which, (int)heads, (int)fold, (int)width, (int)count, (int)start, threads, differ, (long)asked,
+           (unsigned long long)hash);
+    free(q), free(k), free(floats), free(found);
+    return differ;
+}
+
 static void show_processor(void)
 {
     char line[16384];
@@ -139,7 +185,7 @@ int main(int count, char **argument)
         long differ = 0;
         state = strtoull(argument[count - 1], NULL, 10) * 0x9e3779b97f4a7c15 + 1;
         for (long i = 0; i < products; i++)
-            differ += product((int)(i % KINDS)) != 0;
+            differ += (i % 5 < 4 ? product((int)(i % KINDS)) : attention_of((int)(i % KINDS))) != 0;
         printf("%s: %ld products, results of few rows differ in %ld\n", ways[way], products, differ);
         all += differ;
     }
