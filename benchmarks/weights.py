@@ -56,6 +56,8 @@ WAYS = (
 ALWAYS_WARM = ("memory", "int8-memory", "int4-memory")
 BATCHES = (1, 8)
 PROMPT_TOKENS = 128
+WARM_TOKENS = 8
+"""Decoded before what is measured warm: some do things once, as the engine, which records steps at the fifth."""
 READS = {"disk": "of the checkpoint, read before", "disk_first": "of a new file"}
 HIDDEN, INNER, HEADS, KV_HEADS = 2048, 8192, 16, 4
 
@@ -96,7 +98,7 @@ def measure(way: str, path: Path, dtype: str, new_tokens: int) -> dict[str, Any]
                     continue
                 command = {"batch": batch, "prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
                 if warmth == "warm":
-                    peer.ask(**command | {"new_tokens": 1, "cold": False})  # what is done once
+                    peer.ask(**command | {"new_tokens": WARM_TOKENS, "cold": False})
                     read_through(path)
                 found[f"{warmth}, batch {batch}"] = peer.ask(**command, cold=warmth == "cold")
     return found
