@@ -17,7 +17,7 @@ def test_nothing_is_lost_held_or_leaked(start, tiny_llama, tmp_path) -> None:
     load = Load(server.url, server.pid, server.model, known_answers(tiny_llama))
     report = asyncio.run(load.run(clients=64, seconds=few_or_all(4, 8), rounds=3))
     assert report.faults() == []
-    assert report.sent.total() >= 20, "too little was asked to say anything"
+    assert report.sent.total() >= few_or_all(8, 20), "too little was asked to say anything"
     server.stop()
     assert server.err.read_text() == "Stopping: writing what is held to the tiers below ...\n"
 
