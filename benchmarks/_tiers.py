@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, IntArray, Kind
 from stowage.core.key import DIGEST_BYTES
+from stowage.native.memory import pages
 from stowage.storage.disk import DiskTier
 from stowage.storage.protocol import Tier
 from stowage.transfer.cpu import CpuTransfer
@@ -125,10 +125,7 @@ class Stowage:
 
 def memory(rows: int, row_bytes: int) -> torch.Tensor:
     """Bytes that begin on a page, in huge pages as the arena is: `Limits` reads a disk straight into them."""
-    mapping = mmap.mmap(-1, rows * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(mapping, np.uint8)).view(rows, row_bytes)
+    return torch.from_numpy(np.frombuffer(pages(rows * row_bytes), np.uint8)).view(rows, row_bytes)
 
 
 def plan(numbers: IntArray, slots: IntArray) -> CopyPlan:

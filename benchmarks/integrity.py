@@ -17,7 +17,6 @@ No setting switches verification off: `Nothing` below is handed to the tier by t
 from __future__ import annotations
 
 import argparse
-import mmap
 import shutil
 import tempfile
 import threading
@@ -38,6 +37,7 @@ from stowage.config.memory import Memory
 from stowage.core.key import DIGEST_BYTES
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
+from stowage.native.memory import pages
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
@@ -149,10 +149,7 @@ class Caller:
     """Chunks in memory as the arena has them, and a tier to move them to and from, one transfer at a time."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        mapping = mmap.mmap(-1, TOTAL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # as the arena does
-        self.memory = memoryview(mapping)
+        self.memory = pages(TOTAL_BYTES)
         filler = np.random.default_rng(0).bytes(MIB)
         for at in range(0, TOTAL_BYTES, MIB):
             self.memory[at : at + MIB] = filler

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import threading
 import time
@@ -11,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from stowage.native.memory import pages
 
 MIB = 1 << 20
 
@@ -77,12 +77,9 @@ def huge_pages(nbytes: int) -> memoryview:
     """Memory as the tiers and the ring have it: in huge pages where the system has them, and touched once. A request of
     1 MiB into small pages is one of 256 parts, and can take more than twice as long.
     """
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(mapping, np.uint8)[:] = 0
-    return memoryview(mapping)
+    memory = pages(nbytes)
+    np.frombuffer(memory, np.uint8)[:] = 0
+    return memory
 
 
 def drop_page_cache() -> bool:

@@ -167,24 +167,26 @@ static inline ALWAYS void pairs_lanes(const uint32_t *const *q, const uint32_t *
         UNROLLED for (int v = 0; v < 2; v++)                                                                           \
             to[r][v] = _mm512_add_ps(to[r][v], more[r][v]);
 
+/* The even lanes of a vector, or (`first` is 1) the odd ones, added. */
+static inline ALWAYS void pairs_half(const uint32_t *const *q, const uint32_t *keys, int64_t pairs, int first,
+                                     __m512 sums[MANY][2])
+{
+    __m512 four[MANY][2], more[MANY][2];
+    pairs_lanes(q, keys, pairs, first, sums);
+    pairs_lanes(q, keys, pairs, first + 4, more);
+    ADD_TO(sums, more)
+    pairs_lanes(q, keys, pairs, first + 2, four);
+    pairs_lanes(q, keys, pairs, first + 6, more);
+    ADD_TO(four, more)
+    ADD_TO(sums, four)
+}
+
 /* MANY rows, of which some may be the same, and 32 keys: lanes are added as in `total`. */
 static void pairs_score(const uint32_t *const *q, const uint32_t *keys, int64_t pairs, float *const *to)
 {
-    __m512 sums[MANY][2], odd[MANY][2], four[MANY][2], more[MANY][2];
-    pairs_lanes(q, keys, pairs, 0, sums);
-    pairs_lanes(q, keys, pairs, 4, more);
-    ADD_TO(sums, more)
-    pairs_lanes(q, keys, pairs, 2, four);
-    pairs_lanes(q, keys, pairs, 6, more);
-    ADD_TO(four, more)
-    ADD_TO(sums, four)
-    pairs_lanes(q, keys, pairs, 1, odd);
-    pairs_lanes(q, keys, pairs, 5, more);
-    ADD_TO(odd, more)
-    pairs_lanes(q, keys, pairs, 3, four);
-    pairs_lanes(q, keys, pairs, 7, more);
-    ADD_TO(four, more)
-    ADD_TO(odd, four)
+    __m512 sums[MANY][2], odd[MANY][2];
+    pairs_half(q, keys, pairs, 0, sums);
+    pairs_half(q, keys, pairs, 1, odd);
     ADD_TO(sums, odd)
     UNROLLED for (int r = 0; r < MANY; r++)
         UNROLLED for (int v = 0; v < 2; v++)

@@ -78,27 +78,15 @@ static int tiles_lay_keys(int64_t width, int low, int high, Scratch *s)
 /* Up to 2 by 2 blocks of 16 rows and 16 keys, to s->lanes: tile j, rows' block, keys' block, row, key. */
 static void tiles_score(const uint32_t *rows, const uint32_t *keys, int64_t steps, int rows_too, int keys_too, float *to)
 {
-    int64_t tile = 16 * steps, block = 8 * tile, row_bytes = 4 * steps;
+    int64_t tile = 16 * steps, block = 8 * tile;
+    size_t bytes = (size_t)block * sizeof *rows;
     for (int j = 0; j < 4; j++, to += 4 * 256) {
         TILE_ZERO(0);
         TILE_ZERO(1);
         TILE_ZERO(2);
         TILE_ZERO(3);
-        for (int64_t at = j * tile; at < block; at += 4 * tile) {
-            TILE_LOAD(4, rows + at, row_bytes);
-            TILE_LOAD(6, keys + at, 64);
-            TILE_MULTIPLY(0, 4, 6);
-            if (keys_too) {
-                TILE_LOAD(7, keys + block + at, 64);
-                TILE_MULTIPLY(1, 4, 7);
-            }
-            if (rows_too) {
-                TILE_LOAD(5, rows + block + at, row_bytes);
-                TILE_MULTIPLY(2, 5, 6);
-            }
-            if (rows_too && keys_too)
-                TILE_MULTIPLY(3, 5, 7);
-        }
+        for (int64_t at = j * tile; at < block; at += 4 * tile)
+            tiles_add(rows + at, bytes, 4 * steps, keys + at, bytes, rows_too, keys_too);
         TILE_STORE(0, to);
         if (keys_too)
             TILE_STORE(1, to + 256);

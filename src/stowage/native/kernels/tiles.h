@@ -206,6 +206,26 @@ static void tiles_lay_weights(const Linear *job, int64_t first, int64_t wide, ch
         }
 }
 
+/* To tiles 0 to 3 the products of up to 2 by 2 tiles: rows at `a`, of `row_bytes`, and columns at `b`. The second ones lie
+ * `a_block` and `b_block` bytes behind the first. */
+static inline ALWAYS void tiles_add(const void *a, size_t a_block, int64_t row_bytes, const void *b, size_t b_block,
+                                    int rows_too, int columns_too)
+{
+    TILE_LOAD(4, a, row_bytes);
+    TILE_LOAD(6, b, 64);
+    TILE_MULTIPLY(0, 4, 6);
+    if (columns_too) {
+        TILE_LOAD(7, (const char *)b + b_block, 64);
+        TILE_MULTIPLY(1, 4, 7);
+    }
+    if (rows_too) {
+        TILE_LOAD(5, (const char *)a + a_block, row_bytes);
+        TILE_MULTIPLY(2, 5, 6);
+    }
+    if (rows_too && columns_too)
+        TILE_MULTIPLY(3, 5, 7);
+}
+
 /* Sums of each lane of up to 2 by 2 blocks: lane, rows' block, outputs' block, row, output. */
 static void tiles_multiply(const char *a, const char *b, int64_t segs, int rows_too, int outputs_too, float *sums)
 {
@@ -217,19 +237,7 @@ static void tiles_multiply(const char *a, const char *b, int64_t segs, int rows_
         TILE_ZERO(3);
         for (int64_t seg = 0; seg < segs; seg++) {
             size_t at = (size_t)(lane * segs + seg) * TILE_BYTES;
-            TILE_LOAD(4, a + at, 64);
-            TILE_LOAD(6, b + at, 64);
-            TILE_MULTIPLY(0, 4, 6);
-            if (outputs_too) {
-                TILE_LOAD(7, b + block + at, 64);
-                TILE_MULTIPLY(1, 4, 7);
-            }
-            if (rows_too) {
-                TILE_LOAD(5, a + block + at, 64);
-                TILE_MULTIPLY(2, 5, 6);
-            }
-            if (rows_too && outputs_too)
-                TILE_MULTIPLY(3, 5, 7);
+            tiles_add(a + at, block, 64, b + at, block, rows_too, outputs_too);
         }
         float *to = sums + lane * 4 * 256;
         TILE_STORE(0, to);
