@@ -1,11 +1,14 @@
 """From the command to the first token: Stowage before and beside what people run instead, on one machine.
 
     python -m benchmarks.startup --model .real-model/SmolLM2-135M-Instruct --rounds 5
+    python -m benchmarks.startup --random --name startup_360m
 
 Each round starts every program once, one after the other, as a user would: a new process that loads the model and
-answers one prompt with one token, which is printed. Files are warm: one round before is not counted. Programs that are
-not installed are named in the result. llama.cpp is asked through llama-cpp-python and loads the same model as GGUF,
-where ``--gguf`` says which file.
+answers one prompt with one token, which is printed. Files are warm, and Python's are compiled: one round before is not
+counted. Programs that are not installed are named in the result. llama.cpp is asked through llama-cpp-python with the
+same weights as a GGUF file, in bfloat16 and, where ``--gguf`` names one, in that file's format; OpenVINO GenAI with a
+model that it saved from them, in float16. These two get the prompt with the chat template done. ``--random`` asks a
+Llama of 0.36 B with random weights and the model's tokenizer instead.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gguf_llama, models
 from benchmarks._peer import PYTHON
 from benchmarks._report import describe_machine, median_spread, write_result
 
@@ -46,18 +52,18 @@ LLAMA_CPP = """
 import sys
 from llama_cpp import Llama
 llm = Llama(sys.argv[1], n_ctx=2048, verbose=False)
-said = [{"role": "user", "content": sys.argv[2]}]
-print(llm.create_chat_completion(said, max_tokens=1, temperature=0)["choices"][0]["message"]["content"])
+print(llm(sys.argv[2], max_tokens=1, temperature=0)["choices"][0]["text"])
 """
 OPENVINO = """
 import sys
-from optimum.intel import OVModelForCausalLM
-from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = OVModelForCausalLM.from_pretrained(sys.argv[1])
-prompt = tokenizer.apply_chat_template([{"role": "user", "content": sys.argv[2]}], add_generation_prompt=True,
-                                       return_tensors="pt", return_dict=True)
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=1, do_sample=False)[0, -1:]))
+import openvino_genai
+pipeline = openvino_genai.LLMPipeline(sys.argv[1], "CPU", CACHE_DIR=sys.argv[1] + "/compiled")
+print(pipeline.generate(sys.argv[2], max_new_tokens=1, apply_chat_template=False))
+"""
+SAVE_FOR_OPENVINO = """
+import sys
+import openvino_genai
+openvino_genai.LLMPipeline(sys.argv[1], "CPU", enable_save_ov_model=True)
 """
 VLLM_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -81,10 +87,10 @@ class Start:
 
 def start(program: Program) -> Start:
     """Raises SystemExit where there is no answer."""
+    environment = {**os.environ, **program.environment}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    running = subprocess.Popen(
-        program.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **program.environment}
-    )
+    running = subprocess.Popen(program.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert running.stdout is not None
     first = os.read(running.stdout.fileno(), 1)
     seconds = time.monotonic() - began
@@ -95,34 +101,73 @@ def start(program: Program) -> Start:
     return Start(seconds, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
 
-def programs(model: Path, gguf: Path | None, earlier: Path | None) -> dict[str, Program]:
-    """All that could be compared; ``earlier``: the sources of another version of Stowage."""
+def write_random(like: Path, directory: Path) -> Path:
+    """A Llama of 0.36 B in bfloat16, 32 layers of 960, with random weights and all else as in ``like``."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(like, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(like)
+    config.update({"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32})
+    config.update({"num_attention_heads": 15, "num_key_value_heads": 5})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def write_for_peers(model: Path, directory: Path) -> str:
+    """``bf16.gguf`` for llama.cpp and ``openvino`` for OpenVINO, in ``directory``; the prompt in the chat template."""
+    from transformers import AutoTokenizer
+
+    loaded, words = models.from_checkpoint(model, "bfloat16"), model / "tokenizer.json"
+    gguf_llama.write(loaded, directory / "bf16.gguf", words)
+    saved = directory / "openvino"
+    saved.mkdir()
+    gguf_llama.write(loaded.half(), saved / "float16.gguf", words)
+    subprocess.run([PYTHON, "-c", SAVE_FOR_OPENVINO, str(saved / "float16.gguf")], check=True, stdout=sys.stderr)
+    (saved / "float16.gguf").unlink()
+    said = [{"role": "user", "content": PROMPT}]
+    return str(
+        AutoTokenizer.from_pretrained(model).apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    )
+
+
+def programs(model: Path, earlier: Path | None) -> dict[str, Program]:
+    """Those that read ``model`` as it is; ``earlier``: the sources of another version of Stowage."""
     stowage = [sys.executable, "-m", "stowage", "run", str(model), "-p", PROMPT, "-n", "1"]
     found = {"Stowage": Program(stowage, {"PYTHONPATH": "src"})}
     if earlier is not None:
         found["Stowage, earlier"] = Program(stowage, {"PYTHONPATH": str(earlier)})
-
-    def script(code: str, python: str, given: Path) -> list[str]:
-        return [python, "-c", code, str(given), PROMPT]
-
-    bench = str(PYTHON)
-    found["Transformers"] = Program(script(TRANSFORMERS, sys.executable, model), {})
-    found["vLLM (CPU)"] = Program(script(VLLM, bench, model), VLLM_ENVIRONMENT, "vllm")
-    found["OpenVINO"] = Program(script(OPENVINO, bench, model), {}, "optimum.intel")
-    found["llama.cpp"] = Program(script(LLAMA_CPP, bench, gguf or Path("none.gguf")), {}, "llama_cpp")
-    return found
+    found["Transformers"] = Program([sys.executable, "-c", TRANSFORMERS, str(model), PROMPT], {})
+    vllm = [str(PYTHON), "-c", VLLM, str(model), PROMPT]
+    return found | {"vLLM (CPU)": Program(vllm, VLLM_ENVIRONMENT, "vllm")}
 
 
-def absent(program: Program, gguf: Path | None) -> str:
+def programs_of_peers(directory: Path, prompt: str, gguf: Path | None) -> dict[str, Program]:
+    """Those that read what ``write_for_peers`` wrote to ``directory``, and ``gguf``."""
+    files = {"llama.cpp, bfloat16": directory / "bf16.gguf"}
+    if gguf is not None:
+        files[f"llama.cpp, {gguf.suffixes[-2][1:] if gguf.suffixes[1:] else gguf.stem}"] = gguf
+    openvino = [str(PYTHON), "-c", OPENVINO, str(directory / "openvino"), prompt]
+    return {
+        "OpenVINO GenAI, float16": Program(openvino, {}, "openvino_genai"),
+        **{
+            name: Program([str(PYTHON), "-c", LLAMA_CPP, str(at), prompt], {}, "llama_cpp")
+            for name, at in files.items()
+        },
+    }
+
+
+def absent(program: Program) -> str:
     """Why it cannot be started; empty: it can."""
     if not program.needs:
         return ""
     if not PYTHON.exists():
         return "there is no .venv-bench: make bench-env"
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({program.needs.split('.')[0]!r}) is None)"
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({program.needs!r}) is None)"
     if subprocess.run([program.command[0], "-c", code], check=False).returncode:
         return f"{program.needs} is not installed in .venv-bench"
-    return "no --gguf was given" if program.needs == "llama_cpp" and gguf is None else ""
+    return ""
 
 
 def measure(chosen: dict[str, Program], rounds: int, note: Callable[[str], None]) -> dict[str, Any]:
@@ -145,18 +190,25 @@ def measure(chosen: dict[str, Program], rounds: int, note: Callable[[str], None]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(".real-model/SmolLM2-135M-Instruct"))
-    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
+    parser.add_argument("--random", action="store_true", help="a Llama of 0.36 B with this model's tokenizer")
+    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, in another format")
     parser.add_argument("--earlier", type=Path, help="the sources of another version of Stowage, to compare with")
     parser.add_argument("--only", action="append", help="a program's name; repeatable")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="startup", help="of the result's file")
     given = parser.parse_args()
-    known = programs(given.model, given.gguf, given.earlier)
-    wanted = {name: program for name, program in known.items() if not given.only or name in given.only}
-    lacking = {name: why for name, program in known.items() if (why := absent(program, given.gguf))}
-    chosen = {name: program for name, program in wanted.items() if name not in lacking}
-    found = measure(chosen, given.rounds, lambda line: print(line, file=sys.stderr))
-    data = {"machine": describe_machine(), "model": given.model.name, "rounds": given.rounds, "programs": found}
-    print(write_result("startup", data | {"absent": lacking}))
+    with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
+        here = Path(directory)
+        model = write_random(given.model, here / "llama-360m") if given.random else given.model
+        known = programs(model, given.earlier)
+        if PYTHON.exists():
+            known |= programs_of_peers(here, write_for_peers(model, here), given.gguf)
+        wanted = {name: program for name, program in known.items() if not given.only or name in given.only}
+        lacking = {name: why for name, program in wanted.items() if (why := absent(program))}
+        chosen = {name: program for name, program in wanted.items() if name not in lacking}
+        found = measure(chosen, given.rounds, lambda line: print(line, file=sys.stderr))
+    data = {"machine": describe_machine(), "model": model.name, "rounds": given.rounds, "programs": found}
+    print(write_result(given.name, data | {"absent": lacking}))
     for name, numbers in found.items():
         print(f"{name}: {numbers['first_token_s']['median']:.2f} s ({numbers['processor_s']['median']:.2f} s CPU)")
 
