@@ -27,7 +27,7 @@
 enum { STORED, BFLOAT16, FLOAT16, FLOAT32 };
 
 typedef struct {
-    uint8_t high[ROOM], low[ROOM], values[2][ROOM], words[RAW_MAX + 64], coded[CODED_MAX], again[RAW_MAX + 64];
+    uint8_t high[ROOM], low[ROOM], values[2][ROOM], words[RAW_MAX + 64], coded[CODED_MAX];
 } Scratch;
 
 typedef struct {
@@ -158,9 +158,9 @@ static int choose(const uint8_t *high, int n, Shape *shape) {
 static const uint8_t EIGHT[16] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 /* Codes `n` values of `high` by the shape; `at` is where levels begin in `coded`. Returns where all ends. */
-static int write_levels(const Steps *steps, Scratch *scratch, int n, const Shape *shape, int header, int at) {
+static int write_levels(const Steps *steps, Scratch *scratch, uint8_t *coded, int n, const Shape *shape, int header,
+                        int at) {
     const uint8_t *values = scratch->high, *symbols = shape->symbols;
-    uint8_t *coded = scratch->coded;
     for (int level = 0; level < shape->levels; level++) {
         int width = shape->widths[level], escape = (1 << width) - 1;
         uint8_t *rest = scratch->values[level & 1];
@@ -223,17 +223,15 @@ static int read_levels(const Steps *steps, Scratch *scratch, int n, int count, c
     return 1;
 }
 
-/* Reads the body of a block, [source, end), into `target`, `raw` bytes. `past`: see `join`. Returns 0 unless it is
-   whole. */
-static int read_block(const Steps *steps, Scratch *scratch, int kind, int count, const uint8_t *source,
-                      const uint8_t *end, uint8_t *target, int raw, int past) {
+typedef struct {
+    int n;                            /* words that are split: their exponents are in `scratch->high` */
+    const uint8_t *low, *even, *last; /* the rest of them; words between them, of FLOAT32; an odd byte */
+} Halves;
+
+/* Reads the body of a block that is not STORED, [source, end), of `raw` bytes. Returns 0 unless it is whole. */
+static int read_halves(const Steps *steps, Scratch *scratch, int kind, int count, const uint8_t *source,
+                       const uint8_t *end, int raw, Halves *halves) {
     int words = raw / 2, n = kind == FLOAT32 ? words / 2 : words;
-    if (kind == STORED) {
-        if (end - source != raw || count)
-            return 0;
-        memcpy(target, source, (size_t)raw);
-        return 1;
-    }
     if (kind > FLOAT32 || count > LEVELS_MAX || n == 0 || (kind == FLOAT32 && words % 2))
         return 0;
     const uint8_t *headers = source;
@@ -268,18 +266,50 @@ static int read_block(const Steps *steps, Scratch *scratch, int kind, int count,
         for (int i = 0; i < n; i++)
             scratch->high[i] |= scratch->values[0][i];
     }
+    *halves = (Halves){n, low, even, source};
+    return 1;
+}
+
+/* Reads the body of a block into `target`, `raw` bytes. `past`: see `join`. Returns 0 unless it is whole. */
+static int read_block(const Steps *steps, Scratch *scratch, int kind, int count, const uint8_t *source,
+                      const uint8_t *end, uint8_t *target, int raw, int past) {
+    Halves halves;
+    if (kind == STORED) {
+        if (end - source != raw || count)
+            return 0;
+        memcpy(target, source, (size_t)raw);
+        return 1;
+    }
+    if (!read_halves(steps, scratch, kind, count, source, end, raw, &halves))
+        return 0;
     if (kind == FLOAT32) {
-        steps->join(scratch->high, low, n, scratch->words, 0);
-        for (int i = 0; i < n; i++) {
-            memcpy(target + 4 * i, even + 2 * i, 2);
+        steps->join(scratch->high, halves.low, halves.n, scratch->words, 0);
+        for (int i = 0; i < halves.n; i++) {
+            memcpy(target + 4 * i, halves.even + 2 * i, 2);
             memcpy(target + 4 * i + 2, scratch->words + 2 * i, 2);
         }
     } else {
-        steps->join(scratch->high, low, n, target, past);
+        steps->join(scratch->high, halves.low, halves.n, target, past);
     }
     if (raw % 2)
-        target[raw - 1] = *source;
+        target[raw - 1] = *halves.last;
     return 1;
+}
+
+/* Whether the body of a block that is not STORED gives these `raw` bytes. */
+static int gives_back(const Steps *steps, Scratch *scratch, int kind, int count, const uint8_t *source,
+                      const uint8_t *end, const uint8_t *words, int raw) {
+    Halves halves;
+    if (!read_halves(steps, scratch, kind, count, source, end, raw, &halves)
+        || (raw % 2 && words[raw - 1] != *halves.last))
+        return 0;
+    if (kind != FLOAT32)
+        return steps->is_joined(scratch->high, halves.low, halves.n, words);
+    int other = 0;
+    steps->join(scratch->high, halves.low, halves.n, scratch->words, 0);
+    for (int i = 0; i < halves.n; i++)
+        other |= memcmp(words + 4 * i, halves.even + 2 * i, 2) | memcmp(words + 4 * i + 2, scratch->words + 2 * i, 2);
+    return other == 0;
 }
 
 /* A shape that was found for one block and serves the next ones: choosing takes a quarter of the time of packing. */
@@ -290,9 +320,9 @@ typedef struct {
 } Known;
 
 /* Codes a block that was split, by the shape. Returns where it ends in `coded`. */
-static int code_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw, int kind, const Shape *shape) {
+static int code_block(const Steps *steps, Scratch *scratch, uint8_t *coded, const uint8_t *source, int raw, int kind,
+                      const Shape *shape) {
     int n = raw / 2, header = HEADER, at = HEADER;
-    uint8_t *coded = scratch->coded;
     for (int level = 0; level < shape->levels; level++)
         at += LEVEL_HEADER + (1 << shape->widths[level]) - 1;
     if (kind == FLOAT32) {
@@ -315,20 +345,20 @@ static int code_block(const Steps *steps, Scratch *scratch, const uint8_t *sourc
         steps->write_level(scratch->values[0], n, 3, EIGHT, coded + at, scratch->values[1]);
         at += 3 * plane_bytes(n);
     }
-    at = write_levels(steps, scratch, n, shape, header, at);
+    at = write_levels(steps, scratch, coded, n, shape, header, at);
     if (raw % 2)
         coded[at++] = source[raw - 1];
     return at;
 }
 
 /* The same by the shape that is known, or by a new one. `*kind`: STORED where none takes fewer bytes. */
-static int code_known(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw, Known *known, Shape *shape,
-                      int *kind) {
+static int code_known(const Steps *steps, Scratch *scratch, uint8_t *coded, const uint8_t *source, int raw, Known *known,
+                      Shape *shape, int *kind) {
     int whole = raw == RAW_MAX;
     *kind = BFLOAT16;
     if (whole && known->uses > 0) {
         *shape = known->shape;
-        int at = code_block(steps, scratch, source, raw, BFLOAT16, shape);
+        int at = code_block(steps, scratch, coded, source, raw, BFLOAT16, shape);
         known->uses--;
         if (at <= known->most)
             return at;
@@ -338,7 +368,7 @@ static int code_known(const Steps *steps, Scratch *scratch, const uint8_t *sourc
     *kind = choose(scratch->high, raw / 2, shape);
     if (*kind == STORED)
         return HEADER;
-    int at = code_block(steps, scratch, source, raw, *kind, shape);
+    int at = code_block(steps, scratch, coded, source, raw, *kind, shape);
     if (known->rest > 0) {
         known->rest--;
     } else if (whole && *kind == BFLOAT16) {
@@ -349,20 +379,19 @@ static int code_known(const Steps *steps, Scratch *scratch, const uint8_t *sourc
     return at;
 }
 
-/* Writes one block of `raw` bytes into `scratch->coded`, its header first. Returns its length. What is coded is read
-   back and compared: should memory have flipped a bit, or this code be wrong, the block is stored as it is. */
-static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw, Known *known) {
+/* Writes one block of `raw` bytes into `coded`, CODED_MAX bytes, its header first. Returns its length. What is coded is
+   read back and compared: should memory have flipped a bit, or this code be wrong, the block is stored as it is. */
+static int write_block(const Steps *steps, Scratch *scratch, const uint8_t *source, int raw, Known *known,
+                       uint8_t *coded) {
     int kind = STORED, at = HEADER;
-    uint8_t *coded = scratch->coded;
     Shape shape = {0};
     if (raw > 1) {
         steps->split(source, raw / 2, scratch->high, scratch->low);
-        at = code_known(steps, scratch, source, raw, known, &shape, &kind);
+        at = code_known(steps, scratch, coded, source, raw, known, &shape, &kind);
     }
     if (kind != STORED
         && (at >= HEADER + raw
-            || !read_block(steps, scratch, kind, shape.levels, coded + HEADER, coded + at, scratch->again, raw, 0)
-            || memcmp(scratch->again, source, (size_t)raw) != 0))
+            || !gives_back(steps, scratch, kind, shape.levels, coded + HEADER, coded + at, source, raw)))
         kind = STORED;
     if (kind == STORED) {
         shape.levels = 0;

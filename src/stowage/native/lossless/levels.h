@@ -2,6 +2,7 @@
 
        split         words -> their exponents (`high`) and the rest (`low`): the word turned left by one bit
        join          back; `past` the caches if it can, and then `settle` has to follow before anybody looks
+       is_joined     whether they are the words' halves
        write_level   values -> codes of `width` bits, bit by bit in planes, and the values that have none
        read_level    back; returns how many values had no code
 
@@ -21,6 +22,7 @@ typedef struct {
     const char *name;
     void (*split)(const uint8_t *words, int n, uint8_t *high, uint8_t *low);
     void (*join)(const uint8_t *high, const uint8_t *low, int n, uint8_t *words, int past);
+    int (*is_joined)(const uint8_t *high, const uint8_t *low, int n, const uint8_t *words);
     void (*settle)(void);
     int (*write_level)(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes, uint8_t *rest);
     int (*read_level)(const uint8_t *planes, int n, int width, const uint8_t *table, const uint8_t *rest, uint8_t *out);
@@ -66,6 +68,15 @@ static void base_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *w
     }
 }
 
+static int base_is_joined(const uint8_t *high, const uint8_t *low, int n, const uint8_t *words) {
+    unsigned other = 0;
+    for (int i = 0; i < n; i++) {
+        unsigned word = (unsigned)(words[2 * i] | words[2 * i + 1] << 8);
+        other |= ((word << 1 | word >> 15) ^ (unsigned)(high[i] << 8 | low[i])) & 0xFFFF;
+    }
+    return other == 0;
+}
+
 static void base_settle(void) {}
 
 static int base_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
@@ -107,7 +118,7 @@ static int base_read_level(const uint8_t *planes, int n, int width, const uint8_
     return taken;
 }
 
-static const Steps BASE_STEPS = {"base", base_split, base_join, base_settle, base_write_level, base_read_level};
+static const Steps BASE_STEPS = {"base", base_split, base_join, base_is_joined, base_settle, base_write_level, base_read_level};
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define LOSSLESS_CHOICE 1
@@ -169,6 +180,10 @@ static void avx2_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *w
         }
     }
     base_join(high + i, low + i, n - i, words + 2 * i, 0);
+}
+
+static int avx2_is_joined(const uint8_t *high, const uint8_t *low, int n, const uint8_t *words) {
+    return base_is_joined(high, low, n, words); /* compiled for AVX2 here */
 }
 
 static void avx_settle(void) { _mm_sfence(); }
@@ -243,38 +258,76 @@ static int avx2_read_level(const uint8_t *planes, int n, int width, const uint8_
 
 #pragma GCC pop_options
 
-static const Steps AVX2_STEPS = {"avx2", avx2_split, avx2_join, avx_settle, avx2_write_level, avx2_read_level};
+static const Steps AVX2_STEPS = {"avx2", avx2_split, avx2_join, avx2_is_joined, avx_settle, avx2_write_level, avx2_read_level};
 
 /* AVX-512 with VBMI2: a plane of 64 is a mask, and bytes are gathered and spread by one instruction. */
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")
 
+/* Every second byte of two vectors, from `first` on. */
+static inline __m512i avx512_halves(int first) {
+    uint8_t index[64];
+    for (int i = 0; i < 64; i++)
+        index[i] = (uint8_t)(2 * i + first);
+    return _mm512_loadu_si512(index);
+}
+
+/* The 32 words that are the bytes of one half of `low` and `high`. */
+static inline __m512i avx512_words(__m512i low, __m512i high, __m512i half) {
+    __m512i a = _mm512_permutex2var_epi8(low, half, high);
+    return _mm512_shrdi_epi16(a, a, 1);
+}
+
+static inline __m512i avx512_zipped(int first) {
+    uint8_t index[64];
+    for (int i = 0; i < 64; i++)
+        index[i] = (uint8_t)(first + i / 2 + (i & 1) * 64);
+    return _mm512_loadu_si512(index);
+}
+
 static void avx512_split(const uint8_t *words, int n, uint8_t *high, uint8_t *low) {
     int i = 0;
-    for (; i + 32 <= n; i += 32) {
-        __m512i a = _mm512_loadu_si512(words + 2 * i);
+    const __m512i even = avx512_halves(0), odd = avx512_halves(1);
+    for (; i + 64 <= n; i += 64) {
+        __m512i a = _mm512_loadu_si512(words + 2 * i), b = _mm512_loadu_si512(words + 2 * i + 64);
         a = _mm512_shldi_epi16(a, a, 1);
-        _mm256_storeu_si256((void *)(high + i), _mm512_cvtepi16_epi8(_mm512_srli_epi16(a, 8)));
-        _mm256_storeu_si256((void *)(low + i), _mm512_cvtepi16_epi8(a));
+        b = _mm512_shldi_epi16(b, b, 1);
+        _mm512_storeu_si512(high + i, _mm512_permutex2var_epi8(a, odd, b));
+        _mm512_storeu_si512(low + i, _mm512_permutex2var_epi8(a, even, b));
     }
     base_split(words + 2 * i, n - i, high + i, low + i);
 }
 
 static void avx512_join(const uint8_t *high, const uint8_t *low, int n, uint8_t *words, int past) {
     int i = 0;
+    const __m512i front = avx512_zipped(0), back = avx512_zipped(32);
     past = past && (uintptr_t)words % 64 == 0;
-    for (; i + 32 <= n; i += 32) {
-        __m512i h = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(high + i)));
-        __m512i l = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(low + i)));
-        __m512i a = _mm512_or_si512(_mm512_slli_epi16(h, 8), l);
-        a = _mm512_shrdi_epi16(a, a, 1);
-        if (past)
+    for (; i + 64 <= n; i += 64) {
+        __m512i h = _mm512_loadu_si512(high + i), l = _mm512_loadu_si512(low + i);
+        __m512i a = avx512_words(l, h, front), b = avx512_words(l, h, back);
+        if (past) {
             _mm512_stream_si512((void *)(words + 2 * i), a);
-        else
+            _mm512_stream_si512((void *)(words + 2 * i + 64), b);
+        } else {
             _mm512_storeu_si512(words + 2 * i, a);
+            _mm512_storeu_si512(words + 2 * i + 64, b);
+        }
     }
     base_join(high + i, low + i, n - i, words + 2 * i, 0);
+}
+
+static int avx512_is_joined(const uint8_t *high, const uint8_t *low, int n, const uint8_t *words) {
+    int i = 0;
+    const __m512i front = avx512_zipped(0), back = avx512_zipped(32);
+    __m512i other = _mm512_setzero_si512();
+    for (; i + 64 <= n; i += 64) {
+        __m512i h = _mm512_loadu_si512(high + i), l = _mm512_loadu_si512(low + i);
+        __m512i a = _mm512_xor_si512(avx512_words(l, h, front), _mm512_loadu_si512(words + 2 * i));
+        __m512i b = _mm512_xor_si512(avx512_words(l, h, back), _mm512_loadu_si512(words + 2 * i + 64));
+        other = _mm512_or_si512(other, _mm512_or_si512(a, b));
+    }
+    return _mm512_test_epi8_mask(other, other) == 0 && base_is_joined(high + i, low + i, n - i, words + 2 * i);
 }
 
 static int avx512_write_level(const uint8_t *values, int n, int width, const uint8_t *symbols, uint8_t *planes,
@@ -327,7 +380,7 @@ static int avx512_read_level(const uint8_t *planes, int n, int width, const uint
 
 #pragma GCC pop_options
 
-static const Steps AVX512_STEPS = {"avx512", avx512_split, avx512_join, avx_settle, avx512_write_level, avx512_read_level};
+static const Steps AVX512_STEPS = {"avx512", avx512_split, avx512_join, avx512_is_joined, avx_settle, avx512_write_level, avx512_read_level};
 #endif
 
 #endif
