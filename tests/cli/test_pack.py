@@ -20,6 +20,7 @@ KEYS = {
     "tensors",
     "packed_weights",
     "kept",
+    "bits",
     "perplexity",
 }
 
@@ -42,6 +43,35 @@ def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_pat
     answered = call("run", tmp_path / "int8", "--prompt", "hello", "--max-new-tokens", "4", "--kv-cache-memory", "2MiB")
     assert answered.exit_code == 0
     assert answered.stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(call: Stowage, tmp_path: Path) -> None:
+    told = {}
+    for form in ("int4", "mixed"):
+        asked = ["--weights", form, "--eval-tokens", "600", "--json"]
+        done = call("pack", corpus.model_path(), tmp_path / form, *asked)
+        assert done.exit_code == 0, done.output
+        told[form] = json.loads(done.stdout)
+    mixed = told["mixed"]
+    assert told["int4"]["bits"] < mixed["bits"] <= 5.5
+    assert mixed["tensors"]["int8"] > told["int4"]["tensors"].get("int8", 0)
+    assert mixed["tensors"]["int4"] > mixed["tensors"]["int8"]
+    before, after = mixed["perplexity"]["before"], mixed["perplexity"]["after"]
+    assert abs(after / before - 1) < abs(told["int4"]["perplexity"]["after"] / before - 1)
+    said = []
+    for rules in ("auto", "*=stream"):
+        asked = ["--prompt", "hello", "--max-new-tokens", "9", "--kv-cache-memory", "2MiB", "--weights", rules]
+        said.append(call("run", tmp_path / "mixed", *asked).stdout)
+    assert said[0] == said[1]
+    assert said[0].strip()
+
+
+def test_too_few_bits_are_said_before_anything_is_written(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
+    done = call("pack", tiny_llama, tmp_path / "packed", "--weights", "mixed", "--bits", "3")
+    assert done.exit_code == 2
+    assert "--bits 3 is less than" in done.stderr
+    assert not (tmp_path / "packed").exists()
 
 
 def test_text_of_ones_own_and_none(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:

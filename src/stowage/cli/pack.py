@@ -1,5 +1,7 @@
 """``stowage pack MODEL DIR``: write a checkpoint again with its weights in fewer bits, and say what that costs."""
 
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,9 @@ from stowage.models.files import check_given
 if TYPE_CHECKING:
     from stowage.evaluation.pack import Packed, Perplexity
 
-_FORM = "int8, or int4 in groups with a scale each."
+_FORM = "int8; int4 in groups with a scale each; mixed: int4, and int8 for what loses most by it."
+_BITS = "mixed: bits of a packed weight on average, with its share of scales."
+_CALIBRATION_CHARS = 4096
 _LOSSLESS = "The same weights, to the bit, in fewer bytes; other flags have no effect."
 _KEEP = "Keep the packed checkpoint though its perplexity is more than 5 % higher."
 _EVAL = "Plain text that perplexity is measured on. [default: 61 kB of prose that comes with Stowage]"
@@ -29,6 +33,7 @@ def pack(
     settings: Settings,
     weights: Annotated[str, typer.Option("--weights", metavar="FORM", help=_FORM)] = "int8",
     group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale; 32, 64 or 128.")] = 32,
+    bits: Annotated[float, typer.Option(metavar="X", help=_BITS)] = 5.5,
     text: Annotated[Path | None, typer.Option("--eval", metavar="FILE", help=_EVAL)] = None,
     eval_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that are scored; 0: none.")] = 4096,
     force: Annotated[bool, typer.Option("--force", help=_KEEP)] = False,
@@ -40,6 +45,7 @@ def pack(
     The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
     answers differ: perplexity is measured with both, under --device-memory and --host-memory if they are
     given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. With
+    --weights mixed each matrix is tried in 4 bits alone, on the end of the text, which is not scored then. With
     --lossless it is the same model, to the bit, in about 0.67 of its bytes.
     """
     memory = settings.memory()
@@ -58,14 +64,27 @@ def pack(
         else:
             _print(same, None)
         return
-    if eval_tokens and not pack.reads_text(model):
+    reads = pack.reads_text(model)
+    if weights == pack.MIXED and not reads:
+        raise ConfigError(
+            f"{model} has no tokenizer, so its matrices cannot be tried on text: pack it as int8 or int4."
+        )
+    if eval_tokens and not reads:
         if text is not None:
             raise ConfigError(f"{model} has no tokenizer, so {text} cannot be scored: leave --eval out.")
         note(f"{model} has no tokenizer, so its perplexity is not measured.")
         eval_tokens = 0
     found = None
+    choose: Callable[[], Collection[str]] = frozenset
     with progress_bars(not json) as progress:
-        written = pack.pack(model, directory, weights, group, progress)
+        if weights == pack.MIXED:
+            from stowage.evaluation import sensitivity
+
+            cut = len(scored) - min(len(scored) // 4, _CALIBRATION_CHARS)
+            scored, tried = scored[:cut], scored[cut:]
+            asked = (model, pack.without_tiers(memory), tried, group, bits, partial(progress, "measuring"))
+            choose = partial(sensitivity.choose, *asked)
+        written = pack.pack(model, directory, weights, group, progress, choose)
         if eval_tokens:
             found = pack.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
     if found is not None and not force:
@@ -87,6 +106,8 @@ def _read(text: Path) -> str:
 def _print(written: "Packed", found: "Perplexity | None") -> None:
     forms = ", ".join(f"{count} tensors in {form}" for form, count in sorted(written.tensors.items()))
     share = written.bytes_after / written.bytes_before
+    if written.bits:
+        forms += f", {written.bits:.2f} bits a weight"
     rows = [
         ("weights", format_size(written.bytes_before), format_size(written.bytes_after), f"{share:.1%}"),
     ]

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,23 +28,37 @@ from stowage.evaluation import runs
 from stowage.models import hub, layout, loading
 from stowage.models.directory import has_tokenizer, part_of
 from stowage.models.files import check_files
-from stowage.weights.quantized.codes import FORMS, GROUPS
-from stowage.weights.quantized.modules import FILE, METHOD, VERSION, marked
+from stowage.weights.quantized.codes import FORMS, GROUPS, Form
+from stowage.weights.quantized.modules import FILE, METHOD, VERSION, Target, marked
 
-__all__ = ["Packed", "Perplexity", "pack", "pack_lossless", "perplexity", "reads_text"]
+__all__ = [
+    "MIXED",
+    "Packed",
+    "Perplexity",
+    "pack",
+    "pack_lossless",
+    "perplexity",
+    "reads_text",
+    "score",
+    "without_tiers",
+]
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _NOT_COPIED = ("config.json", "adapter_config.json")
 _WINDOW_TOKENS = 512
 _GROWTH_MOST = 1.05
 _LOCK = ".packing"
+MIXED = "mixed"
+"""4 bits, and 8 for what loses most by them."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What became of a checkpoint. ``tensors``: packed ones by form; ``kept``: those that are as they were."""
+    """What became of a checkpoint. ``tensors``: packed ones by form; ``bits``: of a weight in them, scales counted;
+    ``kept``: those that are as they were.
+    """
 
     directory: str
     weights: str
@@ -54,6 +68,7 @@ class Packed:
     tensors: dict[str, int]
     packed_weights: int
     kept: int
+    bits: float
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,14 +88,21 @@ class Perplexity:
 
 
 def pack(
-    model: str, directory: Path, form: str, group: int = 32, progress: Progress = lambda _what, _done, _all: None
+    model: str,
+    directory: Path,
+    form: str,
+    group: int = 32,
+    progress: Progress = lambda _what, _done, _all: None,
+    choose: Callable[[], Collection[str]] = frozenset,
 ) -> Packed:
     """Write ``model`` to ``directory``, which is new, with its matrices as ``form`` (int4: in groups of ``group``).
+    mixed: int4, but for those whose paths ``choose`` tells, which stay in int8.
 
-    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError.
+    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``choose``
+    raises.
     """
-    if form not in FORMS:
-        raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join(FORMS)}.")
+    if form not in (*FORMS, MIXED):
+        raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join((*FORMS, MIXED))}.")
     if group not in GROUPS:
         raise ConfigError(f"--group {group} is not possible; choose one of: {', '.join(map(str, GROUPS))}.")
     if directory.exists() or directory.is_symlink():
@@ -92,9 +114,15 @@ def pack(
     _refuse_quantized(source, text.config)
     from stowage.weights.quantized import writer
 
+    sensitive = choose() if form == MIXED else ()
+    small = "int4" if form == MIXED else form
+
+    def form_of(target: Target) -> Form:
+        return target.form("int8" if target.path in sensitive else small, group)
+
     build = partial(loading.load_model, source, text, "auto", {})
     with _part(directory) as part:
-        written = writer.write(files, build, part / FILE, form, group, partial(progress, "packing"))
+        written = writer.write(files, build, part / FILE, form_of, partial(progress, "packing"))
         for path in sorted(source.iterdir()):
             if path.is_file() and _is_copied(path.name):
                 shutil.copyfile(path, part / path.name)
@@ -105,7 +133,10 @@ def pack(
         (part / _LOCK).unlink()
         os.rename(part, directory)
     before = sum(path.stat().st_size for path in files)
-    return Packed(str(directory), form, group, before, written.nbytes, written.packed, written.weights, written.kept)
+    bits = 8 * written.packed_bytes / written.weights
+    return Packed(
+        str(directory), form, group, before, written.nbytes, written.packed, written.weights, written.kept, bits
+    )
 
 
 def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what, _done, _all: None) -> Packed:
@@ -139,7 +170,7 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
         (part / _LOCK).unlink()
         os.rename(part, directory)
     before, after = written.bytes_before, written.bytes_after
-    return Packed(str(directory), "lossless", 0, before, after, {"lossless": written.packed}, 0, written.kept)
+    return Packed(str(directory), "lossless", 0, before, after, {"lossless": written.packed}, 0, written.kept, 0.0)
 
 
 def _refuse_quantized(source: Path, config: Any) -> None:
@@ -219,8 +250,14 @@ def refuse_lossy(directory: Path, found: Perplexity) -> None:
     raise ModelError(
         f"packed, the perplexity of {found.text} grows from {found.before:.2f} to {found.after:.2f} "
         f"({found.after / found.before - 1:+.1%}), by more than {_GROWTH_MOST - 1:.0%}: {directory} was removed. "
-        "Take --weights int8 or a smaller --group, or keep it with --force."
+        "Take --weights int8, mixed with more --bits or a smaller --group, or keep it with --force."
     )
+
+
+def without_tiers(memory: Memory) -> Memory:
+    """The budgets of ``memory`` for weights, and no tier for keys and values."""
+    budgets = {name: getattr(memory, name) for name in ("device_memory", "host_memory", "weights")}
+    return replace(runs.plain(memory), **budgets)
 
 
 def reads_text(model: str) -> bool:
@@ -240,9 +277,7 @@ def perplexity(
     second token on, at most ``tokens_most`` in all. Raises ModelError without a tokenizer or with too short a text,
     and whatever opening an engine raises.
     """
-    off = replace(
-        runs.plain(memory), device_memory=memory.device_memory, host_memory=memory.host_memory, weights=memory.weights
-    )
+    off = without_tiers(memory)
     found, scored = [], 0
     for what, model in zip(("as it was", "packed"), models, strict=True):
         engine = Engine(model, off)
@@ -250,19 +285,27 @@ def perplexity(
             if engine.tokenizer is None:
                 raise ModelError(f"{model} has no tokenizer, so text cannot be scored.")
             ids = list(engine.tokenizer.encode(text))[:tokens_most]
-            length = min(_WINDOW_TOKENS, engine.parts.layout.context_tokens - 1)
-            windows = [w for at in range(0, len(ids), length) if len(w := ids[at : at + length]) > 1]
-            if not windows:
+            if len(ids) < 2:
                 raise ModelError(f"{name} is too short to be scored: --eval FILE takes a longer text.")
-            total, scored = 0.0, 0
-            params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
-            for number, window in enumerate(windows):
-                progress(what, number, len(windows))
-                (answer,) = engine.generate([window], params)
-                scores = [one.logprob for one in answer.prompt_logprobs or [] if one is not None]
-                total, scored = total - sum(scores), scored + len(scores)
-            progress(what, len(windows), len(windows))
+            total, scored = score(engine, ids, partial(progress, what))
             found.append(math.exp(total / scored))
         finally:
             engine.close()
     return Perplexity(name, scored, *found)
+
+
+def score(
+    engine: Engine, ids: Sequence[int], progress: Callable[[int, int], None] = lambda _done, _all: None
+) -> tuple[float, int]:
+    """Negative log-likelihood of ``ids``, in nats, and of how many: in windows of 512, each from its second on."""
+    length = min(_WINDOW_TOKENS, engine.parts.layout.context_tokens - 1)
+    windows = [w for at in range(0, len(ids), length) if len(w := ids[at : at + length]) > 1]
+    total, scored = 0.0, 0
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+    for number, window in enumerate(windows):
+        progress(number, len(windows))
+        (answer,) = engine.generate([list(window)], params)
+        scores = [one.logprob for one in answer.prompt_logprobs or [] if one is not None]
+        total, scored = total - sum(scores), scored + len(scores)
+    progress(len(windows), len(windows))
+    return total, scored

@@ -103,7 +103,7 @@ class Target:
     head: bool = False
 
     def form(self, name: str, group: int) -> Form:
-        """How it is packed when the model is packed as ``name``: what has no whole groups, and the output layer, whose
+        """How it is packed when it is packed as ``name``: what has no whole groups, and the output layer, whose
         errors nothing evens out, are int8.
         """
         if self.head or not Form.fits(name, self.inputs, group):

@@ -21,6 +21,7 @@ from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint
 from stowage.weights.parameter_location import memory_of
+from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.modules import METHOD, Target, targets
 
 __all__ = ["DTYPES", "Written", "write", "write_all"]
@@ -47,10 +48,13 @@ DTYPES: Final = {
 
 @dataclass(slots=True)
 class Written:
-    """What was written. ``packed``: tensors by form; ``weights``: numbers in them; ``kept``: other tensors."""
+    """What was written. ``packed``: tensors by form, which have ``weights`` numbers and take ``packed_bytes``;
+    ``kept``: other tensors.
+    """
 
     packed: dict[str, int]
     weights: int = 0
+    packed_bytes: int = 0
     kept: int = 0
     nbytes: int = 0
 
@@ -59,11 +63,11 @@ def write(
     files: Sequence[Path],
     build: Callable[[], Any],
     path: Path,
-    form: str,
-    group: int,
+    form_of: Callable[[Target], Form],
     progress: Callable[[int, int], None],
 ) -> Written:
-    """``build`` loads the model from ``files``, with Transformers; it is written to ``path``, which is new.
+    """``build`` loads the model from ``files``, with Transformers; it is written to ``path``, which is new, with each
+    matrix as ``form_of`` says.
 
     ``progress`` is told how many tensors are done, of how many. The memory for it is the largest parameter, some times
     over. Raises UnsupportedModelError when there is nothing to pack, CheckpointError, StorageError, and whatever
@@ -71,7 +75,7 @@ def write(
     """
     checkpoint = Checkpoint(files)
     try:
-        writing = _Writing(checkpoint, path, form, group, progress)
+        writing = _Writing(checkpoint, path, form_of, progress)
         try:
             writing.finish(writing.build(build))
         finally:
@@ -85,11 +89,15 @@ def write(
 
 class _Writing(Building):
     def __init__(
-        self, checkpoint: Checkpoint, path: Path, form: str, group: int, progress: Callable[[int, int], None]
+        self,
+        checkpoint: Checkpoint,
+        path: Path,
+        form_of: Callable[[Target], Form],
+        progress: Callable[[int, int], None],
     ) -> None:
         super().__init__(checkpoint)
         self.written = Written({})
-        self._form, self._group, self._progress = form, group, progress
+        self._form_of, self._progress = form_of, progress
         self._targets: dict[str, Target] = {}
         self._wanted: set[str] = set()
         self._all = 0
@@ -153,9 +161,11 @@ class _Writing(Building):
             self._put_off(path, values.contiguous())
             self.written.kept += 1
         else:
-            form = target.form(self._form, self._group)
+            form = self._form_of(target)
             name = target.packed_name(form.name)
-            self._put_off(name, target.pack(values, form))
+            packed = target.pack(values, form)
+            self._put_off(name, packed)
+            self.written.packed_bytes += packed.nbytes
             self._packed[name] = values.numel()
             self.written.packed[form.name] = self.written.packed.get(form.name, 0) + 1
             self.written.weights += values.numel()
