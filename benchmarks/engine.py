@@ -56,10 +56,23 @@ GGUF = {"llamacpp": "model.gguf", "openvino": "float16.gguf"}
 
 def measure(way: str, model: Path, dtype: str, seed: int, device: str, lengths: Sequence[int]) -> dict[str, float]:
     """Tokens per second; ``lengths`` of the prompts whose prefill is measured."""
+    peer = start(way, model / GGUF[way] if way in GGUF else model, dtype, device)
+    found = speeds(peer, seed, lengths)
+    peer.end()
+    return found
+
+
+def start(way: str, model: Path, dtype: str, device: str = "cpu") -> Peer:
+    """One of ``WAYS`` with ``model``, ready to answer."""
     python = PYTHON if way in PEERS_OWN else sys.executable
     way_there = "vllm-no-reuse" if way == "vllm" else way
-    model = model / GGUF[way] if way in GGUF else model
-    peer = Peer([python, SCRIPT, way_there, model, dtype, str(DEVICE_BYTES), "0", device])
+    return Peer([python, SCRIPT, way_there, model, dtype, str(DEVICE_BYTES), "0", device])
+
+
+def speeds(peer: Peer, seed: int, lengths: Sequence[int]) -> dict[str, float]:
+    """Tokens per second of prompts of ``lengths``, and of decoding alone and eight at a time. No prompt is that of
+    another ``seed``.
+    """
     asked = seed * 1000
 
     def seconds(count: int, length: int, tokens: int) -> float:
@@ -70,7 +83,7 @@ def measure(way: str, model: Path, dtype: str, seed: int, device: str, lengths: 
         answer = peer.ask(prompts=prompts, tokens=tokens)
         elapsed_s = time.perf_counter() - began_s
         if [len(drawn) for drawn in answer["tokens"]] != [tokens] * count:
-            raise SystemExit(f"{way} did not give {count} answers of {tokens} tokens; its words are above.")
+            raise SystemExit(f"A peer did not give {count} answers of {tokens} tokens; its words are above.")
         return elapsed_s
 
     seconds(1, 64, 4)  # warm
@@ -78,7 +91,6 @@ def measure(way: str, model: Path, dtype: str, seed: int, device: str, lengths: 
     for batch in (1, 8):
         first_s = seconds(batch, PROMPT_TOKENS, 1)
         found[f"decode {batch}"] = batch * (NEW_TOKENS - 1) / (seconds(batch, PROMPT_TOKENS, NEW_TOKENS) - first_s)
-    peer.end()
     return found
 
 

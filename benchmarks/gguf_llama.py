@@ -89,7 +89,7 @@ def _add_tokenizer(writer: Any, path: Path, vocabulary: int) -> None:
         words[added["id"]] = added["content"]
         types[added["id"]] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(words)
     writer.add_token_types(types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in found["model"]["merges"]])
