@@ -202,6 +202,11 @@ def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path, 
                 contender.open(path)
             contender.store(parts)  # as an engine that has run for a while: what it needs has its memory
             contender.load(parts)
+            if name not in WAYS:  # their keys are those of one opening: what is there they would not store again
+                contender.close()
+                shutil.rmtree(path)
+                path.mkdir(mode=0o700)
+                contender.open(path)
             began_s = time.process_time()
             stored_s = contender.store(parts)
             middle_s = time.process_time()
