@@ -1,8 +1,9 @@
 """vLLM's scheduler with one connector and no model: what the connector takes of a step. In the peers' environment.
 
 Commands in lines of JSON: `{"steps": N}` lets every request that runs compute one token N times; the answer has the
-microseconds of each step that were spent in the connector's methods, and those of the whole step. The requests run from
-the start on. Workers are told by: each copy has ended when the next step is built.
+microseconds of each step that were spent in the connector's methods, those of the whole step, and those that other
+threads of the process took meanwhile. The requests run from the start on. Workers are told by: each copy has ended when
+the next step is built.
 """
 
 from __future__ import annotations
@@ -138,9 +139,9 @@ class Running:
 
         return timed
 
-    def step(self) -> tuple[float, float]:
-        """Microseconds in the connector, and of all."""
-        self.spent_ns, began_ns = 0, time.thread_time_ns()
+    def step(self) -> tuple[float, float, float]:
+        """Microseconds in the connector, of all, and in other threads."""
+        self.spent_ns, began_ns, process_ns = 0, time.thread_time_ns(), time.process_time_ns()
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
@@ -157,7 +158,8 @@ class Running:
         )
         self.scheduler.update_from_output(output, result)
         self.scheduler.has_requests()
-        return self.spent_ns / 1000, (time.thread_time_ns() - began_ns) / 1000
+        step_ns, process_ns = time.thread_time_ns() - began_ns, time.process_time_ns() - process_ns
+        return self.spent_ns / 1000, step_ns / 1000, max(0, process_ns - step_ns) / 1000
 
 
 def _report(step: Any) -> Any:
@@ -213,7 +215,7 @@ def main() -> None:
         print(json.dumps({"ready": True}), file=_ANSWERS, flush=True)
         for line in sys.stdin:
             taken = [running.step() for _ in range(json.loads(line)["steps"])]
-            answer = {"connector_us": [one for one, _ in taken], "step_us": [whole for _, whole in taken]}
+            answer = dict(zip(("connector_us", "step_us", "others_us"), zip(*taken, strict=True), strict=True))
             print(json.dumps(answer), file=_ANSWERS, flush=True)
 
 

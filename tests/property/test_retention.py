@@ -218,3 +218,9 @@ def test_prompts_shorter_than_a_chunk() -> None:
     learns.answered([], 5, 7, Retention(Points(0)))
     assert not learns._ends and not learns._classes
     assert learns._stored(0, 5, 5) == [0] * 3
+
+
+def test_what_is_told_of_every_prompt_and_of_one_that_is_not_known() -> None:
+    learns, always = learner(), Retention(POINTS)
+    assert (learns.least, learns.most, learns.learner) == (learns.levels[ENDS], learns.levels[ALL], learns)
+    assert (always.least, always.most, always.learner) == (always, always, None)

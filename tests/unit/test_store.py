@@ -234,6 +234,30 @@ def test_budget_is_hard_and_private_chunks_count() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("there", [(), (1,), (1, 2, 3)])
+@pytest.mark.parametrize("names", [(1, 2, 3), (1, 2, 1)])
+def test_a_private_slot_that_is_named_is_the_chunks(there: tuple[int, ...], names: tuple[int, ...]) -> None:
+    """Each of those that were not there, once, in the slot that it was written to. The other slots are free again."""
+    store = TieredStore(GEOMETRY, HOST_BYTES)
+    write(store, 0, *there)
+    slots = store.reserve_private(0, [b""] * 3)
+    for slot, name in zip(slots.tolist(), names, strict=True):
+        store.payload(slot, 0)[:] = bytes([name + 100]) * 4000
+    store.commit_private(slots)
+    groups = np.zeros(3, np.int64)
+    named = store.name_private(groups, slots, keys(*names), [b"", *keys(1, 2)])
+    store.commit(named)
+    kept = {name: slot for name, slot in zip(names, named.tolist(), strict=True) if slot >= 0}
+    assert set(kept) == {*names} - {*there} and len(kept) == np.count_nonzero(named >= 0)
+    for name, slot in kept.items():
+        assert slot in [old for old, of in zip(slots.tolist(), names, strict=True) if of == name]
+        assert set(store.payload(slot, 0)) == {name + 100}
+    assert (store.lookup(0, keys(*names, *there)) == FULL).all()
+    assert store.stats()["chunks_pinned"] == 0
+    store.check()
+    store.close()
+
+
 def test_an_aborted_store_is_not_found() -> None:
     store = TieredStore(GEOMETRY, HOST_BYTES)
     slots = store.reserve(0, keys(1), np.array([FULL], np.uint64))

@@ -42,6 +42,36 @@ def test_every_rank_gets_its_own_part_back(made: Any) -> None:
     here.scheduler.check()
 
 
+@pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW]], ids=["full", "window"])
+def test_an_answer_is_stored_before_it_has_a_key(made: Any, groups: list[Any]) -> None:
+    """Two requests generate the same, token by token: it is kept once, in the slot that it was written to."""
+    here = made(groups, chunk_blocks=2, host="8MiB")
+    text, tables = prompt(240), (blocks_for(240, 1), blocks_for(240, 16))
+    requests = [Request(name, text[:70]) for name in ("first", "second")]
+    for request, table in zip(requests, tables, strict=True):
+        here.offer(request)
+        here.scheduler.allocated(request, [], 0)
+        here.compute(request, table, 0, 70)
+    assert here.scheduler._storing.unnamed, "slots are at hand"
+    for end in range(71, 241):
+        for request, table in zip(requests, tables, strict=True):
+            request.all_token_ids = text[:end]
+            here.compute(request, table, end - 1, end)
+    before = snapshot(here)
+    assert stores(here) <= 7 * len(groups), "chunks of 32 tokens"
+    here.scheduler.check()
+    for request in requests:
+        here.scheduler.finished(request)
+    here.wipe()
+    count, table, failed = load_into(here, Request("third", text), first=5)
+    assert (count, failed) == (224, set())
+    for now, old in zip(here.caches, before, strict=True):
+        for name in now:
+            needed = range(14) if name in FULL.layers else range(12, 14)
+            assert all(torch.equal(now[name][table[block]], old[name][1 + block]) for block in needed), name
+    assert here.scheduler.stats()["chunks_pinned"] == 0
+
+
 def test_a_prefix_that_ends_in_the_middle(made: Any) -> None:
     """The window's chunks are there in the middle of a prompt; only those that the boundary needs are loaded."""
     here = made([FULL, WINDOW], chunk_blocks=2)

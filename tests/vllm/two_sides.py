@@ -111,6 +111,8 @@ class Machine:
             self.scheduler.reported(
                 SimpleNamespace(kv_connector_worker_meta=report, finished_recving=ended, failed_recving=failed & ended)
             )
+        with self.scheduler._background.turn:
+            self.scheduler._settle()  # as the store's thread would a moment later
         return failed
 
     def offer(self, request: Request, held: int = 0) -> int:

@@ -211,6 +211,22 @@ class TieredStore:
         """The bytes of private slots are written. They stay until `drop_private`."""
         self._flow.commit_private(slots)
 
+    def name_private(self, groups: IntArray, slots: IntArray, keys: list[bytes], after: list[bytes]) -> IntArray:
+        """Private slots that hold whole chunks, whose keys are known now: reserved for them as by `reserve`, or freed
+        where that gives -1. `after`: the key before each one's. All of one slab class.
+        """
+        masks = np.array([group.full_mask for group in self.geometry.groups], dtype=np.uint64)[groups]
+        ledger = self._flow.ledger
+        new = (ledger.lookup(keys) == 0) & (ledger.find_on_the_way(keys) < 0)
+        named = np.full(len(keys), -1, np.int64)
+        for some in [np.flatnonzero(new), *np.flatnonzero(~new)[:, np.newaxis]]:
+            if len(some):  # free slots are a stack: what is freed last is taken first
+                self._flow.drop_private(slots[some][::-1])
+                names, before = [keys[one] for one in some.tolist()], [after[one] for one in some.tolist()]
+                named[some] = self._flow.reserve(groups[some], names, masks[some], before)
+        assert ((named == slots) | (named < 0)).all(), "a chunk was given another slot than the one it is in"
+        return named
+
     def drop_private(self, slots: IntArray) -> None:
         """Free private slots (-1 is ignored), committed or not."""
         self._flow.drop_private(slots)

@@ -53,6 +53,21 @@ class Retention:
     points: Points
     answers: bool = True
 
+    @property
+    def least(self) -> Retention:
+        """What is kept of every prompt."""
+        return self
+
+    @property
+    def most(self) -> Retention:
+        """What is kept of a prompt of which nothing else is known."""
+        return self
+
+    @property
+    def learner(self) -> Learner | None:
+        """Who is told of prompts, and says what is kept of each."""
+        return None
+
     def kept(self, strategy: GroupStrategy, chunks: range, prompt_tokens: int, tail: int, junction: int) -> BoolArray:
         """See `Points.kept`."""
         return self.points.kept(strategy, chunks, tail, junction, self.end(prompt_tokens))
@@ -99,6 +114,21 @@ class Learner:
         self._ends: OrderedDict[bytes, int] = OrderedDict()
         self._all = _Tally()
         self._classes: OrderedDict[bytes, _Tally] = OrderedDict()
+
+    @property
+    def least(self) -> Retention:
+        """As `Retention.least`."""
+        return self.levels[0]
+
+    @property
+    def most(self) -> Retention:
+        """As `Retention.most`."""
+        return self.levels[-1]
+
+    @property
+    def learner(self) -> Learner | None:
+        """As `Retention.learner`."""
+        return self
 
     def arrived(self, keys: Sequence[bytes], tokens: int, known: int, held: int, resumed: int) -> Retention:
         """What to keep of a prompt of so many tokens, which begins with chunks of these keys of `group`.

@@ -3,8 +3,8 @@
     changes | serials [slots + 1] | masks [slots + 1] | offsets [slots] | keys [slots, 32]        little-endian
 
 Owns the memory, which has no name in any file system and ends with its process. The owner's ledger writes it: a slot's
-mask is 0 while its bytes may change, and its serial number rises each time it is given to a chunk, before that is
-written. So a reader that finds the same serial number, and a mask that is not 0, before and after it has copied a slot
+mask is 0 while its bytes may change, and its serial number rises each time it is given to a chunk, before the mask is
+set. So a reader that finds the same serial number, and a mask that is not 0, before and after it has copied a slot
 has copied the chunk whole (x86-64 and its order of memory; a call of the system lies between any two of the steps).
 """
 

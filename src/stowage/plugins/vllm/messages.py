@@ -10,8 +10,9 @@ Loads are reported through vLLM's own transfer results.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -22,7 +23,7 @@ from stowage.core.copy_plan import CopyPlan
 from stowage.plugins.vllm.division import Piece, Rank
 from stowage.plugins.vllm.memory import SharedArena
 
-__all__ = ["Load", "Part", "Report", "Step", "Store"]
+__all__ = ["Load", "Part", "Report", "Step", "Store", "WholeChunks"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,31 @@ class Load:
     plans: list[CopyPlan] | None
 
 
+class WholeChunks(NamedTuple):
+    """Chunks of one group, of which all blocks are copied: the device's blocks of one after the other, and its slot."""
+
+    group: int
+    blocks: list[int]
+    slots: list[int]
+
+    def plan(self) -> CopyPlan:
+        """The copies."""
+        blocks, slots = np.array(self.blocks, dtype=np.int64), np.array(self.slots, dtype=np.int64)
+        per_chunk = len(blocks) // len(slots)
+        return CopyPlan(self.group, blocks, slots.repeat(per_chunk), np.arange(len(blocks)) % per_chunk)
+
+
 @dataclass(frozen=True)
 class Store:
     """Device to arena, after this step's forward."""
 
     number: int
     plans: list[CopyPlan]
+    whole: list[WholeChunks] = field(default_factory=list)
+
+    def copies(self) -> list[CopyPlan]:
+        """All of it as plans."""
+        return self.plans + [chunks.plan() for chunks in self.whole]
 
 
 @dataclass

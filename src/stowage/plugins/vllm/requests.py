@@ -119,8 +119,8 @@ class Prefixes:
         self._strategies = strategies
         self._planner = PrefixPlanner(store, strategies, cost_model)
         self._remote_lookup = RemoteLookup(store, cost_model, timeout_s)
-        self._learner = retention if isinstance(retention, Learner) else None
-        self._points = (retention.levels[0] if isinstance(retention, Learner) else retention).points
+        self._learner = retention.learner
+        self._points = retention.least.points
         self._grid = math.lcm(*(strategy.group.block_tokens for strategy in strategies))
         self.given_up = 0
         self._under_way: list[tuple[Tracked, PrefixPlan]] = []
@@ -218,6 +218,7 @@ class Prefixes:
         self.give_back(tracked)
         if self._learner is not None and tracked.retention is not None:
             group, prompt_tokens = self._learner.group, len(tracked.request.prompt_token_ids)
+            tracked.extend_keys(tracked.stored[group.index] * group.chunk_tokens)
             keys = tracked.keys.of(group.index)
             if (tokens := len(keys) * group.chunk_tokens) > prompt_tokens:
                 self._learner.answered(keys, prompt_tokens, tokens, tracked.retention)

@@ -25,7 +25,7 @@ from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import open_store
 from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import snapshot_spacing, strategy
-from stowage.errors import ConfigError, StowageError
+from stowage.errors import StowageError
 from stowage.log import Trouble
 from stowage.plugins.vllm import adapter, namespace
 from stowage.plugins.vllm.division import Rank, divide
@@ -33,12 +33,13 @@ from stowage.plugins.vllm.due import Due
 from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.memory import SharedArena
 from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
+from stowage.plugins.vllm.reports import Reports
 from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
-from stowage.plugins.vllm.settings import Options, resume_points, retention, state_spacing
+from stowage.plugins.vllm.settings import Options, retention, state_spacing
 from stowage.plugins.vllm.startup_log import said, welcome
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.storing import Source, Storing
-from stowage.plugins.vllm.worker import machine
+from stowage.plugins.vllm.worker import check_one_machine
 from stowage.storage.lease import Lease
 
 __all__ = ["SchedulerSide"]
@@ -82,12 +83,7 @@ class SchedulerSide:
 
         Raises ``ConfigError`` when the workers cannot share memory, or for budgets that cannot work.
         """
-        if len({part.machine for part in parts.values()} | {machine()}) > 1:
-            raise ConfigError(
-                "The workers run on several machines, and StowageConnector's host memory is one machine's. Run one "
-                "engine per machine (--data-parallel-size, or a router before them) and share chunks through an object "
-                "store or a Valkey server."
-            )
+        check_one_machine({part.machine for part in parts.values()})
         by_name = self._options.any_parallel_size
         division = divide({rank: part.pieces for rank, part in parts.items()}, by_name=by_name)
         sizes = division.bytes_per_block
@@ -104,29 +100,26 @@ class SchedulerSide:
         self._snapshot_tokens = snapshot_spacing(spacing, grid)
         self._has_states = bool(recurrent)
         lease = self._lease = self._options.lease()
-        sparse = self._has_states or not resume_points(self._options, self._groups).everywhere
+        self._strategies = [strategy(group) for group in self._groups]
+        kept = retention(self._options, self._strategies, step_tokens)
+        sparse = self._has_states or not kept.most.points.everywhere
         layout, spacing = Geometry(self._groups), self._snapshot_tokens
         store = open_store(layout, memory, name, spacing, time.monotonic, shared=True, common_slots=sparse, lease=lease)
         assert store is not None, "host was checked"
         self._store = store
         self._namespaces = namespace.Namespaces(name)
-        self._strategies = [strategy(group) for group in self._groups]
-        kept = retention(self._options, self._strategies, step_tokens)
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         self._prefixes = Prefixes(store, self._cost_model, self._strategies, kept, memory.lookup_timeout_s)
         part = "" if lease is None else str(lease.path)
         self._shared = SharedArena(store.arena.path, store.arena.bytes, store.slabs, sizes, division.shares, part)
-        self._background = Background(store, name="vllm", after_poll=self._prefixes.note)
         full = [group for group in self._groups if group.kind is Kind.FULL]
         if self._hash_tokens and full:
             self._announcements = Announcements(store, full[0], self._hash_tokens)
-        sources = [
-            Source(number if shape.of is None else shape.of, shape.parts, self._snapshot_tokens if shape.dense else 0)
-            for number, shape in enumerate(self._shapes)
-        ]
+        sources = [Source.of(number, shape, self._snapshot_tokens) for number, shape in enumerate(self._shapes)]
         self._storing = Storing(store, self._strategies, kept, sources, len(parts), self._announcements)
-        text = welcome(memory, store, self._groups, spacing, step_tokens)
-        adapter.say(text + said(division, by_name))
+        self._reports = Reports(self._storing, self._cost_model, self.counts)
+        self._background = Background(store, name="vllm", after_poll=self._settle)
+        adapter.say(welcome(memory, store, self._groups, spacing, step_tokens) + said(division, by_name))
 
     # Loads
 
@@ -187,7 +180,7 @@ class SchedulerSide:
                 tracked.restart()
             tracked.tainted = False
             self._store.poll()  # a fetch may be due, even where nothing moves
-            self._prefixes.note()
+            self._settle()
             boundary = self._prefixes.offer(tracked, held)
             if boundary is not None and self._has_states and tracked.junction > boundary:
                 adapter.stop_at(request, tracked.junction)
@@ -227,11 +220,6 @@ class SchedulerSide:
             self._loads.append(Load(tracked.request.request_id, plans))
             tracked.phase = Phase.LOADING
 
-    def _poll(self) -> None:
-        if not self._store.idle:
-            self._store.poll()
-        self._prefixes.note()
-
     def _count(self, tracked: Tracked, tokens: int) -> None:
         if tracked.counted:
             return
@@ -259,7 +247,11 @@ class SchedulerSide:
     def _stores(self, scheduled: Any) -> list[Store]:
         assert self._background is not None
         with self._background.turn:
-            self._poll()
+            if not self._store.idle:
+                self._store.poll()
+                self._prefixes.note()
+            if not self._busy or self._reports.full:
+                self._settle()
             for request_id in scheduled.preempted_req_ids or ():
                 self._preempted(request_id)
             due = self._due.of(scheduled, self._tracked)
@@ -298,26 +290,28 @@ class SchedulerSide:
 
     def _reported(self, output: Any) -> None:
         assert self._background is not None
-        report = output.kv_connector_worker_meta
-        with self._background.turn:
-            if isinstance(report, Report):
-                tokens, took_s = self._step_times.ended(report.step)
-                if tokens:
-                    self._cost_model.computed(tokens, took_s)
-                self.counts["loaded_bytes"] += report.loaded_bytes
-                self.counts["stored_bytes"] += report.stored_bytes
-                self.counts["stores_failed"] += self._storing.settle(report)
+        if isinstance(report := output.kv_connector_worker_meta, Report):
+            self._reports.add(report, *self._step_times.ended(report.step))
+        if output.finished_recving:
             failed = getattr(output, "failed_recving", None) or set()
-            for request_id in output.finished_recving or ():
-                self._loaded(request_id, request_id in failed)
-            self._poll()
-            self._background.notice()
-            self._storing.check_alike()
+            with self._background.turn:
+                for request_id in output.finished_recving:
+                    self._loaded(request_id, request_id in failed)
+        self._background.wake()
+
+    def _settle(self) -> None:
+        """By who has the store's turn: what came of copies and fetches."""
+        try:
+            self._reports.settle()
+            self._prefixes.note()
+        except Exception:  # noqa: BLE001 a bug costs hits, not the engine
+            self._fault("what workers reported could not be settled")
 
     @property
     def behind(self) -> bool:
-        """Whether stores are not settled that were made after their step was reported, which is when vLLM drafts."""
-        return self._drafts is not None and self._background is not None and not self._storing.idle
+        """Whether reports are not settled, or stores that were made after their step's, which is when vLLM drafts."""
+        drafting = self._drafts is not None
+        return self._background is not None and (self._reports.behind or (drafting and not self._storing.idle))
 
     def events(self) -> list[Any]:
         """vLLM's events of what was stored and what has gone, since the last call."""
@@ -360,6 +354,7 @@ class SchedulerSide:
         if self._background is None:
             return True
         with self._background.turn:
+            self._settle()
             if any(tracked.phase is Phase.LOADING for tracked in self._tracked.values()):
                 return False
             self._namespaces.renew()
@@ -374,22 +369,27 @@ class SchedulerSide:
         return True
 
     def stats(self) -> dict[str, int | float | str]:
-        """Numbers of the store, and ours."""
+        """Numbers of the store, and ours; without reports that are not settled."""
         if self._background is None:
             return {}
         with self._background.turn:
-            return {**self._store.stats(), **self.counts, "loads_refused": self._prefixes.given_up}
+            found = self._store.stats() | self.counts
+            pinned = int(found["chunks_pinned"]) - self._storing.unnamed  # which hold no chunks
+            return found | {"chunks_pinned": pinned, "loads_refused": self._prefixes.given_up}
 
     def check(self) -> None:
         """Assert what must hold while nothing is under way."""
         if self._background is not None:
             with self._background.turn:
+                self._settle()
                 self._store.check()
                 assert self._storing.idle, "stores that no worker has ended"
 
     def close(self) -> None:
         """Write what is still to be written, and give all memory back."""
         if self._background is not None:
+            with self._background.turn:
+                self._settle()
             self._background.close(self._options.close_timeout_s)
             self._background = None
         if self._lease is not None:

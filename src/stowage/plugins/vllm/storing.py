@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stowage.cache.keymap import holds
 from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, Kind, MaskArray
@@ -24,7 +22,7 @@ from stowage.core.retention import Learner, Retention
 from stowage.errors import StowageError
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.events import Announcements
-from stowage.plugins.vllm.messages import Report, Store
+from stowage.plugins.vllm.messages import Report, Store, WholeChunks
 from stowage.plugins.vllm.requests import Tracked
 
 __all__ = ["Source", "Storing"]
@@ -33,6 +31,8 @@ States = Sequence[tuple[int, int, int]]
 """Group, block and boundary of recurrent states that a step leaves behind."""
 
 
+_AHEAD_MAX, _AHEAD_SHARE = 256, 64
+"""Slots at hand for answers, in each slab class: so many, or one in so many."""
 _PAGED = (Kind.FULL, Kind.SLIDING, Kind.CHUNKED)
 
 
@@ -45,17 +45,15 @@ class Source(NamedTuple):
     parts: int = 1
     spacing: int = 0
 
+    @classmethod
+    def of(cls, number: int, shape: adapter.GroupShape, spacing: int) -> Source:
+        """Of our group of this number."""
+        return cls(number if shape.of is None else shape.of, shape.parts, spacing if shape.dense else 0)
 
-class _Single(NamedTuple):
-    """A whole chunk, the only one that a step completes of a request in a group: its key, that of the chunk before it,
-    and vLLM's blocks of it.
-    """
 
-    tracked: Tracked
-    chunk: int
-    key: bytes
-    after: bytes
-    row: list[int]
+_Answer = tuple[Tracked, int, int]
+"""Request, group and number of a whole chunk that ends behind the prompt: its bytes go into a slot before it has a key.
+"""
 
 
 class _Layout(NamedTuple):
@@ -70,10 +68,13 @@ class _Layout(NamedTuple):
 
 @dataclass(slots=True)
 class _Writing:
-    """``digests``: by what several ranks hold, of what each of them has."""
+    """``answers``: the chunks in ``slots``, where these have no keys yet. ``digests``: by what several ranks hold, of
+    what each of them has.
+    """
 
-    slots: IntArray
+    slots: IntArray | list[int]
     ranks_left: int
+    answers: list[_Answer] | None = None
     digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
 
 
@@ -96,47 +97,54 @@ class Storing:
             _Layout(one, group.chunk_tokens, group.blocks_per_chunk, group.kind in _PAGED, group.kind is Kind.FULL)
             for one, group in zip(strategies, groups, strict=True)
         ]
-        self._retention = retention.levels[-1] if isinstance(retention, Learner) else retention
+        self._retention = retention.most
         self._chunk_tokens = math.lcm(*(group.chunk_tokens for group in groups))
-        self._full_masks: MaskArray = np.array([group.full_mask for group in groups], dtype=np.uint64)
-        sizes = sorted({group.blocks_per_chunk for group in groups})
-        alike = [
-            [one for one in slab.groups if groups[one].blocks_per_chunk == n] for slab in store.slabs for n in sizes
-        ]
-        self._batches = [batch for batch in alike if batch]
+        self._ahead: list[list[int]] = [[] for _ in store.slabs]
+        slab_of = {group: number for number, slab in enumerate(store.slabs) for group in slab.groups}
+        self._ahead_of_group = [self._ahead[slab_of[number]] for number in range(len(groups))]
+        self._slab_of_group = np.array([slab_of[number] for number in range(len(groups))])
         self.sources = sources
         self._ranks = ranks
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
         self._numbers = 0
-        self._offsets_by_size: dict[int, IntArray] = {}
         self._unlike = False
+        self.make_ready()
 
     @property
     def idle(self) -> bool:
         """Whether no worker has anything to write."""
         return not self._writing
 
+    @property
+    def unnamed(self) -> int:
+        """Slots that are at hand for answers, or get some."""
+        writing = sum(len(one.slots) for one in self._writing.values() if one.answers is not None)
+        return writing + sum(map(len, self._ahead))
+
     def plan(self, scheduled: Any, due: Sequence[tuple[Tracked, int, int]]) -> list[Store]:
         """What a step completes of these requests, which it computes from one token to another: chunks of known tokens.
 
-        Where a request generates, that is one chunk per group: these are reserved together for all requests.
+        Where a request generates, that is one chunk per group: those of all requests are one store.
         """
         states = adapter.boundary_states(scheduled)
         step_blocks = adapter.StepBlocks(scheduled)
-        singles: list[list[_Single]] = [[] for _ in self._layouts]
+        whole: list[tuple[list[int], list[int], list[_Answer]]] = [([], [], []) for _ in self._layouts]
         stores = []
         for tracked, begin, end in due:
             progress, name = min(end, tracked.settled_tokens), tracked.request.request_id
             if progress < tracked.due or (blocks := step_blocks.of(name)) is None:
                 continue
-            found = self._plan_one(tracked, blocks, (begin, end, progress), states.get(name, ()), singles)
+            found = self._plan_one(tracked, blocks, (begin, end, progress), states.get(name, ()), whole)
             if found:
                 stores.append(self._begin(found))
-        for batch in self._batches:
-            some = [(group, singles[group]) for group in batch if singles[group]]
-            if some and (found := self._reserve_singles(some)):
-                stores.append(self._begin(found))
+        filled = [WholeChunks(number, *some[:2]) for number, some in enumerate(whole) if some[1]]
+        if filled:
+            self._numbers += 1
+            slots = [slot for _, slots, _ in whole for slot in slots]
+            answers = [one for _, _, answers in whole for one in answers]
+            self._writing[self._numbers] = _Writing(slots, self._ranks, answers)
+            stores.append(Store(self._numbers, [], filled))
         return stores
 
     def _begin(self, found: Sequence[tuple[CopyPlan, IntArray]]) -> Store:
@@ -150,13 +158,12 @@ class Storing:
         blocks: adapter.Blocks,
         step: tuple[int, int, int],
         states: States,
-        singles: list[list[_Single]],
+        whole: Sequence[tuple[list[int], list[int], list[_Answer]]],
     ) -> list[tuple[CopyPlan, IntArray]]:
-        """Of one request. ``step``: from where to where, and up to which token all is known. What can be reserved with
-        others goes into ``singles``, by group.
+        """Of one request. ``step``: from where to where, and up to which token all is known. Chunks of an answer, which
+        nobody can have stored before, go into slots that are at hand: into ``whole``, by group, as blocks and slots.
         """
         begin, end, progress = step
-        tracked.extend_keys(progress)
         prompt_tokens = len(tracked.request.prompt_token_ids)
         tail, retention = tail_of(prompt_tokens, self._chunk_tokens), tracked.retention or self._retention
         ends = retention.end(prompt_tokens)
@@ -171,11 +178,17 @@ class Storing:
             tracked.stored[number] = stop
             if not full and chunk * chunk_tokens >= max(ends, tracked.junction):
                 continue
-            if paged and chunk + 1 == stop and (full or tail <= chunk * chunk_tokens <= ends - chunk_tokens):
+            is_answer = paged and chunk + 1 == stop and stop * chunk_tokens > prompt_tokens
+            ahead = self._ahead_of_group[number]
+            if is_answer and ahead and (full or tail <= chunk * chunk_tokens <= ends - chunk_tokens):
                 row = blocks.numbers(number, chunk * per_chunk, stop * per_chunk)
                 if len(row) == per_chunk and adapter.NULL not in row:
-                    singles[number].append(_Single(tracked, chunk, *tracked.keys.one_and_before(number, chunk), row))
+                    rows, slots, answers = whole[number]
+                    rows += row
+                    slots.append(ahead.pop())
+                    answers.append((tracked, number, chunk))
                     continue
+            tracked.extend_keys(progress)
             group, known = strategy.group, range(chunk, stop)
             table = adapter.table_of(blocks.numbers(self.sources[group.index].group))
             if group.spared_tokens:
@@ -192,39 +205,28 @@ class Storing:
             found += self._reserve(tracked, group, chunks[wanted], masks[wanted], table)
         return found
 
-    def _reserve_singles(self, some: Sequence[tuple[int, list[_Single]]]) -> list[tuple[CopyPlan, IntArray]]:
-        """Of groups that share a slab class, and have as many blocks per chunk."""
-        together = [one for _, of_group in some for one in of_group]
-        groups = np.array([group for group, of_group in some for _ in of_group])
-        keys, after = [one.key for one in together], [one.after for one in together]
-        slots = self._store.reserve(groups, keys, self._full_masks[groups], after)
-        blocks, first, found = np.array([one.row for one in together], dtype=np.int64), 0, []
-        for group, of_group in some:
-            mine, rows = slots[first : first + len(of_group)], blocks[first : first + len(of_group)]
-            first += len(of_group)
-            there = mine >= 0
-            if not holds(there):
-                mine, rows, of_group = mine[there], rows[there], [*compress(of_group, there.tolist())]
-            if len(mine):
-                size, count = rows.shape[1], rows.size
-                plan = CopyPlan(group, rows.reshape(-1), mine.repeat(size), self._offsets(size, count))
-                found.append((plan, mine))
-                self._announce_singles(group, of_group)
-        return found
+    def make_ready(self) -> None:
+        """Have slots at hand for the chunks of answers to come: no step is to wait until others were evicted."""
+        for slab, ahead in zip(self._store.slabs, self._ahead, strict=True):
+            missing = min(_AHEAD_MAX, slab.slots // _AHEAD_SHARE) - len(ahead)
+            if missing > 0:
+                slots = self._store.reserve_private(slab.groups[0], [b""] * missing)
+                ahead[:0] = slots[slots >= 0].tolist()
 
-    def _offsets(self, size: int, count: int) -> IntArray:
-        """Of the blocks in whole chunks of ``size``: 0 to size - 1, again and again."""
-        known = self._offsets_by_size.get(size)
-        if known is None or len(known) < count:
-            known = self._offsets_by_size[size] = np.arange(2 * count) % size
-        return known[:count]
-
-    def _announce_singles(self, group: int, singles: Sequence[_Single]) -> None:
-        announcements = self._announcements
-        if announcements is not None and group == announcements.group.index:
-            for one in singles:
-                names = one.tracked.keys.of(group)
-                announcements.planned(self._numbers + 1, one.tracked.request, np.array([one.chunk]), names)
+    def _commit_answers(self, slots: IntArray, answers: Sequence[_Answer]) -> None:
+        """The chunks are written: they get their keys, and are found from now on."""
+        groups = np.array([group for _, group, _ in answers])
+        keys, after = [], []
+        for tracked, group, chunk in answers:
+            tracked.extend_keys((chunk + 1) * self._layouts[group].chunk_tokens)
+            key, before = tracked.keys.one_and_before(group, chunk)
+            keys.append(key)
+            after.append(before)
+        slabs = self._slab_of_group[groups]
+        for slab in np.unique(slabs).tolist():
+            at = np.flatnonzero(slabs == slab)
+            names, before_names = [keys[one] for one in at.tolist()], [after[one] for one in at.tolist()]
+            self._store.commit(self._store.name_private(groups[at], slots[at], names, before_names))
 
     def _reserve(
         self, tracked: Tracked, group: Group, chunks: IntArray, masks: MaskArray, table: IntArray
@@ -302,7 +304,7 @@ class Storing:
         """What the workers have ended. How many stores failed: on one rank is on all."""
         failed = [number for number in report.failed if number in self._writing]
         for number in failed:
-            self._store.abort(self._writing.pop(number).slots)
+            self._drop(self._writing.pop(number))
             self._announce(number, stored=False)
         for (number, *of), digests in report.digests.items():
             if number in self._writing:
@@ -319,13 +321,20 @@ class Storing:
         """The last rank has written: the store is found from now on, unless ranks differ in what they hold alike."""
         writing = self._writing.pop(number)
         alike = all(len(digests) == 1 for digests in writing.digests.values())
-        if alike:
-            self._store.commit(writing.slots)
-        else:
-            self._store.abort(writing.slots)
+        if not alike:
+            self._drop(writing)
             self._unlike = True
+        elif writing.answers is None:
+            self._store.commit(np.asarray(writing.slots))
+        else:
+            self._commit_answers(np.array(writing.slots), writing.answers)
+            self._announce_answers(number, writing.answers)
         self._announce(number, stored=alike)
         return [] if alike else [number]
+
+    def _drop(self, writing: _Writing) -> None:
+        slots = np.array(writing.slots)
+        (self._store.abort if writing.answers is None else self._store.drop_private)(slots)
 
     def check_alike(self) -> None:
         """Raises ``StowageError``, once, when ranks were found to differ in what is stored once for them."""
@@ -335,6 +344,14 @@ class Storing:
                 "Tensor-parallel ranks differ in KV heads or latents that should be the same on each. Set "
                 '"deduplicate_ranks": false, which stores what each rank has, and report the model.'
             )
+
+    def _announce_answers(self, number: int, answers: Sequence[_Answer]) -> None:
+        announcements = self._announcements
+        for tracked, group, chunk in answers if announcements is not None else ():
+            assert announcements is not None
+            if group == announcements.group.index:
+                names = tracked.keys.of(group)
+                announcements.planned(number, tracked.request, np.array([chunk]), names)
 
     def _announce(self, number: int, *, stored: bool) -> None:
         if self._announcements is not None:

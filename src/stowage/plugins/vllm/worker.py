@@ -12,21 +12,22 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from torch import Tensor
 
 from stowage import openmp
-from stowage.errors import StowageError
+from stowage.core.copy_plan import CopyPlan
+from stowage.errors import ConfigError, StowageError
 from stowage.log import Trouble
 from stowage.plugins.vllm.division import Naming, Rank
 from stowage.plugins.vllm.memory import Copies, GroupBytes, SharedArena, group_bytes
-from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
+from stowage.plugins.vllm.messages import Load, Part, Report, Step
 from stowage.storage.host import map_arena
 from stowage.storage.lease import hold
 
-__all__ = ["WorkerSide", "machine"]
+__all__ = ["WorkerSide", "check_one_machine", "machine"]
 
 _IDLE_WAIT_S = 0.001
 """A step that computes nothing waits so long for a load, instead of coming back at once."""
@@ -101,20 +102,20 @@ class WorkerSide:
         for store in step.stores:
             report = self._report
             try:
-                copies = self._open_copies()
-                report.stored_bytes += sum(copies.store(plan) for plan in store.plans)
+                copies, plans = self._open_copies(), store.copies()
+                report.stored_bytes += sum(copies.store(plan) for plan in plans)
                 if store.number <= _COMPARED_FIRST or store.number % _COMPARED_EVERY == 0:
-                    self._digest(store, copies, report)
+                    self._digest(store.number, plans, copies, report)
             except Exception as error:  # noqa: BLE001 a failed copy costs a hit, whatever it was
                 report.failed.add(store.number)
                 self._complain("store_failed", "blocks could not be copied to host memory; they are not stored", error)
             report.ended[store.number] = 1
 
-    def _digest(self, store: Store, copies: Copies, report: Report) -> None:
+    def _digest(self, store: int, plans: Sequence[CopyPlan], copies: Copies, report: Report) -> None:
         """For the scheduler's side to compare: what ranks are said to hold alike."""
-        for plan in store.plans:
+        for plan in plans:
             for number, digest in copies.digests(plan).items():
-                report.digests.setdefault((store.number, plan.group, number), set()).add(digest)
+                report.digests.setdefault((store, plan.group, number), set()).add(digest)
 
     def results(self, busy: bool) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and which of them failed."""
@@ -188,3 +189,13 @@ def machine() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
+
+
+def check_one_machine(machines: Set[str]) -> None:
+    """Raises ``ConfigError`` when a worker runs on another machine than this process."""
+    if machines - {machine()}:
+        raise ConfigError(
+            "The workers run on several machines, and StowageConnector's host memory is one machine's. Run one engine "
+            "per machine (--data-parallel-size, or a router before them) and share chunks through an object store or a "
+            "Valkey server."
+        )

@@ -1,0 +1,58 @@
+"""What workers have reported, until it is settled: beside the steps, not in them.
+
+Owns the queue. A step's report only says which copies have ended, and nobody waits for that but who looks a prefix up:
+so the store's thread settles it while the workers compute, or that look-up does. What a step costs the scheduler is
+then the queueing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from stowage.cache.cost_model import CostModel
+from stowage.plugins.vllm.messages import Report
+from stowage.plugins.vllm.storing import Storing
+
+__all__ = ["Reports"]
+
+_WAITING_MAX = 64
+"""Reports. A thread that had no turn for so many steps is not waited for."""
+
+
+class Reports:
+    """Of one engine's workers. ``settle`` is for who has the store's turn, the rest for anybody. ``counts``: what is
+    added up.
+    """
+
+    def __init__(self, storing: Storing, cost_model: CostModel, counts: dict[str, int]) -> None:
+        self._storing = storing
+        self._cost_model = cost_model
+        self._counts = counts
+        self._waiting: deque[tuple[Report, int, float]] = deque()
+
+    def add(self, report: Report, tokens: int, took_s: float) -> None:
+        """Of a step that has computed so many tokens in so many seconds; none: it is not known."""
+        self._waiting.append((report, tokens, took_s))
+
+    @property
+    def behind(self) -> bool:
+        """Whether some wait."""
+        return bool(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether so many wait that they are to be settled now."""
+        return len(self._waiting) >= _WAITING_MAX
+
+    def settle(self) -> None:
+        """All that wait. Raises ``StowageError`` when ranks differ in what they should hold alike."""
+        while self._waiting:
+            report, tokens, took_s = self._waiting.popleft()
+            if tokens:
+                self._cost_model.computed(tokens, took_s)
+            self._counts["loaded_bytes"] += report.loaded_bytes
+            self._counts["stored_bytes"] += report.stored_bytes
+            if report.ended or report.failed:
+                self._counts["stores_failed"] += self._storing.settle(report)
+        self._storing.make_ready()
+        self._storing.check_alike()
