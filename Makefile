@@ -176,8 +176,8 @@ release-check: .release-tools/.installed ## build sdist and manylinux wheel into
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement $<
 	@touch $@
 
-real: $(REAL_MODEL)/config.json ## answers of a real model, from every tier: the same to the bit; PROMPTS=64 asks more
-	REAL_PROMPTS=$(PROMPTS) $(PY) -m pytest -m real tests/real_model
+real: $(REAL_MODEL)/config.json ## answers of a real model, from every tier: the same to the bit; PROMPTS=64 asks more, DEVICE=cuda a GPU
+	REAL_PROMPTS=$(PROMPTS) REAL_DEVICE=$(DEVICE) $(PY) -m pytest -m real $(if $(DEVICE),tests/real_model/test_exact.py,tests/real_model)
 
 real-model: $(REAL_MODEL)/config.json ## make the checkpoint of a real model, SmolLM2-135M-Instruct, in .real-model
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from benchmarks._report import median_spread, write_result
 from stowage.core.geometry import Kind
+from stowage.cuda.paged_attention import launch
 from stowage.executor import attention
 from stowage.executor.attention_scores import Scores
 from stowage.executor.batch import DecodeStep
-from stowage.experimental.paged_attention import launch
 
 BLOCK_TOKENS = 16
 POOL_BYTES_MOST = 16 << 30

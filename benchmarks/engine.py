@@ -4,7 +4,7 @@
         [--dtype float32] [--prompts 512,2048,4096] [--checkpoint DIRECTORY]
     python -m benchmarks.engine --device cuda
 
-Ours with its kernels, deterministic, and without kernels; plain Transformers (`generate()`, eight prompts as one
+Ours, exact and batch-dependent, and without its kernels; plain Transformers (`generate()`, eight prompts as one
 batch), its continuous batching, vLLM's CPU build, llama.cpp with the same weights in a GGUF file that it does not map,
 and, of a `--checkpoint` with a tokenizer, OpenVINO GenAI with them in float16, which it computes in bfloat16 (these
 three need `make bench-env`). 0.5 B random parameters, or a Llama of `--checkpoint`; greedy.
@@ -14,7 +14,7 @@ own, one at a time, in turn over the rounds.
 
 The limit of decoding is printed with it: all weights are read once for each step, at the speed of a sum over them.
 
-On a CUDA device: ours with its paged kernel and with torch's attention, and Transformers; not vLLM's CPU build.
+On a CUDA device: ours, also batch-dependent and with torch's attention, and Transformers; not vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stowage.errors import ConfigError
 from stowage.executor.device import resolve
 
 SCRIPT = Path(__file__).parent / "peers" / "turns.py"
-WAYS = ("stowage", "deterministic", "torch", "generate", "continuous", "vllm", "llamacpp", "openvino")
+WAYS = ("stowage", "batch-dependent", "torch", "generate", "continuous", "vllm", "llamacpp", "openvino")
 BUILD = {
     "llama": models.half_billion,
     "windowed": models.half_billion_windowed,
@@ -42,9 +42,7 @@ BUILD = {
     "space": models.half_billion_state_space,
 }
 PEERS_OWN = ("vllm", "llamacpp", "openvino")
-"""Of the ways, those of the peers' environment."""
-ON_CPU = ("deterministic", *PEERS_OWN)
-"""Of the ways, those that need a CPU: our deterministic answers too."""
+"""Of the ways, those of the peers' environment, on a CPU."""
 CANNOT = {(model, way) for model in ("recurrent", "space") for way in ("continuous", *PEERS_OWN)}
 CANNOT |= {("windowed", "llamacpp"), *((model, "openvino") for model in BUILD)}
 """Transformers' continuous batching has attention only; vLLM's CPU build takes neither; `gguf_llama` writes Llamas, and
@@ -141,11 +139,11 @@ def main() -> None:
     on_cpu = options.device == "cpu"
     on_device = "engine" if on_cpu else f"engine_{options.device.partition(':')[0]}"
     dtype = options.dtype or (models.native_dtype() if on_cpu else "bfloat16")
-    ways = options.ways.split(",") if options.ways else [way for way in WAYS if on_cpu or way not in ON_CPU]
+    ways = options.ways.split(",") if options.ways else [way for way in WAYS if on_cpu or way not in PEERS_OWN]
     for asked, known in ((ways, WAYS), (options.models.split(","), tuple(build))):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(known)}")
-    if not on_cpu and (there := set(ways) & set(ON_CPU)):
+    if not on_cpu and (there := set(ways) & set(PEERS_OWN)):
         parser.error(f"{', '.join(sorted(there))}: on a CPU only")
     try:
         resolve(options.device)

@@ -49,12 +49,12 @@ def link() -> dict[str, Any]:
     import torch
 
     from stowage.transfer.pinning import pin
-    from stowage.weights.host_buffers import Berths
+    from stowage.weights.host_buffers import HostBuffers
 
-    device, berths = torch.device("cuda", 0), Berths()
-    here = berths.keep(torch.ones(LINK_BYTES, dtype=torch.uint8))
+    device, buffers = torch.device("cuda", 0), HostBuffers()
+    here = buffers.keep(torch.ones(LINK_BYTES, dtype=torch.uint8))
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    berths.pin(lambda memory: pin(memory, device))
+    buffers.pin(lambda memory: pin(memory, device))
     there.copy_(here, non_blocking=True)
     torch.cuda.synchronize()
     began_s = time.perf_counter()
@@ -62,8 +62,8 @@ def link() -> dict[str, Any]:
         there.copy_(here, non_blocking=True)
     torch.cuda.synchronize()
     rate = LINK_BYTES * LINK_TIMES / (time.perf_counter() - began_s)
-    pinned = berths.whole
-    berths.close()
+    pinned = buffers.whole
+    buffers.close()
     return {"bytes_per_s": rate, "pinned": pinned}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from tests.engine.conftest import be_patient, checkpoints_in
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in tests/engine; and products in float32 as exact as they are on a CPU."""
+def _patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in tests/engine; products in float32 as exact as they are on a CPU; memory for the process beside this one."""
     be_patient(monkeypatch)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ import torch
 
 import stowage
 from stowage.config.memory import Memory
+from stowage.cuda.mapped import mapped
 from stowage.engine.engine import Engine
-from stowage.experimental.cuda_mapped import mapped
 from stowage.transfer.pinning import pin, should_pin_memory
 from stowage.weights.host_buffers import HostBuffers
 from tests.engine.conftest import greedy, random_prompt
@@ -68,8 +68,8 @@ def test_experts_come_as_they_are_chosen(
     """From host memory and from disk, pinned and not."""
     monkeypatch.setenv("STOWAGE_DISABLE_PIN_MEMORY", switch)
     path = checkpoints(family, 4096)
-    expected, _ = said(path, host=host)
-    found, stats = said(path, host=host, weights="*.experts=experts")
+    expected, _ = said(path, host_memory=host)
+    found, stats = said(path, host_memory=host, weights="*.experts=experts")
     assert found == expected and stats["expert_misses"] > stats["cache_experts"] > 0
 
 
@@ -103,7 +103,9 @@ def test_a_device_reads_host_memory_where_it_is() -> None:
 @pytest.mark.parametrize("rules", ["*=prefetch", "last 1 of 2=mapped,model.layers.*=prefetch"])
 @torch.no_grad()
 def test_a_graph_captures_a_forward_with_prefetch(family: str, rules: str, checkpoints: Callable[..., Path]) -> None:
-    """Replayed with other inputs, between forwards that are not captured."""
+    """Replayed with other inputs, between forwards that are not captured. The mask is given whole: while they are
+    captured, models make one where they would else leave it to torch's attention, which rounds otherwise.
+    """
     needs_pinning()
     rules += ",*=resident"
     model = stowage.offload(
@@ -116,7 +118,7 @@ def test_a_graph_captures_a_forward_with_prefetch(family: str, rules: str, check
         return torch.tensor([random_prompt(24, seed=seed)], device="cuda")
 
     static = ids(0)
-    mask = torch.ones_like(static)
+    mask = torch.full((1, 1, 24, 24), float("-inf"), device="cuda").triu(1)
     with source.apart():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -9,8 +9,8 @@ import torch
 
 from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
+from stowage.cuda.paged_attention import launch
 from stowage.engine.engine import Engine
-from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import greedy, random_prompt
 from tests.second_device.paged_cases import BOUND, EDGES, make

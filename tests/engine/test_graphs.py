@@ -22,7 +22,7 @@ from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, ConfigError
 from stowage.executor.block_pool import PADDING_BLOCK
 from stowage.executor.replay import graph_backend
-from stowage.executor.replay.graph_backend import GraphBackend
+from stowage.executor.replay.graph_backend import GraphBackend, StaticSteps
 from stowage.testing import tiny_models
 from tests.engine.conftest import LOGPROB_BOUND, check_and_close, greedy, random_prompt
 from tests.engine.tape import TapeRecorder
@@ -63,7 +63,7 @@ def opened(checkpoints, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         engine = Engine(model, budgets, cuda_graphs=cuda_graphs, batch_dependent=True)
         if engine.parts.graphs is not None:
             engine.parts.graphs.rules = replace(engine.parts.graphs.rules, warm_steps=1)
-            engine.parts.graphs.backend.octave = 1
+            engine.parts.graphs.backend.steps.octave = 1
             engine.parts.graphs.clock = lambda: 0.0  # what is quicker on a CPU is of no interest
         made.append(engine)
         return engine
@@ -115,14 +115,14 @@ def test_a_replay_is_the_same_computation_to_the_bit(family: str, opened, monkey
         for part in graph.inputs.step.of_layer.values():
             assert not part.blocks[count:].any() and not part.decode.blocks[count:].any()
         assert not graph.inputs.states[count:].any()
-        before = [pool.storage.clone() for pool in recorded.pools]
+        before = [pool.storage.clone() for pool in recorded.steps.pools]
         found = replay(recorded, graph, work)
         assert found.data_ptr() != graph.recording.result.data_ptr(), "the next replay would change this answer"
-        after = [pool.storage.clone() for pool in recorded.pools]
-        for pool, bytes_before in zip(recorded.pools, before, strict=True):
+        after = [pool.storage.clone() for pool in recorded.steps.pools]
+        for pool, bytes_before in zip(recorded.steps.pools, before, strict=True):
             pool.storage.copy_(bytes_before)
         assert torch.equal(recorded.forward(graph.inputs)[:count], found)
-        for pool, bytes_after in zip(recorded.pools, after, strict=True):
+        for pool, bytes_after in zip(recorded.steps.pools, after, strict=True):
             assert torch.equal(pool.storage, bytes_after)
             assert not pool.storage[PADDING_BLOCK].any()
         compared.append(count)
@@ -254,7 +254,7 @@ def test_recordings_keep_to_their_share(opened, caplog: pytest.LogCaptureFixture
     recorder = TapeRecorder()
     engine = opened("llama", recorder, kv_cache_memory="3MiB")
     recorded = engine.parts.graphs
-    recorded.backend.octave = 2
+    recorded.backend.steps.octave = 2
     assert recorded.limit_bytes == 3 << 19
     assert sum(pool.nbytes for pool in engine.parts.pools) + recorded.limit_bytes <= 3 << 20
     with caplog.at_level(logging.WARNING, "stowage.engine"):
@@ -320,7 +320,7 @@ def test_shapes(sequences: int, longest: int, octave: int, shape: tuple[int, int
     monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 256)
     asked = [type("Work", (), {"start": start})() for start in [longest - 1] + [0] * (sequences - 1)]
     sizes = {"max_num_seqs": 30, "context_tokens": 1000, "octave": octave}
-    found = GraphBackend(None, [], [], TapeRecorder(), None, **sizes).shape(asked)  # type: ignore[arg-type]
+    found = StaticSteps([], [], None, **sizes).shape(asked)  # type: ignore[arg-type]
     assert found == shape
 
 

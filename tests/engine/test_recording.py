@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from stowage.core.geometry import Kind
+from stowage.cuda import graphs as cuda_graphs
+from stowage.cuda.graphs import CudaRecorder
 from stowage.executor import device
 from stowage.executor.attention_scores import Scores
 from stowage.executor.attention_scores import attend as dense
 from stowage.executor.decode_attention import attend
 from stowage.executor.replay import graph_backend
 from stowage.executor.replay.cache import StepShape
-from stowage.executor.replay.graph_backend import GraphBackend
+from stowage.executor.replay.graph_backend import GraphBackend, StaticSteps
 from stowage.executor.replay.recorder import CaptureError
-from stowage.experimental import cuda_graphs
-from stowage.experimental.cuda_graphs import CudaRecorder
 from stowage.models.layout import visible
 from tests.engine.tape import TapeRecorder
 
@@ -157,7 +157,8 @@ def test_cuda_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(RuntimeError("operation not permitted when stream is capturing\nand more"))
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     recorder = CudaRecorder(torch.device("cuda", 0))
-    backend = GraphBackend(lambda inputs: cuda.step(), [], [], recorder, attend, max_num_seqs=8, context_tokens=64)
+    steps = StaticSteps([], [], attend, max_num_seqs=8, context_tokens=64)
+    backend = GraphBackend(lambda inputs: cuda.step(), steps, recorder)
     monkeypatch.setattr(graph_backend, "Inputs", lambda *_: None)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
         backend.record(StepShape(1, 64), [])

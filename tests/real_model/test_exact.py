@@ -4,7 +4,7 @@ The prompts are parts of this project's own pages and of Python's documentation,
 without tiers first; then from the device, from host memory, from disk after a restart, beside all others, and
 preempted. Tiny random models hide what rounding does to a real one, so this is the judge of the promise. ``make real``
 makes the model and runs it; ``make real PROMPTS=64`` asks more. The model's own type is bfloat16, of which most is
-asked; float32 is slower, and float16, for which there are no kernels, much.
+asked; float32 is slower, and float16, for which there are no kernels, much. ``make real DEVICE=cuda`` asks a GPU.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from typing import Any
 import pytest
 
 from stowage import Completion, Engine, Memory, SamplingParams
+from stowage.executor.determinism.cuts import TILE_PIECE_TOKENS
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".real-model" / "SmolLM2-135M-Instruct"
 PROMPTS = int(os.environ.get("REAL_PROMPTS") or 32)
+DEVICE = os.environ.get("REAL_DEVICE") or "cpu"
 SHARES = {"bfloat16": 1, "float32": 4, "float16": 8}
 """Of the prompts, one of so many is asked in each type."""
 NEW_TOKENS = 16
 CONTEXT_TOKENS = 1024
 """Of the longest prompt, so that one run takes a minute."""
 POOL = "256MiB"
-BLOCK = 16
+BLOCK = 16 if DEVICE == "cpu" else TILE_PIECE_TOKENS
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
 """Keys and values of 30 layers of 3 heads of 64 numbers."""
 
@@ -74,7 +76,7 @@ def prompts() -> list[list[int]]:
 
 
 def engine(memory: Memory, dtype: str = "auto") -> Engine:
-    made = Engine(MODEL, memory, dtype=dtype)
+    made = Engine(MODEL, memory, dtype=dtype, device=DEVICE)
     assert made.exact
     return made
 

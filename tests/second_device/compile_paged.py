@@ -26,7 +26,7 @@ from triton.compiler import ASTSource, compile  # noqa: E402
 from triton.runtime.jit import mangle_type  # noqa: E402
 
 from stowage.core.geometry import Kind  # noqa: E402
-from stowage.experimental.paged_attention import kernels, launch  # noqa: E402
+from stowage.cuda.paged_attention import kernels, launch  # noqa: E402
 from tests.second_device.paged_cases import make  # noqa: E402
 
 SHARED_BYTES_MOST = 99 << 10

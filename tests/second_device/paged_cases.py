@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
+from stowage.cuda.paged_attention import launch
 from stowage.executor.attention_scores import Scores
 from stowage.executor.block_pool import PADDING_BLOCK
-from stowage.experimental.paged_attention import launch
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """By how much an answer may differ, of values drawn from a normal distribution."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from stowage.config.memory import Memory
+from stowage.cuda.paged_attention import launch
 from stowage.engine import assembly
 from stowage.engine.engine import Engine
 from stowage.executor import kernels, runner
 from stowage.executor.replay import graph_backend
 from stowage.executor.replay.recorder import CaptureError
-from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
 from tests.engine.tape import Recording, TapeRecorder
@@ -45,7 +45,7 @@ def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]
         recorded = made[-1].parts.graphs
         assert recorded is not None
         recorded.rules = replace(recorded.rules, warm_steps=1)
-        recorded.backend.octave, recorded.clock = 1, lambda: 0.0
+        recorded.backend.steps.octave, recorded.clock = 1, lambda: 0.0
         return made[-1]
 
     yield open_engine
@@ -91,7 +91,7 @@ def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.M
         with interpreting(), Engine(model, Memory(kv_cache_memory="8MiB"), cuda_graphs=triton) as engine:
             recorded = engine.parts.graphs
             if triton:
-                assert recorded.backend.attend is launch.attend and recorded.backend.octave == 1
+                assert recorded.backend.steps.attend is launch.attend and recorded.backend.steps.octave == 1
             found.append(engine.generate(PROMPTS, greedy(4)))
             assert not triton or engine.stats()["graphs"]["captured_steps"] > 0 == engine.stats()["graphs"]["refused"]
     for here, there in zip(*found, strict=True):

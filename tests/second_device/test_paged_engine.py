@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stowage.config.memory import Memory
+from stowage.cuda.paged_attention import launch
 from stowage.engine.engine import Engine
 from stowage.executor import kernels
-from stowage.experimental.paged_attention import launch
 from stowage.testing import tiny_models
 from tests.engine.conftest import greedy, random_prompt
 from tests.second_device.interpreting import interpreting

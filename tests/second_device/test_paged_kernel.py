@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stowage.core.geometry import Kind
-from stowage.experimental.paged_attention import launch
+from stowage.cuda.paged_attention import launch
 from tests.second_device.interpreting import interpreting, require
 from tests.second_device.paged_cases import BOUND, EDGES, make
 

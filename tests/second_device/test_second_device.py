@@ -14,6 +14,7 @@ from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from stowage.evaluation import pack
 from stowage.executor.block_pool import bytes_needed
+from stowage.executor.determinism import cuts
 from stowage.plugins.transformers.offload import offload
 from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
@@ -98,9 +99,36 @@ def test_a_model_in_memory_stays_where_it_is(device: torch.device, references) -
         Engine(model, Memory(kv_cache_memory="2MiB"), device="cpu")
 
 
+@pytest.mark.parametrize(("family", "at_once"), [("llama", True), ("gemma3", True), ("gpt2", False), ("lfm2", False)])
+def test_exact_answers_of_a_device(
+    family: str, at_once: bool, device: torch.device, references, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    """In pieces, several of them one forward where nothing but linear layers multiplies; single tokens in one shape."""
+    monkeypatch.setattr(cuts, "DEVICES", frozenset({device.type}))
+    monkeypatch.setattr(cuts, "TILE_PIECE_TOKENS", 64)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB")
+    prompts = [random_prompt(length, seed=length) for length in (300, 200, 20)]
+    found = []
+    for _ in range(2):  # tried, and remembered
+        with Engine(references(family).path, memory, device=str(device), deterministic=True) as engine:
+            assert engine.exact and engine.parts.pieces.grid == 64
+            assert engine.parts.runner.pieces_at_once is at_once
+            for prompt in prompts:
+                (one,) = engine.generate([prompt], greedy(6))
+                assert_same(one, references(family).answer(prompt, 6))
+                found.append([report.logprob for report in one.logprobs])
+            assert engine.flush()
+            engine.drop_device_cache()
+            together = engine.generate(prompts, greedy(6))
+            assert together[0].reused_tokens["host"] == 256
+            found += [[report.logprob for report in one.logprobs] for one in together]
+    assert all(found[at : at + 3] == found[:3] for at in (3, 6, 9))
+
+
 def test_what_is_there_on_cpus_only(device: torch.device, references) -> None:  # type: ignore[no-untyped-def]
     path = references("llama").path
-    with pytest.raises(ConfigError, match="rows are computed by themselves on CPUs only"):
+    with pytest.raises(ConfigError, match="exact answers are there on CPUs and CUDA devices"):
         Engine(path, Memory(kv_cache_memory="2MiB"), device=str(device), deterministic=True)
     with pytest.raises(ConfigError, match="delivered as mapped, and hold:0 cannot read it in host memory"):
         Engine(path, Memory(kv_cache_memory="2MiB", host_memory="8MiB", weights="*=mapped"), device=str(device))

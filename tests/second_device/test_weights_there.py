@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from stowage.config.memory import Memory
+from stowage.cuda.mapped import mapped
 from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
-from stowage.experimental.cuda_mapped import mapped
 from stowage.weights.away import AwayError
 from stowage.weights.placement import Delivery
 from tests.engine.conftest import Reference, assert_same, greedy, random_prompt

@@ -12,11 +12,11 @@ import torch
 
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, Kind, split_arena
+from stowage.cuda import copies as cuda_module
+from stowage.cuda.copies import CudaCarrier, CudaCopies
 from stowage.errors import ConfigError, TransferError
-from stowage.executor.determinism.cuts import exact_ways
+from stowage.executor.determinism.cuts import Pieces, device_rows, exact_ways
 from stowage.executor.device import carrier, device_of, link, resolve
-from stowage.experimental import cuda_copies as cuda_module
-from stowage.experimental.cuda_copies import CudaCarrier, CudaCopies
 from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.staged import StagedTransfer
 
@@ -43,9 +43,25 @@ def test_cuda_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             resolve("cuda")
 
 
-def test_what_only_cpus_do() -> None:
-    with pytest.raises(ConfigError, match=r"on CPUs only.*--device cpu"):
-        exact_ways(SimpleNamespace(device=torch.device("cuda", 0)))
+def test_where_answers_are_exact() -> None:
+    def ways(device: str, *names: str) -> list[Pieces]:
+        names = names or ("model.layers.0.mlp.up_proj.weight",)
+        parameters = [(name, None) for name in names]
+        config = SimpleNamespace(model_type="llama")
+        return exact_ways(
+            SimpleNamespace(device=torch.device(device), config=config, named_parameters=lambda: parameters)
+        )
+
+    assert ways("cuda:0") == [Pieces(256, alone=True)]
+    with pytest.raises(ConfigError, match=r"on CPUs and CUDA devices, and the model is on mps.*--device cpu"):
+        ways("mps")
+    with pytest.raises(ConfigError, match=r"how many chose it.*--device cpu"):
+        ways("cuda:0", "model.layers.0.mlp.experts.gate_up_proj")
+
+
+@pytest.mark.parametrize(("most", "rows"), [(1, 32), (32, 32), (33, 64), (200, 256), (1000, 256)])
+def test_rows_of_a_device(most: int, rows: int) -> None:
+    assert device_rows(most) == rows
 
 
 class Cuda:

@@ -29,8 +29,8 @@ ROOMS: dict[str, set[str]] = {
     "storage": {"config", "core", "log", "native"},
     "cache": {"config", "core", "log", "native", "storage"},
     "models": {"config", "core", "storage", "weights"},
-    "experimental": {"core", "native", "transfer"},
-    "executor": {"cache", "config", "core", "experimental", "models", "native", "transfer", "weights"},
+    "cuda": {"core", "native", "transfer"},
+    "executor": {"cache", "config", "core", "cuda", "models", "native", "transfer", "weights"},
     "engine": BELOW,
     "evaluation": {"config", "core", "engine", "models", "weights"},
     "plugins": BELOW,
@@ -116,12 +116,11 @@ SEAM = SOURCE / "executor" / "device.py"
 """The only way from the engine to code for CUDA devices."""
 
 
-def test_one_file_imports_what_is_experimental() -> None:
+def test_one_file_imports_what_only_cuda_runs() -> None:
     importers = {
         path
         for path in FILES
-        if room_of(path) != "experimental"
-        and any(module.startswith("stowage.experimental") for _, module in imported_modules(path))
+        if room_of(path) != "cuda" and any(module.startswith("stowage.cuda") for _, module in imported_modules(path))
     }
     assert importers == {SEAM}
 

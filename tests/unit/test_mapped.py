@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from stowage.experimental.cuda_mapped import mapped
+from stowage.cuda.mapped import mapped
 
 CPU = torch.device("cpu")
 

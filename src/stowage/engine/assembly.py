@@ -27,10 +27,10 @@ from stowage.executor.block_pool import BlockPool
 from stowage.executor.determinism.cuts import (
     Exactness,
     Pieces,
+    away_unread,
     check_steps,
     exact_name,
     exact_ways,
-    lacking,
     settled,
 )
 from stowage.executor.determinism.row_invariance import mode_of
@@ -185,12 +185,12 @@ def _assemble(
     if loaded.model.device.type != "cpu":  # what another device computes differs in its last bits
         computed = f"{computed}/{loaded.model.device.type}"
     if exact is not None:
-        computed = f"{computed}/{exact_name(exact)}"
+        computed = f"{computed}/{exact_name(exact, loaded.model.device)}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
     slabs = split_arena(geometry, memory.arena_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
-    if exact is not None and lacking(loaded.model):
+    if exact is not None and away_unread(loaded.model):
         slabs = ()  # torch sums keys that are away from the device in another order than those that are on it
     capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
@@ -207,10 +207,15 @@ def _assemble(
             *(loaded.model, layout, pools), grid=pieces.grid, exact=exact is not None, mode=rows or nullcontext()
         )
     else:
-        runner = Runner(loaded.model, layout, pools, strategies, exact=exact, weights=loaded.weights)
+        runner = Runner(
+            *(loaded.model, layout, pools, strategies),
+            exact=exact,
+            weights=loaded.weights,
+            max_num_seqs=memory.max_num_seqs,
+        )
         put_back.callback(runner.give_back)
         if records is not None:
-            runner.record(records, graph_bytes, memory.max_num_seqs)
+            runner.record(records, graph_bytes)
     if exact is not None:  # before there is a store that must be closed
         try_rows_once(f"{name.hex()}/{placed}", runner, pools, pieces, layout, memory.max_num_batched_tokens)
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)

@@ -5,7 +5,7 @@
     recorder       records decode steps
     paged_kernel   attention of single tokens without gathering their keys
 
-Owns the choice, and the clear refusal of what a device cannot do. This is the only importer of ``experimental``, where
+Owns the choice, and the clear refusal of what a device cannot do. This is the only importer of ``cuda``, where
 everything is that only CUDA runs. All other code takes its device from the tensors that it is given.
 """
 
@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import SlabClass
+from stowage.cuda.copies import CudaCarrier, CudaCopies
+from stowage.cuda.graphs import CudaRecorder
+from stowage.cuda.paged_attention import launch
 from stowage.errors import ConfigError, first_line
 from stowage.executor.decode_attention import PagedKernel
 from stowage.executor.replay.recorder import Recorder
-from stowage.experimental.cuda_copies import CudaCarrier, CudaCopies
-from stowage.experimental.cuda_graphs import CudaRecorder
-from stowage.experimental.paged_attention import launch
 from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import BlockTransfer
@@ -108,4 +108,4 @@ def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None
     """What attends to single tokens on ``device`` in ``dtype``, still untried; ``None``: torch gathers their keys."""
     if not launch.wanted(device, dtype):
         return None
-    return PagedKernel(launch.attend, launch.PIECE_KEYS_LEAST, launch.errors())
+    return PagedKernel(launch.attend, launch.PIECE_KEYS_LEAST, launch.errors(), launch.of_length)

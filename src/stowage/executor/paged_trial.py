@@ -21,7 +21,7 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.decode_attention import Attend, PagedKernel
+from stowage.executor.decode_attention import PagedKernel
 from stowage.models.layout import visible
 from stowage.models.probing import Query, look
 
@@ -44,8 +44,8 @@ _RAISED = (
 
 
 @torch.inference_mode()
-def trusted(kernel: PagedKernel | None, model: Any, pools: Sequence[BlockPool]) -> Attend | None:
-    """The attention of ``kernel``, if it is right for all of ``model``'s; else ``None``, and the log says why.
+def trusted(kernel: PagedKernel | None, model: Any, pools: Sequence[BlockPool]) -> PagedKernel | None:
+    """``kernel``, if it is right for all of ``model``'s; else ``None``, and the log says why.
     ``pools`` must be empty, and are again afterwards.
     """
     if kernel is None:
@@ -67,7 +67,7 @@ def trusted(kernel: PagedKernel | None, model: Any, pools: Sequence[BlockPool]) 
     finally:
         for pool in pools:
             pool.storage[1 : 1 + _ROWS_MOST].zero_()
-    return kernel.attend
+    return kernel
 
 
 def _geometries(model: Any, pools: Sequence[BlockPool]) -> Iterator[tuple[BlockPool, int, Query]]:

@@ -20,14 +20,16 @@ from stowage.core.groups import GroupStrategy
 from stowage.executor import attention, decode_attention, kernels, paged_trial
 from stowage.executor.batch import ForwardStep, Work, build, current, order
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
-from stowage.executor.determinism.cuts import Pieces
+from stowage.executor.decode_attention import PagedKernel
+from stowage.executor.determinism.cuts import Pieces, device_rows
 from stowage.executor.determinism.row_invariance import mode_of
+from stowage.executor.determinism.slices import RowSlices
 from stowage.executor.device import paged_kernel
 from stowage.executor.fused import norms, recurrent_layers
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.cache import ReplayCache
 from stowage.executor.replay.call_backend import ModelStep, RecordedSteps, recorded_steps
-from stowage.executor.replay.graph_backend import GraphBackend, Graphs, Inputs, is_decode, rules
+from stowage.executor.replay.graph_backend import GraphBackend, Graphs, Inputs, StaticSteps, is_decode, rules
 from stowage.executor.replay.recorder import Recorder
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
@@ -40,7 +42,8 @@ class Runner:
 
     ``exact``: how prompts are cut so that a token's bits are its own (``determinism.cuts``), of which
     ``determinism.trial`` makes sure; ``None``: bits may depend on what is computed together.
-    ``weights``: what brings those of the model's weights that are not in memory for good.
+    ``weights``: what brings those of the model's weights that are not in memory for good. ``max_num_seqs``: how many
+    single tokens a step has at most.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Runner:
         *,
         exact: Pieces | None = None,
         weights: WeightSource | None = None,
+        max_num_seqs: int = 1,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -70,29 +74,45 @@ class Runner:
             recurrent_layers.install(model)
         mode = mode_of(model, exact=self._exact)
         self._mode: AbstractContextManager[Any] = mode or nullcontext()
-        self._mode_of_pieces = self._mode
-        if self._piece_tokens:  # one shape has one way to be computed: the quickest
+        self._mode_of_pieces: AbstractContextManager[Any] = self._mode
+        self._in_one_shape = self._exact and model.device.type != "cpu"
+        self.pieces_at_once = False
+        """Whether whole pieces of a prompt may be one forward, on a device where each is multiplied by itself."""
+        self._slices = RowSlices(self._piece_tokens)
+        if self._in_one_shape:
+            self._mode_of_pieces = self._slices
+        elif self._piece_tokens:  # one shape has one way to be computed: the quickest
             self._mode_of_pieces = mode_of(model, exact=False) or nullcontext()
         again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
         """Of the model: sequences of each are computed by themselves, step by step as the model is written."""
-        self._paged = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
+        kernel = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
+        self._paged = kernel.attend if kernel is not None else None
+        self._static = self._static_steps(kernel, max_num_seqs)
 
-    def record(self, recorder: Recorder, limit_bytes: int, max_num_seqs: int) -> None:
+    @property
+    def can_slice(self) -> bool:
+        """Whether ``pieces_at_once`` may be tried."""
+        return self._in_one_shape and self._layout.ragged and self._layout.continues and not self._slices.others
+
+    def _static_steps(self, kernel: PagedKernel | None, max_num_seqs: int) -> StaticSteps:
+        """Exact steps on a device have one number of rows; that is 1 where torch reads as many keys as the longest
+        sequence of a step has.
+        """
+        attend, context, rows = self._paged or decode_attention.attend, self._layout.context_tokens, 0
+        if self._in_one_shape:
+            rows = 1
+            if kernel is not None and kernel.of_length is not None:
+                attend, rows = kernel.of_length(context), device_rows(max_num_seqs)
+        octave = 4 if kernel is None else 1
+        return StaticSteps(self._pools, self._strategies, attend, max_num_seqs, context, octave, rows)
+
+    def record(self, recorder: Recorder, limit_bytes: int) -> None:
         """From now on decode steps are recorded and replayed, with up to ``limit_bytes`` of device memory."""
-        backend = GraphBackend(
-            forward=self._recorded,
-            pools=self._pools,
-            strategies=self._strategies,
-            recorder=recorder,
-            attend=self._paged or decode_attention.attend,
-            max_num_seqs=max_num_seqs,
-            context_tokens=self._layout.context_tokens,
-            octave=4 if self._paged is None else 1,
-        )
-        self.graphs = ReplayCache(backend, rules(self._model.dtype), limit_bytes)
+        backend = GraphBackend(self._recorded, self._static, recorder)
+        self.graphs = ReplayCache(backend, rules(self._model.dtype, exact=self._in_one_shape), limit_bytes)
         self.steps = None
 
     def check(self) -> None:
@@ -141,12 +161,14 @@ class Runner:
         return [found[id(w)] for w in work]
 
     def _forwards(self, work: list[Work]) -> list[list[Work]]:
-        if self._piece_tokens and not self._kernels:
+        if self._piece_tokens and not self._kernels and not self._in_one_shape:
             return [[w] for w in work]
         if self._layout.ragged and not self._piece_tokens:
             return [work]
         singles = [w for w in work if w.count == 1 and w.start > 0]
-        return ([singles] if singles else []) + [[w] for w in work if w.count > 1 or w.start == 0]
+        most = self._static.rows or len(singles) or 1
+        together = [singles[at : at + most] for at in range(0, len(singles), most)]
+        return together + [[w] for w in work if w.count > 1 or w.start == 0]
 
     def _at_once(self, work: list[Work]) -> bool:
         if work[0].count == 1:
@@ -161,11 +183,24 @@ class Runner:
     def _in_turn(self, work: Work) -> Tensor:
         """A run of one sequence piece by piece; token by token where its model goes on from a state only so."""
         logits, begin, stop = [], work.start, work.start + work.count
+        if self.pieces_at_once and not work.every_logit and begin % self._piece_tokens == 0:
+            whole = work.count // self._piece_tokens
+            if whole > 1:
+                logits.append(self._at_a_time(work, whole))
+                begin += whole * self._piece_tokens
         while begin < stop:
             end = min(self._piece_end(begin), stop) if self._layout.continues else begin + 1
             logits.append(self._forward([replace(work, start=begin, count=end - begin)]))
             begin = end
         return torch.cat(logits) if work.every_logit else logits[-1]
+
+    def _at_a_time(self, work: Work, pieces: int) -> Tensor:
+        """The first ``pieces`` of a run, all whole, in one forward: logits of the last token."""
+        tokens = self._piece_tokens
+        parts = [replace(work, start=work.start + at * tokens, count=tokens) for at in range(pieces)]
+        step = self._step(parts)
+        step.logit_rows = step.logit_rows[-1:]
+        return self._compute(step, [], fresh=work.start == 0, batched=False).cpu()
 
     def _forward(self, work: list[Work]) -> Tensor:
         if self.graphs is not None and is_decode(work) and not self._adapted:
@@ -173,19 +208,24 @@ class Runner:
         return self._plain(work)
 
     def _plain(self, work: list[Work]) -> Tensor:
-        device = self._model.device
-        step = build(
-            *(work, self._pools, self._strategies, self._model.dtype),
-            native=self._reads_natively,
-            paged=self._paged,
-            device=device,
-        )
-        step.kernels = self._kernels
+        if self._in_one_shape and is_decode(work):
+            return self._static.compute(work, self._recorded)
+        step = self._step(work)
         blocks: list[int] = []
         if self._recurrent is not None:
             blocks = [int(w.sequence.table(self._recurrent.group.index)[0]) for w in work]
         batched = not self._layout.ragged and len(work) > 1
         return self._compute(step, blocks, fresh=work[0].start == 0, batched=batched).cpu()
+
+    def _step(self, work: list[Work]) -> ForwardStep:
+        step = build(
+            *(work, self._pools, self._strategies, self._model.dtype),
+            native=self._reads_natively,
+            paged=self._paged,
+            device=self._model.device,
+        )
+        step.kernels = self._kernels
+        return step
 
     def _recorded(self, inputs: Inputs) -> Tensor:
         """A step of static inputs, all of it on the device: what graphs record. Padding is taken back."""

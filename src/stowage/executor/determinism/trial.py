@@ -25,11 +25,13 @@ from stowage.executor.sequence_state import SequenceState, sequence_on_trial, ta
 from stowage.models.layout import ModelLayout
 from stowage.models.remembered import Remembered, default_state_directory
 
-_WENT_WELL = "exact"
+_WENT_WELL, _AT_ONCE = "exact", "exact, pieces at once"
 _MACHINE = f"{platform.node()}/{platform.release()}"
 _VOCAB_MAX = 32768
-_REVISION = 1
+_REVISION = 2
 """Raised whenever the trial asks for more."""
+_PIECES = 4
+"""Of a trial prompt whose pieces are one forward."""
 _TOKENS, _SINGLES = 30, 3
 """Of a trial prompt beyond its grid, and of those how many are computed one by one."""
 
@@ -40,10 +42,29 @@ def try_rows_once(
     """``try_rows``, unless it went well before on this machine. ``name``: of all that bits depend on (a namespace)."""
     known = Remembered(default_state_directory() / "exact.json")
     key = blake3(f"{_MACHINE}/{transformers.__version__}/{_REVISION}/{name}".encode()).hexdigest()
-    if known.get(key) != _WENT_WELL:
+    if known.get(key) not in (_WENT_WELL, _AT_ONCE):
         try_rows(runner, pools, pieces, layout, steps)
-        known[key] = _WENT_WELL
+        known[key] = _AT_ONCE if may_take_pieces_at_once(runner, pools, pieces, layout, steps) else _WENT_WELL
         known.save()
+    if isinstance(runner, Runner):
+        runner.pieces_at_once = known[key] == _AT_ONCE
+
+
+@torch.inference_mode()
+def may_take_pieces_at_once(
+    runner: Runner | FallbackRunner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, step_tokens: int
+) -> bool:
+    """Whether whole pieces of a prompt that are one forward (``Runner.pieces_at_once``) give the bits that they give
+    one by one: the last token's logits and all that is stored. ``pools`` as in ``try_rows``.
+    """
+    count = min(_PIECES * pieces.grid, step_tokens // pieces.grid * pieces.grid, layout.context_tokens, _room(pools))
+    if not isinstance(runner, Runner) or not runner.can_slice or count < 2 * pieces.grid or count % pieces.grid:
+        return False
+    trial = _Trial(runner, pools, layout, count)
+    expected = trial.stored([pieces.grid] * (count // pieces.grid))
+    runner.pieces_at_once = True
+    found = trial.stored([count])
+    return all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
 
 
 def try_rows(
@@ -109,6 +130,19 @@ class _Trial:
             sequence.computed += size
         self._end(sequence)
         return torch.cat(found)
+
+    def stored(self, pieces: list[int]) -> list[Tensor]:
+        """Logits of the last token, and what every pool has then in the blocks of the prompt."""
+        sequence = self._begin(0)
+        for size in pieces:
+            (logits,) = self._runner.run([Work(sequence, sequence.computed, size)])
+            sequence.computed += size
+        kept = [
+            pool.storage[torch.as_tensor(table.blocks, device=pool.storage.device)].clone()
+            for pool, table in zip(self._pools, sequence.tables, strict=True)
+        ]
+        self._end(sequence)
+        return [logits, *kept]
 
     def together(self) -> list[Tensor]:
         """Both prompts' logits: begun in one step, ended token by token in steps of both."""

@@ -42,7 +42,7 @@ from stowage.executor.replay.cache import ReplayCache, Rules, StepShape
 from stowage.executor.replay.recorder import CaptureError, Recorder, Recording
 from stowage.models.probing import RAISED_BY_MODELS
 
-__all__ = ["GraphBackend", "Graphs", "Inputs", "is_decode", "rules", "share", "with_share"]
+__all__ = ["GraphBackend", "Graphs", "Inputs", "StaticSteps", "is_decode", "rules", "share", "with_share"]
 
 SHARE, SHARE_LEAST_BYTES, SHARE_MOST_BYTES = 16, 8 << 20, 512 << 20
 """One part in so many of the KV budget is for recordings. Below the least nothing is recorded: torch takes memory for
@@ -56,8 +56,9 @@ otherwise.
 """
 
 
-def rules(dtype: torch.dtype) -> Rules:
-    """For a model that computes in ``dtype``. A recording takes as long as a few steps, and some shapes only pass by.
+def rules(dtype: torch.dtype, *, exact: bool = False) -> Rules:
+    """For a model that computes in ``dtype``; ``exact``: in steps of the same shape (``StaticSteps.compute``), and no
+    bit may differ. A recording takes as long as a few steps, and some shapes only pass by.
     In some trials a router of experts that was near a tie may choose another one, or the host may be busy.
     """
     return Rules(
@@ -66,7 +67,7 @@ def rules(dtype: torch.dtype) -> Rules:
         warm_steps=4,
         recordings_max=GRAPHS_MAX,
         trials_max=3,
-        bound=BOUND.get(dtype, BOUND[torch.float32]),
+        bound=0.0 if exact else BOUND.get(dtype, BOUND[torch.float32]),
         quicker=True,
         first_ends_all=False,
     )
@@ -169,36 +170,63 @@ class RecordedGraph:
 
 
 @dataclass(slots=True)
-class GraphBackend:
-    """Graphs of one engine's decode steps (``is_decode``).
+class StaticSteps:
+    """Decode steps (``is_decode``) of one engine as static inputs, in few shapes.
 
-    ``forward`` computes the logits ``[sequences, vocab]``, float32, of static inputs, on the device; it is what is
-    recorded. ``attend``: how single queries read their tables. ``octave``: for how many numbers of tokens there are
-    shapes before the number has doubled: one where only what is seen of a table is read, more where all of it is.
+    ``attend``: how single queries read their tables. ``octave``: for how many numbers of tokens there are shapes before
+    the number has doubled: one where only what is seen of a table is read, more where all of it is. ``rows``: every
+    shape has so many sequences; 0: as few as a step fits into.
     """
 
-    forward: Callable[[Inputs], Tensor]
     pools: Sequence[BlockPool]
     strategies: Sequence[GroupStrategy]
-    recorder: Recorder
     attend: Attend
     max_num_seqs: int
     context_tokens: int
     octave: int = 4
+    rows: int = 0
 
     def shape(self, step: Sequence[Work]) -> StepShape:
-        """See ``ReplayBackend``."""
+        """The least shape that has room for ``step``."""
         count = len(step)
         sequences = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
         longest = max(w.start for w in step) + 1
         octave = max(TOKENS_LEAST, 1 << (longest - 1).bit_length()) // 2
         tokens = max(TOKENS_LEAST, octave + -((octave - longest) * self.octave // octave) * octave // self.octave)
-        return StepShape(max(count, min(sequences, self.max_num_seqs)), max(longest, min(tokens, self.context_tokens)))
+        sequences = self.rows or max(count, min(sequences, self.max_num_seqs))
+        return StepShape(sequences, max(longest, min(tokens, self.context_tokens)))
+
+    def inputs(self, shape: StepShape) -> Inputs:
+        """Of padding alone."""
+        return Inputs(shape, self.pools, self.strategies, self.attend)
+
+    def compute(self, step: Sequence[Work], forward: Callable[[Inputs], Tensor]) -> Tensor:
+        """What ``forward`` gives for ``step`` in its shape, as a recording of it would: its logits, in host memory."""
+        inputs = self.inputs(self.shape(step))
+        inputs.fill(step)
+        return forward(inputs)[: len(step)].cpu()
+
+
+@dataclass(slots=True)
+class GraphBackend:
+    """Graphs of one engine's decode steps.
+
+    ``forward`` computes the logits ``[sequences, vocab]``, float32, of static inputs, on the device; it is what is
+    recorded.
+    """
+
+    forward: Callable[[Inputs], Tensor]
+    steps: StaticSteps
+    recorder: Recorder
+
+    def shape(self, step: Sequence[Work]) -> StepShape:
+        """See ``ReplayBackend``."""
+        return self.steps.shape(step)
 
     def states(self, step: Sequence[Work]) -> list[StateRows]:
         """See ``ReplayBackend``."""
         found = []
-        for pool in self.pools:
+        for pool in self.steps.pools:
             if pool.group.kind is Kind.RECURRENT:
                 blocks = [int(w.sequence.tables[pool.group.index].blocks[0]) for w in step]
                 rows = torch.tensor(blocks, device=pool.storage.device)
@@ -207,7 +235,7 @@ class GraphBackend:
 
     def record(self, shape: StepShape, step: Sequence[Work]) -> tuple[RecordedGraph, None]:
         """See ``ReplayBackend``. With padding alone: ``step`` is not computed."""
-        inputs = Inputs(shape, self.pools, self.strategies, self.attend)
+        inputs = self.steps.inputs(shape)
         try:
             return RecordedGraph(inputs, self.recorder.capture(lambda: self.forward(inputs))), None
         except torch.OutOfMemoryError:

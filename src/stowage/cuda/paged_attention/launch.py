@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -31,6 +32,8 @@ _KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 _TILE_BYTES = 16 << 10
 """Of keys, and as much of values, that a program reads at a time; twice that lies in shared memory, of which GPUs have
 100 KiB or more."""
+_BUSY = 8
+"""Where steps are filled up to one number of sequences, one in so many is taken to be long, or there at all."""
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -57,6 +60,13 @@ def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
+def of_length(tokens: int) -> Callable[..., Tensor]:
+    """``attend`` for sequences of up to ``tokens`` tokens: into how many pieces a sequence's keys are cut follows from
+    the number of sequences, not from how long they are.
+    """
+    return functools.partial(attend, longest=tokens)
+
+
 def errors() -> tuple[type[Exception], ...]:
     """What Triton's compiler and launcher raise, besides Python's own errors; nothing where half of Triton is there."""
     try:
@@ -76,13 +86,16 @@ def attend(
     kind: Kind,
     window: int,
     scores: ScoreOptions,
+    *,
+    longest: int = 0,
 ) -> Tensor:
     """Attention ``[sequences, heads, value_dim]`` of ``query`` ``[sequences, heads, dim]`` over ``keys`` and ``values``
     ``[rows, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already.
 
     ``blocks`` ``[sequences, blocks]``: each sequence's rows, of which the first key is at position ``bases``
     ``[sequences]``; what lies beyond ``positions`` ``[sequences]``, those of the queries, is not read. Integers, on the
-    device. ``values`` may be the first columns of ``keys``.
+    device. ``values`` may be the first columns of ``keys``. ``longest``: tokens of the longest sequence that there may
+    be; 0: those that the tables have room for.
     """
     sequences, heads, width = query.shape
     block_tokens, kv_heads = keys.shape[1], keys.shape[2]
@@ -94,8 +107,9 @@ def attend(
     shared = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride() and value_width == head
     share = heads // kv_heads
     tiles = kv_heads * -(-share // ROWS)
-    longest = blocks.shape[1] * block_tokens
-    pieces = _pieces(sequences * tiles, longest if kind is Kind.FULL else min(longest, window), query.device)
+    busy = -(-sequences // _BUSY) if longest else sequences
+    longest = longest or blocks.shape[1] * block_tokens
+    pieces = _pieces(busy * tiles, longest if kind is Kind.FULL else min(longest, window), query.device)
     out = query.new_empty((sequences, heads, value_width))
     if not sequences:
         return out
@@ -198,6 +212,6 @@ def _interpreted() -> bool:
 
 @functools.cache
 def _kernels():  # type: ignore[no-untyped-def]
-    from stowage.experimental.paged_attention import kernels
+    from stowage.cuda.paged_attention import kernels
 
     return kernels

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stowage.cuda.mapped import mapped
 from stowage.errors import TransferError
-from stowage.experimental.cuda_mapped import mapped
 from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import CopyTicket
 from stowage.transfer.staged import PiecePart, PlainCopies

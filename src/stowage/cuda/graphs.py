@@ -5,10 +5,13 @@ because at most one of them runs at a time, and its result is read before the ne
 graphs have it: "Sharing memory across captures").
 
 A capture belongs to one thread (``thread_local``): other threads may use the device meanwhile without spoiling it.
+What waits for the whole device does spoil it, and a capture begins, and its memory is given back, with that; so
+recorders of all threads take turns.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +20,7 @@ from torch import Tensor
 
 __all__ = ["CudaRecorder"]
 
+_turn = threading.Lock()
 _WARM_UPS = 2
 """Kernels are chosen and workspaces made in the first runs; neither may happen in a recording."""
 
@@ -47,7 +51,7 @@ class CudaRecorder:
         """Run ``function`` to warm up, then capture it. Raises what it, or the device, raises."""
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[0].pool() if self._graphs else None
-        with torch.cuda.device(self._device):
+        with _turn, torch.cuda.device(self._device):
             self._warm_up(function)
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 before = self._reserved()  # now: what was cached is given back as a capture begins
@@ -70,8 +74,9 @@ class CudaRecorder:
 
     def forget(self) -> None:
         """Give the memory of all graphs back."""
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
-        self._nbytes = 0
-        torch.cuda.empty_cache()
+        with _turn:
+            for graph in self._graphs:
+                graph.reset()
+            self._graphs.clear()
+            self._nbytes = 0
+            torch.cuda.empty_cache()

@@ -1,0 +1,51 @@
+"""Linear layers so many rows at a time, as a mode of torch: several pieces of a prompt are one forward, and the rows of
+each are multiplied in the shape in which they would be multiplied alone.
+
+    rows of a forward   | piece 0 (256) | piece 1 (256) | piece 2 (256) |
+    a linear layer        one product     one product     one product       of 256 rows each
+
+A device's library chooses how it sums by the shape, so that is what must stay. Functions of single numbers and sums
+along a row do not care how many rows there are beyond a few, nor does a grouped product of experts; ``trial`` makes
+sure of that with the very model. A model that makes other products than these is not computed so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["RowSlices"]
+
+_PRODUCTS = frozenset(
+    {torch.addmm, torch.baddbmm, torch.einsum, torch.matmul, torch.bmm, torch.mm}
+    | {Tensor.addmm, Tensor.baddbmm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__}
+)
+
+
+class RowSlices(TorchFunctionMode):
+    """``rows``: of a product, at most."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self.others = False
+        """Whether it has seen products that were not cut."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func in _PRODUCTS:
+            last = args[-1]  # of an outer product nothing is summed
+            self.others |= not isinstance(last, Tensor) or last.dim() < 2 or last.shape[-2] > 1
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        parts = torch.split(rows, self._rows)
+        products = [F.linear(part, weight, bias) for part in parts]
+        found = products[0] if len(products) == 1 else torch.cat(products)
+        return found.view(*input.shape[:-1], -1)
