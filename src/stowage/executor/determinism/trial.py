@@ -30,7 +30,7 @@ _MACHINE = f"{platform.node()}/{platform.release()}"
 _VOCAB_MAX = 32768
 _REVISION = 2
 """Raised whenever the trial asks for more."""
-_PIECES = 4
+_PIECES_MOST = 16
 """Of a trial prompt whose pieces are one forward."""
 _TOKENS, _SINGLES = 30, 3
 """Of a trial prompt beyond its grid, and of those how many are computed one by one."""
@@ -57,14 +57,18 @@ def may_take_pieces_at_once(
     """Whether whole pieces of a prompt that are one forward (``Runner.pieces_at_once``) give the bits that they give
     one by one: the last token's logits and all that is stored. ``pools`` as in ``try_rows``.
     """
-    count = min(_PIECES * pieces.grid, step_tokens // pieces.grid * pieces.grid, layout.context_tokens, _room(pools))
-    if not isinstance(runner, Runner) or not runner.can_slice or count < 2 * pieces.grid or count % pieces.grid:
+    most = min(_PIECES_MOST * pieces.grid, step_tokens, layout.context_tokens, _room(pools)) // pieces.grid
+    if not isinstance(runner, Runner) or not runner.can_slice or most < 2:
         return False
-    trial = _Trial(runner, pools, layout, count)
-    expected = trial.stored([pieces.grid] * (count // pieces.grid))
-    runner.pieces_at_once = True
-    found = trial.stored([count])
-    return all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
+    for count in {2, most}:
+        trial = _Trial(runner, pools, layout, count * pieces.grid)
+        runner.pieces_at_once = False
+        expected = trial.stored([pieces.grid] * count)
+        runner.pieces_at_once = True
+        found = trial.stored([count * pieces.grid])
+        if not all(torch.equal(here, there) for here, there in zip(found, expected, strict=True)):
+            return False
+    return True
 
 
 def try_rows(
