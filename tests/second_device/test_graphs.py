@@ -83,7 +83,7 @@ def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.M
     monkeypatch.setattr(assembly, "recorder", lambda _: Again())
     monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 1)
     rules = graph_backend.rules  # asked before an engine tries its first shape; an interpreter is quick by chance
-    monkeypatch.setattr(runner, "rules", lambda dtype: replace(rules(dtype), warm_steps=0, quicker=False))
+    monkeypatch.setattr(runner, "rules", lambda dtype, exact: replace(rules(dtype), warm_steps=0, quicker=False))
     model = tiny_models.build(family).eval()
     found = []
     for triton in (True, False):
