@@ -48,7 +48,7 @@ def test_single_tokens_beside_prompts(family: str, monkeypatch: pytest.MonkeyPat
     model = tiny_models.build(family).eval()
     prompts = [random_prompt(length, seed=length) for length in (20, 150, 99)]
     found = []
-    for kernel in (None, attend):
+    for kernel in (None, decode_attention.PagedKernel(attend, 1)):
         monkeypatch.setattr(paged_trial, "trusted", lambda wanted, model, pools, kernel=kernel: kernel)
         with Engine(model, Memory(kv_cache_memory="4MiB", max_num_batched_tokens=32)) as engine:
             found.append(engine.generate(prompts, greedy(12)))
