@@ -13,6 +13,7 @@ import ctypes
 import importlib.util
 import itertools
 import shutil
+import struct
 import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -114,6 +115,20 @@ def test_scores_by_tiles_in_another_order_are_left_to_floats(compiled):
     compiled.chain(True)
     assert not torch.equal(found(None), floats), "tiles are used now"
     compiled.chain(False)
+
+
+def test_shapes_of_tiles_are_written_before_they_are_loaded(compiled: Any, tmp_path: Path) -> None:
+    """All 64 bytes, though GCC 12 believes that the instruction reads 8."""
+    program, widths = tmp_path / "shapes", (64, 24, 256)
+    source = Path(__file__).parents[1] / "tiles_shape.c"
+    flags = "-O2 -std=gnu11 -Wno-psabi -static -ffunction-sections -fdata-sections -Wl,--gc-sections".split()
+    include = f"-I{sysconfig.get_paths()['include']}"  # what calls Python is left out
+    subprocess.run(["gcc", *flags, include, source, "-o", program, "-lm", "-lpthread"], check=True)
+    said = subprocess.run([program, *map(str, widths)], check=True, capture_output=True, text=True).stdout.split()
+    for width, line in zip(widths, said, strict=True):
+        steps = width // 16
+        row_bytes = [64] * 4 + [4 * steps] * 2 + [64] * 2 + [0] * 8
+        assert bytes.fromhex(line) == struct.pack("<B15x16H16B", 1, *row_bytes, *[16] * 6, *[steps] * 2, *[0] * 8)
 
 
 def test_where_there_are_no_tiles_nothing_is_against_them():

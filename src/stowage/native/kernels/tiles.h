@@ -17,7 +17,12 @@ enum { TILE_SIDE = 16, TILE_BYTES = 1024, SEGMENT = 512, TILES_ROWS = 512, TILES
 #ifdef TILES_EMULATED
 #include TILES_EMULATED
 #else
-#define TILES_BEGIN(shape) _tile_loadconfig(shape)
+/* GCC 12 takes the instruction to read 8 bytes, and leaves out what was written to the other 56: all are read before. */
+#define TILES_BEGIN(shape)                                                                                             \
+    do {                                                                                                               \
+        __asm__ volatile("" : : "m"(*(shape)));                                                                        \
+        _tile_loadconfig(shape);                                                                                       \
+    } while (0)
 #define TILES_END() _tile_release()
 #define TILE_ZERO(tile) _tile_zero(tile)
 #define TILE_LOAD(tile, from, row_bytes) _tile_loadd(tile, from, row_bytes)
