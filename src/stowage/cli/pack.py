@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from stowage.evaluation.pack import Packed, Perplexity
 
 _FORM = "int8; int4 in groups with a scale each; mixed: int4, and int8 for what loses most by it."
-_BITS = "mixed: bits of a packed weight on average, with its share of scales."
+_BITS_USUAL = 5.5
+_BITS = f"mixed: bits of a packed weight on average, with its share of scales. [default: {_BITS_USUAL}]"
 _CALIBRATION_CHARS = 4096
 _LOSSLESS = "The same weights, to the bit, in fewer bytes; other flags have no effect."
 _KEEP = "Keep the packed checkpoint though its perplexity is more than 5 % higher."
@@ -33,7 +34,7 @@ def pack(
     settings: Settings,
     weights: Annotated[str, typer.Option("--weights", metavar="FORM", help=_FORM)] = "int8",
     group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale; 32, 64 or 128.")] = 32,
-    bits: Annotated[float, typer.Option(metavar="X", help=_BITS)] = 5.5,
+    bits: Annotated[float | None, typer.Option(metavar="X", help=_BITS)] = None,
     text: Annotated[Path | None, typer.Option("--eval", metavar="FILE", help=_EVAL)] = None,
     eval_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that are scored; 0: none.")] = 4096,
     force: Annotated[bool, typer.Option("--force", help=_KEEP)] = False,
@@ -50,6 +51,10 @@ def pack(
     """
     memory = settings.memory()
     check_given(model)
+    if bits is not None and weights != "mixed":
+        raise ConfigError(
+            f"--bits {bits:g} is for --weights mixed, and not for {weights}: give that, or leave --bits out."
+        )
     given = None if text is None else _read(text)
     from stowage.demo import corpus
     from stowage.evaluation import pack
@@ -82,7 +87,14 @@ def pack(
 
             cut = len(scored) - min(len(scored) // 4, _CALIBRATION_CHARS)
             scored, tried = scored[:cut], scored[cut:]
-            asked = (model, pack.without_tiers(memory), tried, group, bits, partial(progress, "measuring"))
+            asked = (
+                model,
+                pack.without_tiers(memory),
+                tried,
+                group,
+                bits or _BITS_USUAL,
+                partial(progress, "measuring"),
+            )
             choose = partial(sensitivity.choose, *asked)
         written = pack.pack(model, directory, weights, group, progress, choose)
         if eval_tokens:
