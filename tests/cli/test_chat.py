@@ -33,6 +33,13 @@ def test_quit_and_end_of_input_end_it(call: Stowage, tiny_llama: Path) -> None:
         assert result.exit_code == 0 and result.stdout == ""
 
 
+def test_commands_are_not_sent(call: Stowage, tiny_llama: Path) -> None:
+    result = call("chat", tiny_llama, *FLAGS, stdin="/help\n/?\n/clear\n/home/x is a path\n")
+    assert len(result.stdout.splitlines()) == 1, "the path is a message"
+    assert result.stderr.count("/reset forgets the conversation, /quit or Ctrl-D ends it.") == 3
+    assert "/clear is no command, and was not sent." in result.stderr
+
+
 def test_a_model_without_a_template_is_told(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     for path in tiny_llama.iterdir():
         if path.suffix != ".jinja":

@@ -1,5 +1,6 @@
 """A conversation in the terminal: lines that somebody writes, answers as they come."""
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["converse", "stream_answer"]
 
 Messages = list[dict[str, str]]
+_COMMAND = re.compile(r"/[a-z?]+")
+_COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends it."
+_HELP = ("/help", "/?")
 
 
 def converse(
@@ -20,13 +24,16 @@ def converse(
 ) -> None:
     """Answer lines from stdin until its end. ``beginning``: messages before the first."""
     if sys.stdin.isatty():
-        note("Write a message. /reset forgets the conversation, /quit ends it.")
+        note(f"Write a message. {_COMMANDS}")
     messages = list(beginning)
     for line in _lines():
         if line == "/quit":
             return
         if line == "/reset":
             messages = list(beginning)
+            continue
+        if _COMMAND.fullmatch(line):
+            note(_COMMANDS if line in _HELP else f"{line} is no command, and was not sent. {_COMMANDS}")
             continue
         messages.append({"role": "user", "content": line})
         messages.append({"role": "assistant", "content": _answer(engine, messages, params, json=json)})
