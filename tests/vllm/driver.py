@@ -266,8 +266,8 @@ class Driver(Inspection):
     # The connector
 
     def stats(self) -> dict[str, Any]:
-        """The connector's numbers, as of now."""
-        return dict(self._connector._scheduler.stats())
+        """The connector's numbers, with all that workers have reported."""
+        return dict(self._settled().stats())
 
     def check(self) -> None:
         """Its invariants."""
@@ -275,8 +275,14 @@ class Driver(Inspection):
 
     def flush(self) -> bool:
         """Wait until lower tiers have what they can have."""
-        scheduler = self._connector._scheduler
-        return bool(scheduler._store.flush(60.0))
+        return bool(self._settled()._store.flush(60.0))
+
+    def _settled(self) -> Any:
+        """The connector's scheduler side, when its thread has looked at what was reported."""
+        scheduler, until_s = self._connector._scheduler, time.monotonic() + 60
+        while scheduler.behind and time.monotonic() < until_s:
+            time.sleep(0.001)
+        return scheduler
 
     def metrics(self) -> dict[str, float]:
         """What a scrape of this process would show, of vLLM's and the connector's."""
