@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,17 +26,24 @@ KEYS = {
 }
 
 
+def packed(call: Stowage, path: Path, *forms: str) -> dict[str, dict[str, Any]]:
+    """What is told of the demo's model in each of ``forms``, which lie in directories of ``path``."""
+    told = {}
+    for form in forms:
+        asked = ["--weights", form, "--eval-tokens", "600", "--json"]
+        done = call("pack", corpus.model_path(), path / form, *asked)
+        assert done.exit_code == 0, done.output
+        told[form] = json.loads(done.stdout)
+    return told
+
+
 @pytest.mark.slow
 def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_path: Path) -> None:
     """The demo's model knows English, so that errors in its weights can be seen: more in 4 bits, few in both."""
-    told = {}
-    for form in ("int8", "int4"):
-        asked = ["--weights", form, "--eval-tokens", "600", "--json"]
-        done = call("pack", corpus.model_path(), tmp_path / form, *asked)
-        assert done.exit_code == 0, done.output
-        told[form] = json.loads(done.stdout)
-        assert told[form].keys() == KEYS
-        assert told[form]["perplexity"]["tokens"] == 598
+    told = packed(call, tmp_path, "int8", "int4")
+    for one in told.values():
+        assert one.keys() == KEYS
+        assert one["perplexity"]["tokens"] == 598
     int8, int4 = told["int8"]["perplexity"], told["int4"]["perplexity"]
     assert int8["before"] == int4["before"]
     assert 0 < abs(int8["after"] / int8["before"] - 1) < 0.003 < int4["after"] / int4["before"] - 1 < 0.03
@@ -47,12 +55,7 @@ def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_pat
 
 @pytest.mark.slow
 def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(call: Stowage, tmp_path: Path) -> None:
-    told = {}
-    for form in ("int4", "mixed"):
-        asked = ["--weights", form, "--eval-tokens", "600", "--json"]
-        done = call("pack", corpus.model_path(), tmp_path / form, *asked)
-        assert done.exit_code == 0, done.output
-        told[form] = json.loads(done.stdout)
+    told = packed(call, tmp_path, "int4", "mixed")
     mixed = told["mixed"]
     assert told["int4"]["bits"] < mixed["bits"] <= 5.5
     assert mixed["tensors"]["int8"] > told["int4"]["tensors"].get("int8", 0)
@@ -67,10 +70,13 @@ def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(c
     assert said[0].strip()
 
 
-def test_too_few_bits_are_said_before_anything_is_written(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
-    done = call("pack", tiny_llama, tmp_path / "packed", "--weights", "mixed", "--bits", "3")
+@pytest.mark.parametrize("bits", ["3", "0"])
+def test_too_few_bits_are_said_before_anything_is_written(
+    bits: str, call: Stowage, tiny_llama: Path, tmp_path: Path
+) -> None:
+    done = call("pack", tiny_llama, tmp_path / "packed", "--weights", "mixed", "--bits", bits)
     assert done.exit_code == 2
-    assert "--bits 3 is less than" in done.stderr
+    assert f"--bits {bits} is less than" in done.stderr
     assert not (tmp_path / "packed").exists()
 
 

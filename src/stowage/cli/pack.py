@@ -87,15 +87,9 @@ def pack(
 
             cut = len(scored) - min(len(scored) // 4, _CALIBRATION_CHARS)
             scored, tried = scored[:cut], scored[cut:]
-            asked = (
-                model,
-                pack.without_tiers(memory),
-                tried,
-                group,
-                bits or _BITS_USUAL,
-                partial(progress, "measuring"),
-            )
-            choose = partial(sensitivity.choose, *asked)
+            most = _BITS_USUAL if bits is None else bits
+            limits, told = pack.without_tiers(memory), partial(progress, "measuring")
+            choose = partial(sensitivity.choose, model, limits, tried, group, most, told)
         written = pack.pack(model, directory, weights, group, progress, choose)
         if eval_tokens:
             found = pack.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
