@@ -38,7 +38,7 @@ _NAMES = (
     "exp exp2 expm1 log log2 log10 log1p sigmoid tanh sinh cosh sin cos tan erf erfc erfinv rsqrt sqrt softplus silu "
     "gelu mish elu selu celu logsigmoid hardswish softsign reciprocal pow square"
 ).split()
-_PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
+PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
 _ROWS = 16
 _MARK = "takes_whole_vectors"
 
@@ -59,7 +59,7 @@ class RowInvariance(TorchFunctionMode):
                     self._special[grouped] = partial(_grouped, exact, multiply)
         if exact:
             self._special |= {function: _whole_vectors(function) for function in _functions()}
-            self._special |= {function: _filled_rows(function) for function in _PRODUCTS}
+            self._special |= {function: _filled_rows(function) for function in PRODUCTS}
             self._special |= {function: _times(function) for function in (torch.mul, Tensor.mul, Tensor.__mul__)}
             self._special |= {torch.polar: _polar, torch.addmm: _addmm, Tensor.addmm: _addmm}
 

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from stowage.executor.determinism.row_invariance import PRODUCTS
+
 __all__ = ["RowSlices"]
 
-_PRODUCTS = frozenset(
-    {torch.addmm, torch.baddbmm, torch.einsum, torch.matmul, torch.bmm, torch.mm}
-    | {Tensor.addmm, Tensor.baddbmm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__}
-)
+_PRODUCTS = {*PRODUCTS, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.einsum}
 
 
 class RowSlices(TorchFunctionMode):
