@@ -105,6 +105,13 @@ def read_bytes_per_s(device: str) -> float:
     return numbers.nbytes / best_s
 
 
+def device_name(device: str) -> str:
+    """Of a CUDA device, as its driver calls it."""
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
 def report(runs: dict[str, list[dict[str, float]]], limit: float) -> dict[str, Any]:
     """Tokens per second of each way; ``limit``: steps per second."""
     result: dict[str, Any] = {
@@ -156,7 +163,8 @@ def main() -> None:
     lengths = [int(length) for length in options.prompts.split(",")]
     part = bool(options.ways) or options.models != parser.get_default("models")
     file = options.name or ("" if part else on_device)  # a part does not replace the whole
-    results: dict[str, Any] = {"device": options.device, "dtype": dtype, "rounds": options.rounds}
+    on = options.device if on_cpu else device_name(options.device)
+    results: dict[str, Any] = {"device": on, "dtype": dtype, "rounds": options.rounds}
     for name in options.models.split(","):
         can = [way for way in ways if (name, way) not in CANNOT]
         with tempfile.TemporaryDirectory(prefix="stowage-bench-") as directory:
