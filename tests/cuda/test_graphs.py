@@ -12,7 +12,7 @@ import torch
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from stowage.executor.replay.graph_backend import GraphBackend
+from stowage.executor.replay.graphs.backend import GraphBackend
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 pytestmark = [

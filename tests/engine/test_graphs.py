@@ -20,9 +20,11 @@ from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import BudgetError, ConfigError
+from stowage.executor import static_steps
 from stowage.executor.block_pool import PADDING_BLOCK
-from stowage.executor.replay import graph_backend
-from stowage.executor.replay.graph_backend import GraphBackend, StaticSteps
+from stowage.executor.replay.graphs import backend, budget
+from stowage.executor.replay.graphs.backend import GraphBackend
+from stowage.executor.static_steps import StaticSteps
 from stowage.testing import tiny_models
 from tests.engine.conftest import LOGPROB_BOUND, check_and_close, greedy, random_prompt
 from tests.engine.tape import TapeRecorder
@@ -39,9 +41,9 @@ NEW_TOKENS = (42, 7, 20, 12, 9)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes soon, and of few tokens, so that sequences grow through many of them; half of the device for them."""
     monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
-    monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 64)
-    monkeypatch.setattr(graph_backend, "SHARE", 2)
-    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 1)
+    monkeypatch.setattr(static_steps, "TOKENS_LEAST", 64)
+    monkeypatch.setattr(budget, "SHARE", 2)
+    monkeypatch.setattr(budget, "SHARE_LEAST_BYTES", 1)
 
 
 @pytest.fixture
@@ -286,7 +288,7 @@ def test_a_device_without_memory_for_it(opened, caplog: pytest.LogCaptureFixture
 
 
 def test_no_more_than_so_many(opened, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graph_backend, "GRAPHS_MAX", 1)
+    monkeypatch.setattr(backend, "GRAPHS_MAX", 1)
     engine = opened("llama")
     ask(engine, PROMPTS[:2], (12, 12))
     ask(engine, PROMPTS[:1], (12,))
@@ -317,7 +319,7 @@ def test_no_more_than_so_many(opened, monkeypatch: pytest.MonkeyPatch) -> None: 
     ],
 )
 def test_shapes(sequences: int, longest: int, octave: int, shape: tuple[int, int], monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 256)
+    monkeypatch.setattr(static_steps, "TOKENS_LEAST", 256)
     asked = [type("Work", (), {"start": start})() for start in [longest - 1] + [0] * (sequences - 1)]
     sizes = {"max_num_seqs": 30, "context_tokens": 1000, "octave": octave}
     found = StaticSteps([], [], None, **sizes).shape(asked)  # type: ignore[arg-type]
@@ -346,8 +348,8 @@ def test_without_a_cuda_device(checkpoints) -> None:  # type: ignore[no-untyped-
 
 
 def test_a_small_device_has_none(opened, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graph_backend, "SHARE", 16)
-    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 8 << 20)
-    assert graph_backend.share(1 << 30) == 64 << 20 and graph_backend.share(100 << 30) == 512 << 20
-    assert graph_backend.share((128 << 20) - 1) == 0 < graph_backend.share(128 << 20)
+    monkeypatch.setattr(budget, "SHARE", 16)
+    monkeypatch.setattr(budget, "SHARE_LEAST_BYTES", 8 << 20)
+    assert budget.share(1 << 30) == 64 << 20 and budget.share(100 << 30) == 512 << 20
+    assert budget.share((128 << 20) - 1) == 0 < budget.share(128 << 20)
     assert opened("llama").stats()["graphs"] is None

@@ -20,10 +20,11 @@ from torch.nn import Parameter
 
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
-from stowage.executor.replay import operations, programs
-from stowage.executor.replay.programs import Arena, with_programs
-from stowage.executor.replay.recorded_calls import one_call, recorded
-from stowage.executor.replay.written_calls import RecordedCalls
+from stowage.executor.replay.calls.call_list import RecordedCalls
+from stowage.executor.replay.calls.recording import one_call, recorded
+from stowage.executor.replay.programs import operations, writer
+from stowage.executor.replay.programs.program import Arena, Program
+from stowage.executor.replay.programs.writer import with_programs
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec
@@ -71,7 +72,7 @@ def replays(function: Function, *given: Tensor, kept: Sequence[Tensor] = (), mod
 
 def left(calls: RecordedCalls) -> list[Any]:
     """The calls that compute something and are not made by programs."""
-    functions = [call.function for call in calls.calls if not isinstance(call.function, programs.Program)]
+    functions = [call.function for call in calls.calls if not isinstance(call.function, Program)]
     assert len(functions) < len(calls.calls), "nothing is made by a program"
     return [function for function in functions if getattr(function, "__name__", "") not in VIEWS]
 
@@ -261,7 +262,7 @@ def test_calls_of_python_see_and_change_what_programs_compute() -> None:
 
 def test_logits_are_the_caller_s_and_the_rest_makes_room() -> None:
     sizes: list[int] = []
-    put = programs._put
+    put = writer._put
 
     def measured(buffers: Any) -> int:
         for a, b in pairwise(sorted(buffers, key=lambda one: one.first)):
@@ -279,7 +280,7 @@ def test_logits_are_the_caller_s_and_the_rest_makes_room() -> None:
         return x.view(-1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "_put", measured)
+        patch.setattr(writer, "_put", measured)
         calls = replays(function, usual(16, 64, seed=1, dtype=torch.float32))
     assert sizes and sizes[0] <= 5 * 16 * 64 * 4
     first = calls.replay((torch.ones(16, 64),))

@@ -14,9 +14,9 @@ from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.executor import kernels
 from stowage.executor.fused.recurrent_kernels import StateRows
-from stowage.executor.replay import operations
-from stowage.executor.replay.call_backend import CallBackend, ModelStep, RecordedSteps
-from stowage.executor.replay.written_calls import RecordedCalls
+from stowage.executor.replay.calls.backend import CallBackend, ModelStep, RecordedSteps
+from stowage.executor.replay.calls.call_list import RecordedCalls
+from stowage.executor.replay.programs import operations
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 

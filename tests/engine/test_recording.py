@@ -14,14 +14,14 @@ import torch
 from stowage.core.geometry import Kind
 from stowage.cuda import graphs as cuda_graphs
 from stowage.cuda.graphs import CudaRecorder
-from stowage.executor import device
+from stowage.executor import device, static_steps
 from stowage.executor.attention_scores import Scores
 from stowage.executor.attention_scores import attend as dense
 from stowage.executor.decode_attention import attend
-from stowage.executor.replay import graph_backend
+from stowage.executor.replay.backend import CaptureError
 from stowage.executor.replay.cache import StepShape
-from stowage.executor.replay.graph_backend import GraphBackend, StaticSteps
-from stowage.executor.replay.recorder import CaptureError
+from stowage.executor.replay.graphs.backend import GraphBackend
+from stowage.executor.static_steps import StaticSteps
 from stowage.models.layout import visible
 from tests.engine.tape import TapeRecorder
 
@@ -159,7 +159,7 @@ def test_cuda_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = CudaRecorder(torch.device("cuda", 0))
     steps = StaticSteps([], [], attend, max_num_seqs=8, context_tokens=64)
     backend = GraphBackend(lambda inputs: cuda.step(), steps, recorder)
-    monkeypatch.setattr(graph_backend, "Inputs", lambda *_: None)
+    monkeypatch.setattr(static_steps, "Inputs", lambda *_: None)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
         backend.record(StepShape(1, 64), [])
     cuda.fails = torch.OutOfMemoryError("CUDA out of memory")

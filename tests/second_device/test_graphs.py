@@ -14,9 +14,9 @@ from stowage.config.memory import Memory
 from stowage.cuda.paged_attention import launch
 from stowage.engine import assembly
 from stowage.engine.engine import Engine
-from stowage.executor import kernels, runner
-from stowage.executor.replay import graph_backend
-from stowage.executor.replay.recorder import CaptureError
+from stowage.executor import kernels, runner, static_steps
+from stowage.executor.replay.backend import CaptureError
+from stowage.executor.replay.graphs import backend, budget
 from stowage.testing import tiny_models
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
 from tests.engine.tape import Recording, TapeRecorder
@@ -33,9 +33,9 @@ PROMPTS = [random_prompt(length, seed=length) for length in (57, 20, 70)]
 
 @pytest.fixture
 def opened(device, references, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(graph_backend, "TOKENS_LEAST", 64)
-    monkeypatch.setattr(graph_backend, "SHARE", 2)
-    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 1)
+    monkeypatch.setattr(static_steps, "TOKENS_LEAST", 64)
+    monkeypatch.setattr(budget, "SHARE", 2)
+    monkeypatch.setattr(budget, "SHARE_LEAST_BYTES", 1)
     monkeypatch.setattr(assembly, "recorder", lambda device: TapeRecorder())
     made: list[Engine] = []
 
@@ -81,8 +81,8 @@ def test_the_paged_kernel_reads_static_inputs(family: str, monkeypatch: pytest.M
     """Padded sequences, tables wider than what is seen: the kernel's answers are torch's."""
     monkeypatch.setattr(kernels, "wanted", lambda *_: False)
     monkeypatch.setattr(assembly, "recorder", lambda _: Again())
-    monkeypatch.setattr(graph_backend, "SHARE_LEAST_BYTES", 1)
-    rules = graph_backend.rules  # asked before an engine tries its first shape; an interpreter is quick by chance
+    monkeypatch.setattr(budget, "SHARE_LEAST_BYTES", 1)
+    rules = backend.rules  # asked before an engine tries its first shape; an interpreter is quick by chance
     monkeypatch.setattr(runner, "rules", lambda dtype, exact: replace(rules(dtype), warm_steps=0, quicker=False))
     model = tiny_models.build(family).eval()
     found = []

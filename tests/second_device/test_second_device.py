@@ -113,7 +113,7 @@ def test_exact_answers_of_a_device(
     for _ in range(2):  # tried, and remembered
         with Engine(references(family).path, memory, device=str(device), deterministic=True) as engine:
             assert engine.exact and engine.parts.pieces.grid == 64
-            assert engine.parts.runner.pieces_at_once is at_once
+            assert engine.parts.runner.forwards.pieces_at_once is at_once
             for prompt in prompts:
                 (one,) = engine.generate([prompt], greedy(6))
                 assert_same(one, references(family).answer(prompt, 6))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import stowage
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import mode_of
-from stowage.executor.replay.call_backend import ModelStep, RecordedSteps
+from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps
 from stowage.testing import tiny_models
 from stowage.weights import grouping
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import stowage
 from stowage import CheckpointError, Engine, Memory, SamplingParams, StorageError
 from stowage.errors import ModelError
-from stowage.executor.replay.call_backend import CallBackend, RecordedSteps
-from stowage.executor.replay.programs import Program
+from stowage.executor.replay.calls.backend import CallBackend, RecordedSteps
+from stowage.executor.replay.programs.program import Program
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 from stowage.weights.placement import Delivery

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import stowage
 from stowage.executor.determinism.row_invariance import mode_of
-from stowage.executor.replay.call_backend import recorded_steps
+from stowage.executor.replay.calls.backend import recorded_steps
 from tests.weights.conftest import expectations, logits, needs_kernels, run, steps_of
 
 FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", "400"))

@@ -38,8 +38,9 @@ from stowage.executor.determinism.trial import try_rows_once
 from stowage.executor.device import DeviceLink, link, recorder
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.probe import probe
-from stowage.executor.replay.graph_backend import SHARE, SHARE_LEAST_BYTES, Graphs, share
-from stowage.executor.replay.recorder import Recorder
+from stowage.executor.replay.graphs.backend import Graphs
+from stowage.executor.replay.graphs.budget import SHARE, SHARE_LEAST_BYTES, share
+from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.executor.runner import Runner
 from stowage.models.families import ALONE
 from stowage.models.layout import ModelLayout

@@ -7,7 +7,7 @@ from stowage.engine.assembly import Parts
 from stowage.engine.sequence import Sequence
 from stowage.errors import BudgetError
 from stowage.executor.block_pool import bytes_needed
-from stowage.executor.replay.graph_backend import with_share
+from stowage.executor.replay.graphs.budget import with_share
 
 __all__ = ["too_long"]
 

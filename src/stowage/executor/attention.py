@@ -23,7 +23,7 @@ from stowage.executor import kernels, streamed_attention
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.batch import DecodeStep, PrefillStep, current
 from stowage.executor.decode_attention import Tables
-from stowage.executor.replay.recorded_calls import one_call
+from stowage.executor.replay.calls.recording import one_call
 from stowage.models import probing
 
 NAME = "stowage_paged"

@@ -130,6 +130,13 @@ def order(work: Items[Work]) -> list[Work]:
     return sorted(work, key=lambda w: w.count > 1)
 
 
+def is_decode(work: Items[Work]) -> bool:
+    """Whether ``work`` is a decode step: single tokens that go on from a state, all of it on the device."""
+    return all(w.count == 1 and w.start > 0 for w in work) and not any(
+        table.is_away for w in work for table in w.sequence.tables
+    )
+
+
 def build(
     work: Items[Work],
     pools: Items[BlockPool],

@@ -25,7 +25,7 @@ from stowage.cuda.graphs import CudaRecorder
 from stowage.cuda.paged_attention import launch
 from stowage.errors import ConfigError, first_line
 from stowage.executor.decode_attention import PagedKernel
-from stowage.executor.replay.recorder import Recorder
+from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import BlockTransfer

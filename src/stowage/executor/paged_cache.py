@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from stowage.executor.batch import current
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.fused.recurrent_kernels import StateRows
-from stowage.executor.replay.recorded_calls import one_call
+from stowage.executor.replay.calls.recording import one_call
 
 
 class _AttentionLayer:

@@ -1,15 +1,13 @@
 """Runs forwards: from work on sequences to logits.
 
-Owns the model and how a batch of work is cut into forwards: one flattened forward where the family allows it; for
-recurrent families all single tokens as one batch and each run by itself. Never decides what is computed, and never
-samples.
+Owns the model. ``forwards`` cuts work into forwards of some shape; each is computed here, or a recording answers
+(``replay``). Never decides what is computed, and never samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +16,21 @@ from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
 from stowage.executor import attention, decode_attention, kernels, paged_trial
-from stowage.executor.batch import ForwardStep, Work, build, current, order
+from stowage.executor.batch import ForwardStep, Work, build, current
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.decode_attention import PagedKernel
 from stowage.executor.determinism.cuts import Pieces, device_rows
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.determinism.slices import RowSlices
 from stowage.executor.device import paged_kernel
+from stowage.executor.forwards import Forward, Forwards, Shape
 from stowage.executor.fused import norms, recurrent_layers
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.cache import ReplayCache
-from stowage.executor.replay.call_backend import ModelStep, RecordedSteps, recorded_steps
-from stowage.executor.replay.graph_backend import GraphBackend, Graphs, Inputs, StaticSteps, is_decode, rules
-from stowage.executor.replay.recorder import Recorder
+from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
+from stowage.executor.replay.graphs.backend import GraphBackend, Graphs, rules
+from stowage.executor.replay.graphs.recorder import Recorder
+from stowage.executor.static_steps import Inputs, StaticSteps
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import cache_name, takes_rows
@@ -76,8 +76,6 @@ class Runner:
         self._mode: AbstractContextManager[Any] = mode or nullcontext()
         self._mode_of_pieces: AbstractContextManager[Any] = self._mode
         self._in_one_shape = self._exact and model.device.type != "cpu"
-        self.pieces_at_once = False
-        """Whether whole pieces of a prompt may be one forward, on a device where each is multiplied by itself."""
         self._slices = RowSlices(self._piece_tokens)
         if self._in_one_shape:
             self._mode_of_pieces = self._slices
@@ -91,10 +89,19 @@ class Runner:
         kernel = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
         self._paged = kernel.attend if kernel is not None else None
         self._static = self._static_steps(kernel, max_num_seqs)
+        self.forwards = Forwards(
+            ragged=layout.ragged,
+            continues=layout.continues,
+            exact=self._exact,
+            piece_tokens=self._piece_tokens,
+            singles=self._kernels or self._in_one_shape,
+            rows=self._static.rows,
+            static=self._in_one_shape,
+        )
 
     @property
     def can_slice(self) -> bool:
-        """Whether ``pieces_at_once`` may be tried."""
+        """Whether ``Forwards.pieces_at_once`` may be tried."""
         return self._in_one_shape and self._layout.ragged and self._layout.continues and not self._slices.others
 
     def _static_steps(self, kernel: PagedKernel | None, max_num_seqs: int) -> StaticSteps:
@@ -113,6 +120,7 @@ class Runner:
         """From now on decode steps are recorded and replayed, with up to ``limit_bytes`` of device memory."""
         backend = GraphBackend(self._recorded, self._static, recorder)
         self.graphs = ReplayCache(backend, rules(self._model.dtype, exact=self._in_one_shape), limit_bytes)
+        self.forwards.static = True
         self.steps = None
 
     def check(self) -> None:
@@ -152,64 +160,28 @@ class Runner:
         return self.adapters is not None and self.adapters.active is not None
 
     def _run(self, work: Sequence[Work]) -> list[Tensor]:
-        ordered = order(work)
         found: dict[int, Tensor] = {}
-        for part in self._forwards(ordered):
-            logits = self._forward(part) if self._at_once(part) else self._in_turn(part[0])
+        for part, forwards in self.forwards.cut(work):
+            logits = [self._forward(forward) for forward in forwards]
             sizes = [w.count if w.every_logit else 1 for w in part]
-            found.update(zip(map(id, part), torch.split(logits, sizes), strict=True))
+            whole = torch.cat(logits) if part[0].every_logit and len(logits) > 1 else logits[-1]
+            found.update(zip(map(id, part), torch.split(whole, sizes), strict=True))
         return [found[id(w)] for w in work]
 
-    def _forwards(self, work: list[Work]) -> list[list[Work]]:
-        if self._piece_tokens and not self._kernels and not self._in_one_shape:
-            return [[w] for w in work]
-        if self._layout.ragged and not self._piece_tokens:
-            return [work]
-        singles = [w for w in work if w.count == 1 and w.start > 0]
-        most = self._static.rows or len(singles) or 1
-        together = [singles[at : at + most] for at in range(0, len(singles), most)]
-        return together + [[w] for w in work if w.count > 1 or w.start == 0]
+    def _forward(self, forward: Forward) -> Tensor:
+        work = forward.work
+        if forward.shape is Shape.PIECES:
+            step = self._step(work)
+            step.logit_rows = step.logit_rows[-1:]
+            return self._compute(step, [], fresh=work[0].start == 0, batched=False).cpu()
+        if forward.shape is Shape.OWN:
+            return self._in_its_own_shape(work)
+        plain = partial(self._static.compute, work, self._recorded)
+        if not self._in_one_shape:  # what is not replayed need not have the shape of what is
+            plain = partial(self._in_its_own_shape, work)
+        return plain() if self.graphs is None or self._adapted else self.graphs.run(work, plain)
 
-    def _at_once(self, work: list[Work]) -> bool:
-        if work[0].count == 1:
-            return True
-        if self._layout.continues:
-            return not self._piece_tokens or self._piece_end(work[0].start) >= work[0].start + work[0].count
-        return work[0].start == 0 and not self._exact  # begun at once and gone on one by one: two ways to compute
-
-    def _piece_end(self, token: int) -> int:
-        return (token // self._piece_tokens + 1) * self._piece_tokens
-
-    def _in_turn(self, work: Work) -> Tensor:
-        """A run of one sequence piece by piece; token by token where its model goes on from a state only so."""
-        logits, begin, stop = [], work.start, work.start + work.count
-        if self.pieces_at_once and not work.every_logit and begin % self._piece_tokens == 0:
-            whole = work.count // self._piece_tokens
-            if whole > 1:
-                logits.append(self._at_a_time(work, whole))
-                begin += whole * self._piece_tokens
-        while begin < stop:
-            end = min(self._piece_end(begin), stop) if self._layout.continues else begin + 1
-            logits.append(self._forward([replace(work, start=begin, count=end - begin)]))
-            begin = end
-        return torch.cat(logits) if work.every_logit else logits[-1]
-
-    def _at_a_time(self, work: Work, pieces: int) -> Tensor:
-        """The first ``pieces`` of a run, all whole, in one forward: logits of the last token."""
-        tokens = self._piece_tokens
-        parts = [replace(work, start=work.start + at * tokens, count=tokens) for at in range(pieces)]
-        step = self._step(parts)
-        step.logit_rows = step.logit_rows[-1:]
-        return self._compute(step, [], fresh=work.start == 0, batched=False).cpu()
-
-    def _forward(self, work: list[Work]) -> Tensor:
-        if self.graphs is not None and is_decode(work) and not self._adapted:
-            return self.graphs.run(work, partial(self._plain, work))
-        return self._plain(work)
-
-    def _plain(self, work: list[Work]) -> Tensor:
-        if self._in_one_shape and is_decode(work):
-            return self._static.compute(work, self._recorded)
+    def _in_its_own_shape(self, work: Sequence[Work]) -> Tensor:
         step = self._step(work)
         blocks: list[int] = []
         if self._recurrent is not None:
@@ -217,7 +189,7 @@ class Runner:
         batched = not self._layout.ragged and len(work) > 1
         return self._compute(step, blocks, fresh=work[0].start == 0, batched=batched).cpu()
 
-    def _step(self, work: list[Work]) -> ForwardStep:
+    def _step(self, work: Sequence[Work]) -> ForwardStep:
         step = build(
             *(work, self._pools, self._strategies, self._model.dtype),
             native=self._reads_natively,

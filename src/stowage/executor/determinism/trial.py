@@ -47,14 +47,14 @@ def try_rows_once(
         known[key] = _AT_ONCE if may_take_pieces_at_once(runner, pools, pieces, layout, steps) else _WENT_WELL
         known.save()
     if isinstance(runner, Runner):
-        runner.pieces_at_once = known[key] == _AT_ONCE
+        runner.forwards.pieces_at_once = known[key] == _AT_ONCE
 
 
 @torch.inference_mode()
 def may_take_pieces_at_once(
     runner: Runner | FallbackRunner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, step_tokens: int
 ) -> bool:
-    """Whether whole pieces of a prompt that are one forward (``Runner.pieces_at_once``) give the bits that they give
+    """Whether whole pieces of a prompt that are one forward (``Forwards.pieces_at_once``) give the bits that they give
     one by one: the last token's logits and all that is stored. ``pools`` as in ``try_rows``.
     """
     most = min(_PIECES_MOST * pieces.grid, step_tokens, layout.context_tokens, _room(pools)) // pieces.grid
@@ -62,9 +62,9 @@ def may_take_pieces_at_once(
         return False
     for count in {2, most}:
         trial = _Trial(runner, pools, layout, count * pieces.grid)
-        runner.pieces_at_once = False
+        runner.forwards.pieces_at_once = False
         expected = trial.stored([pieces.grid] * count)
-        runner.pieces_at_once = True
+        runner.forwards.pieces_at_once = True
         found = trial.stored([count * pieces.grid])
         if not all(torch.equal(here, there) for here, there in zip(found, expected, strict=True)):
             return False

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels
 from stowage.executor.batch import current
-from stowage.executor.replay.recorded_calls import one_call
+from stowage.executor.replay.calls.recording import one_call
 
 _WAYS = ((0.0, True), (0.0, False), (1.0, False))
 """What is added to weights, and whether numbers are rounded before they are multiplied: Llama's, a third, Gemma's."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from stowage.executor import kernels
 from stowage.executor.batch import current
 from stowage.executor.fused import recurrent_kernels
-from stowage.executor.replay.recorded_calls import one_call
+from stowage.executor.replay.calls.recording import one_call
 from stowage.models.compat import in_value_heads
 
 Call = Callable[..., Any]

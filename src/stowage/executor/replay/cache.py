@@ -12,42 +12,30 @@ Owns that life, its limits, and the counters. A recording is given up when its t
 recordings take memory (``limit_bytes``) and one is too large, it goes with every larger shape; the others are recorded
 again. A step that cannot be recorded at all ends replay for all shapes.
 
-Never records or replays by itself: a ``ReplayBackend`` does, with lists of calls on a CPU (``call_backend``) or graphs
-on a device (``graph_backend``).
+Never records or replays by itself: a ``ReplayBackend`` does, with lists of calls on a CPU (``calls.backend``) or
+graphs on a device (``graphs.backend``).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from stowage.config.memory import format_size
-from stowage.executor.fused.recurrent_kernels import StateRows
-from stowage.executor.replay.recorder import CaptureError
+from stowage.executor.replay.backend import CaptureError, ReplayBackend, StepShape
 
-__all__ = ["ReplayBackend", "ReplayCache", "ReplayCounters", "Rules", "StepShape"]
+__all__ = ["ReplayCache", "ReplayCounters", "Rules"]
 
 logger = logging.getLogger("stowage.engine")
 StepT = TypeVar("StepT")
-StepT_contra = TypeVar("StepT_contra", contravariant=True)
 RecordingT = TypeVar("RecordingT")
-
-
-class StepShape(NamedTuple):
-    """How many sequences, and of how many tokens at most; 0: of any number."""
-
-    sequences: int
-    tokens: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.sequences} sequences" + (f" of {self.tokens} tokens" if self.tokens else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +62,6 @@ class Rules:
     bound: float
     quicker: bool
     first_ends_all: bool
-
-
-class ReplayBackend(Protocol[StepT_contra, RecordingT]):
-    """What records and replays steps of one model. One thread uses it."""
-
-    def shape(self, step: StepT_contra) -> StepShape:
-        """The least shape that has room for ``step``."""
-        ...
-
-    def states(self, step: StepT_contra) -> Sequence[StateRows]:
-        """The recurrent states that ``step`` changes, where they lie."""
-        ...
-
-    def record(self, shape: StepShape, step: StepT_contra) -> tuple[RecordingT, Tensor | None]:
-        """A recording for ``shape``, and the logits of ``step`` if they were computed on the way. Raises
-        ``CaptureError``, or ``torch.OutOfMemoryError``.
-        """
-        ...
-
-    def replay(self, recording: RecordingT, step: StepT_contra) -> Tensor:
-        """The logits of ``step``, which are the caller's own; states are changed where they lie."""
-        ...
-
-    def nbytes(self, recordings: Iterable[RecordingT]) -> int:
-        """Memory that ``recordings``, which are all there are, take besides the model's."""
-        ...
-
-    def forget(self) -> None:
-        """Give the memory of every recording back; none is replayed any more."""
-        ...
 
 
 @dataclass(slots=True)

@@ -20,8 +20,9 @@ from stowage.executor.attention import paged_attention
 from stowage.executor.batch import GroupStep, current
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.paged_cache import PagedCache
-from stowage.executor.replay.buffers import Address, Buffer, Buffers
-from stowage.executor.replay.operations import (
+from stowage.executor.replay.calls.call_list import WrittenCall, arguments_of
+from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
+from stowage.executor.replay.programs.operations import (
     COPY,
     NOWHERE,
     NotTaken,
@@ -34,7 +35,6 @@ from stowage.executor.replay.operations import (
     read,
     whole,
 )
-from stowage.executor.replay.written_calls import WrittenCall, arguments_of
 from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 
 _PUT, _ATTEND = 4, 5

@@ -10,14 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from stowage.errors import StowageError
-
-
-class CaptureError(StowageError):
-    """A step cannot be recorded: it asks a tensor for a number, waits for the device, or changes what it must not. Its
-    text says what it did. The replay cache catches it: the model computes.
-    """
-
 
 class Recording(Protocol):
     """A function's work on a device."""

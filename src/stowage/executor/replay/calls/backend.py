@@ -2,7 +2,7 @@
 
 A token of a small model takes a third of its time in what lies around the computation: modules that call modules,
 checks of their arguments, questions for shapes. For steps of single tokens all of that comes out the same every time.
-So one step is written down while the model computes it (``recorded_calls``), and later steps of as many tokens make the
+So one step is written down while the model computes it (``recording``), and later steps of as many tokens make the
 same calls with their own tensors.
 
 Owns how a step is handed to a list of calls, and the rules for trusting one: it must give the model's own bits, logits
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
-from stowage.executor.replay.cache import ReplayCache, Rules, StepShape
-from stowage.executor.replay.programs import Arena, with_programs
-from stowage.executor.replay.recorded_calls import recorded
-from stowage.executor.replay.recorder import CaptureError
-from stowage.executor.replay.written_calls import RecordedCalls, listed
+from stowage.executor.replay.backend import CaptureError, StepShape
+from stowage.executor.replay.cache import ReplayCache, Rules
+from stowage.executor.replay.calls.call_list import RecordedCalls, listed
+from stowage.executor.replay.calls.recording import recorded
+from stowage.executor.replay.programs.program import Arena
+from stowage.executor.replay.programs.writer import with_programs
 from stowage.weights.away import AwayError
 from stowage.weights.source import WeightSource
 
@@ -110,7 +111,7 @@ class CallBackend:
             return recording.replay((*step.given, *states))
 
     def nbytes(self, recordings: Iterable[RecordedCalls]) -> int:
-        """A list keeps the model's own tensors, and numbers of Python; for its results see ``programs.Arena``."""
+        """A list keeps the model's own tensors, and numbers of Python; for its results see ``Arena``."""
         return 0
 
     def forget(self) -> None:

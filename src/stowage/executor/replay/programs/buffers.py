@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.written_calls import WrittenStep
+from stowage.executor.replay.calls.call_list import WrittenStep
 
 ARENA, CALLED, CONSTANT, RESULT, STEP = range(5)
 """Whose memory a buffer is: the arena's; that of a tensor which the step was given, or a call of Python gave; that of

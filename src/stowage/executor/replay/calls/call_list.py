@@ -1,6 +1,6 @@
 """A decode step as a list of calls: what is written down of it, and how the calls are made again.
 
-Owns the form of such a list, and how long each value is kept. ``recorded_calls`` writes them.
+Owns the form of such a list, and how long each value is kept. ``recording`` writes them.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stowage.executor.determinism.row_invariance import RowInvariance
-from stowage.executor.replay.recordable import ALLOWED, IN_PLACE, MAKERS, MAKERS_LIKE, READS, flat, has_tensor, is_mask
-from stowage.executor.replay.recorder import CaptureError
-from stowage.executor.replay.written_calls import (
+from stowage.executor.replay.backend import CaptureError
+from stowage.executor.replay.calls.call_list import (
     ARRIVAL,
     PART,
     WHOLE,
@@ -33,6 +32,16 @@ from stowage.executor.replay.written_calls import (
     gather_tuple,
     linears,
     with_names,
+)
+from stowage.executor.replay.calls.recordable import (
+    ALLOWED,
+    IN_PLACE,
+    MAKERS,
+    MAKERS_LIKE,
+    READS,
+    flat,
+    has_tensor,
+    is_mask,
 )
 from stowage.weights.passes import Bring, written_by
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance, takes_whole_vectors
 from stowage.executor.fused.norms import norm_of
-from stowage.executor.replay.buffers import Address, Buffer, Buffers
-from stowage.executor.replay.recordable import ALLOWED
-from stowage.executor.replay.written_calls import ARRIVAL, PART, WHOLE, WrittenCall, arguments_of, linears
+from stowage.executor.replay.calls.call_list import ARRIVAL, PART, WHOLE, WrittenCall, arguments_of, linears
+from stowage.executor.replay.calls.recordable import ALLOWED
+from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
 
 _LINEAR, _NORM, _POINTWISE = 1, 2, 3
 COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)

@@ -1,0 +1,103 @@
+"""How work is cut into forwards, and the shape in which each is computed: the one choice of shapes.
+
+    OWN      as many rows as there are tokens
+    STATIC   single tokens as static inputs (``static_steps``): where steps are recorded, or a device sums by the shape
+    PIECES   whole pieces of one prompt at once, each multiplied in the shape of a piece alone (``determinism.slices``)
+
+Owns that choice: what is one forward where the family allows it; for recurrent families all single tokens as one
+forward and each run by itself; exact prompts piece by piece. ``batch`` and ``static_steps`` make the tensors, and
+``runner`` computes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stowage.executor.batch import Work, is_decode, order
+
+__all__ = ["Forward", "Forwards", "Shape"]
+
+
+class Shape(enum.Enum):
+    """Of a forward; see above."""
+
+    OWN, STATIC, PIECES = enum.auto(), enum.auto(), enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """``work`` that is computed at once."""
+
+    work: Sequence[Work]
+    shape: Shape
+
+
+@dataclass(slots=True)
+class Forwards:
+    """Of one model on one device.
+
+    Args:
+        ragged: whether tokens of several sequences may be one flattened forward.
+        continues: whether a run may go on from a state; else it does so token by token.
+        exact: whether a token's bits are its own.
+        piece_tokens: exact prompts are cut at multiples of this into forwards of their own; 0: anywhere.
+        singles: of sequences whose prompts are cut so, whether single tokens are one forward.
+        rows: such a forward has so many tokens at most; 0: any number.
+        static: whether single tokens are computed as static inputs.
+        pieces_at_once: whether whole pieces of a prompt may be one forward, which a trial has found.
+    """
+
+    ragged: bool
+    continues: bool
+    exact: bool
+    piece_tokens: int
+    singles: bool
+    rows: int
+    static: bool
+    pieces_at_once: bool = False
+
+    def cut(self, work: Sequence[Work]) -> Iterator[tuple[list[Work], Iterable[Forward]]]:
+        """The forwards that compute ``work``: some items of it, and theirs. Items that take several forwards come
+        alone; single tokens come first.
+        """
+        for part in self._parts(order(work)):
+            yield part, [self._forward(part)] if self._at_once(part) else self._in_turn(part[0])
+
+    def _parts(self, work: list[Work]) -> list[list[Work]]:
+        if self.piece_tokens and not self.singles:
+            return [[w] for w in work]
+        if self.ragged and not self.piece_tokens:
+            return [work]
+        singles = [w for w in work if w.count == 1 and w.start > 0]
+        most = self.rows or len(singles) or 1
+        together = [singles[at : at + most] for at in range(0, len(singles), most)]
+        return together + [[w] for w in work if w.count > 1 or w.start == 0]
+
+    def _at_once(self, work: list[Work]) -> bool:
+        if work[0].count == 1:
+            return True
+        if self.continues:
+            return not self.piece_tokens or self._piece_end(work[0].start) >= work[0].start + work[0].count
+        return work[0].start == 0 and not self.exact  # begun at once and gone on one by one: two ways to compute
+
+    def _forward(self, work: Sequence[Work]) -> Forward:
+        return Forward(work, Shape.STATIC if self.static and is_decode(work) else Shape.OWN)
+
+    def _in_turn(self, work: Work) -> Iterator[Forward]:
+        """A run of one sequence piece by piece; token by token where its model goes on from a state only so."""
+        begin, stop, tokens = work.start, work.start + work.count, self.piece_tokens
+        if self.pieces_at_once and not work.every_logit and begin % tokens == 0:
+            whole = work.count // tokens
+            if whole > 1:
+                at = range(begin, begin + whole * tokens, tokens)
+                yield Forward([replace(work, start=start, count=tokens) for start in at], Shape.PIECES)
+                begin += whole * tokens
+        while begin < stop:
+            end = min(self._piece_end(begin), stop) if self.continues else begin + 1
+            yield self._forward([replace(work, start=begin, count=end - begin)])
+            begin = end
+
+    def _piece_end(self, token: int) -> int:
+        return (token // self.piece_tokens + 1) * self.piece_tokens

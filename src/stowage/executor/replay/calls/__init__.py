@@ -1,0 +1,1 @@
+"""A CPU's decode steps as lists of calls."""

@@ -1,0 +1,1 @@
+"""A device's decode steps as graphs."""
