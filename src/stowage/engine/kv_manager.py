@@ -1,7 +1,7 @@
 """Where the KV of running sequences lies: block tables are filled, finished chunks are kept, unseen blocks are freed.
 
 Owns the movement between sequences, device pools and the tiered store after tokens were computed. How a sequence gets
-its first blocks is ``admission``'s business, how it leaves and comes back under pressure ``spill``'s. Never computes,
+its first blocks is ``admission``'s business, how it leaves and comes back under pressure ``swap``'s. Never computes,
 never waits.
 
     settle(sequence)       chunks complete?  -> named in the pool (device prefix cache)
