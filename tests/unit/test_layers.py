@@ -162,8 +162,21 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_no_file_is_long() -> None:
-    """A reader holds some 400 lines."""
-    assert [path.name for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > 400] == []
+    """A reader holds some 400 lines, of any language."""
+    code = {".py", ".c", ".h", ".js", ".css", ".html", ".mjs"}
+    files = [path for path in SOURCE.rglob("*") if path.suffix in code]
+    assert [path.name for path in files if len(path.read_text(encoding="utf-8").splitlines()) > 400] == []
+
+
+def test_no_room_is_large() -> None:
+    """None has an eighth of the lines, or nobody would find a file in it."""
+    lines: dict[str, int] = {}
+    for path in SOURCE.rglob("*"):
+        if path.suffix in {".py", ".c", ".h", ".js", ".css", ".html"}:
+            room = path.relative_to(SOURCE).parts[0]
+            lines[room] = lines.get(room, 0) + len(path.read_text(encoding="utf-8").splitlines())
+    largest = max(lines, key=lines.__getitem__)
+    assert lines[largest] < 0.12 * sum(lines.values()), largest
 
 
 def test_a_circle_is_found() -> None:
