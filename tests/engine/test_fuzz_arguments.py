@@ -93,7 +93,9 @@ def test_memory_and_limits() -> None:
                     named(error, item.name, value)
 
 
-ENGINE = "model memory dtype tokenizer device deterministic batch_dependent cuda_graphs salt tiers".split()
+ENGINE = (
+    "model memory dtype tokenizer device deterministic batch_dependent int8_activations cuda_graphs salt tiers".split()
+)
 OFFLOAD = ("model", "device_memory", "host_memory", "disk", "dtype", "weights", "device", "threads", "nonsense")
 
 

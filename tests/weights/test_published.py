@@ -186,7 +186,7 @@ def test_a_small_budget_streams_published_bytes(tmp_path: Path) -> None:
 
 def test_the_planner_says_which_formats_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(format_speed.kernels, "wanted", lambda device, dtype: dtype is torch.bfloat16)
-    monkeypatch.setattr(format_speed, "speeds", lambda formats, dtype: dict.fromkeys(formats, 1.0) | {"fp8": 2.0})
+    monkeypatch.setattr(format_speed, "speeds", lambda formats, dtype, int8: dict.fromkeys(formats, 1.0) | {"fp8": 2.0})
     assert format_speed.slower_than_plain(["bf16"], "bfloat16") == ()
     (said,) = format_speed.slower_than_plain(["fp8", "int4"], "bfloat16")
     assert said.startswith("fp8 is computed at 0.50 of the speed of bfloat16")
@@ -199,7 +199,8 @@ def test_every_format_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(format_speed, "_OUTPUTS", 256)
     monkeypatch.setattr(format_speed, "_INPUTS", 512)
     names = [name for name in FORMATS if name not in ("f32", "f16", "bf16")]
-    assert all(times > 0 for times in format_speed.speeds(names, torch.bfloat16).values())
+    for int8 in (False, True):
+        assert all(times > 0 for times in format_speed.speeds(names, torch.bfloat16, int8=int8).values())
 
 
 def test_other_types_are_run_in_too(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from stowage.config.settings import (
 )
 from stowage.log import configure
 
-COMPUTE = ("device", "dtype", "deterministic", "batch_dependent")
+COMPUTE = ("device", "dtype", "deterministic", "batch_dependent", "int8_activations")
 MEMORY = (*(setting.name for setting in MEMORY_SETTINGS), *COMPUTE)
 GRAPHS = ("cuda_graphs",)
 SAMPLING = tuple(setting.name for setting in SAMPLING_SETTINGS)

@@ -50,6 +50,9 @@ def plan(
         int, typer.Option(metavar="N", min=1, help="Prompt tokens in one forward.")
     ] = 1024,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32.")] = "auto",
+    int8_activations: Annotated[
+        bool, typer.Option("--int8-activations", help="Of integer formats: activations are rounded to 8 bits.")
+    ] = False,
     machine: Annotated[str | None, typer.Option(metavar="FILE", help=_MACHINE)] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an SVG there.")] = None,
     json: Json = False,
@@ -77,7 +80,12 @@ def plan(
     if machine is None and found.formats:
         from stowage.planner.format_speed import slower_than_plain
 
-        found = replace(found, notes=(*found.notes, *slower_than_plain(found.formats, found.dtype)))
+        slower = slower_than_plain(found.formats, found.dtype, int8=int8_activations)
+        found = replace(found, notes=(*found.notes, *slower))
+    if int8_activations and found.formats:
+        from stowage.executor.int8_activations import note_of
+
+        found = replace(found, notes=(*found.notes, note_of(found.formats)))
     work = Workload(
         parse_tokens(max_model_len),
         max_num_seqs,

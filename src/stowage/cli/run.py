@@ -144,11 +144,14 @@ def open_engine(
         device=settings["device"],
         deterministic=settings["deterministic"],
         batch_dependent=settings["batch_dependent"],
+        int8_activations=settings["int8_activations"],
         cuda_graphs=settings["cuda_graphs"],
         adapter=adapter,
     )
     if template:
         _use_template(engine, template)
+    if engine.int8_note:
+        note(engine.int8_note)
     if engine.executor == "fallback":
         note(f"{engine.model.config.model_type} models run one sequence at a time, with Transformers' own attention.")
     if not engine.exact and not settings["batch_dependent"]:

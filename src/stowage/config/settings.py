@@ -245,27 +245,28 @@ SERVER_SETTINGS = (
     Setting("shutdown_timeout_s", 30.0, _as_float, "SECONDS", "how long requests may go on at the end", SERVER_GROUP),
     Setting("max_reopens", 0, _as_int, "N", "times that an engine which failed is opened again", SERVER_GROUP),
 )
+
+
+def _compute_switch(name: str, about: str) -> Setting:
+    return Setting(name, False, _as_switch, "", about, _COMPUTE)
+
+
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
         *MEMORY_SETTINGS,
         Setting("device", "", _as_text, "NAME", "what computes: cpu (the default), cuda, cuda:1"),
         Setting("dtype", "auto", _as_text, "TYPE", "float32, bfloat16 or float16"),
-        Setting(
+        _compute_switch(
             "deterministic",
-            False,
-            _as_switch,
-            "",
             "do not start where answers cannot be exact: the same to the bit from every tier and in every batch",
-            _COMPUTE,
         ),
-        Setting(
-            "batch_dependent",
-            False,
-            _as_switch,
-            "",
-            "let the last bits of answers depend on tiers and on what is computed beside them",
-            _COMPUTE,
+        _compute_switch(
+            "batch_dependent", "let the last bits of answers depend on tiers and on what is computed beside them"
+        ),
+        _compute_switch(
+            "int8_activations",
+            "round activations to 8 bits for integer weights: quicker, and not the published weights' answers",
         ),
         Setting(
             "cuda_graphs", None, _as_maybe, "on|off", "replay decode steps as CUDA graphs; unset: if possible", _COMPUTE

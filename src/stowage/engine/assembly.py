@@ -37,6 +37,7 @@ from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.determinism.trial import try_rows_once
 from stowage.executor.device import DeviceLink, link, recorder
 from stowage.executor.fallback.runner import FallbackRunner
+from stowage.executor.int8_activations import INT8_NAME, check_int8
 from stowage.executor.probe import probe
 from stowage.executor.replay.graphs.backend import Graphs
 from stowage.executor.replay.graphs.budget import SHARE, SHARE_LEAST_BYTES, share
@@ -94,15 +95,19 @@ def assemble(
     exactness: Exactness = Exactness.USUAL,
     *,
     cuda_graphs: bool | None = None,
+    int8: bool = False,
 ) -> Parts:
     """Probe the model, divide the budgets, open the tiers; ``tiers`` are the caller's own, below those of ``memory``.
+    ``int8``: activations are rounded to 8 bits where the kernels can.
 
     Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory,
-    ``ConfigError`` for an unusable key file, tiers that cannot be told apart, CUDA graphs that are not possible, or
-    exact answers that are ``REQUIRED`` and are not.
+    ``ConfigError`` for an unusable key file, tiers that cannot be told apart, CUDA graphs or activations in 8 bits
+    that are not possible, or exact answers that are ``REQUIRED`` and are not.
     """
     check_tiers(tiers, memory)
-    cut = partial(_cut, *(loaded, memory, salt, clock, tiers), cuda_graphs=cuda_graphs)
+    if int8:
+        check_int8(loaded.model)
+    cut = partial(_cut, *(loaded, memory, salt, clock, tiers), cuda_graphs=cuda_graphs, int8=int8)
     if exactness is Exactness.BATCH_DEPENDENT:
         return cut(None, why="it was asked for: --batch-dependent")
     reasons: list[StowageError] = []
@@ -136,6 +141,7 @@ def _cut(
     way: Pieces | None,
     *,
     cuda_graphs: bool | None,
+    int8: bool,
     why: str = "",
 ) -> Parts:
     """With prompts cut in this ``way``; ``None``: in any, and ``why``."""
@@ -149,7 +155,7 @@ def _cut(
         if not layout.alone:
             attention.install(loaded.model)
             put_back.callback(attention.uninstall, loaded.model)
-        parts = _assemble(loaded, memory, layout, salt, clock, tiers, exact, records, put_back)
+        parts = _assemble(loaded, memory, layout, salt, clock, tiers, exact, records, put_back, int8)
         parts.inexact_because = why
         put_back.pop_all()
     return parts
@@ -179,6 +185,7 @@ def _assemble(
     exact: Pieces | None,
     records: Recorder | None,
     put_back: ExitStack,
+    int8: bool,
 ) -> Parts:
     pieces = exact or Pieces()
     geometry = Geometry(layout.groups)
@@ -187,6 +194,8 @@ def _assemble(
         computed = f"{computed}/{loaded.model.device.type}"
     if exact is not None:
         computed = f"{computed}/{exact_name(exact, loaded.model.device)}"
+    if int8:
+        computed = f"{computed}/{INT8_NAME}"
     name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
@@ -203,7 +212,7 @@ def _assemble(
     runner: Runner | FallbackRunner
     placed = loaded.weights is not None
     if layout.alone:
-        rows = mode_of(loaded.model, exact=exact is not None)
+        rows = mode_of(loaded.model, exact=exact is not None, int8=int8)
         runner = FallbackRunner(
             *(loaded.model, layout, pools), grid=pieces.grid, exact=exact is not None, mode=rows or nullcontext()
         )
@@ -213,6 +222,7 @@ def _assemble(
             exact=exact,
             weights=loaded.weights,
             max_num_seqs=memory.max_num_seqs,
+            int8=int8,
         )
         put_back.callback(runner.give_back)
         if records is not None:

@@ -22,7 +22,7 @@ def checked_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[A
     for name in ("dtype", "device"):
         arguments.text(name, given[name])
     arguments.text("salt", given["salt"], encode=str.encode)
-    for name in ("deterministic", "batch_dependent"):
+    for name in ("deterministic", "batch_dependent", "int8_activations"):
         arguments.flag(name, given[name])
     arguments.flag_or_none("cuda_graphs", given["cuda_graphs"])
     if given["tokenizer"] is not None and not hasattr(given["tokenizer"], "decode"):

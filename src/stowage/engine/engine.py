@@ -42,6 +42,7 @@ from stowage.errors import RequestError
 from stowage.executor.block_table import BlockTable
 from stowage.executor.determinism.cuts import away_unread, exactness_of, lacking, slowed
 from stowage.executor.device import carrier, device_of
+from stowage.executor.int8_activations import int8_note
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
 from stowage.metrics import exposition
 from stowage.models import loading
@@ -68,6 +69,8 @@ class Engine:
         deterministic: do not open where answers cannot be exact, which is the same to the bit however a prompt's state
         arrived and whatever is computed beside it (``docs/internals.md#exact-answers``). batch_dependent: they need not
         be exact where they can.
+        int8_activations: round what weights in integer formats are multiplied with to 8 bits, which is quicker; answers
+        are not those of the published weights then (``docs/weights.md#activations-in-8-bits``).
         cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer; or several by name
@@ -90,6 +93,7 @@ class Engine:
         device: str = "",
         deterministic: bool = False,
         batch_dependent: bool = False,
+        int8_activations: bool = False,
         cuda_graphs: bool | None = None,
         salt: str = "",
         adapter: str | Path | Mapping[str, str | Path] = "",
@@ -97,6 +101,7 @@ class Engine:
     ) -> None:
         given = {"dtype": dtype, "tokenizer": tokenizer, "device": device, "cuda_graphs": cuda_graphs, "salt": salt}
         given |= {"deterministic": deterministic, "batch_dependent": batch_dependent, "tiers": tiers}
+        given |= {"int8_activations": int8_activations}
         own, files = checked_engine(model, memory, given), read_all(adapter)
         self.memory = memory_beside(files, memory or Memory())
         self._clock = time.monotonic
@@ -108,12 +113,14 @@ class Engine:
         try:
             self.memory = left(self.memory, self.weights, loaded.model.config)
             asked = loaded, self.memory, salt, self._clock, own, exactness
-            parts = assemble(*asked, cuda_graphs=cuda_graphs)
+            parts = assemble(*asked, cuda_graphs=cuda_graphs, int8=int8_activations)
             self._adapters = install(loaded, files, parts)
         except BaseException:
             self._close_weights()
             raise
         self.adapter_names: tuple[str, ...] = self._adapters.names if self._adapters is not None else ()
+        self.int8_note = int8_note(loaded.model) if int8_activations else ""
+        """What rounding activations to 8 bits means for this model; empty: it is not done."""
         self._adapter = self.adapter_names[0] if files and not isinstance(adapter, Mapping) else ""
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         below = parts.store is not None and bool(parts.store.tiers)

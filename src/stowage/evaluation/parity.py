@@ -138,6 +138,7 @@ def verify(
     device: str = "",
     deterministic: bool = False,
     batch_dependent: bool = False,
+    int8_activations: bool = False,
     seed: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -149,6 +150,7 @@ def verify(
         "device": device,
         "deterministic": deterministic,
         "batch_dependent": batch_dependent,
+        "int8_activations": int8_activations,
     }
     opened = partial(runs.opened, model, computed=asked)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed

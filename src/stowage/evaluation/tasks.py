@@ -95,6 +95,7 @@ def evaluate(
     device: str = "",
     deterministic: bool = False,
     batch_dependent: bool = False,
+    int8_activations: bool = False,
     max_new_tokens: int = NEW_TOKENS,
     progress: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
 ) -> Evaluation:
@@ -108,6 +109,7 @@ def evaluate(
         "device": device,
         "deterministic": deterministic,
         "batch_dependent": batch_dependent,
+        "int8_activations": int8_activations,
     }
     opened = partial(trials.opened, model, computed=given)
 

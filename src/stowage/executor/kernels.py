@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from stowage.native import extension as _kernel
 from stowage.native import is_built as is_built
 from stowage.native import is_wanted
 from stowage.weights.quantized.blocks import BlockMatrix
+from stowage.weights.quantized.codes import PackedMatrix
 
 KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -43,9 +44,15 @@ _FORMATS = {
     )
 }
 """What the kernel calls the formats of ``weights.quantized.formats``."""
+_DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
+"""Products of inputs that are rounded to 8 bits."""
+INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
+"""Published formats of whole numbers, which inputs in 8 bits are multiplied with; and our own int8 and int4."""
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
 REVISION = 4
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
+_INT8_BLOCK = 32
+"""Inputs with one scale, where they are rounded to 8 bits."""
 ROWS_FEW = 64
 """With more rows torch's products are quicker: it packs a matrix first, which pays then. 0.96 to 1.26 times as quick
 with 64 rows, 1.06 to 1.5 with 512 (AVX-512 with products of bfloat16, matrices of 1,024 to 5,632).
@@ -153,6 +160,8 @@ class Matrix:
     form: int = 0
     tall: int = 1
     kind: int = 0
+    int8: bool = False
+    """Whether inputs are rounded to 8 bits, 32 of them with one scale, and multiplied as whole numbers."""
 
 
 def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
@@ -169,8 +178,25 @@ def of_int4(dtype: torch.dtype, codes: Tensor, scales: Tensor, group: int) -> Ma
     """
     if dtype is not torch.bfloat16 or not _kernel.multiplies_halves():
         return Matrix(codes, codes.shape[0], codes.stride(0), scales, group=group)
+    return _of_packed4(codes, scales, group)
+
+
+def _of_packed4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
     kind = _SCALES[torch.float16]
     return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, _FORMATS["packed4"], 1, kind)
+
+
+def int8_product(x: Tensor, weight: PackedMatrix) -> Matrix | None:
+    """``weight`` for inputs ``x`` that are to be rounded to 8 bits; ``None``: it is no matrix of whole numbers."""
+    if x.dtype not in DTYPES or x.shape[-1] % _INT8_BLOCK:
+        return None
+    if isinstance(weight, BlockMatrix):
+        known = weight.spec.name in INTEGER_FORMATS and takes_blocks(x, weight)
+        return replace(of_blocks(weight), int8=True) if known else None
+    if (parts := weight.int8_parts()) is not None:
+        return replace(of_plain(*parts), int8=True)
+    parts = weight.int4_parts()
+    return None if parts is None else replace(_of_packed4(*parts, weight.form.group), int8=True)
 
 
 def of_blocks(matrix: BlockMatrix) -> Matrix:
@@ -206,7 +232,9 @@ def linear_of(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def form_of(x: Tensor, matrix: Matrix) -> tuple[int, bool]:
-    """What the kernel calls this product, and whether it multiplies pairs of bfloat16."""
+    """What the kernel calls this product, and whether it takes bfloat16 and gives it."""
+    if matrix.int8:
+        return _DYNAMIC[x.dtype], x.dtype is torch.bfloat16
     numbers = x.dtype if matrix.form else matrix.codes.dtype
     if x.dtype is torch.bfloat16 and numbers in _HALVES and _kernel.multiplies_halves():
         return _HALVES[numbers], True
@@ -217,7 +245,7 @@ def _multiply(x: Tensor, layers: list[tuple[Matrix, Tensor]], form: int, narrow:
     """``x`` times each layer's matrix into its own tensor: of float32, or (``narrow``) of the type of ``x``."""
     inputs = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, inputs)
-    if form not in _HALVES.values():
+    if form in _FORMS.values():
         rows = rows.float()
     if rows.stride(1) != 1 or layers[0][0].form:
         rows = rows.contiguous()

@@ -43,7 +43,7 @@ class Runner:
     ``exact``: how prompts are cut so that a token's bits are its own (``determinism.cuts``), of which
     ``determinism.trial`` makes sure; ``None``: bits may depend on what is computed together.
     ``weights``: what brings those of the model's weights that are not in memory for good. ``max_num_seqs``: how many
-    single tokens a step has at most.
+    single tokens a step has at most. ``int8``: see ``RowInvariance``.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Runner:
         exact: Pieces | None = None,
         weights: WeightSource | None = None,
         max_num_seqs: int = 1,
+        int8: bool = False,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -72,7 +73,7 @@ class Runner:
         if self._kernels:
             norms.install(model)
             recurrent_layers.install(model)
-        mode = mode_of(model, exact=self._exact)
+        mode = mode_of(model, exact=self._exact, int8=int8)
         self._mode: AbstractContextManager[Any] = mode or nullcontext()
         self._mode_of_pieces: AbstractContextManager[Any] = self._mode
         self._in_one_shape = self._exact and model.device.type != "cpu"
@@ -80,7 +81,7 @@ class Runner:
         if self._in_one_shape:
             self._mode_of_pieces = self._slices
         elif self._piece_tokens:  # one shape has one way to be computed: the quickest
-            self._mode_of_pieces = mode_of(model, exact=False) or nullcontext()
+            self._mode_of_pieces = mode_of(model, exact=False, int8=int8) or nullcontext()
         again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         self.graphs: Graphs | None = None

@@ -26,8 +26,10 @@ _LEAST: Final = 1.05
 """Noise is not told."""
 
 
-def slower_than_plain(formats: Iterable[str], dtype: str) -> tuple[str, ...]:
-    """A sentence for each of ``formats`` that is slower here than bfloat16, for a model that is run in ``dtype``."""
+def slower_than_plain(formats: Iterable[str], dtype: str, *, int8: bool = False) -> tuple[str, ...]:
+    """A sentence for each of ``formats`` that is slower here than bfloat16, for a model that is run in ``dtype``;
+    ``int8``: with activations in 8 bits where there are such products.
+    """
     chosen = sorted({name for name in formats if name not in _PLAIN})
     if not chosen:
         return ()
@@ -35,7 +37,7 @@ def slower_than_plain(formats: Iterable[str], dtype: str) -> tuple[str, ...]:
     if not kernels.wanted(torch.device("cpu"), run):
         why = f"in {dtype} there are none for them" if kernels.is_built() else "they are not built"
         return (f"{', '.join(chosen)}: unpacked without kernels at every step, much slower than bfloat16 ({why}).",)
-    found = speeds(chosen, run)
+    found = speeds(chosen, run, int8=int8)
     return tuple(
         f"{name} is computed at {1 / times:.2f} of the speed of bfloat16 on this processor, for one token from memory; "
         "it takes fewer bytes of memory and of a disk."
@@ -44,7 +46,7 @@ def slower_than_plain(formats: Iterable[str], dtype: str) -> tuple[str, ...]:
     )
 
 
-def speeds(formats: Iterable[str], dtype: torch.dtype) -> Mapping[str, float]:
+def speeds(formats: Iterable[str], dtype: torch.dtype, *, int8: bool = False) -> Mapping[str, float]:
     """How many times as long as in bfloat16 the product of one token with a matrix of each format takes."""
     x = torch.ones(1, _INPUTS, dtype=dtype)
     plain = torch.full((_OUTPUTS, _INPUTS), 0.5, dtype=torch.bfloat16).to(dtype)
@@ -53,7 +55,8 @@ def speeds(formats: Iterable[str], dtype: torch.dtype) -> Mapping[str, float]:
     for _ in range(_TIMES):  # by turns: what else the machine does hits all of them
         least[""] = min(least[""], _seconds(partial(kernels.linear, x, plain)))
         for name, matrix in matrices.items():
-            least[name] = min(least[name], _seconds(partial(kernels.linear_blocks, x, matrix)))
+            own = (kernels.int8_product(x, matrix) if int8 else None) or kernels.of_blocks(matrix)
+            least[name] = min(least[name], _seconds(partial(kernels.linear_of, x, own)))
     return {name: least[name] / least[""] for name in matrices}
 
 

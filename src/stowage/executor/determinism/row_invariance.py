@@ -44,11 +44,13 @@ _MARK = "takes_whole_vectors"
 
 
 class RowInvariance(TorchFunctionMode):
-    """``exact``: also functions of single numbers."""
+    """``exact``: also functions of single numbers. ``int8``: what matrices of whole numbers are multiplied with is
+    rounded to 8 bits.
+    """
 
-    def __init__(self, *, linear: bool, exact: bool) -> None:
+    def __init__(self, *, linear: bool, exact: bool, int8: bool = False) -> None:
         super().__init__()
-        self._exact = exact
+        self._exact, self._int8 = exact, int8
         self._special: dict[Any, Callable[..., Any]] = {}
         self._fused = FusedLinear()
         if linear:
@@ -59,7 +61,7 @@ class RowInvariance(TorchFunctionMode):
                     self._special[grouped] = partial(_grouped, exact, multiply)
         if exact:
             self._special |= {function: _whole_vectors(function) for function in _functions()}
-            self._special |= {function: _filled_rows(function) for function in PRODUCTS}
+            self._special |= {function: _filled_rows(function, int8) for function in PRODUCTS}
             self._special |= {function: _times(function) for function in (torch.mul, Tensor.mul, Tensor.__mul__)}
             self._special |= {torch.polar: _polar, torch.addmm: _addmm, Tensor.addmm: _addmm}
 
@@ -100,19 +102,19 @@ class RowInvariance(TorchFunctionMode):
     def matrix(self, input: Tensor, weight: Any) -> kernels.Matrix | None:
         """``weight`` as the kernels read it, where ``alone`` is one call of theirs that can be repeated."""
         stays = type(weight) in (Parameter, PackedMatrix, BlockMatrix)
-        return _matrix(input, weight, self._exact) if stays else None
+        return _matrix(input, weight, self._exact, self._int8) if stays else None
 
     def alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """A linear layer that is computed by itself."""
-        return _linear(input, weight, bias, exact=self._exact)
+        return _linear(input, weight, bias, exact=self._exact, int8=self._int8)
 
 
-def mode_of(model: Any, *, exact: bool) -> RowInvariance | None:
+def mode_of(model: Any, *, exact: bool, int8: bool = False) -> RowInvariance | None:
     """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike;
-    ``None`` where torch is to compute them.
+    ``None`` where torch is to compute them. ``int8``: see ``RowInvariance``.
     """
     linear = kernels.wanted(model.device, model.dtype)
-    return RowInvariance(linear=linear, exact=exact) if linear else None
+    return RowInvariance(linear=linear, exact=exact, int8=int8) if linear else None
 
 
 def _functions() -> list[Any]:
@@ -126,8 +128,10 @@ def _functions() -> list[Any]:
     return [*found, Tensor.__pow__]
 
 
-def _matrix(input: Tensor, weight: Any, exact: bool) -> kernels.Matrix | None:
+def _matrix(input: Tensor, weight: Any, exact: bool, int8: bool) -> kernels.Matrix | None:
     """``weight`` as the kernels read it, where they multiply with it; if not ``exact``, only where they are quicker."""
+    if int8 and isinstance(weight, PackedMatrix) and (found := kernels.int8_product(input, weight)) is not None:
+        return found
     if isinstance(weight, BlockMatrix):
         return kernels.of_blocks(weight) if kernels.takes_blocks(input, weight) else None
     if not isinstance(weight, PackedMatrix):
@@ -146,11 +150,13 @@ def _quicker_packed(input: Tensor) -> bool:
     return kernels.has_few_rows(input) or not kernels.outdone(input.dtype)
 
 
-def _linear(input: Tensor, weight: Any, bias: Tensor | None = None, *, exact: bool = True) -> Tensor:
+def _linear(
+    input: Tensor, weight: Any, bias: Tensor | None = None, *, exact: bool = True, int8: bool = False
+) -> Tensor:
     if isinstance(weight, BlockRows):
-        out = torch.cat([_linear(input, matrix) for matrix in weight.matrices], dim=-1)
+        out = torch.cat([_linear(input, matrix, int8=int8) for matrix in weight.matrices], dim=-1)
         return out if bias is None else out.add_(bias)
-    matrix = _matrix(input, weight, exact)
+    matrix = _matrix(input, weight, exact, int8)
     if matrix is not None:
         return kernels.linear_of(input, matrix, bias)
     if not isinstance(weight, PackedMatrix):
@@ -160,14 +166,14 @@ def _linear(input: Tensor, weight: Any, bias: Tensor | None = None, *, exact: bo
     return weight.multiply(input, bias, _linear if ours else None)
 
 
-def _filled_rows(function: Any) -> Callable[..., Any]:
+def _filled_rows(function: Any, int8: bool = False) -> Callable[..., Any]:
     """A product whose rows, and columns, are filled up to a multiple of what matrix kernels take at a time: tokens may
     be either.
     """
 
     def apply(a: Tensor, b: Tensor, **kwargs: Any) -> Any:
         if isinstance(b, BlockMatrix | BlockRows):  # experts whose inputs come first
-            return _linear(a, b.by_outputs())
+            return _linear(a, b.by_outputs(), int8=int8)
         if a.dim() < 2 or b.dim() < 2:
             return function(a, b, **kwargs)
         rows, columns = -a.shape[-2] % _ROWS, -b.shape[-1] % _ROWS

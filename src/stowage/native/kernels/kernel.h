@@ -44,12 +44,13 @@ enum { FULL = 0, SLIDING = 1, CHUNKED = 2 };
 
 enum { AWAY = -2 }; /* -1 is a block that is nowhere */
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 5 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 5, DYNAMIC = 6, DYNAMIC_HALVES = 7 };
 
 /* `scales` of codes. INT8: floats, one for each output. INT4: halves, one for each `group` of inputs of an output, and
  * behind them all as many least values; byte j of an output has input j in its low half, and input j + inputs / 2 in
  * the other. `x` are floats; HALVES, where the weights are too, and INT8_HALVES: bfloat16. So is `y` if it is `narrow`,
- * which only these two can make it. `packed`: the rows of x as tiles.h lays them out, or NULL.
+ * which only these two can make it, and DYNAMIC and DYNAMIC_HALVES, where x, floats or bfloat16, is rounded to 8 bits
+ * (dynamic.h). `packed`: the rows of x as tiles.h or dynamic.h lays them out, or NULL.
  *
  * `format`: weights lie in one of the formats of formats_common.h, rows `w_row` bytes apart, and become numbers of the
  * form. Their scales are of a `kind`, one for `tall` outputs by `group` inputs; `zeros`: zero points, or NULL. */

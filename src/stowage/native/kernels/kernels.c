@@ -1,5 +1,6 @@
 /* Kernels: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
 
+#include "dynamic.h"
 #include "formats_common.h"
 #include "kernel.h"
 #include "team.h"
@@ -9,6 +10,7 @@
 #include "vectors.h"
 #include "formats.h"
 #include "linear.h"
+#include "dynamic_linear.h"
 #include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"
@@ -27,6 +29,7 @@
 #include "vectors.h"
 #include "formats.h"
 #include "linear.h"
+#include "dynamic_linear.h"
 #include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"
@@ -42,6 +45,7 @@
 #include "vectors.h"
 #include "formats.h"
 #include "linear.h"
+#include "dynamic_linear.h"
 #include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"
@@ -60,6 +64,12 @@
 #include "coded_scales.h"
 #include "coded_turned.h"
 #include "coded_linear.h"
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni,fma")
+#include "dynamic_codes.h"
+#include "dynamic_vnni.h"
+#include "dynamic_vnni_linear.h"
 #pragma GCC pop_options
 #endif
 #if __GNUC__ >= 11 && defined(__linux__)
@@ -106,6 +116,8 @@ static const Instructions *used = &BASE;
 static const Scoring *scoring, *scoring_trusted; /* what is used; also where instructions are not named */
 static Parallel parallel = NULL;
 
+#include "dynamic_sets.h"
+
 static int choose(const char *name)
 {
     const Instructions *found = NULL;
@@ -134,6 +146,7 @@ static int choose(const char *name)
     if (found == NULL)
         return -1;
     used = found;
+    choose_dynamic();
     scoring = name != NULL || found->scoring == scoring_trusted ? found->scoring : NULL;
     return 0;
 }

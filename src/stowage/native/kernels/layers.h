@@ -15,6 +15,8 @@ typedef struct {
 /* Outputs [begin, end) of one layer; 0: there is no memory for it. */
 static int multiply(const Linear *job, int64_t begin, int64_t end)
 {
+    if (job->form >= DYNAMIC)
+        return dynamic->linear(job, begin, end);
     void (*work)(const Linear *, int64_t, int64_t) =
         job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear;
 #ifdef PAIRS
@@ -91,6 +93,53 @@ static int spread_tiles(LinearShares *shares, int layers, long threads)
 }
 #endif
 
+/* Shares of rounding inputs: some rows. */
+
+typedef struct {
+    const Linear *job;
+    DynamicInputs *to;
+    atomic_long next;
+} RoundShares;
+
+static void share_round(void *argument)
+{
+    RoundShares *shares = argument;
+    const Linear *job = shares->job;
+    int half = job->form == DYNAMIC_HALVES;
+    for (int64_t row; (row = atomic_fetch_add(&shares->next, 1)) < job->rows;)
+        dynamic->round((const char *)job->x + (row * job->x_row << (half ? 1 : 2)), half, job->inputs, dynamic_bias(job),
+                       shares->to + row * dynamic_groups(job->inputs));
+}
+
+/* Layers whose inputs are rounded, one after the other, some rows at a time. 0: there is no memory for it. */
+static int spread_dynamic(LinearShares *shares, int layers, long threads)
+{
+    Linear all[TOGETHER];
+    memcpy(all, shares->job, sizeof all);
+    int64_t rows = all[0].rows, most = rows < DYNAMIC_ROWS ? rows : DYNAMIC_ROWS;
+    size_t row_bytes = (size_t)dynamic_groups(all[0].inputs) * sizeof(DynamicInputs);
+    DynamicInputs *room = aligned_alloc(64, (size_t)(most + 1) * row_bytes); /* three rows are multiplied as four */
+    if (room == NULL)
+        return 0;
+    for (int64_t row = 0; row < rows; row += most)
+        for (int i = 0; i < layers; i++) {
+            Linear *job = &shares->job[0];
+            *job = all[i];
+            job->rows = rows - row < most ? rows - row : most;
+            job->x = (const char *)job->x + (row * job->x_row << (job->form == DYNAMIC_HALVES ? 1 : 2));
+            job->y = (char *)job->y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
+            job->packed = (const char *)room;
+            RoundShares round = {.job = job, .to = room};
+            atomic_init(&round.next, 0);
+            spread(share_round, &round, job->rows * job->inputs < 65536 ? 1 : threads);
+            for (int64_t j = 0; j < TOGETHER; j++)
+                shares->firsts[j + 1] = (job->outputs + shares->each - 1) / shares->each;
+            spread_linear(shares, threads);
+        }
+    free(room);
+    return 1;
+}
+
 /* Up to TOGETHER layers with the same inputs, which are as `linear` takes them; 0: there is no memory for it. */
 static int multiply_together(const int64_t *value, int layers)
 {
@@ -116,23 +165,35 @@ static int multiply_together(const int64_t *value, int layers)
         shares.job[i].zeros = address(own[6]);
         shares.job[i].tall = own[7];
         shares.job[i].kind = (int)own[8];
+        if (common.form >= DYNAMIC && own[5] == PLAIN)
+            shares.job[i].group = common.inputs; /* a scale for each output */
         outputs += own[3];
     }
     long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
-    int tiled = common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW;
-    int step = tiled || shares.job[0].format != PLAIN ? 32 : 12;
+    int rounds = common.form >= DYNAMIC, tiled = !rounds && common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW;
+    int step = tiled || rounds || shares.job[0].format != PLAIN ? 32 : 12;
     int64_t pieces = (common.rows > FEW ? 8 : 4) * threads; /* with few rows memory is waited for: it likes long runs */
     shares.each = threads > 1 ? (outputs / pieces / step + 1) * step : outputs;
     shares.firsts[0] = 0;
     for (int i = 0; i < TOGETHER; i++)
         shares.firsts[i + 1] =
             shares.firsts[i] + (i < layers ? (shares.job[i].outputs + shares.each - 1) / shares.each : 0);
+    if (rounds)
+        return spread_dynamic(&shares, layers, threads) && !atomic_load(&shares.failed);
 #ifdef TILES
     tiled = tiled && spread_tiles(&shares, layers, threads);
 #endif
     if (!tiled)
         spread_linear(&shares, threads);
     return !atomic_load(&shares.failed);
+}
+
+/* Whether a product of this form can be made, with sums that are `narrow`. */
+static int can_multiply(int64_t form, int64_t narrow, int64_t inputs)
+{
+    if (form >= DYNAMIC)
+        return form <= DYNAMIC_HALVES && inputs % DYNAMIC_BLOCK == 0;
+    return form >= HALVES ? used->halves != NULL : narrow == 0;
 }
 
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
@@ -146,7 +207,7 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
     }
     if (read_numbers(args, count, value) < 0)
         return NULL;
-    if (value[5] >= HALVES ? used->halves == NULL : value[6] != 0) {
+    if (!can_multiply(value[5], value[6], value[2])) {
         PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
         return NULL;
     }

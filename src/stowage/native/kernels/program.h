@@ -44,7 +44,7 @@ static int run_linear(Reader *r, long threads)
         for (int i = 0; i < EACH; i++) /* w, scales, y and zeros are addresses */
             each[i] = i < 3 || i == 6 ? (int64_t)(intptr_t)next_address(r) : next_number(r);
     }
-    r->wrong = r->wrong || (value[5] >= HALVES ? used->halves == NULL : value[6] != 0);
+    r->wrong = r->wrong || !can_multiply(value[5], value[6], value[2]);
     return r->wrong || multiply_together(value, (int)layers);
 }
 

@@ -1,0 +1,56 @@
+"""Activations in 8 bits: what is multiplied with weights in integer formats is rounded, and multiplied as integers.
+
+    32 activations   ->   a scale in float32, 32 whole numbers from -127 to 127   (dynamic quantization)
+
+Owns where that is possible, and what is told of it. An answer is not that of the published weights in bfloat16 then;
+but it still depends on nothing that offloading, caching or batching decides. The kernels do it (``kernels``), asked by
+``RowInvariance``; keys of stored KV say so (``INT8_NAME``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from stowage.errors import ConfigError
+from stowage.executor import kernels
+from stowage.weights.quantized.codes import form_of
+
+INT8_NAME: Final = "int8-activations/1"
+"""Raised when the way of rounding changes."""
+_PLAIN: Final = frozenset(("f32", "f16", "bf16"))
+
+
+def check_int8(model: Any) -> None:
+    """Raise ``ConfigError`` where activations cannot be rounded."""
+    if model.device.type != "cpu":
+        raise ConfigError(
+            f"int8_activations is for CPUs, and the model is on {model.device}. Leave it out, or give --device cpu."
+        )
+    if not kernels.wanted(model.device, model.dtype):
+        why = "they were not built, or STOWAGE_PURE_PYTHON is set"
+        if model.dtype not in kernels.DTYPES:
+            why = f"there are none for {model.dtype}"
+        raise ConfigError(
+            f"int8_activations needs Stowage's kernels, and {why}. Leave it out, or give --dtype bfloat16 where the "
+            "package was installed with a C compiler."
+        )
+
+
+def int8_note(model: Any) -> str:
+    """What it means for ``model``."""
+    formats = {spec.name for module in model.modules() for spec in getattr(module, "block_specs", ())}
+    packed = any(form_of(name) for name, _ in model.named_parameters())
+    return note_of(formats, packed=packed)
+
+
+def note_of(formats: Iterable[str], *, packed: bool = False) -> str:
+    """The same of matrices in these ``formats``; ``packed``: whether there are some of `stowage pack` too."""
+    others = set(formats) - kernels.INTEGER_FORMATS
+    if not packed and others == set(formats):
+        return "--int8-activations changes nothing: this model has no weights in an integer format."
+    beside = f"; weights in {', '.join(sorted(others))} are multiplied as ever" if others - _PLAIN else ""
+    return (
+        "Activations are rounded to 8 bits: answers are close to those of the published weights, and not the same"
+        f"{beside}."
+    )

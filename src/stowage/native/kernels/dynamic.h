@@ -1,0 +1,213 @@
+/* Inputs rounded to 8 bits in blocks of 32, and weights in block formats as whole numbers (dynamic quantization).
+ *
+ * A block of inputs has a scale, its largest size / 127, and whole numbers from -127 to 127. One of weights has codes of
+ * 8 bits without a sign, which are its numbers and a `bias`, times a scale; or codes times a scale and a least value. The
+ * products of a block are added as whole numbers, which is exact. Blocks are added in float32, of every fourth one in
+ * their order, and these four sums then; no product is fused with a sum. So all instructions give the same bits.
+ */
+#ifndef STOWAGE_ENGINE_DYNAMIC_H
+#define STOWAGE_ENGINE_DYNAMIC_H
+
+#include "formats_common.h"
+
+enum { DYNAMIC_BLOCK = 32, DYNAMIC_GROUP = 128, DYNAMIC_ROWS = 256 }; /* rows that are rounded at a time */
+
+/* BIASED: codes less a bias. LEAST: and a least value. TWO: as BIASED; the first 16 weights have their own scale. */
+typedef enum { DYNAMIC_NONE = 0, BIASED = 1, LEAST = 2, TWO = 3 } DynamicKind;
+
+/* Four blocks of a row's inputs; `codes`: the first 16 of each, then the others. */
+typedef struct {
+    int8_t codes[2][64];
+    float scale[4];
+    int32_t less[4];       /* the sum of a block, times less than nothing the bias */
+    float sum[4];          /* the sum times the scale */
+    int32_t first_less[4]; /* `less` of the first 16 */
+} DynamicInputs;
+
+static inline DynamicKind dynamic_kind(const Linear *job)
+{
+    switch (job->format) {
+    case PLAIN:
+    case Q8_0:
+    case Q4_0:
+    case Q5_0:
+    case MXFP4_BLOCK:
+    case MXFP4:
+        return BIASED;
+    case Q6_K:
+        return TWO;
+    case INT4_WORDS:
+        return job->zeros == NULL ? BIASED : LEAST;
+    case Q4_1:
+    case Q5_1:
+    case Q4_K:
+    case Q5_K:
+    case GPTQ:
+    case AWQ:
+    case PACKED4:
+        return LEAST;
+    default:
+        return DYNAMIC_NONE;
+    }
+}
+
+static inline int dynamic_bias(const Linear *job)
+{
+    static const int biases[FORMATS_END] = {[PLAIN] = 128, [Q8_0] = 128, [Q4_0] = 8, [Q5_0] = 16, [Q6_K] = 32,
+                                            [MXFP4_BLOCK] = 12, [MXFP4] = 12, [INT4_WORDS] = 8};
+    return dynamic_kind(job) == LEAST ? 0 : biases[job->format];
+}
+
+static inline int64_t dynamic_groups(int64_t inputs)
+{
+    return (inputs + DYNAMIC_GROUP - 1) / DYNAMIC_GROUP;
+}
+
+/* Twice the number that a code of FP4 means, and a bias of 12. */
+static const uint8_t dynamic_fp4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+/* The number of `i` of a block in a row's inputs. */
+static inline int8_t *dynamic_code(DynamicInputs *x, int64_t k)
+{
+    return &x[k / DYNAMIC_GROUP].codes[k % 32 / 16][k % DYNAMIC_GROUP / 32 * 16 + k % 16];
+}
+
+/* What is left to say of a block whose codes are there. `peak`: the bits of its largest size. */
+static inline void dynamic_finish(DynamicInputs *to, int at, int32_t peak, int first, int second, int bias)
+{
+    to->scale[at] = peak >= 0x7f800000 ? NAN : peak < 0x10000000 ? 0 : float_of((uint32_t)peak) / 127;
+    to->less[at] = -bias * (first + second);
+    to->first_less[at] = -bias * first;
+    to->sum[at] = to->scale[at] * (float)(first + second);
+}
+
+/* A row of `inputs` numbers, of bfloat16 if `half`, else float32, rounded. Blocks beyond them are zeros, and so are those
+ * whose sizes are below 2^-95: their scale would be no normal number. */
+static void dynamic_round(const void *from, int half, int64_t inputs, int bias, DynamicInputs *to)
+{
+    for (int64_t k = 0; k < dynamic_groups(inputs) * DYNAMIC_GROUP; k += DYNAMIC_BLOCK) {
+        float values[DYNAMIC_BLOCK];
+        int32_t peak = 0;
+        int sums[2] = {0, 0};
+        for (int i = 0; i < DYNAMIC_BLOCK; i++) {
+            uint32_t bits = 0;
+            if (k + i < inputs && half)
+                bits = (uint32_t)((const uint16_t *)from)[k + i] << 16;
+            else if (k + i < inputs)
+                memcpy(&bits, (const float *)from + k + i, 4);
+            values[i] = float_of(bits);
+            int32_t size = (int32_t)(bits & 0x7fffffff);
+            peak = size > peak ? size : peak;
+        }
+        int zero = peak < 0x10000000 || peak >= 0x7f800000;
+        float inverse = zero ? 0 : 127 / float_of((uint32_t)peak);
+        for (int i = 0; i < DYNAMIC_BLOCK; i++) {
+            float scaled = values[i] * inverse;
+            SETTLE(scaled);
+            int code = zero ? 0 : (int)lrintf(scaled);
+            sums[i / 16] += code;
+            *dynamic_code(to, k + i) = (int8_t)code;
+        }
+        dynamic_finish(to + k / DYNAMIC_GROUP, (int)(k % DYNAMIC_GROUP / 32), peak, sums[0], sums[1], bias);
+    }
+}
+
+/* 32 codes of 4 bits in 16 bytes, low halves before high ones, with fifth bits. */
+static inline ALWAYS void dynamic_halves(const uint8_t *from, uint32_t high, uint8_t *to)
+{
+    for (int i = 0; i < 16; i++) {
+        to[i] = (uint8_t)((from[i] & 15) | (high >> i & 1) << 4);
+        to[i + 16] = (uint8_t)(from[i] >> 4 | (high >> (i + 16) & 1) << 4);
+    }
+}
+
+/* Block `k / 32` of an output's row: its codes, scale, and least value or second scale. */
+static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_t codes[32], float *scale, float *more)
+{
+    static const int sizes[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
+                                           [MXFP4_BLOCK] = 17};
+    static const int wide[FORMATS_END] = {[Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210};
+    int64_t half = row->across, group = job->scales != NULL ? k / row->group : 0;
+    int j = (int)(k % 256 / 32);
+    const uint8_t *block = row->w + (wide[job->format] ? k / 256 * wide[job->format] : k / 32 * sizes[job->format]);
+    float scales[16];
+    *more = 0;
+    switch (job->format) {
+    case PLAIN:
+        *scale = scale_of(row, 0);
+        for (int i = 0; i < 32; i++)
+            codes[i] = row->w[k + i] ^ 128;
+        return;
+    case Q8_0:
+        *scale = read_half(block);
+        for (int i = 0; i < 32; i++)
+            codes[i] = block[2 + i] ^ 128;
+        return;
+    case Q4_0:
+        *scale = read_half(block);
+        dynamic_halves(block + 2, 0, codes);
+        return;
+    case Q4_1:
+        *scale = read_half(block);
+        *more = read_half(block + 2);
+        dynamic_halves(block + 4, 0, codes);
+        return;
+    case Q5_0:
+        *scale = read_half(block);
+        dynamic_halves(block + 6, read_word(block + 2), codes);
+        return;
+    case Q5_1:
+        *scale = read_half(block);
+        *more = read_half(block + 2);
+        dynamic_halves(block + 8, read_word(block + 4), codes);
+        return;
+    case Q4_K:
+    case Q5_K:
+        scales_k(block, scales);
+        *scale = scales[j];
+        *more = -scales[8 + j];
+        for (int i = 0; i < 32; i++) {
+            int own = block[(job->format == Q4_K ? 16 : 48) + j / 2 * 32 + i] >> j % 2 * 4 & 15;
+            codes[i] = (uint8_t)(own | (job->format == Q5_K ? (block[16 + i] >> j & 1) << 4 : 0));
+        }
+        return;
+    case Q6_K:
+        *scale = read_half(block + 208) * (float)(int8_t)block[192 + 2 * j];
+        *more = read_half(block + 208) * (float)(int8_t)block[193 + 2 * j];
+        for (int i = 0; i < 32; i++)
+            codes[i] = (uint8_t)((block[j / 4 * 64 + j % 2 * 32 + i] >> j % 4 / 2 * 4 & 15)
+                                 | (block[128 + j / 4 * 32 + i] >> j % 4 * 2 & 3) << 4);
+        return;
+    case MXFP4_BLOCK:
+        *scale = power_of(block[0]) * 0.5f;
+        dynamic_halves(block + 1, 0, codes);
+        for (int i = 0; i < 32; i++)
+            codes[i] = dynamic_fp4[codes[i]];
+        return;
+    case MXFP4:
+        *scale = scale_of(row, k / 32) * 0.5f;
+        for (int i = 0; i < 32; i++)
+            codes[i] = dynamic_fp4[row->w[(k + i) / 2] >> i % 2 * 4 & 15];
+        return;
+    case PACKED4:
+        *scale = read_half(row->scales + 2 * group);
+        *more = read_half(row->zeros + 2 * group);
+        for (int i = 0; i < 32; i++)
+            codes[i] = k + i < half ? row->w[k + i] & 15 : row->w[k + i - half] >> 4;
+        return;
+    default: /* INT4_WORDS, GPTQ, AWQ */
+        *scale = scale_of(row, group);
+        *more = dynamic_kind(job) == LEAST ? -(zero_of(row, group) * *scale) : 0;
+        for (int i = 0; i < 32; i++) {
+            int64_t at = k + i;
+            if (job->format == INT4_WORDS)
+                codes[i] = row->w[at / 2] >> at % 2 * 4 & 15;
+            else if (job->format == GPTQ)
+                codes[i] = read_word(row->w + at / 8 * row->across) >> at % 8 * 4 & 15;
+            else
+                codes[i] = read_word(row->w + at * row->across) >> row->shift & 15;
+        }
+    }
+}
+
+#endif

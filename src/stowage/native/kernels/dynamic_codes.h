@@ -1,0 +1,243 @@
+/* Weights in block formats as codes of 8 bits (dynamic.h), four blocks at a time in two registers: the first 16 of each
+ * block, then the others. And their scales, those of a piece of a row side by side.
+ */
+#define UNROLLED _Pragma("GCC unroll 16")
+
+/* Format, its name here, bytes of so many groups of four blocks, and what its codes are. */
+#define DYNAMIC_FORMATS(OF)                                                                                            \
+    OF(PLAIN, plain, 128, 1, BIASED)                                                                                   \
+    OF(Q8_0, q8_0, 136, 1, BIASED)                                                                                     \
+    OF(Q4_0, q4_0, 72, 1, BIASED)                                                                                      \
+    OF(Q4_1, q4_1, 80, 1, LEAST)                                                                                       \
+    OF(Q5_0, q5_0, 88, 1, BIASED)                                                                                      \
+    OF(Q5_1, q5_1, 96, 1, LEAST)                                                                                       \
+    OF(Q4_K, q4_k, 144, 2, LEAST)                                                                                      \
+    OF(Q5_K, q5_k, 176, 2, LEAST)                                                                                      \
+    OF(Q6_K, q6_k, 210, 2, TWO)                                                                                        \
+    OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED)                                                                        \
+    OF(MXFP4, mxfp4, 64, 1, BIASED)                                                                                    \
+    OF(INT4_WORDS, int4, 64, 1, BIASED)                                                                                \
+    OF(GPTQ, int4_least, 64, 1, LEAST)                                                                                 \
+    OF(PACKED4, packed4, 128, 1, LEAST)                                                                                \
+    OF(FORMATS_END, packed4_high, 128, 1, LEAST)
+
+/* Group `part` of those that lie `at` an address. */
+#define UNPACK(format)                                                                                                 \
+    static inline ALWAYS void dynamic_##format(const uint8_t *at, int part, __m512i *first, __m512i *second)
+
+static inline ALWAYS __m512i dynamic_four(const uint8_t *at, int apart)
+{
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + apart)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 2 * apart)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 3 * apart)), 3);
+}
+
+static inline ALWAYS __m512i dynamic_low(__m512i v)
+{
+    return _mm512_and_si512(v, _mm512_set1_epi8(15));
+}
+
+static inline ALWAYS __m512i dynamic_high(__m512i v)
+{
+    return dynamic_low(_mm512_srli_epi16(v, 4));
+}
+
+/* Of 128 codes in their order. */
+static inline ALWAYS void dynamic_parted(__m512i a, __m512i b, __m512i *first, __m512i *second)
+{
+    *first = _mm512_shuffle_i32x4(a, b, 0x88);
+    *second = _mm512_shuffle_i32x4(a, b, 0xdd);
+}
+
+/* 16 bits of each of four words that are `apart`. */
+static inline ALWAYS __mmask64 dynamic_bits(const uint8_t *at, int apart)
+{
+    return (__mmask64)read_short(at) | (__mmask64)read_short(at + apart) << 16
+           | (__mmask64)read_short(at + 2 * apart) << 32 | (__mmask64)read_short(at + 3 * apart) << 48;
+}
+
+static inline ALWAYS void dynamic_fifth(const uint8_t *codes, const uint8_t *high, int apart, __m512i *first,
+                                        __m512i *second)
+{
+    __m512i v = dynamic_four(codes, apart), low = dynamic_low(v), more = dynamic_high(v), bit = _mm512_set1_epi8(16);
+    *first = _mm512_mask_add_epi8(low, dynamic_bits(high, apart), low, bit);
+    *second = _mm512_mask_add_epi8(more, dynamic_bits(high + 2, apart), more, bit);
+}
+
+UNPACK(plain)
+{
+    __m512i sign = _mm512_set1_epi8((char)128);
+    (void)part;
+    dynamic_parted(_mm512_xor_si512(_mm512_loadu_si512(at), sign), _mm512_xor_si512(_mm512_loadu_si512(at + 64), sign),
+                   first, second);
+}
+
+UNPACK(q8_0)
+{
+    __m512i sign = _mm512_set1_epi8((char)128);
+    (void)part;
+    *first = _mm512_xor_si512(dynamic_four(at + 2, 34), sign);
+    *second = _mm512_xor_si512(dynamic_four(at + 18, 34), sign);
+}
+
+UNPACK(q4_0)
+{
+    __m512i v = dynamic_four(at + 2, 18);
+    (void)part;
+    *first = dynamic_low(v);
+    *second = dynamic_high(v);
+}
+
+UNPACK(q4_1)
+{
+    __m512i v = dynamic_four(at + 4, 20);
+    (void)part;
+    *first = dynamic_low(v);
+    *second = dynamic_high(v);
+}
+
+UNPACK(q5_0)
+{
+    (void)part;
+    dynamic_fifth(at + 6, at + 2, 22, first, second);
+}
+
+UNPACK(q5_1)
+{
+    (void)part;
+    dynamic_fifth(at + 8, at + 4, 24, first, second);
+}
+
+/* Of two pairs of blocks in low and high halves of the same bytes. */
+static inline ALWAYS void dynamic_woven(__m512i low, __m512i high, __m512i *first, __m512i *second)
+{
+    *first = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high);
+    *second = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), high);
+}
+
+UNPACK(q4_k)
+{
+    __m512i v = _mm512_loadu_si512(at + 16 + 64 * part);
+    dynamic_woven(dynamic_low(v), dynamic_high(v), first, second);
+}
+
+static inline ALWAYS __m512i dynamic_twice(__m256i v)
+{
+    return _mm512_broadcast_i64x4(v);
+}
+
+static inline ALWAYS __m512i dynamic_both(int low, int high)
+{
+    return _mm512_inserti64x4(_mm512_set1_epi8((char)low), _mm256_set1_epi8((char)high), 1);
+}
+
+UNPACK(q5_k)
+{
+    __m512i v = _mm512_loadu_si512(at + 48 + 64 * part), low = dynamic_low(v), high = dynamic_high(v);
+    __m512i fifth = dynamic_twice(_mm256_loadu_si256((const __m256i *)(at + 16))), bit = _mm512_set1_epi8(16);
+    int b = 4 * part;
+    __mmask64 lows = _mm512_test_epi8_mask(fifth, dynamic_both(1 << b, 4 << b));
+    __mmask64 highs = _mm512_test_epi8_mask(fifth, dynamic_both(2 << b, 8 << b));
+    dynamic_woven(_mm512_mask_add_epi8(low, lows, low, bit), _mm512_mask_add_epi8(high, highs, high, bit), first, second);
+}
+
+UNPACK(q6_k)
+{
+    __m512i v = _mm512_loadu_si512(at + 64 * part), keep = _mm512_set1_epi8(48);
+    __m512i high = dynamic_twice(_mm256_loadu_si256((const __m256i *)(at + 128 + 32 * part)));
+    __m512i left = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
+    __m512i right = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1);
+    __m512i a = _mm512_and_si512(_mm512_sllv_epi16(high, left), keep);
+    __m512i b = _mm512_and_si512(_mm512_srlv_epi16(high, right), keep);
+    dynamic_parted(_mm512_or_si512(dynamic_low(v), a), _mm512_or_si512(dynamic_high(v), b), first, second);
+}
+
+static inline ALWAYS __m512i dynamic_of_fp4(__m512i codes)
+{
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)dynamic_fp4)), codes);
+}
+
+UNPACK(mxfp4_block)
+{
+    __m512i v = dynamic_four(at + 1, 17);
+    (void)part;
+    *first = dynamic_of_fp4(dynamic_low(v));
+    *second = dynamic_of_fp4(dynamic_high(v));
+}
+
+/* Low and high halves take turns. */
+UNPACK(int4)
+{
+    __m512i v = _mm512_loadu_si512(at), low = dynamic_low(v), high = dynamic_high(v);
+    (void)part;
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
+}
+
+UNPACK(int4_least)
+{
+    dynamic_int4(at, part, first, second);
+}
+
+UNPACK(mxfp4)
+{
+    dynamic_int4(at, part, first, second);
+    *first = dynamic_of_fp4(*first);
+    *second = dynamic_of_fp4(*second);
+}
+
+UNPACK(packed4)
+{
+    (void)part;
+    dynamic_parted(dynamic_low(_mm512_loadu_si512(at)), dynamic_low(_mm512_loadu_si512(at + 64)), first, second);
+}
+
+UNPACK(packed4_high)
+{
+    (void)part;
+    dynamic_parted(dynamic_high(_mm512_loadu_si512(at)), dynamic_high(_mm512_loadu_si512(at + 64)), first, second);
+}
+#undef UNPACK
+
+enum { DYNAMIC_SCALES = HALVES_DEPTH / DYNAMIC_BLOCK + 32 }; /* of a piece of a row, and what is written behind them */
+
+/* Numbers of which `each` lie side by side, then as many of the others: these two apart. */
+static inline ALWAYS void dynamic_apart(const float *from, int each, int64_t blocks, float *scales, float *more)
+{
+    __m512i even = each == 1 ? _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+                             : _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(each));
+    for (int64_t b = 0; b < blocks; b += 16, from += 32) {
+        __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
+        _mm512_storeu_ps(scales + b, _mm512_permutex2var_ps(low, even, high));
+        _mm512_storeu_ps(more + b, _mm512_permutex2var_ps(low, odd, high));
+    }
+}
+
+/* Scales of one row, whose blocks from input k on begin `at` an address, and least values or second scales; and zeros up
+ * to a whole group. */
+static void dynamic_scales(const Linear *job, const Coded *row, const uint8_t *at, int64_t k, int64_t depth,
+                           float *scales, float *more)
+{
+    float both[CODED_SCALES] __attribute__((aligned(64)));
+    int64_t blocks = depth / DYNAMIC_BLOCK;
+    int format = job->format, one = format == Q8_0 || format == Q4_0 || format == Q5_0;
+    if (format == PLAIN)
+        for (int64_t b = 0; b < blocks; b += 16)
+            _mm512_storeu_ps(scales + b, _mm512_set1_ps(scale_of(row, 0)));
+    else
+        coded_scales(job, row, at, k, depth, DYNAMIC_BLOCK, one || format == MXFP4 || format == MXFP4_BLOCK ? scales : both);
+    if (format == MXFP4 || format == MXFP4_BLOCK)
+        for (int64_t b = 0; b < blocks; b += 16)
+            _mm512_storeu_ps(scales + b, _mm512_mul_ps(_mm512_loadu_ps(scales + b), _mm512_set1_ps(0.5f)));
+    else if (format != PLAIN && !one)
+        dynamic_apart(both, format == Q4_K || format == Q5_K ? 8 : 1, blocks, scales, more);
+    if (format == INT4_WORDS || format == GPTQ || format == AWQ) /* zero points */
+        for (int64_t b = 0; b < blocks; b += 16) {
+            __m512 least = _mm512_mul_ps(_mm512_loadu_ps(more + b), _mm512_loadu_ps(scales + b));
+            _mm512_storeu_ps(more + b, (__m512)_mm512_xor_si512((__m512i)least, _mm512_set1_epi32((int)0x80000000)));
+        }
+    for (int64_t b = blocks; b % 4; b++)
+        scales[b] = more[b] = 0;
+}

@@ -1,0 +1,202 @@
+/* Linear layers of inputs that were rounded to 8 bits: which outputs and rows dynamic_vnni.h multiplies at a time.
+ */
+enum { DYNAMIC_TURNED = 32 }; /* outputs whose codes lie apart, that are laid side by side at once */
+
+/* How what begins at input k is computed. */
+static const DynamicWays *dynamic_ways_of(const Linear *job, int64_t k)
+{
+    int format = job->format;
+    if (coded_by_inputs(job) || (format == INT4_WORDS && job->zeros != NULL))
+        format = GPTQ;
+    return dynamic_ways + (format == PACKED4 && k >= job->inputs / 2 ? FORMATS_END : format);
+}
+
+/* Whether four blocks may be in low halves of bytes and in high ones. */
+static int dynamic_is_odd(const Linear *job)
+{
+    return job->format == PACKED4 && job->inputs % (2 * DYNAMIC_GROUP) != 0;
+}
+
+/* A piece of the rows of some outputs: where their blocks begin. The last group lies elsewhere where it would be read
+ * beyond the last byte of all outputs: in `last`. */
+typedef struct {
+    const DynamicWays *ways;
+    const uint8_t *at[DYNAMIC_WIDE], *last_at[DYNAMIC_WIDE];
+    uint8_t last[DYNAMIC_WIDE][DYNAMIC_GROUP + 64];
+    int64_t blocks, whole, left; /* blocks; groups of which all is there; groups in `last` */
+} DynamicPiece;
+
+/* Codes of outputs [n, n + wide) that lie apart, side by side. */
+static void dynamic_turn(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, uint8_t *room)
+{
+    if (job->format == GPTQ)
+        coded_turn_gptq(job, n, wide, k, depth, room, CODED_TURNED);
+    else if (job->format == AWQ)
+        coded_turn_awq(job, n, wide, k, depth, room, CODED_TURNED);
+}
+
+/* Of outputs [n, n + wide), and the first of them again up to `most`; those that were turned are in `room`. */
+static void dynamic_begin(const Linear *job, int64_t n, int64_t wide, int64_t most, int64_t k, int64_t depth,
+                          const uint8_t *room, DynamicPiece *piece)
+{
+    const DynamicWays *ways = piece->ways = dynamic_ways_of(job, k);
+    const uint8_t *begin = (const uint8_t *)job->w, *end = begin + job->outputs * job->w_row;
+    int64_t half = job->inputs / 2, first = job->format == PACKED4 && k >= half ? k - half : k;
+    int64_t groups = dynamic_groups(depth), row = job->w_row, ends = 0;
+    begin += n * row + first / (DYNAMIC_GROUP * ways->per) * ways->bytes;
+    if (coded_by_inputs(job)) {
+        begin = room;
+        end = room + wide * CODED_TURNED;
+        row = CODED_TURNED;
+    }
+    for (int64_t i = 0; i < most; i++) {
+        piece->at[i] = begin + (i < wide ? i : 0) * row;
+        ends = ends || piece->at[i] + groups / ways->per * ways->bytes > end;
+    }
+    piece->blocks = depth / DYNAMIC_BLOCK;
+    piece->left = ends && piece->blocks % 4;
+    piece->whole = groups - piece->left;
+    for (int64_t i = 0; piece->left && i < most; i++) {
+        const uint8_t *from = piece->at[i] + piece->whole * ways->bytes;
+        piece->last_at[i] = memcpy(piece->last[i], from, (size_t)(piece->blocks % 4 * ways->bytes / 4));
+    }
+}
+
+/* Sums of up to 4 rows and outputs to where they belong. */
+static void dynamic_finish_few(const Linear *job, int64_t n, int64_t wide, const __m512 *kept)
+{
+    for (int r = 0; r < job->rows; r++) {
+        float sums[4];
+        __m128 sum = _mm_add_ps(_mm512_castps512_ps128(kept[r]), _mm512_extractf32x4_ps(kept[r], 1));
+        sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(kept[r], 2));
+        _mm_storeu_ps(sums, _mm_add_ps(sum, _mm512_extractf32x4_ps(kept[r], 3)));
+        if (job->narrow)
+            avx512_narrow(sums, (uint16_t *)job->y + r * job->outputs + n, wide);
+        else
+            memcpy((float *)job->y + r * job->outputs + n, sums, (size_t)wide * 4);
+    }
+}
+
+/* Outputs [begin, end) of up to 4 rows. */
+static void dynamic_few(const Linear *job, int64_t begin, int64_t end, uint8_t *room)
+{
+    float scales[2][4][DYNAMIC_SCALES] __attribute__((aligned(64)));
+    __m512 kept[DYNAMIC_TURNED / 4][DYNAMIC_FEW];
+    DynamicPiece piece;
+    memset(piece.last, 0, sizeof piece.last);
+    int way = job->rows > 2 ? 2 : (int)job->rows - 1;
+    int64_t x_row = dynamic_groups(job->inputs), turned = coded_by_inputs(job);
+    int64_t step = turned ? DYNAMIC_TURNED : 4, ahead = turned ? 0 : 8 * job->w_row;
+    for (int64_t first = begin; first < end; first += step) {
+        int64_t span = end - first < step ? end - first : step;
+        memset(kept, 0, sizeof kept[0] * (size_t)(step / 4));
+        for (int64_t k = 0, stop; k < job->inputs; k = stop) {
+            const DynamicInputs *x = (const DynamicInputs *)job->packed + k / DYNAMIC_GROUP;
+            stop = coded_end(job, k, HALVES_DEPTH);
+            dynamic_turn(job, first, span, k, stop - k, room);
+            for (int64_t n = 0; n < span; n += 4) {
+                int64_t wide = span - n < 4 ? span - n : 4;
+                dynamic_begin(job, first + n, wide, 4, k, stop - k, room + n * CODED_TURNED, &piece);
+                for (int64_t i = 0; i < 4; i++) {
+                    Coded row = coded_row(job, first + n + (i < wide ? i : 0));
+                    dynamic_scales(job, &row, piece.at[i], k, stop - k, scales[0][i], scales[1][i]);
+                }
+                piece.ways->few[way](x, x_row, piece.at, piece.whole, ahead, scales[0][0], kept[n / 4]);
+                if (piece.left)
+                    piece.ways->few[way](x + piece.whole, x_row, piece.last_at, 1, 0, scales[0][0] + 4 * piece.whole,
+                                         kept[n / 4]);
+            }
+        }
+        for (int64_t n = 0; n < span; n += 4)
+            dynamic_finish_few(job, first + n, span - n < 4 ? span - n : 4, kept[n / 4]);
+    }
+}
+
+/* Numbers of 16 outputs, side by side by their blocks as codes are. */
+static void dynamic_lay_scales(float (*from)[DYNAMIC_SCALES], int64_t blocks, int64_t first, int64_t groups, float *to)
+{
+    for (int64_t b = 0; b < blocks; b += 16) {
+        __m512i v[16];
+        for (int o = 0; o < 16; o++)
+            v[o] = _mm512_loadu_si512(from[o] + b);
+        coded_transpose(v);
+        for (int64_t i = 0; i < 16 && b + i < blocks; i++) {
+            int64_t at = first + b + i;
+            _mm512_storeu_si512(to + (at % 4 * groups + at / 4) * DYNAMIC_WIDE, v[i]);
+        }
+    }
+}
+
+/* Outputs [begin, end) of many rows; 0: there is no memory for it. */
+static int dynamic_many(const Linear *job, int64_t begin, int64_t end, uint8_t *room)
+{
+    DynamicPanel panel = {.blocks = job->inputs / DYNAMIC_BLOCK, .groups = dynamic_groups(job->inputs)};
+    int64_t each = 4 * panel.groups, scales_bytes = 2 * DYNAMIC_WIDE * DYNAMIC_SCALES * (int64_t)sizeof(float);
+    char *memory = aligned_alloc(64, (size_t)(each * (DYNAMIC_CODES + 2 * DYNAMIC_WIDE * (int64_t)sizeof(float)) + scales_bytes));
+    if (memory == NULL)
+        return 0;
+    panel.codes = (uint8_t *)memory;
+    panel.scales = (float *)(memory + each * DYNAMIC_CODES);
+    panel.more = panel.scales + each * DYNAMIC_WIDE;
+    float(*scales)[DYNAMIC_SCALES] = (float(*)[DYNAMIC_SCALES])(panel.more + each * DYNAMIC_WIDE);
+    float(*more)[DYNAMIC_SCALES] = scales + DYNAMIC_WIDE;
+    DynamicKind kind = dynamic_kind(job);
+    DynamicPiece piece;
+    memset(piece.last, 0, sizeof piece.last);
+    int64_t ahead = coded_by_inputs(job) ? 0 : DYNAMIC_WIDE * job->w_row;
+    for (int64_t n = begin; n < end; n += DYNAMIC_WIDE) {
+        int64_t wide = end - n < DYNAMIC_WIDE ? end - n : DYNAMIC_WIDE;
+        for (int64_t k = 0, stop; k < job->inputs; k = stop) {
+            stop = coded_end(job, k, HALVES_DEPTH);
+            dynamic_turn(job, n, wide, k, stop - k, room);
+            dynamic_begin(job, n, wide, DYNAMIC_WIDE, k, stop - k, room, &piece);
+            uint8_t *to = panel.codes + k / DYNAMIC_GROUP * DYNAMIC_CODES;
+            for (int c = 0; c < DYNAMIC_WIDE; c += 16) {
+                piece.ways->pack(piece.at + c, piece.whole, ahead, panel.groups, to + 4 * c);
+                if (piece.left)
+                    piece.ways->pack(piece.last_at + c, 1, 0, panel.groups, to + 4 * c + piece.whole * DYNAMIC_CODES);
+            }
+            for (int64_t i = 0; i < wide; i++) {
+                Coded row = coded_row(job, n + i);
+                dynamic_scales(job, &row, piece.at[i], k, stop - k, scales[i], more[i]);
+            }
+            for (int c = 0; c < DYNAMIC_WIDE; c += 16) {
+                dynamic_lay_scales(scales + c, piece.blocks, k / DYNAMIC_BLOCK, panel.groups, panel.scales + c);
+                if (kind != BIASED)
+                    dynamic_lay_scales(more + c, piece.blocks, k / DYNAMIC_BLOCK, panel.groups, panel.more + c);
+            }
+        }
+        for (int64_t r = 0, rows; r < job->rows; r += rows) {
+            float sums[DYNAMIC_TILE][DYNAMIC_WIDE];
+            int64_t left = job->rows - r;
+            rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            const DynamicInputs *x = (const DynamicInputs *)job->packed + r * panel.groups;
+            (kind == BIASED ? dynamic_tiles_BIASED : kind == LEAST ? dynamic_tiles_LEAST : dynamic_tiles_TWO)(
+                x, rows, &panel, sums[0]);
+            for (int64_t i = 0; i < rows; i++) {
+                int64_t at = (r + i) * job->outputs + n;
+                if (job->narrow)
+                    avx512_narrow(sums[i], (uint16_t *)job->y + at, wide);
+                else
+                    memcpy((float *)job->y + at, sums[i], (size_t)wide * 4);
+            }
+        }
+    }
+    free(memory);
+    return 1;
+}
+
+/* Outputs [begin, end) of all rows; 0: there is no memory for it. */
+static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
+{
+    if (dynamic_is_odd(job))
+        return avx512_dynamic_linear(job, begin, end);
+    uint8_t *room = coded_by_inputs(job) ? aligned_alloc(64, CODED_ROOM) : NULL;
+    int done = room != NULL || !coded_by_inputs(job);
+    if (done && job->rows <= DYNAMIC_FEW)
+        dynamic_few(job, begin, end, room);
+    else if (done)
+        done = dynamic_many(job, begin, end, room);
+    free(room);
+    return done;
+}

@@ -1,0 +1,173 @@
+"""Products of activations that are rounded to 8 bits: what they mean, and the same bits from every instruction set,
+alone and among other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stowage.executor import kernels
+from stowage.weights.quantized.blocks import BlockMatrix
+from stowage.weights.quantized.codes import Form, PackedMatrix
+from stowage.weights.quantized.formats import Spec, dequantized
+from tests.block_formats import SPECS, parts_of
+from tests.engine.conftest import INSTRUCTIONS
+
+pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
+INTEGER = [spec for spec in SPECS if spec.name in kernels.INTEGER_FORMATS]
+PACKED = [
+    Form("int8", 37, 576),
+    Form("int8", 7, 4096 + 96),
+    Form("int4", 37, 512, 32),
+    Form("int4", 9, 576, 32),
+    Form("int4", 5, 8192 + 256, 128),
+]
+ROWS = (1, 2, 3, 4, 5, 8, 70)
+
+
+def named(spec: Spec | Form) -> str:
+    return "-".join(str(part) for part in (spec.name, spec.group, getattr(spec, "zeros", ""), spec.outputs))
+
+
+def shapes_of(spec: Spec) -> list[Spec]:
+    """The format with matrices of other sizes: no multiple of anything that its blocks allow."""
+    by_inputs = spec.name in ("gptq", "awq")
+    sizes = [(40, 512), (8, 4096 + 512)] if by_inputs else [(37, 256), (5, 4096 + 512), (301, 768)]
+    if spec.format.values <= 32 and (spec.group or 32) < 128:  # no multiple of 128 inputs
+        sizes.append((24 if by_inputs else 7, 4096 + 576))
+    return [replace(spec, outputs=n, inputs=k) for n, k in sizes]
+
+
+def inputs(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def parted(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers (rows, blocks, 32) and scales (rows, blocks, 1)."""
+    blocks = x.float().view(len(x), -1, 32)
+    peak = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(peak > 0, torch.full_like(peak, 127) / peak, 0)
+    return torch.round(blocks * inverse), peak / 127
+
+
+def by_set(x: Tensor, matrix: kernels.Matrix) -> dict[str, Tensor]:
+    """The product in every instruction set that this processor has."""
+    found = {}
+    for name in INSTRUCTIONS:
+        try:
+            kernels._kernel.use_instructions(name)
+        except ValueError:
+            continue
+        found[name] = kernels.linear_of(x, matrix)
+        for rows in ROWS:
+            assert torch.equal(kernels.linear_of(x[:rows], matrix), found[name][:rows]), (name, rows)
+    kernels._kernel.use_instructions(None)
+    return found
+
+
+def assert_means(x: Tensor, matrix: kernels.Matrix | None, values: Tensor, what: Any) -> None:
+    """All sets give the same, which is the product with the rounded inputs."""
+    assert matrix is not None
+    assert matrix.int8
+    codes, scales = parted(x)
+    expected = (codes * scales).flatten(1).double() @ values.double().T
+    base, *others = by_set(x, matrix).values()
+    bound = 1e-6 if x.dtype is torch.float32 else 2**-8
+    assert float((base.double() - expected).abs().max() / expected.abs().max()) < bound, what
+    for other in others:
+        assert torch.equal(base, other), what
+
+
+@pytest.mark.parametrize("spec", INTEGER, ids=named)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_published_formats(spec: Spec, dtype: torch.dtype) -> None:
+    for one in shapes_of(spec):
+        parts = parts_of(one, seed=one.inputs)
+        x = inputs(70, one.inputs, dtype)
+        assert_means(x, kernels.int8_product(x, BlockMatrix(one, parts, dtype)), dequantized(one, parts), one)
+
+
+@pytest.mark.parametrize("form", PACKED, ids=named)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_packed_forms(form: Form, dtype: torch.dtype) -> None:
+    weight = torch.randn(form.outputs, form.inputs, generator=torch.Generator().manual_seed(2))
+    packed = PackedMatrix(form, form.pack(weight), torch.float32)
+    x = inputs(70, form.inputs, dtype)
+    assert_means(x, kernels.int8_product(x, packed), packed.unpacked(), form)
+
+
+def test_blocks_are_added_in_the_order_that_is_written_down() -> None:
+    """To the bit: of every fourth block, then these four; no product is fused with a sum."""
+    spec = Spec("q4_1", 6, 32 * 13)
+    raw = parts_of(spec)[""]
+    blocks = raw.view(6, 13, 20)
+    scale, least = (blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float() for at in (0, 2))
+    weights = torch.cat([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], dim=-1).float()
+    x = inputs(3, spec.inputs, torch.float32)
+    codes, own = parted(x)
+    own = own[..., 0]
+    sums = torch.zeros(4, 3, 6)
+    for b in range(13):
+        value = (codes[:, b] @ weights[:, b].T) * (own[:, b, None] * scale[None, :, b])
+        other = (own[:, b] * codes[:, b].sum(-1))[:, None] * least[None, :, b]
+        sums[b % 4] += value + other
+    expected = ((sums[0] + sums[1]) + sums[2]) + sums[3]
+    matrix = kernels.int8_product(x, BlockMatrix(spec, {"": raw}, torch.float32))
+    assert matrix is not None
+    for name, found in by_set(torch.cat([x] * 24)[:70], matrix).items():
+        assert torch.equal(found[:3], expected), name
+
+
+def test_zeros_tiny_numbers_and_what_is_no_number() -> None:
+    spec = Spec("q8_0", 40, 64)
+    x = inputs(70, 64, torch.float32)
+    x[0], x[1, :32], x[2, 5], x[3, 40], x[4] = 0, 1e-38, float("nan"), float("-inf"), 1e30
+    matrix = kernels.int8_product(x, BlockMatrix(spec, parts_of(spec), torch.float32))
+    assert matrix is not None
+    base, *others = by_set(x[:2], matrix).values()
+    assert not base[0].any()
+    assert all(torch.equal(base, other) for other in others)
+    for name in INSTRUCTIONS:
+        try:
+            kernels._kernel.use_instructions(name)
+        except ValueError:
+            continue
+        found = kernels.linear_of(x, matrix)
+        assert found[2:4].isnan().all(), "an answer that is none says so"
+        assert found[4].isfinite().all()
+        assert found[5:].isfinite().all()
+    kernels._kernel.use_instructions(None)
+
+
+def test_threads_strides_and_biases_change_nothing() -> None:
+    spec = Spec("q4_k", 300, 512)
+    x = inputs(9, 1024, torch.bfloat16)[:, ::2]
+    matrix = kernels.int8_product(x, BlockMatrix(spec, parts_of(spec), torch.bfloat16))
+    assert matrix is not None
+    before = torch.get_num_threads()
+    try:
+        said = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            said.append(kernels.linear_of(x, matrix))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(said[0], said[1])
+    assert torch.equal(kernels.linear_of(x.contiguous().view(3, 3, 512), matrix).view(9, 300), said[0])
+    bias = torch.randn(300).bfloat16()
+    whole = kernels.linear_of(x.float(), matrix)
+    assert torch.equal(kernels.linear_of(x, matrix, bias), (whole + bias).bfloat16())
+
+
+def test_other_formats_are_multiplied_as_ever() -> None:
+    for spec in (Spec("fp8", 16, 128, 128, 128), Spec("bf16", 16, 128)):
+        x = inputs(2, 128, torch.bfloat16)
+        assert kernels.int8_product(x, BlockMatrix(spec, parts_of(spec), torch.bfloat16)) is None
+    form = Form("int8", 16, 40)
+    packed = PackedMatrix(form, form.pack(torch.randn(16, 40)), torch.float32)
+    assert kernels.int8_product(inputs(2, 40, torch.float32), packed) is None, "no whole blocks"
