@@ -41,6 +41,10 @@ CORE_TESTS = $(shell $(PY) -c 'import tomllib; \
 COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.py tests/engine/test_reuse.py \
 	tests/engine/test_recurrent_layers.py tests/library/test_parity.py
 
+# Tests start hundreds of processes, and pytest rewrites every file of tests: without compiled files all of that is
+# compiled again each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval clients deploy-tools browser commands exhaustive families vllm vllm-env sglang real real-model compat pythons release-check clean
 

@@ -1,5 +1,6 @@
 """Settings for all tests: no network, nothing from the caller's environment, no time limits in hypothesis."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in SECOND_ATTEMPT:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported, and the tests themselves, are never garbage: nobody looks through them for some again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ ONE_OF_EACH = frozenset(
 """One for each way to compute, and for each reason to run on the fallback executor."""
 
 
-def all_of(names: Iterable[str], *marks: pytest.MarkDecorator) -> list[object]:
-    """Parameters: those of `ONE_OF_EACH` as they are, the others for `make families`, with these marks too."""
+def all_of(names: Iterable[str], *marks: pytest.MarkDecorator, of: frozenset[str] = ONE_OF_EACH) -> list[object]:
+    """Parameters: those of `of` as they are, the others for `make families`, with these marks too."""
     more = [pytest.mark.every_family, *marks]
-    return [name if name in ONE_OF_EACH else pytest.param(name, marks=more) for name in names]
+    return [name if name in of else pytest.param(name, marks=more) for name in names]

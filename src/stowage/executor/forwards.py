@@ -14,24 +14,24 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from stowage.executor.batch import Work, is_decode, order
 
-__all__ = ["Forward", "Forwards", "Shape"]
+__all__ = ["Forward", "ForwardShape", "Forwards"]
 
 
-class Shape(enum.Enum):
+class ForwardShape(enum.Enum):
     """Of a forward; see above."""
 
     OWN, STATIC, PIECES = enum.auto(), enum.auto(), enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(NamedTuple):
     """``work`` that is computed at once."""
 
     work: Sequence[Work]
-    shape: Shape
+    shape: ForwardShape
 
 
 @dataclass(slots=True)
@@ -58,12 +58,14 @@ class Forwards:
     static: bool
     pieces_at_once: bool = False
 
-    def cut(self, work: Sequence[Work]) -> Iterator[tuple[list[Work], Iterable[Forward]]]:
+    def cut(self, work: Sequence[Work]) -> list[tuple[list[Work], Iterable[Forward]]]:
         """The forwards that compute ``work``: some items of it, and theirs. Items that take several forwards come
         alone; single tokens come first.
         """
-        for part in self._parts(order(work)):
-            yield part, [self._forward(part)] if self._at_once(part) else self._in_turn(part[0])
+        return [
+            (part, (self._forward(part),) if self._at_once(part) else self._in_turn(part[0]))
+            for part in self._parts(order(work))
+        ]
 
     def _parts(self, work: list[Work]) -> list[list[Work]]:
         if self.piece_tokens and not self.singles:
@@ -83,7 +85,7 @@ class Forwards:
         return work[0].start == 0 and not self.exact  # begun at once and gone on one by one: two ways to compute
 
     def _forward(self, work: Sequence[Work]) -> Forward:
-        return Forward(work, Shape.STATIC if self.static and is_decode(work) else Shape.OWN)
+        return Forward(work, ForwardShape.STATIC if self.static and is_decode(work) else ForwardShape.OWN)
 
     def _in_turn(self, work: Work) -> Iterator[Forward]:
         """A run of one sequence piece by piece; token by token where its model goes on from a state only so."""
@@ -92,7 +94,7 @@ class Forwards:
             whole = work.count // tokens
             if whole > 1:
                 at = range(begin, begin + whole * tokens, tokens)
-                yield Forward([replace(work, start=start, count=tokens) for start in at], Shape.PIECES)
+                yield Forward([replace(work, start=start, count=tokens) for start in at], ForwardShape.PIECES)
                 begin += whole * tokens
         while begin < stop:
             end = min(self._piece_end(begin), stop) if self.continues else begin + 1

@@ -23,7 +23,7 @@ from stowage.executor.determinism.cuts import Pieces, device_rows
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.determinism.slices import RowSlices
 from stowage.executor.device import paged_kernel
-from stowage.executor.forwards import Forward, Forwards, Shape
+from stowage.executor.forwards import Forward, Forwards, ForwardShape
 from stowage.executor.fused import norms, recurrent_layers
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.cache import ReplayCache
@@ -170,13 +170,13 @@ class Runner:
         return [found[id(w)] for w in work]
 
     def _forward(self, forward: Forward) -> Tensor:
-        work = forward.work
-        if forward.shape is Shape.PIECES:
+        work, shape = forward
+        if shape is ForwardShape.OWN:
+            return self._in_its_own_shape(work)
+        if shape is ForwardShape.PIECES:
             step = self._step(work)
             step.logit_rows = step.logit_rows[-1:]
             return self._compute(step, [], fresh=work[0].start == 0, batched=False).cpu()
-        if forward.shape is Shape.OWN:
-            return self._in_its_own_shape(work)
         plain = partial(self._static.compute, work, self._recorded)
         if not self._in_one_shape:  # what is not replayed need not have the shape of what is
             plain = partial(self._in_its_own_shape, work)

@@ -64,9 +64,16 @@ def ask(world: World, engine: Engine, tier: str, cut: int, expected: int) -> Non
 
 SMALL = [family for family in tiny_models.FAMILIES if family != "doge"]
 """Doge reads the keys that it finds largest: of near-equal ones Transformers itself takes others token by token."""
+ONE_OF_EACH_CACHE = frozenset(
+    "llama deepseek_v3 gemma3n llama4 longcat_flash qwen3_next nemotron_h jamba lfm2 mamba2 "
+    "deepseek_v4 recurrent_gemma rwkv".split()
+)
+"""What moves to host memory: full, latent, windowed, shared, chunked and doubled keys, each sort of state, what the
+fallback executor keeps.
+"""
 
 
-@pytest.mark.parametrize("family", all_of(SMALL, pytest.mark.slow))
+@pytest.mark.parametrize("family", all_of(SMALL, pytest.mark.slow, of=ONE_OF_EACH_CACHE))
 def test_a_small_pool(family):
     """The device holds one and a half sequences: they take turns through host memory, and nothing is computed twice.
     Blocks of 32 tokens. Some are deterministic: the same to the bit as one that was asked alone and had room.
