@@ -205,7 +205,7 @@ def test_matrices_as_they_were_published(spec: Spec, dtype: torch.dtype, instruc
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
-@pytest.mark.parametrize("form", [Form("int8", 40, 512), Form("int4", 40, 512, 32)], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [Form("int8", 40, 512), Form("int4_32", 40, 512)], ids=lambda form: form.name)
 def test_packed_matrices(form: Form, dtype: torch.dtype, instructions: str) -> None:
     packed = form.pack(usual(40, 512, seed=4, dtype=torch.float32))
     _packed_layers(PackedMatrix(form, packed, dtype), dtype)

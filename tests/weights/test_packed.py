@@ -54,6 +54,9 @@ def unpacked_into(plain: Any, model: Any) -> Any:
         other = of_packed[name]
         if isinstance(other, PackedLinear):
             module.weight.data = other.weight
+            continue
+        if isinstance(module, torch.nn.Embedding):
+            continue  # its table is the output layer's, or as it was
         for own in dict(module.named_parameters(recurse=False)):
             if isinstance(stack := getattr(other, own), PackedStack):
                 getattr(module, own).data = torch.stack([stack[e].unpacked() for e in range(len(stack.packed))])
@@ -185,17 +188,40 @@ def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
     assert plan.prompt_pair_operations(100) == original.prompt_pair_operations(100)
 
 
-def test_what_is_tied_is_in_memory_once(tmp_path: Path) -> None:
-    """Loading under a budget copied an output layer that is the embedding, beyond the budget."""
-    model = tiny_models.build("llama")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_table_that_is_embedding_and_output_layer_is_packed_once(family: str, tmp_path: Path) -> None:
+    """And computed with as its values are, wherever it lies; Gemma multiplies what it looks up."""
+    model = tiny_models.build(family)
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.model.embed_tokens.weight
     model.save_pretrained(tmp_path / "tied")
-    packing.pack(str(tmp_path / "tied"), tmp_path / "packed", "int4")
-    for path in (tmp_path / "tied", tmp_path / "packed"):
-        loaded = stowage.offload(path, device_memory="100MiB")
-        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-        assert bytes_of(loaded) <= loaded.stowage.placement.device_bytes
+    told = packing.pack(str(tmp_path / "tied"), tmp_path / "packed", "int4")
+    plain = stowage.offload(tmp_path / "tied", device_memory="100MiB")
+    assert plain.lm_head.weight is plain.model.embed_tokens.weight
+    assert told.bits < 6, "the table does not count"
+    whole = loading.load(tmp_path / "packed").model
+    assert whole.lm_head.int8 is whole.model.embed_tokens.int8
+    assert torch.equal(whole.lm_head.weight, whole.model.embed_tokens.weight.unpacked())
+    values = unpacked_into(loading.load(tmp_path / "tied").model, whole)
+    assert values.lm_head.weight is values.model.embed_tokens.weight
+    ids = prompt(33)
+    expected = logits(whole, ids)
+    assert torch.allclose(expected, logits(values, ids), atol=2e-4, rtol=1e-4)
+    for given in ({"device_memory": "100MiB"}, {"weights": "*=stream"}, {"weights": "*=mapped", "host_memory": "1GiB"}):
+        loaded = stowage.offload(tmp_path / "packed", **given)
+        assert torch.equal(logits(loaded, ids), expected)
+        loaded.stowage.check()
+        if "device_memory" in given:
+            assert bytes_of(loaded) <= loaded.stowage.placement.device_bytes
+        loaded.stowage.close()
+    plan = read_model(tmp_path / "packed")
+    assert plan.total_bytes == bytes_of(whole)
+    assert plan.parameters_by_kind() == read_model(tmp_path / "tied").parameters_by_kind()
+    said = []
+    for rules in ("auto", "*=stream"):
+        with Engine(tmp_path / "packed", Memory(kv_cache_memory="8MiB", weights=rules)) as engine:
+            said.append(engine.generate([ids[0].tolist()], GREEDY)[0].token_ids)
+    assert said[0] == said[1]
 
 
 # What is refused, and what a killed process leaves
@@ -243,26 +269,25 @@ def test_a_packed_directory_that_is_not_whole_is_refused(packs: Callable[..., Pa
 
     newer = copied("newer")
     config = json.loads((newer / "config.json").read_text())
-    config["quantization_config"]["version"] = 2
+    config["quantization_config"]["version"] = 1
     (newer / "config.json").write_text(json.dumps(config))
     unmarked = copied("unmarked")
     del config["quantization_config"]
     (unmarked / "config.json").write_text(json.dumps(config))
-    without, other, groups = copied("without"), copied("other"), tmp_path / "groups"
-    shutil.copytree(packs("llama", "int4"), groups)
-    regrouped = json.loads((groups / "config.json").read_text())
-    regrouped["quantization_config"]["group"] = 64
-    (groups / "config.json").write_text(json.dumps(regrouped))
+    without, other, wider = copied("without"), copied("other"), copied("wider")
+    resized = json.loads((wider / "config.json").read_text())
+    resized["intermediate_size"] *= 2
+    (wider / "config.json").write_text(json.dumps(resized))
     (without / modules.FILE).rename(without / "model.safetensors")
     shutil.copyfile(packs("qwen3_moe", "int4") / modules.FILE, other / modules.FILE)
     cut = copied("cut")
     os.truncate(cut / modules.FILE, (cut / modules.FILE).stat().st_size - 64)
     for path, match in (
-        (newer, "reads version 1"),
+        (newer, "reads version 2"),
         (unmarked, "config.json does not say so"),
         (without, "is missing"),
         (other, "no such matrix"),
-        (groups, "different checkpoints"),
+        (wider, "different checkpoints"),
         (cut, "damaged"),
     ):
         with pytest.raises(CheckpointError, match=match):

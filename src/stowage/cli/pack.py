@@ -1,7 +1,6 @@
 """``stowage pack MODEL DIR``: write a checkpoint again with its weights in fewer bits, and say what that costs."""
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +14,14 @@ from stowage.errors import ConfigError
 from stowage.models.files import check_given
 
 if TYPE_CHECKING:
+    from stowage.evaluation.calibration import Fitted
     from stowage.evaluation.pack import Packed, Perplexity
 
-_FORM = "int8; int4 in groups with a scale each; mixed: int4, and int8 for what loses most by it."
-_BITS_USUAL = 5.5
-_BITS = f"mixed: bits of a packed weight on average, with its share of scales. [default: {_BITS_USUAL}]"
-_CALIBRATION_CHARS = 4096
+_FORM = "int8; int4 in groups with a scale each; mixed: for each matrix what it needs of both."
+_BITS_USUAL = 5.0
+_BITS = f"mixed: bits of a layer's weight on average, with its share of scales. [default: {_BITS_USUAL}]"
+_GROUP_USUAL = 32
+_GROUP = f"int4: weights that share a scale; 32, 64 or 128. [default: {_GROUP_USUAL}]"
 _LOSSLESS = "The same weights, to the bit, in fewer bytes; other flags have no effect."
 _KEEP = "Keep the packed checkpoint though its perplexity is more than 5 % higher."
 _EVAL = "Plain text that perplexity is measured on. [default: 61 kB of prose that comes with Stowage]"
@@ -33,7 +34,7 @@ def pack(
     *,
     settings: Settings,
     weights: Annotated[str, typer.Option("--weights", metavar="FORM", help=_FORM)] = "int8",
-    group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale; 32, 64 or 128.")] = 32,
+    group: Annotated[int | None, typer.Option(metavar="N", help=_GROUP)] = None,
     bits: Annotated[float | None, typer.Option(metavar="X", help=_BITS)] = None,
     text: Annotated[Path | None, typer.Option("--eval", metavar="FILE", help=_EVAL)] = None,
     eval_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that are scored; 0: none.")] = 4096,
@@ -45,9 +46,9 @@ def pack(
 
     The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
     answers differ: perplexity is measured with both, under --device-memory and --host-memory if they are
-    given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. With
-    --weights mixed each matrix is tried in 4 bits alone, on the end of the text, which is not scored then. With
-    --lossless it is the same model, to the bit, in about 0.67 of its bytes.
+    given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. In 4 bits
+    matrices are fitted to what they read in the second half of the text, which is not scored then. With --lossless it
+    is the same model, to the bit, in about 0.67 of its bytes.
     """
     memory = settings.memory()
     check_given(model)
@@ -55,6 +56,8 @@ def pack(
         raise ConfigError(
             f"--bits {bits:g} is for --weights mixed, and not for {weights}: give that, or leave --bits out."
         )
+    if group is not None and weights != "int4":
+        raise ConfigError(f"--group {group} is for --weights int4, and not for {weights}: leave --group out.")
     given = None if text is None else _read(text)
     from stowage.demo import corpus
     from stowage.evaluation import pack
@@ -69,10 +72,10 @@ def pack(
         else:
             _print(same, None)
         return
-    reads = pack.reads_text(model)
+    reads, limits = pack.reads_text(model), pack.without_tiers(memory)
     if weights == pack.MIXED and not reads:
         raise ConfigError(
-            f"{model} has no tokenizer, so its matrices cannot be tried on text: pack it as int8 or int4."
+            f"{model} has no tokenizer, so its matrices cannot be measured on text: pack it as int8 or int4."
         )
     if eval_tokens and not reads:
         if text is not None:
@@ -80,17 +83,16 @@ def pack(
         note(f"{model} has no tokenizer, so its perplexity is not measured.")
         eval_tokens = 0
     found = None
-    choose: Callable[[], Collection[str]] = frozenset
+    fit: Callable[[Path], Fitted] | None = None
     with progress_bars(not json) as progress:
-        if weights == pack.MIXED:
-            from stowage.evaluation import sensitivity
+        if reads and weights in ("int4", pack.MIXED):
+            from stowage.evaluation import calibration
 
-            cut = len(scored) - min(len(scored) // 4, _CALIBRATION_CHARS)
-            scored, tried = scored[:cut], scored[cut:]
-            most = _BITS_USUAL if bits is None else bits
-            limits, told = pack.without_tiers(memory), partial(progress, "measuring")
-            choose = partial(sensitivity.choose, model, limits, tried, group, most, told)
-        written = pack.pack(model, directory, weights, group, progress, choose)
+            scored, read = scored[: len(scored) // 2], scored[len(scored) // 2 :]
+            size = _BITS_USUAL if bits is None else bits
+            form = size if weights == pack.MIXED else f"int4_{group or _GROUP_USUAL}"
+            fit = lambda part: calibration.fit(model, limits, read, form, part, progress)  # noqa: E731
+        written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit)
         if eval_tokens:
             found = pack.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
     if found is not None and not force:
@@ -113,7 +115,7 @@ def _print(written: "Packed", found: "Perplexity | None") -> None:
     forms = ", ".join(f"{count} tensors in {form}" for form, count in sorted(written.tensors.items()))
     share = written.bytes_after / written.bytes_before
     if written.bits:
-        forms += f", {written.bits:.2f} bits a weight"
+        forms += f", {written.bits:.2f} bits a weight of layers"
     rows = [
         ("weights", format_size(written.bytes_before), format_size(written.bytes_after), f"{share:.1%}"),
     ]

@@ -13,11 +13,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from stowage.config.memory import Memory
 from stowage.core.lossless import is_quick
@@ -25,14 +27,16 @@ from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
 from stowage.evaluation import runs
+from stowage.evaluation.calibration import Fitted
 from stowage.models import hub, layout, loading
 from stowage.models.directory import has_tokenizer, part_of
 from stowage.models.files import check_files
-from stowage.weights.quantized.codes import FORMS, GROUPS, Form
+from stowage.weights.quantized.codes import GROUPS, Form
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, Target, marked
 
 __all__ = [
     "MIXED",
+    "WEIGHTS",
     "Packed",
     "Perplexity",
     "pack",
@@ -49,15 +53,16 @@ _WINDOW_TOKENS = 512
 _GROWTH_MOST = 1.05
 _LOCK = ".packing"
 MIXED = "mixed"
-"""4 bits, and 8 for what loses most by them."""
+"""Each matrix in 4 bits with many or few scales, or in 8: what loses most gets most."""
+WEIGHTS = ("int8", "int4", MIXED)
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What became of a checkpoint. ``tensors``: packed ones by form; ``bits``: of a weight in them, scales counted;
-    ``kept``: those that are as they were.
+    """What became of a checkpoint. ``tensors``: packed ones by form; ``bits``: of each of the ``packed_weights``, those
+    of layers and experts, scales counted; ``kept``: tensors that are as they were.
     """
 
     directory: str
@@ -93,16 +98,16 @@ def pack(
     form: str,
     group: int = 32,
     progress: Progress = lambda _what, _done, _all: None,
-    choose: Callable[[], Collection[str]] = frozenset,
+    fit: Callable[[Path], Fitted] | None = None,
 ) -> Packed:
     """Write ``model`` to ``directory``, which is new, with its matrices as ``form`` (int4: in groups of ``group``).
-    mixed: int4, but for those whose paths ``choose`` tells, which stay in int8.
+    ``fit``: gives those that are fitted to text, and what form each of them has; its bytes lie in the directory that
+    it is given meanwhile. Without it ``mixed`` is int4 in groups of 64.
 
-    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``choose``
-    raises.
+    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``fit`` raises.
     """
-    if form not in (*FORMS, MIXED):
-        raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join((*FORMS, MIXED))}.")
+    if form not in WEIGHTS:
+        raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join(WEIGHTS)}.")
     if group not in GROUPS:
         raise ConfigError(f"--group {group} is not possible; choose one of: {', '.join(map(str, GROUPS))}.")
     if directory.exists() or directory.is_symlink():
@@ -114,19 +119,24 @@ def pack(
     _refuse_quantized(source, text.config)
     from stowage.weights.quantized import writer
 
-    sensitive = choose() if form == MIXED else ()
-    small = "int4" if form == MIXED else form
-
-    def form_of(target: Target) -> Form:
-        return target.form("int8" if target.path in sensitive else small, group)
-
+    otherwise = {"int8": "int8", "int4": f"int4_{group}", MIXED: "int4_64"}[form]
     build = partial(loading.load_model, source, text, "auto", {})
-    with _part(directory) as part:
-        written = writer.write(files, build, part / FILE, form_of, partial(progress, "packing"))
+    with _part(directory) as part, contextlib.ExitStack() as done:
+        fitted = None if fit is None else fit(part)
+        if fitted is not None:
+            done.callback(fitted.close)
+
+        def packed(target: Target, values: Tensor) -> tuple[Form, Tensor]:
+            if fitted is not None:
+                return fitted.packed(target, values, otherwise)
+            plain = target.form(otherwise)
+            return plain, target.pack(values, plain)
+
+        written = writer.write(files, build, part / FILE, packed, partial(progress, "packing"))
         for path in sorted(source.iterdir()):
             if path.is_file() and _is_copied(path.name):
                 shutil.copyfile(path, part / path.name)
-        _write_config(source / "config.json", part / "config.json", form, group)
+        _write_config(source / "config.json", part / "config.json", form)
         progress("checking", 0, 1)
         _prove(part)
         progress("checking", 1, 1)
@@ -135,7 +145,15 @@ def pack(
     before = sum(path.stat().st_size for path in files)
     bits = 8 * written.packed_bytes / written.weights
     return Packed(
-        str(directory), form, group, before, written.nbytes, written.packed, written.weights, written.kept, bits
+        directory=str(directory),
+        weights=form,
+        group=group if form == "int4" else 0,
+        bytes_before=before,
+        bytes_after=written.nbytes,
+        tensors=written.packed,
+        packed_weights=written.weights,
+        kept=written.kept,
+        bits=bits,
     )
 
 
@@ -192,9 +210,9 @@ def _is_copied(name: str) -> bool:
     return plain or name.upper().startswith(("LICENSE", "NOTICE"))
 
 
-def _write_config(source: Path, path: Path, form: str, group: int) -> None:
+def _write_config(source: Path, path: Path, form: str) -> None:
     entries = json.loads(source.read_text(encoding="utf-8"))
-    entries["quantization_config"] = {"quant_method": METHOD, "version": VERSION, "weights": form, "group": group}
+    entries["quantization_config"] = {"quant_method": METHOD, "version": VERSION, "weights": form}
     with path.open("x", encoding="utf-8") as file:
         json.dump(entries, file, indent=2, sort_keys=True)
         file.write("\n")
@@ -250,7 +268,7 @@ def refuse_lossy(directory: Path, found: Perplexity) -> None:
     raise ModelError(
         f"packed, the perplexity of {found.text} grows from {found.before:.2f} to {found.after:.2f} "
         f"({found.after / found.before - 1:+.1%}), by more than {_GROWTH_MOST - 1:.0%}: {directory} was removed. "
-        "Take --weights int8, mixed with more --bits or a smaller --group, or keep it with --force."
+        "Take --weights int8, mixed with more --bits, or keep it with --force."
     )
 
 

@@ -1,9 +1,11 @@
-"""Which matrices stay in 8 bits when a model is packed in 4: those whose 4 bits change its answers most, for a byte.
+"""In how many bits each matrix of a model is packed: few where that changes its answers little, for the bytes it saves.
 
-That is measured. The model reads a piece of text once as it is, and then once for each linear layer with that layer
-alone in 4 bits. The layer's sensitivity is the mean Kullback-Leibler divergence of the next token's distribution. The
-divergences of several layers are taken to add up, so layers get 8 bits in the order of divergence per byte that this
-costs, while the average of bits allows it. Stacked experts are not measured, and are in 4 bits.
+The model reads some text, forwards and backwards. Backwards each output of a linear layer tells how much the next
+tokens' probabilities change with it at each token (Fisher's information, of tokens drawn from what the model expects).
+With what the layer reads and the step of a form's codes, an error that is spread evenly over a step gives the mean
+Kullback-Leibler divergence that the form costs.
+Divergences of several layers are
+taken to add up; bytes go where they save most of it. Stacked experts are not measured.
 """
 
 from __future__ import annotations
@@ -17,128 +19,197 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stowage.config.memory import Memory
-from stowage.engine.memory_budget import weights_budget
-from stowage.errors import ConfigError, ModelError
-from stowage.models import loading
-from stowage.weights.quantized.codes import PackedMatrix
-from stowage.weights.quantized.modules import Target, targets
+from stowage.errors import ConfigError
+from stowage.weights.quantized.codes import GROUPS, Form
+from stowage.weights.quantized.fitting import Inputs
+from stowage.weights.quantized.modules import Target
 
-__all__ = ["Packable", "choose", "chosen"]
+__all__ = ["Choice", "Gradients", "Packable", "chosen", "forms_of", "gradients", "is_measured", "packables"]
 
-_TOKENS: Final = 512
-_COMPARED: Final = 64
-"""Tokens whose distributions are compared at once: of a large vocabulary each is a megabyte."""
+_EXPERTS: Final = ("int4_64", "int4_32")
+_LEVELS: Final[Mapping[str, int]] = {"int8": 254, **{f"int4_{group}": 15 for group in GROUPS}}
+"""Steps between the least and the greatest weight of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A form of a matrix, its bytes, and the divergence that it is expected to cost, in nats for each token."""
+
+    form: str
+    nbytes: int
+    divergence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Packable:
-    """A matrix that can be packed: its weights, and its bytes in 4 and in 8 bits. Equal bytes: it has no choice."""
+    """A matrix of so many ``weights``, and what it can be packed as; one choice is none."""
 
     path: str
     weights: int
-    bytes_4: int
-    bytes_8: int
+    choices: tuple[Choice, ...]
 
-    @staticmethod
-    def of(target: Target, group: int) -> Packable:
+
+def packables(targets: Sequence[Target], divergences: Mapping[str, Mapping[str, float]]) -> list[Packable]:
+    """What each of ``targets`` can be packed as, but for the output layer, which has no choice and does not count.
+    ``divergences``: by path and form, of what was measured.
+    """
+    found = []
+    for target in targets:
+        if target.head:
+            continue
+        known = divergences.get(target.path, {})
+        names = tuple(known) or tuple(n for n in _EXPERTS if target.form(n).name == n)[: 1 if target.experts else 0]
+        forms = {target.form(name).name: target.form(name) for name in names or ("int8",)}
         count = max(1, target.experts)
-        in_4 = target.form("int4", group)
-        in_8 = in_4 if target.experts else target.form("int8", group)
-        weights = count * target.outputs * target.inputs
-        return Packable(target.path, weights, count * in_4.nbytes, count * in_8.nbytes)
-
-    @property
-    def more_bytes(self) -> int:
-        """What 8 bits cost."""
-        return self.bytes_8 - self.bytes_4
+        choices = [Choice(n, count * form.nbytes, known.get(n, 0.0)) for n, form in forms.items()]
+        found.append(Packable(target.path, count * target.outputs * target.inputs, tuple(choices)))
+    return found
 
 
-def choose(
-    model: str,
-    memory: Memory,
-    text: str,
-    group: int,
-    bits: float,
-    progress: Callable[[int, int], None] = lambda _done, _all: None,
-) -> frozenset[str]:
-    """Paths of those matrices of ``model`` that stay in 8 bits (see `chosen`). It lies within the budgets of
-    ``memory``, and reads the first 512 tokens of ``text``.
+def chosen(matrices: Sequence[Packable], bits: float) -> dict[str, str]:
+    """The form of each, by path, so that a packed weight takes at most ``bits`` on average, scales counted.
 
-    Raises ConfigError where even 4 bits take more than ``bits``, ModelError without a tokenizer or with too short a
-    text, and whatever loading raises.
+    Raises ConfigError where even the fewest take more.
     """
-    budget = partial(weights_budget, memory, None) if memory.places_weights else None
-    loaded = loading.load(model, budget=budget)
-    try:
-        if loaded.tokenizer is None:
-            raise ModelError(f"{model} has no tokenizer, so it reads no text to measure its matrices on.")
-        ids = torch.tensor([list(loaded.tokenizer.encode(text))[:_TOKENS]])
-        if ids.shape[1] < 2:
-            raise ModelError("the text is too short to measure matrices on: --eval FILE takes a longer one.")
-        found = {target.path: target for target in targets(loaded.model)}
-        sizes = [Packable.of(target, group) for target in found.values()]
-        chosen(sizes, {}, bits)  # before what takes long
-        divergences, expected = {}, _log_probabilities(loaded.model, ids)
-        asked = [one.path for one in sizes if one.more_bytes]
-        for number, path in enumerate(asked):
-            progress(number, len(asked))
-            with _in_4_bits(found[path], group):
-                divergences[path] = _divergence(expected, _log_probabilities(loaded.model, ids))
-        progress(len(asked), len(asked))
-        return chosen(sizes, divergences, bits)
-    finally:
-        if loaded.weights is not None and loaded.owns_weights:
-            loaded.weights.close()
-
-
-def chosen(sizes: Sequence[Packable], divergences: Mapping[str, float], bits: float) -> frozenset[str]:
-    """Paths of those that stay in 8 bits, so that a packed weight takes at most ``bits`` on average, scales counted.
-    ``divergences``: by path, what 4 bits do to the next token's distribution, in nats.
-
-    Raises ConfigError where even 4 bits take more.
-    """
-    weights, used = sum(one.weights for one in sizes), sum(one.bytes_4 for one in sizes)
+    least = {one.path: min(one.choices, key=lambda choice: choice.nbytes) for one in matrices}
+    weights, used = sum(one.weights for one in matrices), sum(choice.nbytes for choice in least.values())
     allowed = bits * weights / 8
     if used > allowed:
         raise ConfigError(
             f"--bits {bits:g} is less than weights in 4 bits take here with their scales, and with what has to be in 8 "
-            f"bits: give {8 * used / weights + 0.005:.2f} or more, or a larger --group."
+            f"bits: give {8 * used / weights + 0.005:.2f} or more."
         )
-    kept = set[str]()
-    measured = [one for one in sizes if one.path in divergences]
-    for one in sorted(measured, key=lambda one: divergences[one.path] / one.more_bytes, reverse=True):
-        if used + one.more_bytes <= allowed:
-            used += one.more_bytes
-            kept.add(one.path)
-    return frozenset(kept)
+    forms = {path: choice.form for path, choice in least.items()}
+    steps = [(path, step) for path, steps in _steps(matrices, least) for step in steps]
+    ended = set[str]()
+    for path, (_saved, more_bytes, form) in sorted(steps, key=lambda one: one[1][0], reverse=True):
+        if path not in ended and used + more_bytes <= allowed:
+            used += more_bytes
+            forms[path] = form
+        else:
+            ended.add(path)  # its next step begins where this one would have led
+    return forms
+
+
+def _steps(
+    matrices: Sequence[Packable], least: Mapping[str, Choice]
+) -> Iterator[tuple[str, list[tuple[float, int, str]]]]:
+    """From a matrix's fewest bytes to its most: divergence saved for each byte, more bytes, form. What saves less for a
+    byte than a larger one is left out, so that each step saves less than the one before it.
+    """
+    for one in matrices:
+        at, steps = least[one.path], list[tuple[float, int, str]]()
+        while True:
+            larger = [c for c in one.choices if c.nbytes > at.nbytes and c.divergence < at.divergence]
+            if not larger:
+                break
+            saved, following = max(
+                (((at.divergence - c.divergence) / (c.nbytes - at.nbytes), c) for c in larger), key=lambda pair: pair[0]
+            )
+            steps.append((saved, following.nbytes - at.nbytes, following.form))
+            at = following
+        yield one.path, steps
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Of a linear layer's outputs, squares: ``tokens`` (tokens,), by position in a window, sums over outputs;
+    ``outputs`` (outputs,), sums over tokens. ``read``: of how many tokens.
+    """
+
+    tokens: Tensor | float = 0.0
+    outputs: Tensor | float = 0.0
+    read: int = 0
+
+    @property
+    def counts(self) -> Tensor:
+        """How much an error counts at each position: (tokens,). One token's gradient says little, so it is the mean of
+        positions 0, 1 and 2, 3 to 6, 7 to 14 and so on: what comes first is read by more tokens, and the very first
+        one is what attention falls back on.
+        """
+        assert isinstance(self.tokens, Tensor)
+        found, begin = torch.empty_like(self.tokens), 0
+        while begin < len(found):
+            end = 2 * begin + 1
+            found[begin:end] = self.tokens[begin:end].mean()
+            begin = end
+        return found
+
+    def add(self, gradient: Tensor) -> None:
+        squares = gradient.detach().reshape(-1, gradient.shape[-1]).float().square().cpu()
+        self.tokens, self.outputs = self.tokens + squares.sum(dim=1), self.outputs + squares.sum(dim=0)
+        self.read += len(squares)
+
+    def divergences(self, target: Target, weight: Tensor, inputs: Inputs) -> dict[str, float]:
+        """What each form that ``target`` may have is expected to cost: nats for each token."""
+        found = {}
+        for form in forms_of(target):
+            counts = inputs.weights if form.name == "int8" else inputs.remaining
+            error = _error(weight, counts, form)
+            found[form.name] = float((error * self.outputs).sum()) / (2 * self.read)
+        return found
+
+
+def gradients(
+    model: Any, targets: Sequence[Target], windows: Tensor, progress: Callable[[int, int], None]
+) -> dict[str, Gradients]:
+    """Of those of ``targets`` that are called for all ``windows`` [windows, tokens], by path, one after the other."""
+    found = {target.path: Gradients() for target in targets if is_measured(target)}
+    model.requires_grad_(False)
+
+    def keep(path: str, _layer: Any, _given: Any, out: Any) -> None:
+        if out.requires_grad:
+            out.register_hook(found[path].add)
+
+    generator = torch.Generator().manual_seed(0)
+    embedded = _embedded(model, windows)
+    with contextlib.ExitStack() as hooks, torch.enable_grad():
+        for target in targets:
+            if target.path in found:
+                hooks.callback(target.module.register_forward_hook(partial(keep, target.path)).remove)
+        for number, window in enumerate(embedded):
+            progress(number, len(windows))
+            given = window[None].detach().clone().requires_grad_()
+            logits = model(inputs_embeds=given, use_cache=False).logits[0].float()
+            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
+            loss = nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+            torch.autograd.backward(loss)
+    progress(len(windows), len(windows))
+    return {path: one for path, one in found.items() if one.read == windows.numel()}
 
 
 @torch.no_grad()
-def _log_probabilities(model: Any, ids: Tensor) -> Tensor:
-    """Of the next token, after each of ``ids`` [1, tokens]: (tokens, vocabulary), float32."""
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-    return logits.float().log_softmax(-1)
-
-
-def _divergence(expected: Tensor, found: Tensor) -> float:
-    pairs = zip(torch.split(expected, _COMPARED), torch.split(found, _COMPARED), strict=True)
-    return sum(float((a.exp() * (a - b)).sum()) for a, b in pairs) / len(expected)
-
-
-@contextlib.contextmanager
-def _in_4_bits(target: Target, group: int) -> Iterator[None]:
-    """The layer of ``target`` computes with its weight in 4 bits, made anew from where the weight lies meanwhile."""
-    form = target.form("int4", group)
-
-    def compute(layer: nn.Module, given: tuple[Tensor, ...], _plain: Tensor) -> Tensor:
-        linear: Any = layer
-        matrix = PackedMatrix(form, form.pack(linear.weight.detach().cpu()).to(given[0].device), linear.weight.dtype)
-        return matrix.multiply(given[0], linear.bias)
-
-    # before other hooks: one of them may take the weight away again
-    handle = target.module.register_forward_hook(compute, prepend=True)
+def _embedded(model: Any, windows: Tensor) -> Tensor:
+    """What ``model`` makes of ``windows`` before its first layer: so that something is given to it that learns."""
+    found: list[Tensor] = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda _module, _given, out: found.append(out))
     try:
-        yield
+        model(input_ids=windows, use_cache=False)
     finally:
         handle.remove()
+    return found[0]
+
+
+def forms_of(target: Target) -> list[Form]:
+    """What a linear layer can be packed as."""
+    forms = [Form(name, target.outputs, target.inputs) for name in _LEVELS]
+    return [form for form in forms if form.fits]
+
+
+def is_measured(target: Target) -> bool:
+    """Whether its form can be chosen: experts' and the output layer's cannot."""
+    return not target.experts and not target.head
+
+
+def _error(weight: Tensor, counts: Tensor, form: Form) -> Tensor:
+    """The mean square of each output's error, where codes are wrong by up to half a step, and an input's ``counts``
+    times: (outputs,).
+    """
+    found = []
+    for begin, end in form.tiles():
+        grouped = weight[begin:end].float().view(end - begin, -1, form.group)
+        low, high = grouped.amin(dim=2), grouped.amax(dim=2)
+        span = 2 * torch.maximum(high, -low) if form.name == "int8" else high - low
+        steps = span / _LEVELS[form.name]
+        found.append((steps.square() / 12 * counts.view(-1, form.group).sum(dim=1)).sum(dim=1))
+    return torch.cat(found)

@@ -246,7 +246,8 @@ def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, look
     """
     delattr(module, own)
     _register(module, spec, "", ())
-    module._is_hf_initialized = True  # type: ignore[assignment]  # see above
+    if not isinstance(module, nn.Embedding):  # those may have a scale that Transformers makes when the rest is loaded
+        module._is_hf_initialized = True  # type: ignore[assignment]  # see above
     plain: Any = type(module)
     module.__class__ = _with_matrix(plain, own, spec, dtype, looks_up)
 

@@ -1,9 +1,9 @@
 """Matrices in fewer bits: what the bytes are, how a matrix becomes them, and how it is multiplied with.
 
 int8: a scale for each output channel (float32), then one signed byte for each weight; a weight is code * scale.
-int4: for each ``group`` of inputs of an output channel a scale, and for each a least value (float16 both, all scales
-first), then half a byte for each weight; a weight is code * scale + least. Byte ``j`` of a channel has input ``j`` in
-its low half, and input ``j + inputs / 2`` in its high half.
+int4_32, int4_64, int4_128: for each group of so many inputs of an output channel a scale, and for each a least value
+(float16 both, all scales first), then half a byte for each weight; a weight is code * scale + least. Byte ``j`` of a
+channel has input ``j`` in its low half, and input ``j + inputs / 2`` in its high half.
 
 The codes begin at a multiple of 64 bytes; a matrix ends at one, and at a page from 64 KiB on. Scales come first because
 weights that are away are bytes of ones: as a scale these are NaN, so whatever is computed with them is NaN too.
@@ -24,20 +24,17 @@ from torch import Tensor
 
 from stowage.errors import CheckpointError
 from stowage.weights.checkpoint import PAGE_BYTES
+from stowage.weights.quantized.fitting import Inputs, fit
 
 __all__ = ["FORMS", "GROUPS", "Form", "PackedMatrix", "form_of", "workspace_bytes"]
 
-FORMS: Final = ("int8", "int4")
 GROUPS: Final = (32, 64, 128)
+FORMS: Final = ("int8", *(f"int4_{group}" for group in GROUPS))
 _ALIGNED_BYTES: Final = 64
 _WHOLE_PAGES_FROM: Final = 64 << 10
 _TILE_ELEMENTS: Final = 1 << 19
 """Unpacked at once: 2 MiB in float32. Less costs calls, more falls out of the cache (measured: 128 to 1,024 rows of
 2,048 are alike, 8,192 take twice as long)."""
-_SHRUNK: Final = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of a group's range that are tried for int4: the codes with the least squared error are kept."""
-_FITTED: Final = 3
-"""How often codes are chosen for a scale and a least value, which are then fitted to the codes by least squares."""
 _ROWS_NATIVE_MOST: Final = 16
 """Up to so many tokens torch's own kernel for int8 is the quicker one in bfloat16 (12 ms against 62 for one token)."""
 
@@ -49,17 +46,21 @@ def form_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a matrix of ``outputs`` x ``inputs`` is packed. ``group``: inputs that share a scale; 0 for int8."""
+    """How a matrix of ``outputs`` x ``inputs`` is packed: ``name`` is one of ``FORMS``."""
 
     name: str
     outputs: int
     inputs: int
-    group: int = 0
 
-    @staticmethod
-    def fits(name: str, inputs: int, group: int) -> bool:
-        """Whether a matrix with so many ``inputs`` can be packed like that."""
-        return name == "int8" or inputs % group == 0
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; all of them in int8."""
+        return self.inputs if self.name == "int8" else int(self.name.removeprefix("int4_"))
+
+    @property
+    def fits(self) -> bool:
+        """Whether a matrix of that size can be packed like that."""
+        return self.inputs % self.group == 0
 
     @property
     def scales_bytes(self) -> int:
@@ -85,77 +86,43 @@ class Form:
         """Output channels that are unpacked at once."""
         return min(self.outputs, max(1, _TILE_ELEMENTS // self.inputs))
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """The bytes of ``weight`` (outputs, inputs): uint8, (nbytes,). Raises CheckpointError for NaN and infinity."""
+    def pack(self, weight: Tensor, inputs: Inputs | None = None) -> Tensor:
+        """The bytes of ``weight`` (outputs, inputs): uint8, (nbytes,). ``inputs``: what it is multiplied with, where
+        that is known. Raises CheckpointError for NaN and infinity.
+        """
         assert weight.shape == (self.outputs, self.inputs)
         packed = torch.zeros(self.nbytes, dtype=torch.uint8)
-        for begin, end in self._tiles():
+        for begin, end in self.tiles():
             values = weight[begin:end].float().contiguous()
-            codes = self._int8(values, packed, begin) if self.name == "int8" else self._int4(values, packed, begin)
+            codes = (
+                self._int8(values, packed, begin) if self.name == "int8" else self._int4(values, packed, begin, inputs)
+            )
             packed[self.codes_at + begin * self.row_bytes :][: codes.numel()] = codes.view(-1)
         return packed
 
-    def _tiles(self) -> Iterator[tuple[int, int]]:
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Output channels that are packed and unpacked together: begin and end."""
         for begin in range(0, self.outputs, self.rows):
             yield begin, min(begin + self.rows, self.outputs)
 
     def _int8(self, values: Tensor, packed: Tensor, begin: int) -> Tensor:
         scales = values.abs().amax(dim=1) / 127
-        _refuse_infinite(scales)
+        if not bool(torch.isfinite(scales).all()):
+            raise CheckpointError(
+                "a weight of this checkpoint is NaN or infinite, so it cannot be packed: download the checkpoint again."
+            )
         packed[4 * begin : 4 * (begin + len(values))] = scales.view(torch.uint8)
         codes = torch.round(values / torch.where(scales > 0, scales, 1)[:, None])
         return codes.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
 
-    def _int4(self, weight: Tensor, packed: Tensor, begin: int) -> Tensor:
-        grouped = weight.view(len(weight), -1, self.group)
-        low, high = grouped.amin(dim=2), grouped.amax(dim=2)
-        best_error = torch.full_like(low, float("inf"))
-        best = [low.half(), low.half(), torch.zeros_like(grouped, dtype=torch.uint8)]
-        for share in _SHRUNK:
-            least = low * share
-            scale = ((high * share - least) / 15).clamp_(min=0)
-            for _ in range(_FITTED):
-                halves = (scale.half(), least.half())
-                _refuse_infinite(halves[0])
-                _refuse_infinite(halves[1])
-                codes = _nearest_codes(grouped, *halves)
-                values = codes * halves[0].float()[..., None] + halves[1].float()[..., None]
-                error = (values - grouped).square().sum(dim=2)
-                better = error < best_error
-                best_error = torch.where(better, error, best_error)
-                for part, found in enumerate((*halves, codes.to(torch.uint8))):
-                    best[part] = torch.where(better.view(*better.shape, *[1] * (found.dim() - 2)), found, best[part])
-                scale, least = _fitted(grouped, codes, scale, least)
-        for part, kept in enumerate(best[:2]):
+    def _int4(self, values: Tensor, packed: Tensor, begin: int, inputs: Inputs | None) -> Tensor:
+        found = fit(values, self.group, inputs)
+        for part, kept in enumerate((found.scales, found.leasts)):
             at = part * (self.scales_bytes // 2) + begin * kept.shape[1] * 2
             raw = kept.contiguous().view(torch.uint8).view(-1)
             packed[at : at + raw.numel()] = raw
-        flat = best[2].view(len(weight), self.inputs)
         half = self.inputs // 2
-        return flat[:, :half] | (flat[:, half:] << 4)
-
-
-def _nearest_codes(grouped: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    step = torch.where(scale > 0, scale, 1).float()
-    return torch.round((grouped - least.float()[..., None]) / step[..., None]).clamp_(0, 15)
-
-
-def _fitted(grouped: Tensor, codes: Tensor, scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and least value of each group with which its codes have the least squared error."""
-    mean, middle = grouped.mean(dim=2), codes.mean(dim=2)
-    apart = codes - middle[..., None]
-    spread = apart.square().sum(dim=2)
-    fitted = (apart * (grouped - mean[..., None])).sum(dim=2) / torch.where(spread > 0, spread, 1)
-    scale = torch.where((spread > 0) & (fitted > 0), fitted, scale)
-    return scale, torch.where(spread > 0, mean - scale * middle, least)
-
-
-def _refuse_infinite(scales: Tensor) -> None:
-    if not bool(torch.isfinite(scales).all()):
-        raise CheckpointError(
-            "a weight of this checkpoint is NaN, infinite, or too large for 4-bit scales, so it cannot be packed: "
-            "download the checkpoint again, or try --weights int8."
-        )
+        return found.codes[:, :half] | (found.codes[:, half:] << 4)
 
 
 def _tile_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -197,7 +164,8 @@ class PackedMatrix:
     """
 
     __slots__ = ("form", "packed", "transposed", "values_dtype")
-    dtype: Final = torch.uint8
+    _is_hf_initialized: Final = True
+    """Transformers would fill it with random numbers."""
 
     def __init__(self, form: Form, packed: Tensor, values_dtype: torch.dtype, transposed: bool = False) -> None:
         self.form, self.packed, self.values_dtype, self.transposed = form, packed, values_dtype, transposed
@@ -206,6 +174,11 @@ class PackedMatrix:
     def shape(self) -> torch.Size:
         sizes = (self.form.outputs, self.form.inputs)
         return torch.Size(sizes[::-1] if self.transposed else sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values: a model may compute in the type of its weights."""
+        return self.values_dtype
 
     def dim(self) -> int:
         return 2
@@ -227,7 +200,7 @@ class PackedMatrix:
         else:
             rows, product = rows.to(_tile_dtype(x.dtype)), linear or torch.nn.functional.linear
             out = rows.new_empty(len(rows), form.outputs)
-            for begin, end in form._tiles():
+            for begin, end in form.tiles():
                 tile, factors = self._codes(begin, end, rows.dtype)
                 out[:, begin:end] = product(rows, tile)
                 if factors is not None:
@@ -239,14 +212,19 @@ class PackedMatrix:
 
     def looked_up(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` (any shape): (..., inputs)."""
-        return self.unpacked()[ids]
+        form, rows = self.form, ids.reshape(-1)
+        if form.name != "int8" or self.transposed:
+            return self.unpacked()[ids]
+        codes = self.packed[form.codes_at :][: form.outputs * form.inputs].reshape(form.outputs, -1)[rows]
+        scales = self.packed[: form.scales_bytes].reshape(form.outputs, 4)[rows].view(torch.float32)
+        return (codes.view(torch.int8) * scales).to(self.values_dtype).view(*ids.shape, form.inputs)
 
     @torch.no_grad()
     def unpacked(self) -> Tensor:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
         form = self.form
         whole = torch.empty(form.outputs, form.inputs, dtype=self.values_dtype, device=self.packed.device)
-        for begin, end in form._tiles():
+        for begin, end in form.tiles():
             tile, factors = self._codes(begin, end, torch.float32)
             whole[begin:end] = tile if factors is None else tile * factors[:, None]
         return whole.t() if self.transposed else whole
@@ -282,7 +260,7 @@ class PackedMatrix:
         lie; ``None`` in 8 bits, and while the bytes are away.
         """
         form = self.form
-        if form.name != "int4" or self.packed.stride(0) != 1:
+        if form.name == "int8" or self.packed.stride(0) != 1:
             return None
         codes = self.packed[form.codes_at :][: form.outputs * form.row_bytes].view(form.outputs, form.row_bytes)
         return codes, self.packed[: form.scales_bytes].view(torch.float16).view(2, form.outputs, -1)

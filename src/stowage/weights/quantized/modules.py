@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from stowage.errors import CheckpointError
 from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.quantized import quantizer
-from stowage.weights.quantized.codes import FORMS, GROUPS, Form, PackedMatrix, form_of
+from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix, form_of
+from stowage.weights.quantized.fitting import Inputs
 
 __all__ = [
     "FILE",
@@ -39,7 +40,7 @@ __all__ = [
 
 METHOD: Final = "stowage_pack"
 """What ``quantization_config`` in config.json calls it."""
-VERSION: Final = 1
+VERSION: Final = 2
 VARIANT: Final = "stowage"
 FILE: Final = f"model.{VARIANT}.safetensors"
 """Not the name that Transformers looks for: without Stowage it finds no weights, and fills no gap."""
@@ -91,7 +92,9 @@ class PackedStack:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter that can be packed: ``own`` of ``module``. ``experts``: 0 for a linear layer's weight."""
+    """A parameter that can be packed: ``own`` of ``module``. ``experts``: 0 for a linear layer's weight. ``head``: the
+    output layer's; its table is the embedding ``module`` where these are one.
+    """
 
     path: str
     module: nn.Module
@@ -102,13 +105,12 @@ class Target:
     transposed: bool = False
     head: bool = False
 
-    def form(self, name: str, group: int) -> Form:
+    def form(self, name: str) -> Form:
         """How it is packed when it is packed as ``name``: what has no whole groups, and the output layer, whose
         errors nothing evens out, are int8.
         """
-        if self.head or not Form.fits(name, self.inputs, group):
-            name = "int8"
-        return Form(name, self.outputs, self.inputs, group if name == "int4" else 0)
+        form = Form(name, self.outputs, self.inputs)
+        return form if form.fits and not self.head else Form("int8", self.outputs, self.inputs)
 
     def packed_name(self, form: str) -> str:
         """What it is called when it is packed."""
@@ -121,10 +123,12 @@ class Target:
         piece = PAGE_BYTES if form.nbytes % PAGE_BYTES == 0 else form.nbytes
         return (self.experts, form.nbytes // piece, piece)
 
-    def pack(self, values: Tensor, form: Form) -> Tensor:
-        """The bytes of ``values``, in the shape that they have in the file. Raises CheckpointError."""
+    def pack(self, values: Tensor, form: Form, inputs: Inputs | None = None) -> Tensor:
+        """The bytes of ``values``, in the shape that they have in the file. ``inputs``: of a linear layer, where they
+        are known. Raises CheckpointError.
+        """
         if not self.experts:
-            return form.pack(values)
+            return form.pack(values, inputs)
         packed = torch.empty(self.shape(form), dtype=torch.uint8)
         for expert in range(self.experts):
             one = values[expert].t() if self.transposed else values[expert]
@@ -134,12 +138,37 @@ class Target:
 
 def targets(model: Any) -> Iterator[Target]:
     """What of ``model`` (which may have no bytes) can be packed: linear layers, and stacked experts that its own loop
-    takes one by one. Not what is tied to another parameter, routers, and matrices that are too small.
+    takes one by one. Not what is tied to another parameter, routers, and matrices that are too small; but, last and
+    beside others only, the table that is embedding and output layer.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     shared = {*tied.keys(), *tied.values()}
+    head, some = _head(model), False
+    for target in _untied(model, head, shared):
+        some = True
+        yield target
+    if some and (table := _tied_table(model, head, tied)) is not None:
+        path, module = table
+        outputs, width = module.weight.shape
+        yield Target(path, module, "weight", outputs, width, head=True)
+
+
+def _head(model: Any) -> Any:
     find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    return find() if find is not None else None
+
+
+def _tied_table(model: Any, head: Any, tied: Mapping[str, str]) -> tuple[str, nn.Embedding] | None:
+    """The embedding whose table the output layer ``head`` multiplies with, and nothing else does."""
+    if len(tied) != 1 or type(head) is not nn.Linear:
+        return None
+    ((copy, path),) = tied.items()
+    module = model.get_submodule(path.rpartition(".")[0])
+    is_head = model.get_submodule(copy.rpartition(".")[0]) is head
+    return (path, module) if is_head and isinstance(module, nn.Embedding) and path.endswith(".weight") else None
+
+
+def _untied(model: Any, head: Any, shared: Collection[str]) -> Iterator[Target]:
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             path = f"{name}.weight"
@@ -170,7 +199,7 @@ def forms_in(names: Sequence[str]) -> dict[str, str]:
     return {name: form for name in names if (form := form_of(name))}
 
 
-def replace(model: Any, names: Sequence[str], group: int, dtype: torch.dtype) -> list[Form]:
+def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
     """Put packed modules in the place of those of ``model`` whose weights are packed in a file with tensors ``names``.
 
     Raises CheckpointError when the model has no such matrix for one of them.
@@ -182,8 +211,11 @@ def replace(model: Any, names: Sequence[str], group: int, dtype: torch.dtype) ->
         if found is None:
             continue
         del packed[target.packed_name(found)]
-        form = Form(found, target.outputs, target.inputs, group if found == "int4" else 0)
+        form = Form(found, target.outputs, target.inputs)
         forms.append(form)
+        if isinstance(target.module, nn.Embedding):
+            _put_table(model, target, form, dtype)
+            continue
         if not target.experts:
             parent, _, own = target.path.removesuffix(".weight").rpartition(".")
             linear: Any = target.module
@@ -204,6 +236,27 @@ def replace(model: Any, names: Sequence[str], group: int, dtype: torch.dtype) ->
         module._is_hf_initialized = True  # type: ignore[assignment]  # see above
         module.__class__ = _with_stacks(plain, dtype, tuple(sorted(forms_of.items())))
     return forms
+
+
+def _put_table(model: Any, target: Target, form: Form, dtype: torch.dtype) -> None:
+    """One parameter of bytes for an embedding and for the output layer that is tied to it."""
+    ((copy, _),) = model.all_tied_weights_keys.items()
+    path, embedding = copy.rpartition(".")[0], target.module
+    parent, _, own = path.rpartition(".")
+    packed = PackedLinear(form, model.get_submodule(path).bias, dtype)
+    setattr(model.get_submodule(parent), own, packed)
+    delattr(embedding, "weight")
+    embedding.register_parameter(form.name, packed._parameters[form.name])
+    plain: Any = type(embedding)
+    embedding.__class__ = _with_table(plain, form, dtype)
+    model.all_tied_weights_keys = {f"{path}.{form.name}": target.packed_name(form.name)}
+
+
+@functools.lru_cache(maxsize=256)
+def _with_table(plain: Any, form: Form, dtype: torch.dtype) -> type[nn.Module]:
+    """``plain`` embeddings that look up rows of a packed table, all of which has to be there."""
+    table = property(lambda self: PackedMatrix(form, self._parameters[form.name], dtype))
+    return type(f"Packed{plain.__name__}", (plain,), {"weight": table, "looks_up": False})
 
 
 @functools.lru_cache(maxsize=256)
@@ -243,10 +296,10 @@ def marked(config: Any) -> dict[str, Any]:
     stated = stated.to_dict() if hasattr(stated, "to_dict") else stated
     if not isinstance(stated, dict) or stated.get("quant_method") != METHOD:
         return {}
-    if stated.get("version") != VERSION or stated.get("group") not in GROUPS:
+    if stated.get("version") != VERSION:
         raise CheckpointError(
-            f"the checkpoint was packed in version {stated.get('version')!r} with groups of {stated.get('group')!r}, "
-            f"and this Stowage reads version {VERSION}: pack it again with stowage pack, or upgrade Stowage."
+            f"the checkpoint was packed in version {stated.get('version')!r}, and this Stowage reads version "
+            f"{VERSION}: pack it again with stowage pack, or upgrade Stowage."
         )
     return dict(stated)
 
@@ -256,14 +309,14 @@ def register() -> None:
 
     def before(model: Any, config: Any, dtype: torch.dtype, files: Sequence[str]) -> Mapping[str, torch.Size]:
         (file,) = files
-        replace(model, names_in(Path(file)), config.group, dtype)
+        replace(model, names_in(Path(file)), dtype)
         return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     quantizer.register(METHOD, before, _check_shapes)
 
 
 def _check_shapes(model: Any, shapes: Mapping[str, torch.Size]) -> None:
-    """Of a quantised model Transformers does not: with other groups, bytes would be taken for other weights."""
+    """Of a quantised model Transformers does not: bytes would be taken for other weights."""
     for name, tensor in model.state_dict().items():
         if tensor.shape != shapes.get(name):
             raise CheckpointError(

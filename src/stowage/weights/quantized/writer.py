@@ -48,8 +48,8 @@ DTYPES: Final = {
 
 @dataclass(slots=True)
 class Written:
-    """What was written. ``packed``: tensors by form, which have ``weights`` numbers and take ``packed_bytes``;
-    ``kept``: other tensors.
+    """What was written. ``packed``: tensors by form; those of layers and experts, without the output layer, have
+    ``weights`` numbers and take ``packed_bytes``. ``kept``: other tensors.
     """
 
     packed: dict[str, int]
@@ -63,11 +63,11 @@ def write(
     files: Sequence[Path],
     build: Callable[[], Any],
     path: Path,
-    form_of: Callable[[Target], Form],
+    pack: Callable[[Target, Tensor], tuple[Form, Tensor]],
     progress: Callable[[int, int], None],
 ) -> Written:
     """``build`` loads the model from ``files``, with Transformers; it is written to ``path``, which is new, with each
-    matrix as ``form_of`` says.
+    matrix in the form, and as the bytes, that ``pack`` makes of it.
 
     ``progress`` is told how many tensors are done, of how many. The memory for it is the largest parameter, some times
     over. Raises UnsupportedModelError when there is nothing to pack, CheckpointError, StorageError, and whatever
@@ -75,7 +75,7 @@ def write(
     """
     checkpoint = Checkpoint(files)
     try:
-        writing = _Writing(checkpoint, path, form_of, progress)
+        writing = _Writing(checkpoint, path, pack, progress)
         try:
             writing.finish(writing.build(build))
         finally:
@@ -92,12 +92,12 @@ class _Writing(Building):
         self,
         checkpoint: Checkpoint,
         path: Path,
-        form_of: Callable[[Target], Form],
+        pack: Callable[[Target, Tensor], tuple[Form, Tensor]],
         progress: Callable[[int, int], None],
     ) -> None:
         super().__init__(checkpoint)
         self.written = Written({})
-        self._form_of, self._progress = form_of, progress
+        self._pack, self._progress = pack, progress
         self._targets: dict[str, Target] = {}
         self._wanted: set[str] = set()
         self._all = 0
@@ -161,14 +161,14 @@ class _Writing(Building):
             self._put_off(path, values.contiguous())
             self.written.kept += 1
         else:
-            form = self._form_of(target)
+            form, packed = self._pack(target, values)
             name = target.packed_name(form.name)
-            packed = target.pack(values, form)
             self._put_off(name, packed)
-            self.written.packed_bytes += packed.nbytes
             self._packed[name] = values.numel()
             self.written.packed[form.name] = self.written.packed.get(form.name, 0) + 1
-            self.written.weights += values.numel()
+            if not target.head:
+                self.written.packed_bytes += packed.nbytes
+                self.written.weights += values.numel()
         self._progress(self._all - len(self._wanted), self._all)
 
     def _put_off(self, name: str, values: Tensor) -> None:

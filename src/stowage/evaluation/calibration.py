@@ -1,0 +1,186 @@
+"""Packs a model's linear layers while it reads text: each is fitted to what it reads, once.
+
+The text is read backwards first, which tells at which tokens an error counts. In some layers one token in hundreds
+counts as much as all others: that which attention falls back on.
+
+Owns a file without a name for the packed bytes, since they may be more than memory has, until they are asked for. The
+model computes with its own weights meanwhile, which lie within the budgets that are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch
+from torch import Tensor
+
+from stowage.config.memory import Memory
+from stowage.engine.memory_budget import weights_budget
+from stowage.errors import ModelError
+from stowage.evaluation import sensitivity
+from stowage.evaluation.sensitivity import is_measured
+from stowage.models import loading
+from stowage.weights.parameter_location import memory_of
+from stowage.weights.quantized.codes import Form
+from stowage.weights.quantized.fitting import Inputs
+from stowage.weights.quantized.modules import Target, targets
+
+__all__ = ["Fitted", "fit"]
+
+_WINDOW_TOKENS: Final = 512
+_WINDOWS: Final = 8
+_WINDOWS_BACKWARDS: Final = 2
+_TOKENS_LEAST: Final = 32
+
+Progress = Callable[[str, int, int], None]
+
+
+class Fitted:
+    """Packed matrices. ``forms``: of every matrix, by its path, whether it was fitted or not."""
+
+    def __init__(self, directory: Path) -> None:
+        self.forms: dict[str, str] = {}
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
+        self._spans: dict[str, tuple[int, int]] = {}
+
+    def put(self, path: str, packed: Tensor) -> None:
+        self._spans[path] = (self._file.seek(0, 2), packed.nbytes)
+        self._file.write(memory_of(packed))
+
+    def packed(self, target: Target, values: Tensor, otherwise: str) -> tuple[Form, Tensor]:
+        """``target`` in its form, or as ``otherwise`` says: fitted to what it reads, or to its ``values`` alone."""
+        form = target.form(self.forms.get(target.path, otherwise))
+        span = self._spans.get(target.path)
+        if span is None:
+            return form, target.pack(values, form)
+        self._file.seek(span[0])
+        return form, torch.frombuffer(bytearray(self._file.read(span[1])), dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def fit(
+    model: str,
+    memory: Memory,
+    text: str,
+    form: str | float,
+    directory: Path,
+    progress: Progress = lambda _what, _done, _all: None,
+) -> Fitted:
+    """The linear layers of ``model`` as ``form`` or, where that is a number, each in the form that is chosen for it, so
+    that a weight takes so many bits on average. The model lies within the budgets of ``memory``, and reads up to 4,096
+    tokens from the beginning of ``text``. ``directory``: where the packed bytes wait.
+
+    Raises ConfigError where a form has more bits than are allowed, ModelError without a tokenizer or with too short a
+    text, and whatever loading raises.
+    """
+    loaded = _load(model, memory)
+    fitted = Fitted(directory)
+    try:
+        windows = _windows(loaded, model, text)
+        found = list(targets(loaded.model))
+        if isinstance(form, float):
+            nothing = {t.path: {f.name: 0.0 for f in sensitivity.forms_of(t)} for t in found if is_measured(t)}
+            sensitivity.chosen(sensitivity.packables(found, nothing), form)  # before what takes long
+        calibration = _Calibration(loaded.model, windows, found, progress)
+        if isinstance(form, float):
+            fitted.forms = sensitivity.chosen(sensitivity.packables(found, calibration.divergences()), form)
+        else:
+            fitted.forms = {target.path: target.form(form).name for target in found}
+        calibration.fit(fitted)
+        return fitted
+    except BaseException:
+        fitted.close()
+        raise
+    finally:
+        _close(loaded)
+
+
+def _load(model: str, memory: Memory) -> Any:
+    """Its layers come and go whole where budgets do not hold it: a cache of experts is not read backwards."""
+    if not memory.places_weights:
+        return loading.load(model)
+    loaded = loading.load(model, budget=partial(weights_budget, memory, None))
+    if loaded.weights is None or not loaded.weights.placement.cached:
+        return loaded
+    _close(loaded)
+    return loading.load(model, budget=partial(weights_budget, replace(memory, weights="*=stream"), None))
+
+
+def _close(loaded: Any) -> None:
+    if loaded.weights is not None and loaded.owns_weights:
+        loaded.weights.close()
+
+
+def _windows(loaded: Any, model: str, text: str) -> Tensor:
+    """[windows, tokens]"""
+    if loaded.tokenizer is None:
+        raise ModelError(f"{model} has no tokenizer, so it reads no text to fit its matrices to.")
+    ids = torch.tensor(list(loaded.tokenizer.encode(text)), dtype=torch.long)
+    context = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or _WINDOW_TOKENS
+    length = min(_WINDOW_TOKENS, int(context), len(ids))
+    if length < _TOKENS_LEAST:
+        raise ModelError("the text is too short to fit matrices to: --eval FILE takes a longer one.")
+    count = min(_WINDOWS, len(ids) // length)
+    return ids[: count * length].view(count, length)
+
+
+class _Calibration:
+    """What ``model`` tells of its layers when it reads ``windows`` [windows, tokens]."""
+
+    def __init__(self, model: Any, windows: Tensor, found: Sequence[Target], progress: Progress) -> None:
+        self._model, self._windows, self._progress = model, windows, progress
+        self._gradients = sensitivity.gradients(
+            model, found, windows[:_WINDOWS_BACKWARDS], partial(progress, "measuring")
+        )
+        self._layers = [target for target in found if target.path in self._gradients]
+
+    def divergences(self) -> dict[str, dict[str, float]]:
+        """By path and form, of each layer, in nats for each token."""
+        found = {}
+
+        def tell(target: Target, weight: Tensor, inputs: Inputs | None) -> None:
+            if inputs is not None:
+                found[target.path] = self._gradients[target.path].divergences(target, weight, inputs)
+
+        self._read(self._layers, tell, "choosing")
+        return found
+
+    def fit(self, fitted: Fitted) -> None:
+        """Pack what ``fitted`` has in 4 bits."""
+
+        def pack(target: Target, weight: Tensor, inputs: Inputs | None) -> None:
+            fitted.put(target.path, target.pack(weight, target.form(fitted.forms[target.path]), inputs))
+
+        self._read([t for t in self._layers if fitted.forms[t.path] != "int8"], pack, "fitting")
+
+    @torch.no_grad()
+    def _read(self, layers: Sequence[Target], use: Callable[[Target, Tensor, Inputs | None], None], what: str) -> None:
+        """``use`` is called with each of ``layers``, its weight, and what it reads, when the model calls it first."""
+        waiting = {target.path for target in layers}
+
+        def compute(target: Target, layer: Any, given: tuple[Tensor, ...], _out: Tensor) -> None:
+            if target.path in waiting:
+                waiting.remove(target.path)
+                rows = given[0].reshape(-1, target.inputs).cpu()
+                counts = self._gradients[target.path].counts.repeat(len(self._windows))
+                use(target, layer.weight.detach().cpu(), Inputs.of(rows, counts) if len(rows) == len(counts) else None)
+                self._progress(what, len(layers) - len(waiting), len(layers))
+
+        takes = inspect.signature(self._model.forward).parameters
+        options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._progress(what, 0, len(layers))
+        with contextlib.ExitStack() as hooks:
+            for target in layers:
+                # before other hooks: one of them may take the weight away again
+                handle = target.module.register_forward_hook(partial(compute, target), prepend=True)
+                hooks.callback(handle.remove)
+            self._model(input_ids=self._windows, use_cache=False, **options)
