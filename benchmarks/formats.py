@@ -2,6 +2,8 @@
 
     python -m benchmarks.formats [--json] [--rounds 7] [--threads 2] [--mib 256]
 
+Formats of whole numbers are measured with activations in 8 bits too.
+
 Random matrices of 2,048 x 2,048, as many as take ``--mib`` in bfloat16, so that a pass over them comes from memory and
 not from a cache. A round passes over each format in turn, so that other load on the machine hits all of them; what is
 told is the median of the rounds. ``share``: bytes of the weights per second, against reading the same bytes once with
@@ -60,12 +62,21 @@ def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
         matrices = [random_matrix(spec) for _ in range(count)]
         label = f"{spec.name}, {spec.group}" if spec.group else spec.name
         found[label] = (count * spec.nbytes, lambda x, own=matrices: _all(kernels.linear_blocks, x, own))
+        if spec.name in kernels.INTEGER_FORMATS:
+            found[f"{label}, int8 activations"] = (count * spec.nbytes, lambda x, own=matrices: _all(_rounded, x, own))
     return found
 
 
 def _all(multiply: Callable[[Tensor, Any], Tensor], x: Tensor, matrices: Sequence[Any]) -> None:
     for matrix in matrices:
         multiply(x, matrix)
+
+
+def _rounded(x: Tensor, matrix: BlockMatrix) -> Tensor:
+    """The product with activations in 8 bits."""
+    found = kernels.int8_product(x, matrix)
+    assert found is not None
+    return kernels.linear_of(x, found)
 
 
 def bytes_read_per_s(mib: int) -> float:

@@ -1,13 +1,16 @@
 """The engine beside llama.cpp and OpenVINO GenAI with the same GGUF files, by format: prefill, and decoding.
 
     python -m benchmarks.gguf_formats [--formats bf16,q8_0,q4_0,q4_k] [--rounds 3] [--prompts 512,2048]
-        [--ways stowage,llamacpp,openvino] [--checkpoint DIRECTORY] [--files DIRECTORY] [--name NAME] [--json]
+        [--ways stowage,int8-activations,llamacpp,openvino] [--checkpoint DIRECTORY] [--files DIRECTORY] [--name NAME]
+        [--json]
 
 Needs the peers' environment (`make bench-env`). A Llama-like model of 0.48 B random parameters, or a Llama of
 `--checkpoint`, in bfloat16, which llama.cpp quantises, every matrix to the one type. All have the file in memory and as
 many threads as there are processors; a round asks one after the other what `benchmarks.engine` asks. Tokens per second,
 and ours over theirs. Formats of the result's file that this run does not measure stay in it, so that they can be
 measured one by one; `--files` keeps the GGUF files for that.
+
+Ours also with activations in 8 bits, as the others always have them.
 
 OpenVINO GenAI is asked for the formats that it reads. llama.cpp writes rows that are no multiple of 256 in Q5_0 where
 Q4_K is asked for, which OpenVINO does not read: `--ways stowage,llamacpp`.
@@ -33,7 +36,12 @@ QUANTIZE: Final = Path("benchmarks/peers/llamacpp_quantize.py")
 TYPES: Final = {"q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16, "q6_k": 18}
 """Of llama.cpp's `llama_ftype`."""
 OPENVINO_READS: Final = ("f16", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
-WAYS: Final = {"stowage": "Stowage", "llamacpp": "llama.cpp", "openvino": "OpenVINO"}
+WAYS: Final = {
+    "stowage": "Stowage",
+    "int8-activations": "Stowage with --int8-activations",
+    "llamacpp": "llama.cpp",
+    "openvino": "OpenVINO",
+}
 
 
 def write_file(path: Path, name: str, checkpoint: Path | None) -> Path:
@@ -84,7 +92,8 @@ def main() -> None:
         for name in formats:
             path = write_file(Path(directory), name, asked.checkpoint)
             if asked.rounds:
-                ways = [way for way in asked.ways.split(",") if way != "openvino" or name in OPENVINO_READS]
+                lacking = {"openvino": name not in OPENVINO_READS, "int8-activations": name == "bf16"}
+                ways = [way for way in asked.ways.split(",") if not lacking.get(way)]
                 table[name] = {"bytes": path.stat().st_size, **measure(path, ways, asked.rounds, lengths)}
                 write_result(asked.name, {"formats": table})
     if not asked.rounds:

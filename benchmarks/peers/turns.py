@@ -3,10 +3,11 @@
 
     python benchmarks/peers/turns.py WAY MODEL DTYPE DEVICE_KV_BYTES HOST_BYTES [DEVICE]
 
-WAY: `stowage`, `stowage-device` (no tier below the device), `batch-dependent`, `torch` (Stowage without its
-kernels), `transformers` (one prompt after the other, no reuse), `generate` (Transformers' `generate()` of all prompts
-as one batch; they are of one length), `continuous` (its continuous batching), `vllm`, `vllm-no-reuse` (prefix caching
-off), `vllm-stowage` (with the plugin), `llamacpp` (a GGUF file that is read into memory), `openvino` (a GGUF file).
+WAY: `stowage`, `stowage-device` (no tier below the device), `batch-dependent`, `int8-activations`, `torch` (Stowage
+without its kernels), `transformers` (one prompt after the other, no reuse), `generate` (Transformers' `generate()` of
+all prompts as one batch; they are of one length), `continuous` (its continuous batching), `vllm`, `vllm-no-reuse`
+(prefix caching off), `vllm-stowage` (with the plugin), `llamacpp` (a GGUF file that is read into memory), `openvino` (a
+GGUF file).
 Commands are JSON lines on stdin, {"prompts": [[...], ...], "tokens": 16}; an answer has for each prompt the seconds
 from the round's begin to its first token, how many of its tokens were reused, and its greedy tokens. All of Stowage's
 ways and Transformers run in Stowage's own environment, those of vLLM, llama.cpp and OpenVINO in the peers', with
@@ -206,6 +207,7 @@ def main() -> None:
         "stowage": lambda: stowage(model, dtype, *sizes, device),
         "stowage-device": lambda: stowage(model, dtype, sizes[0], 0, device),
         "batch-dependent": lambda: stowage(model, dtype, sizes[0], 0, device, batch_dependent=True),
+        "int8-activations": lambda: stowage(model, dtype, sizes[0], 0, device, int8_activations=True),
         "torch": lambda: without_kernels(model, dtype, sizes[0], 0, device),
         "generate": lambda: generate(model, dtype, device),
         "continuous": lambda: continuous(model, dtype, device),

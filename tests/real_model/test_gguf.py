@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,26 @@ def test_it_answers_as_its_dequantised_checkpoint_to_the_bit() -> None:
     assert said[1] == said[0]
     assert said[2] == said[0]
     assert any(tokens[-1] == TURN_ENDS or reason == "stop" for tokens, _, reason in said[0])
+
+
+def test_activations_in_8_bits_give_other_answers_which_depend_on_nothing_else() -> None:
+    memory = {"kv_cache_memory": "256MiB", "host_memory": "1GiB"}
+    said: list[list[tuple[list[int], list[float]]]] = []
+    texts = ""
+    for weights, int8 in (("auto", False), ("auto", True), ("model.layers.*=stream", True)):
+        with Engine(FILE, Memory(**memory, weights=weights), dtype="bfloat16", int8_activations=int8) as engine:
+            chats: list[Any] = [[{"role": "user", "content": text}] for text in QUESTIONS]
+            params = SamplingParams(max_new_tokens=24, logprobs=1)
+            for asked in (chats, chats[:1]):  # together, and one alone, from the cache
+                answers = engine.generate(list(asked), params)
+                said.append([(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers])
+            texts = answers[0].text
+            assert engine.exact
+    cold, alone, *streamed = said[2:]
+    assert streamed == [cold, alone]
+    assert alone == cold[:1]
+    assert cold != said[0]
+    assert "Paris" in texts
 
 
 def test_digits_ends_and_the_template_are_those_of_the_checkpoint() -> None:
