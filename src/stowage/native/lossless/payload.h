@@ -31,8 +31,6 @@ static size_t pack_into(const uint8_t *source, size_t raw, uint8_t *target, size
     Known known = {0};
     for (size_t from = 0; from < raw; from += RAW_MAX) {
         int some = raw - from < RAW_MAX ? (int)(raw - from) : RAW_MAX;
-        for (size_t ask = from + RAW_MAX; ask < raw && ask < from + 2 * RAW_MAX; ask += 64)
-            __builtin_prefetch(source + ask, 0, 2);
         uint8_t *coded = room - at >= CODED_MAX ? target + at : scratch->coded;
         size_t taken = (size_t)write_block(steps, scratch, source + from, some, &known, coded);
         if (taken > room - at)
