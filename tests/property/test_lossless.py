@@ -293,3 +293,34 @@ def test_frames_come_back_and_others_are_refused(pure: bool, monkeypatch: pytest
     ):
         with pytest.raises(FormatError):
             lossless.unpack_frames(memoryview(some), of, FRAME, memoryview(bytearray(length)))
+
+
+@needs_c
+@pytest.mark.parametrize("pure", [False, True])
+def test_payloads_are_packed_one_behind_the_other(pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pure:
+        monkeypatch.setenv(PURE_PYTHON, "1")
+    raw = [
+        floats("bfloat16", 9_000),
+        random.Random(0).randbytes(9_000),
+        floats("bfloat16", 9_000, 1),
+        floats("float16", 5_001),
+    ]
+    most = [len(raw[0]), len(raw[1]), 0, len(raw[3])]
+    step = 512
+    room = memoryview(bytearray(b"\xff" * (sum(map(len, raw)) + 4 * step)))
+    lengths = lossless.pack_frames([memoryview(one) for one in raw], most, step, room)
+    assert lengths[0] and lengths[3] and lengths[1:3] == [0, 0], "noise is no shorter, and one was not to be tried"
+    assert all(length % step == 0 for length in lengths)
+    for number, at in ((0, 0), (3, lengths[0])):
+        packed = packed_in_c(raw[number])
+        assert lengths[number] - step < len(packed) <= lengths[number]
+        assert bytes(room[at : at + lengths[number]]) == packed.ljust(lengths[number], b"\0")
+    if not pure:
+        short = memoryview(bytearray(lengths[0] - 1))
+        assert (
+            extension.pack_frames([memoryview(raw[0])], np.array([len(raw[0])]), step, short, np.zeros(1, np.int64))
+            is None
+        )
+        with pytest.raises(ValueError, match="a length for each"):
+            extension.pack_frames([memoryview(raw[0])], np.zeros(2, np.int64), step, room, np.zeros(1, np.int64))

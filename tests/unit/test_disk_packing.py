@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,9 @@ from stowage.core import lossless
 from stowage.native import is_built
 from stowage.native.switches import PURE_PYTHON
 from stowage.storage.disk.counters import Counters
-from stowage.storage.disk.packing import Packer, PackingRates
+from stowage.storage.disk.packing import GROUP_BYTES, Packer, PackingRates
 from stowage.storage.disk.scrub import scrub
+from stowage.storage.disk.write_queue import GROUPS_AHEAD, WriteQueue
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from stowage.storage.format.segment import PAGE_BYTES
 from stowage.storage.objects import ObjectTier
@@ -132,15 +135,15 @@ def test_what_cannot_be_unpacked_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[int, int], counter: str
 ) -> None:
     """As a later version would write it, or somebody who makes valid checksums."""
-    pack = lossless.pack
+    pack_frames = lossless.pack_frames
 
-    def pack_strangely(payload: memoryview, room: memoryview) -> int:
-        length = pack(payload, room)
+    def pack_strangely(payloads: list[memoryview], most: list[int], step: int, room: memoryview) -> list[int]:
+        lengths = pack_frames(payloads, most, step, room)
         room[change[0]] = change[1]
-        return length
+        return lengths
 
     with Client(tmp_path / "c", compression="on") as client:
-        monkeypatch.setattr(lossless, "pack", pack_strangely)
+        monkeypatch.setattr(lossless, "pack_frames", pack_strangely)
         assert client.store(KEYS[:1], LENGTHS[:1]).ok.all()
         monkeypatch.undo()
         monkeypatch.setattr("tests.disk_client.payload", numbers)
@@ -205,31 +208,42 @@ def test_a_slow_time_long_ago_does_not_make_packing_look_good() -> None:
 
 def test_before_anything_was_loaded_storing_tells() -> None:
     rates = PackingRates(time.monotonic)
-    rates.add_pack(100 << 20, 1.0)
+    rates.end_pack(rates.begin_pack(), 100 << 20, 1.0)
     assert rates.pays(100, 70) and rates.keeps_up(), "nothing was written"
     rates.end_write(rates.begin_write(), 100 << 20, 3.0)
     assert rates.pays(100, 70) and rates.keeps_up()
     rates = PackingRates(time.monotonic)
-    rates.add_pack(100 << 20, 3.0)
+    rates.end_pack(rates.begin_pack(), 100 << 20, 3.0)
     rates.end_write(rates.begin_write(), 100 << 20, 1.0)
     assert not rates.pays(100, 70) and not rates.keeps_up()
 
 
-def test_packing_that_holds_up_what_waits_is_left_alone() -> None:
+def is_packed(packer: Packer, buffer: memoryview) -> bool:
+    """Alone."""
+    memory, _, (packed,) = packer.finish(packer.begin([buffer]))
+    if memory is not None:
+        packer.give_back(memory)
+    return packed
+
+
+def test_packing_that_holds_up_what_waits_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waiting = StoppedClock(), [True]
     rates = PackingRates(clock)
 
-    def slowly(work: Any, items: Any) -> Any:
-        clock.now_s += sum(payload.nbytes for payload, _ in items)
-        return map(work, items)
+    pack_frames = lossless.pack_frames
 
-    packer = Packer(Counters(), rates, slowly, lambda: waiting[0])
+    def slowly(payloads: list[memoryview], most: list[int], step: int, room: memoryview) -> list[int]:
+        clock.now_s += sum(payload.nbytes for payload, some in zip(payloads, most, strict=True) if some)
+        return pack_frames(payloads, most, step, room)
+
+    monkeypatch.setattr(lossless, "pack_frames", slowly)
+    packer = Packer(Counters(), rates, lambda: waiting[0])
     buffers = aligned([1 << 20] * 100)
     for number, buffer in enumerate(buffers):
         buffer[:] = numbers(key(number), buffer.nbytes)
 
     def packed() -> int:
-        return sum(packer.pack([buffer])[2][0] for buffer in buffers)
+        return sum(is_packed(packer, buffer) for buffer in buffers)
 
     rates.end_write(rates.begin_write(), 1, 0.5)
     loaded(rates, packed=True, read_s=70.0, unpack_s=10.0)
@@ -242,15 +256,90 @@ def test_now_and_then_one_is_packed_all_the_same_so_that_rates_are_measured_anew
     counters = Counters()
     rates = PackingRates(time.monotonic)
     loaded(rates, packed=True, read_s=70.0, unpack_s=500.0)
-    packer = Packer(counters, rates, lambda work, items: map(work, items))
+    packer = Packer(counters, rates)
     buffers = aligned([64 << 10] * 400)
     for number, buffer in enumerate(buffers):
         buffer[:] = numbers(key(number), buffer.nbytes)
-    packed = [packer.pack([buffer])[2][0] for buffer in buffers]
+    packed = [is_packed(packer, buffer) for buffer in buffers]
     assert not any(packed[:32]) and 5 < sum(packed) < 20
     for _ in range(100):
         loaded(rates, packed=True, read_s=70.0, unpack_s=1.0)
-    assert sum(packer.pack([buffer])[2][0] for buffer in buffers) > 350
+    assert sum(is_packed(packer, buffer) for buffer in buffers) > 350
+
+
+@pytest.mark.skipif(not is_built(), reason="no compiled code")
+def test_other_threads_pack_what_comes_next_and_it_stays_in_its_order() -> None:
+    count, length = 12, 3 * MIB
+    buffers = aligned([length] * count)
+    for number, buffer in enumerate(buffers):
+        buffer[:] = numbers(key(number), length)
+    transfers = deque(
+        Transfer(
+            at, [key(number) for number in range(at, at + 4)], buffers[at : at + 4], np.ones(4, np.uint64), NEVER_S
+        )
+        for at in range(0, count, 4)
+    )
+    packer = Packer(Counters(), PackingRates(time.monotonic), is_auto=False)
+    stream = WriteQueue(lambda: transfers.popleft() if transfers else None, lambda _: True, packer)
+    begun = stream.pack_ahead()
+    assert len(begun) == GROUPS_AHEAD and not stream.pack_ahead(), "no more until some are taken"
+    assert len(transfers) < 2, "of transfers that wait, too"
+    threads = [threading.Thread(target=packing.work) for packing in reversed(begun)]
+    for thread in threads:
+        thread.start()
+    written: list[bytes] = []
+    while chunks := stream.ahead(100):
+        assert all(chunks.packed) and chunks.masks == [1] * len(chunks)
+        written += chunks.keys
+        for chunk, payload in zip(chunks.keys, chunks.payloads, strict=True):
+            raw = memoryview(bytearray(length))
+            lossless.unpack(payload, raw)
+            assert bytes(raw) == numbers(chunk, length)
+        stream.take(len(chunks))
+        begun = stream.pack_ahead()
+        stream.written(len(chunks))
+    for thread in threads:
+        thread.join()
+    assert written == [key(number) for number in range(count)] and not begun and len(stream.settled()) == 3
+
+
+@pytest.mark.skipif(not is_built(), reason="no compiled code")
+def test_no_more_is_packed_than_there_is_memory_for_and_all_of_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stowage.storage.disk.packing.MEMORY_BYTES", 2 * GROUP_BYTES)
+    buffers = aligned([GROUP_BYTES] * 5)
+    for number, buffer in enumerate(buffers):
+        buffer[:] = numbers(key(number), buffer.nbytes)
+    keys = [key(number) for number in range(5)]
+    transfers = [Transfer(1, keys, buffers, np.ones(5, np.uint64), NEVER_S)]
+    packer = Packer(Counters(), PackingRates(time.monotonic), is_auto=False)
+    stream = WriteQueue(lambda: transfers.pop() if transfers else None, lambda _: True, packer)
+    assert len(stream.pack_ahead()) == 2 and packer.is_full
+    for number in range(2):
+        assert stream.ahead(5).keys == [keys[number]]
+        stream.take(1)
+    assert not stream.ahead(5) and not stream.pack_ahead(), "what was taken has to be written first"
+    stream.written(1)
+    assert stream.ahead(1).keys == [keys[2]] and packer.is_full
+    stream.written(1)
+    assert len(stream.pack_ahead()) == 1
+    stream.give_up()
+    assert len(WriteQueue(lambda: None, lambda _: True, packer).pack_ahead()) == 0 and not packer.is_full
+    again = [packer.begin(buffers[:1]) for _ in range(2)]
+    assert packer.is_full
+    for packing in again:
+        packer.give_back(packing.buffer)
+
+
+def test_what_fails_while_it_is_packed_ahead_fails_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> list[int]:
+        raise OSError("of some kind")
+
+    monkeypatch.setattr(lossless, "pack_frames", fails)
+    packer = Packer(Counters(), PackingRates(time.monotonic))
+    packing = packer.begin(aligned([MIB]))
+    packing.work()
+    with pytest.raises(OSError, match="of some kind"):
+        packer.finish(packing)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import threading
 import time
+from collections.abc import Generator, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from stowage.storage.disk import least_limit_bytes
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
+from stowage.storage.disk.write_jobs import Job, run_parallel
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, keys_of, only_segment, segments, used_bytes
+from tests.disk_client import Client, aligned, keys_of, only_segment, segments, used_bytes
 
 MIB = 1 << 20
+R = TypeVar("R")
 
 
 def test_an_unclosed_tier_is_taken_over_when_its_lock_is_gone(tmp_path: Path) -> None:
@@ -154,3 +160,34 @@ def test_a_stuck_directory_lock_costs_stores_only(tmp_path: Path, monkeypatch: p
             assert "no room" in client.store(keys_of(1), [10]).error
         time.sleep(0.15)
         assert client.store(keys_of(1), [10]).ok.all()
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_others_are_followed_without_a_pause_in_writing_unless_all_is_gone(tmp_path: Path, removed: bool) -> None:
+    keys, begun, going_on = keys_of(1, 2), threading.Event(), threading.Event()
+    streams: list[int] = []
+    later_s = [0.0]
+
+    class Slow(RealFileSystem):
+        def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+            if offset and not begun.is_set():
+                begun.set()
+                assert going_on.wait(30)
+            return super().pwritev(fd, buffers, offset)
+
+    def counted(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
+        streams.append(1)
+        return run_parallel(jobs)
+
+    system = System(files=Slow(), timer=lambda: time.monotonic() + later_s[0], run_jobs=counted)
+    with Client(tmp_path / "c", refresh_s=1e6, system=system) as client:
+        first = client.begin("store", client.transfer(keys[:1], aligned([5000])))
+        assert begun.wait(30)
+        second = client.begin("store", client.transfer(keys[1:], aligned([5000])))
+        later_s[0] = 2e6
+        if removed:
+            shutil.rmtree(tmp_path / "c")
+        going_on.set()
+        assert client.outcome(first).ok.all() and client.outcome(second).ok.all()
+        assert len(streams) == (2 if removed else 1)
+        assert client.hits(keys) == [not removed, True]

@@ -15,6 +15,7 @@ whoever has no C can read all, and should not pack.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -25,7 +26,7 @@ from stowage.errors import FormatError
 from stowage.native import extension as _native
 from stowage.native import is_wanted
 
-__all__ = ["LEAST_BYTES", "UnknownCode", "is_quick", "pack", "unpack", "unpack_frames", "worth_bytes"]
+__all__ = ["LEAST_BYTES", "UnknownCode", "is_quick", "pack", "pack_frames", "unpack", "unpack_frames", "worth_bytes"]
 
 LEAST_BYTES: Final = 1 << 10
 """Shorter payloads stay as they are."""
@@ -58,6 +59,25 @@ def pack(payload: memoryview, room: memoryview) -> int:
         return 0
     room[: len(packed)] = packed
     return len(packed)
+
+
+def pack_frames(payloads: list[memoryview], most: Sequence[int], step: int, room: memoryview) -> list[int]:
+    """Packs each payload into at most so many bytes (0: it is not tried), one behind the other, each from a multiple of
+    `step` on; zeros lie between them. Returns what each takes there, in whole steps; 0: it does not pay. There must be
+    room for `most`, in whole steps. Without the interpreter's lock.
+    """
+    lengths = np.zeros(len(payloads), np.int64)
+    if is_wanted():
+        _native.pack_frames(payloads, np.array(most, np.int64), step, room, lengths)
+        return lengths.tolist()
+    at = 0
+    for number, (payload, some) in enumerate(zip(payloads, most, strict=True)):
+        packed = pack(payload, room[at : at + some]) if some else 0
+        whole = -(-packed // step) * step
+        room[at + packed : at + whole] = bytes(whole - packed)
+        lengths[number] = whole
+        at += whole
+    return lengths.tolist()
 
 
 def unpack(packed: memoryview, buffer: memoryview) -> None:

@@ -27,6 +27,64 @@ static PyObject *with_buffers(PyObject *arguments, int packs) {
 
 static PyObject *pack_floats(PyObject *Py_UNUSED(self), PyObject *arguments) { return with_buffers(arguments, 1); }
 
+/* Packs payloads one behind the other, each from a multiple of `step` on and into no more bytes than its `most`. Fills
+   `lengths`, of what they take in whole steps; 0: it does not fit. 0 where there is no memory. */
+static int pack_all(const Py_buffer *sources, const int64_t *most, int64_t *lengths, Py_ssize_t count, Py_ssize_t step,
+                    const Py_buffer *target) {
+    size_t at = 0, room = (size_t)target->len;
+    Scratch *scratch = calloc(1, sizeof(Scratch));
+    if (scratch == NULL)
+        return 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        size_t some = most[i] < 0 ? 0 : (size_t)most[i];
+        uint8_t *to = (uint8_t *)target->buf + at;
+        size_t taken = pack_into(sources[i].buf, (size_t)sources[i].len, to, some < room - at ? some : room - at, scratch);
+        size_t whole = (taken + (size_t)step - 1) / (size_t)step * (size_t)step;
+        if (whole > room - at)
+            taken = whole = 0;
+        memset(to + taken, 0, whole - taken);
+        lengths[i] = (int64_t)whole;
+        at += whole;
+    }
+    free(scratch);
+    return 1;
+}
+
+static PyObject *pack_frames(PyObject *Py_UNUSED(self), PyObject *arguments) {
+    PyObject *payloads;
+    Py_buffer most = {0}, lengths = {0}, target = {0}, *sources = NULL;
+    Py_ssize_t step, held = 0;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(arguments, "O!y*nw*w*", &PyList_Type, &payloads, &most, &step, &target, &lengths))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(payloads);
+    if (step < 1 || most.len != count * 8 || lengths.len != count * 8) {
+        PyErr_SetString(PyExc_ValueError, "a length for each payload");
+        goto end;
+    }
+    sources = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
+    if (sources == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (; held < count; held++)
+        if (PyObject_GetBuffer(PyList_GET_ITEM(payloads, held), sources + held, PyBUF_SIMPLE) != 0)
+            goto end;
+    int done;
+    Py_BEGIN_ALLOW_THREADS
+    done = pack_all(sources, most.buf, lengths.buf, count, step, &target);
+    Py_END_ALLOW_THREADS
+    result = done ? Py_NewRef(Py_None) : PyErr_NoMemory();
+end:
+    while (held > 0)
+        PyBuffer_Release(sources + --held);
+    PyMem_Free(sources);
+    PyBuffer_Release(&most);
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&lengths);
+    return result;
+}
+
 static PyObject *unpack_floats(PyObject *Py_UNUSED(self), PyObject *arguments) { return with_buffers(arguments, 0); }
 
 /* Payloads one behind the other, each of so many raw bytes, the last one of what is left; one that is as long as its raw
@@ -92,6 +150,7 @@ static PyObject *use_steps(PyObject *Py_UNUSED(self), PyObject *name) {
 
 static PyMethodDef methods[] = {
     {"pack_floats", pack_floats, METH_VARARGS, "Packs bytes into memory. The length; 0 where there is no room for it."},
+    {"pack_frames", pack_frames, METH_VARARGS, "Packs payloads one behind the other, each from a multiple of a step on."},
     {"unpack_floats", unpack_floats, METH_VARARGS, "Unpacks. 0: whole, 1: damaged, 2: packed by another code."},
     {"unpack_frames", unpack_frames, METH_VARARGS, "The same of payloads one behind the other: their lengths, raw bytes of each."},
     {"use_steps", use_steps, METH_O, "None: the best there are. Returns their name."},

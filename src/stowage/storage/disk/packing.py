@@ -1,15 +1,15 @@
 """Packs chunks before they are written, and decides whether that pays.
 
-Packed payloads are whole pages, so that direct I/O takes them from where they are. Their memory is used again and
-again: a buffer is lent until all chunks in it are written. Whether packing pays is decided by measure, as loading
-against computing is: packed chunks have to be loaded sooner than others, and where stores queue up, packing has to keep
-up with the disk.
+Packed payloads are whole pages, so that direct I/O takes them from where they are. They lie one behind the other in
+memory that is used again and again: a buffer is lent until all chunks in it are written. Some threads pack what comes
+next while what was packed is written. Whether packing pays is decided by measure, as loading against computing is:
+packed chunks have to be loaded sooner than others, and where stores queue up, packing has to keep up with the disk.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Final
 
@@ -20,24 +20,20 @@ from stowage.storage.disk.read_plan import Run
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.segment import PAGE_BYTES, round_up
 
-__all__ = ["BUFFER_BYTES", "Packer", "PackingRates"]
+__all__ = ["GROUP_BYTES", "Packer", "Packing", "PackingRates"]
 
-BUFFER_BYTES: Final = 8 << 20
+GROUP_BYTES: Final = 8 << 20
 """Chunks of so many bytes, or a longer one, are packed together."""
-BUFFERS_KEPT: Final = 12
+MEMORY_BYTES: Final = 96 << 20
+"""That packed chunks lie in until they are written. It is used again: new memory is slow."""
 HOPELESS: Final = 32
 """So many chunks in a row that did not pay, and only one in as many is tried."""
 _NEW_SHARE: Final = 0.1
 """How much a new measurement counts."""
 _MEASURED_BYTES: Final = 1 << 20
-"""Packing less at a time is mostly waiting for threads."""
+"""Packing less at a time says little."""
 _UNPACKING_OF_PACKING: Final = 0.6
 """Of the time that packing takes (docs/benchmarks.md, "Lossless compression")."""
-
-PackAtOnce = Callable[
-    [Callable[[tuple[memoryview, memoryview]], int], Sequence[tuple[memoryview, memoryview]]], Iterator[int]
-]
-"""`System.pack_at_once`."""
 
 
 class PackingRates:
@@ -51,7 +47,7 @@ class PackingRates:
     def __init__(self, timer: Callable[[], float]) -> None:
         self.timer = timer
         self._lock = threading.Lock()
-        self._active = self._reading = self._writing = 0
+        self._active = self._reading = self._writing = self._packing = 0
         self._raw_s = self._alone_s = self._read_s = self._unpack_s = self._pack_s = self._write_s = 0.0
 
     def begin_load(self) -> tuple[int, int]:
@@ -99,10 +95,18 @@ class PackingRates:
         if seconds > 0:
             self._write_s = _mixed(self._write_s, seconds / nbytes / at_once)
 
-    def add_pack(self, raw_bytes: int, seconds: float) -> None:
-        """So many bytes were packed, or tried."""
+    def begin_pack(self) -> int:
+        """A thread begins to pack: how many do now. `end_pack` follows."""
+        with self._lock:
+            self._packing += 1
+            return self._packing
+
+    def end_pack(self, at_once: int, raw_bytes: int, seconds: float) -> None:
+        """It has packed so many bytes, or tried to."""
+        with self._lock:
+            self._packing -= 1
         if seconds > 0 and raw_bytes >= _MEASURED_BYTES:
-            self._pack_s = _mixed(self._pack_s, seconds / raw_bytes)
+            self._pack_s = _mixed(self._pack_s, seconds / raw_bytes / at_once)
 
     def keeps_up(self) -> bool:
         """Whether bytes are packed as quickly as the disk would write them. Until something was measured: yes."""
@@ -124,32 +128,78 @@ def _mixed(old: float, new: float) -> float:
     return new if old == 0.0 else old + _NEW_SHARE * (new - old)
 
 
-def _pack(work: tuple[memoryview, memoryview]) -> int:
-    """Packs a payload into a buffer; the length there in whole pages, 0 where that saves none. Any thread."""
-    payload, buffer = work
-    length = payload.nbytes
-    most = min(lossless.worth_bytes(length), round_up(length) - PAGE_BYTES)
-    packed = lossless.pack(payload, buffer[:most]) if most > 0 else 0
-    whole = round_up(packed)
-    buffer[packed:whole] = bytes(whole - packed)
-    return whole
+class Packing:
+    """Payloads that are packed into a buffer, one behind the other, by whichever thread is the first to call `work`."""
+
+    def __init__(self, payloads: list[memoryview], tried: list[bool], buffer: memoryview, rates: PackingRates) -> None:
+        self.payloads = payloads
+        self.tried = tried
+        self.buffer = buffer
+        self._rates = rates
+        self._begun = threading.Lock()
+        self._ended = threading.Event()
+        self._packed: list[memoryview] = []
+        self._failure: BaseException | None = None
+
+    def work(self) -> None:
+        """Packs, unless another thread does or did. Any thread; most of it without the interpreter's lock."""
+        if not self._begun.acquire(blocking=False):
+            return
+        at_once, began_s = self._rates.begin_pack(), self._rates.timer()
+        try:
+            self._pack()
+        except BaseException as failure:  # noqa: BLE001 - raised where the result is asked for
+            self._failure = failure
+        finally:
+            raw_bytes = sum(
+                payload.nbytes for payload, is_tried in zip(self.payloads, self.tried, strict=True) if is_tried
+            )
+            self._rates.end_pack(at_once, raw_bytes, self._rates.timer() - began_s)
+            self._ended.set()
+
+    def _pack(self) -> None:
+        most = [
+            _most(payload.nbytes) if is_tried else 0
+            for payload, is_tried in zip(self.payloads, self.tried, strict=True)
+        ]
+        lengths = lossless.pack_frames(self.payloads, most, PAGE_BYTES, self.buffer)
+        ends = accumulate(lengths)
+        self._packed = [self.buffer[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+    def packed(self) -> list[memoryview]:
+        """Each payload packed, whole pages; empty where that saves none, or was not tried. Waits for it."""
+        self.work()
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self._packed
+
+
+def _most(length: int) -> int:
+    """The most bytes that a payload of that length may take packed: in whole pages that saves one. 0: it cannot."""
+    return max(0, min(lossless.worth_bytes(length), round_up(length) - PAGE_BYTES))
 
 
 class Packer:
-    """Used by one thread, the tier's writer. `is_late`: stores queue up; without `rates` that changes nothing."""
+    """Used by one thread, the tier's writer. `is_late`: stores queue up; without `is_auto` neither that nor `rates`
+    changes anything.
+    """
 
     def __init__(
         self,
         counters: TierCounters,
-        rates: PackingRates | None,
-        at_once: PackAtOnce,
+        rates: PackingRates,
         is_late: Callable[[], bool] = lambda: False,
+        is_auto: bool = True,
+        worth_a_thread_bytes: int = 1 << 20,
     ) -> None:
+        self.worth_a_thread_bytes = worth_a_thread_bytes
         self._counters = counters
         self._rates = rates
-        self._at_once = at_once
         self._is_late = is_late
+        self._is_auto = is_auto
         self._free: list[memoryview] = []
+        self._lent_bytes = 0
         self._failed = 0
 
     @classmethod
@@ -158,71 +208,69 @@ class Packer:
         compression: Compression,
         counters: TierCounters,
         rates: PackingRates,
-        at_once: PackAtOnce,
         is_late: Callable[[], bool],
+        worth_a_thread_bytes: int,
     ) -> Packer | None:
         """None: chunks are written as they are."""
         if not compression.is_wanted:
             return None
-        return cls(counters, rates if compression is Compression.AUTO else None, at_once, is_late)
+        return cls(counters, rates, is_late, compression is Compression.AUTO, worth_a_thread_bytes)
 
-    def pack(self, payloads: list[memoryview]) -> tuple[memoryview | None, list[memoryview], list[bool]]:
-        """What is to be written of each, and whether that is packed. The memory that packed ones lie in, to be given
-        back, if there are any.
+    def begin(self, payloads: list[memoryview]) -> Packing:
+        """Payloads to be packed together: by `finish`, or by another thread before that."""
+        buffer = self._buffer(sum(round_up(payload.nbytes) for payload in payloads))
+        return Packing(payloads, [self._is_tried() for _ in payloads], buffer, self._rates)
+
+    def finish(self, packing: Packing) -> tuple[memoryview | None, list[memoryview], list[bool]]:
+        """What is to be written of each payload, and whether that is packed. The memory that packed ones lie in, to be
+        given back, if there are any.
         """
-        *starts, total = accumulate((round_up(payload.nbytes) for payload in payloads), initial=0)
-        buffer = self._buffer(total)
-        tried = [self._is_tried() for _ in payloads]
-        work = [
-            (payload, buffer[start:]) if is_tried else (payload[:0], buffer[:0])
-            for payload, start, is_tried in zip(payloads, starts, tried, strict=True)
-        ]
-        lengths = self._packed_lengths(work)
-        paying = [self._pays(*each) for each in zip(payloads, lengths, tried, strict=True)]
-        written = [
-            buffer[start : start + length] if pays else payload
-            for payload, start, length, pays in zip(payloads, starts, lengths, paying, strict=True)
+        payloads, packed = packing.payloads, packing.packed()
+        paying = [
+            self._pays(payload, part.nbytes, is_tried)
+            for payload, part, is_tried in zip(payloads, packed, packing.tried, strict=True)
         ]
         if not any(paying):
-            self.give_back(buffer)
-            return None, written, paying
+            self.give_back(packing.buffer)
+            return None, payloads, paying
+        written = [part if pays else payload for payload, part, pays in zip(payloads, packed, paying, strict=True)]
         self._counters.add("packed", sum(paying))
         saved = sum(payload.nbytes for payload in payloads) - sum(part.nbytes for part in written)
         self._counters.add("packed_bytes_saved", saved)
-        return buffer, written, paying
+        return packing.buffer, written, paying
 
     def _is_tried(self) -> bool:
         """Whether the next one is worth trying."""
-        holds_up = self._rates is not None and self._is_late() and not self._rates.keeps_up()
+        holds_up = self._is_auto and self._is_late() and not self._rates.keeps_up()
         if not holds_up and self._failed < HOPELESS:
             return True
         self._failed += 1
         return self._failed % HOPELESS == 0
 
-    def _packed_lengths(self, work: list[tuple[memoryview, memoryview]]) -> list[int]:
-        """What each payload takes packed, in whole pages; 0: it is not."""
-        if self._rates is None:
-            return list(self._at_once(_pack, work))
-        began_s = self._rates.timer()
-        lengths = list(self._at_once(_pack, work))
-        self._rates.add_pack(sum(payload.nbytes for payload, _ in work), self._rates.timer() - began_s)
-        return lengths
-
     def _pays(self, payload: memoryview, packed_bytes: int, is_tried: bool) -> bool:
         if not is_tried:
             return False
         saves = packed_bytes > 0
-        pays = saves and (self._rates is None or self._rates.pays(payload.nbytes, packed_bytes))
+        pays = saves and (not self._is_auto or self._rates.pays(payload.nbytes, packed_bytes))
         is_probe = saves and self._failed > HOPELESS  # packed all the same: whoever reads it measures anew
         self._failed = 0 if pays else self._failed + (self._failed < HOPELESS)
         return pays or is_probe
 
+    @property
+    def is_full(self) -> bool:
+        """Whether something has to be given back before more is packed."""
+        return self._lent_bytes >= MEMORY_BYTES
+
     def _buffer(self, wanted: int) -> memoryview:
-        if wanted > BUFFER_BYTES:
-            return pages(wanted)
-        return self._free.pop() if self._free else pages(BUFFER_BYTES)
+        """The one that was used last of those that are large enough."""
+        fitting = [at for at, free in enumerate(self._free) if free.nbytes >= wanted]
+        buffer = self._free.pop(fitting[-1]) if fitting else pages(max(wanted, GROUP_BYTES))
+        self._lent_bytes += buffer.nbytes
+        return buffer
 
     def give_back(self, buffer: memoryview) -> None:
         """Nothing in it is needed any more."""
-        if buffer.nbytes == BUFFER_BYTES and len(self._free) < BUFFERS_KEPT:
-            self._free.append(buffer)
+        self._lent_bytes -= buffer.nbytes
+        self._free.append(buffer)
+        while sum(free.nbytes for free in self._free) > MEMORY_BYTES:
+            self._free.pop(0)

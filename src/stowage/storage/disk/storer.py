@@ -79,9 +79,8 @@ class Storer:
         self._staging = pages(STAGING_BYTES)
         self._compactor = Compactor(shared)
         self._rates = shared.rates
-        self._packer = Packer.wanted(
-            compression, shared.counters, shared.rates, shared.system.pack_at_once, self._is_late
-        )
+        worth_a_thread_bytes = shared.system.worth_a_thread_bytes
+        self._packer = Packer.wanted(compression, shared.counters, self._rates, self._is_late, worth_a_thread_bytes)
         self._lock = threading.Lock()
         self._queue: deque[Transfer] = deque()
         self._in_flight = 0
@@ -185,17 +184,22 @@ class Storer:
         self._room.recover(SHRINK_TIMEOUT_S)
         self._catalog.refresh()
 
-    def _refresh_when_due(self) -> None:
+    def _refresh_when_due(self, *, writes: bool = False) -> bool:
+        """False: not while it `writes`. Raises OSError."""
         started_s = self._timer()
         if started_s < self._refresh_at_s:
-            return
+            return True
+        removed = self._directory.is_removed()
+        if removed and writes:
+            return False
         try:
-            if self._directory.is_removed():
+            if removed:
                 self._begin_anew()
             self._catalog.refresh()
         finally:
             now_s = self._timer()
             self._refresh_at_s = now_s + max(self._refresh_s, 20 * (now_s - started_s))
+        return True
 
     def _begin_anew(self) -> None:
         """Somebody removed the directory. What is still open there takes space that nobody counts, so it goes first.
@@ -230,6 +234,7 @@ class Storer:
             self._seal()
             error = "the disk writer failed"
         self._count_refused(stream)
+        stream.give_up()
         for writing in stream.unfinished:
             self._report(writing.transfer, writing.ok, error)
 
@@ -246,7 +251,7 @@ class Storer:
 
     def _next(self) -> Transfer | None:
         """The next transfer that waits, to be written with those before. None where other work is due first."""
-        while not self._limit_changed and self._timer() < self._refresh_at_s:
+        while not self._limit_changed and self._is_fresh():
             with self._lock:
                 if not self._queue:
                     return None
@@ -256,6 +261,14 @@ class Storer:
                 return transfer
             self._report(transfer, np.zeros(len(transfer.keys), np.bool_), hopeless)
         return None
+
+    def _is_fresh(self) -> bool:
+        """Whether what others did is known, or could be found out without a pause in writing."""
+        try:
+            return self._refresh_when_due(writes=True)
+        except OSError:
+            self._counters.add("read_errors")
+            return False
 
     def _fits(self, length: int) -> bool:
         """Whether a payload of that length can be stored within the limit."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, Protocol, TypeVar
 
 from stowage.storage.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
 from stowage.storage.disk.write_jobs import JobRunner, run_parallel
@@ -25,7 +25,6 @@ __all__ = [
     "ThreadWorkerPool",
     "Turn",
     "WorkerPool",
-    "by_some_cores",
     "one_by_one",
     "some_at_once",
 ]
@@ -39,7 +38,6 @@ there may be more to do, infinity when only a wake-up brings work. None: the wor
 
 
 AHEAD_THREADS: Final = 4
-PACKERS_MAX: Final = 4
 AHEAD_MIN: Final = 16
 """Fewer items are not worth threads."""
 
@@ -68,33 +66,6 @@ def some_at_once(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
                 yield in_flight.popleft().result()
         while in_flight:
             yield in_flight.popleft().result()
-
-
-def by_some_cores(work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]:
-    """All of it now, by the caller and some threads, none of which outlives the call: for what computes without the
-    interpreter's lock.
-    """
-    results: list[R | None] = [None] * len(items)
-    left = iter(range(len(items)))
-    failures: list[BaseException] = []
-
-    def take_some() -> None:
-        for at in left:
-            try:
-                results[at] = work(items[at])
-            except BaseException as failure:  # noqa: BLE001 - raised by the caller
-                failures.append(failure)
-
-    helpers = min(len(items), PACKERS_MAX, os.cpu_count() or 1) - 1
-    threads = [threading.Thread(target=take_some, name="stowage-disk-pack", daemon=True) for _ in range(helpers)]
-    for thread in threads:
-        thread.start()
-    take_some()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return iter(cast("list[R]", results))
 
 
 class WorkerPool(Protocol):
@@ -164,5 +135,6 @@ class System:
     random_bytes: Callable[[int], bytes] = os.urandom
     worker_pool: Callable[[str, Sequence[Turn]], WorkerPool] = ThreadWorkerPool
     ahead: Ahead = some_at_once
-    pack_at_once: Ahead = by_some_cores
     run_jobs: JobRunner = run_parallel
+    worth_a_thread_bytes: int = 1 << 20
+    """Packing less takes no longer than giving it to another thread."""

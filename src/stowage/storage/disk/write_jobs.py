@@ -1,6 +1,7 @@
 """Jobs that are done several at a time, while whoever gives them out goes on: what a stream of stores is written by.
 
     jobs, asked for one by one --> requests: as many in flight as the disk can take --> results
+                              |--> packing: what is written next ---------------------> results
                               |--> computing: what the processor does meanwhile ------> results
                               `--> pages: little to write, and long to wait for ------> results
 
@@ -10,6 +11,7 @@ computes has no request in flight: both would take from the disk what it could d
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,7 +22,7 @@ from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, Protocol, TypeVar
 
-__all__ = ["COMPUTING", "PAGE", "REQUEST", "Job", "JobRunner", "Kind", "run_parallel", "run_serial"]
+__all__ = ["COMPUTING", "PACKING", "PAGE", "REQUEST", "Job", "JobRunner", "Kind", "run_parallel", "run_serial"]
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -28,16 +30,21 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """So many jobs of a kind are done at a time."""
+    """So many jobs of a kind are done at a time, by as many threads; with those that wait for one they are `in_flight`
+    at most.
+    """
 
     name: str
     at_a_time: int
+    in_flight: int
 
 
-REQUEST: Final = Kind("request", 6)
+REQUEST: Final = Kind("request", 6, 12)
 """6 of 2 MiB take all that the disks which were measured can take."""
-COMPUTING: Final = Kind("computing", 4)
-PAGE: Final = Kind("page", 16)
+COMPUTING: Final = Kind("computing", 4, 8)
+PACKERS: Final = min(4, os.cpu_count() or 1)
+PACKING: Final = Kind("packing", PACKERS, PACKERS + 2)
+PAGE: Final = Kind("page", 16, 32)
 """Each takes as long as all requests that are in flight."""
 
 FEW: Final = 2
@@ -126,6 +133,7 @@ class _JobThreads(Generic[R]):
     def __init__(self, kind: Kind, ended: threading.Semaphore) -> None:
         self._name = kind.name
         self._count = kind.at_a_time
+        self._in_flight_max = kind.in_flight
         self._ended = ended
         self._waiting: SimpleQueue[tuple[Callable[[], R], Future[R]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -133,8 +141,8 @@ class _JobThreads(Generic[R]):
 
     @property
     def is_full(self) -> bool:
-        """Whether each thread has a job, and another one waits for it."""
-        return len(self.in_flight) >= 2 * self._count
+        """Whether no more are taken now."""
+        return len(self.in_flight) >= self._in_flight_max
 
     def begin(self, job: Callable[[], R]) -> None:
         """The job is done soon."""

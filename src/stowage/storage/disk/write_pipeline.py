@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 
 from stowage.storage.disk.files import pages
-from stowage.storage.disk.packing import PackingRates
-from stowage.storage.disk.write_jobs import COMPUTING, PAGE, REQUEST, Job, JobRunner
+from stowage.storage.disk.packing import Packing, PackingRates
+from stowage.storage.disk.write_jobs import COMPUTING, PACKING, PAGE, REQUEST, Job, JobRunner
 from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.disk.writer import ActiveSegment, Batch, Page
 from stowage.storage.format import segment
@@ -147,6 +147,12 @@ class _Part:
             yield from self.write_page(self._pages[0])()
 
 
+def _packed(packing: Packing) -> Report:
+    """In any thread."""
+    packing.work()
+    return list
+
+
 class WritePipeline:
     """Takes what `stream` has into `active`, and into those that `another` gives for a payload of some length when that
     is full. Where it gives none, the line ends when all that it took is written. Those that are full are sealed, which
@@ -204,7 +210,9 @@ class WritePipeline:
         reported then may bring more.
         """
         while True:
+            yield from self._pack()
             while (batch := self._next()) is not None:
+                yield from self._pack()
                 yield from self._cut(batch)
             yield from self._hash()
             yield from self._write()
@@ -214,6 +222,11 @@ class WritePipeline:
                 return
             yield None
             yield from self._pages()  # whoever waits for their report may be who brings more
+
+    def _pack(self) -> Jobs:
+        """Packs ahead."""
+        for packing in self._stream.pack_ahead():
+            yield Job(PACKING, partial(_packed, packing))
 
     def _next(self) -> Batch | None:
         """Takes the next batch of the stream, if it fits and can be written this way."""

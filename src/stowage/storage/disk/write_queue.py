@@ -9,17 +9,22 @@ than what is done with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, islice, takewhile
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.storage.disk.packing import BUFFER_BYTES, Packer
+from stowage.storage.disk.packing import GROUP_BYTES, Packer, Packing
+from stowage.storage.disk.write_jobs import PACKING
 from stowage.storage.protocol import Transfer
 
 __all__ = ["Chunks", "PendingStore", "WriteQueue"]
+
+GROUPS_AHEAD: Final = PACKING.in_flight
+"""So many groups of chunks are being packed, or are packed and not taken."""
 
 
 @dataclass(slots=True)
@@ -55,7 +60,8 @@ class Chunks:
 @dataclass(slots=True, eq=False)
 class PendingStore:
     """A transfer, and those of its chunks that can be written: they stand at `indices` in it. So many of them were
-    `taken`, and so many `written`. The first `ready` are in the form in which they are written.
+    `taken`, and so many `written`. The first `ready` are in the form in which they are written; up to `begun` they are
+    being packed.
     """
 
     transfer: Transfer
@@ -65,6 +71,9 @@ class PendingStore:
     taken: int = 0
     written: int = 0
     ready: int = 0
+    begun: int = 0
+    packing: deque[tuple[int, Packing]] = field(default_factory=deque)
+    """Groups of chunks after `ready`: each up to so many chunks."""
     buffers: deque[tuple[int, memoryview]] = field(default_factory=deque)
     """What packed payloads lie in: each until so many chunks are written."""
 
@@ -85,9 +94,12 @@ class WriteQueue:
         self.unfinished: deque[PendingStore] = deque()
         self.refused = 0
         self._dry = False  # nothing waited when it was last asked for
+        self._groups = 0  # that are begun and not ready
 
     def ahead(self, count: int) -> Chunks:
-        """The chunks that come next, up to so many; they stay there. Empty: there is nothing to write."""
+        """The chunks that come next, up to so many; they stay there. Empty: there is nothing to write, or not before
+        some of what was taken is written.
+        """
         found = Chunks()
         for writing in self.unfinished:
             if not self._add_ahead(writing, found, count):
@@ -105,21 +117,62 @@ class WriteQueue:
         """The next ones of a transfer, until there are `count`. False: the rest of it is not ready now."""
         wanted = after = min(writing.taken + count - len(found), len(writing.indices))
         if self._packer is not None and wanted > writing.ready:
-            self._make_ready(writing, wanted, self._packer)
+            if writing.packing or not self._packer.is_full:
+                self._make_ready(writing, self._packer)
             after = min(wanted, writing.ready)
         found.add(writing.chunks.part(writing.taken, after))
         return after == wanted
 
-    def _make_ready(self, writing: PendingStore, after: int, packer: Packer) -> None:
-        """Packs the chunks before `after` that are not ready; only some of them where they are long."""
-        chunks = writing.chunks
-        sizes = accumulate(payload.nbytes for payload in chunks.payloads[writing.ready : after])
-        after = writing.ready + max(1, sum(size <= BUFFER_BYTES for size in sizes))
-        some = slice(writing.ready, after)
-        buffer, chunks.payloads[some], chunks.packed[some] = packer.pack(chunks.payloads[some])
+    def _begin(self, writing: PendingStore, packer: Packer) -> Packing:
+        """Some of the chunks that are not begun are to be packed."""
+        payloads = writing.chunks.payloads
+        sizes = accumulate(payload.nbytes for payload in islice(payloads, writing.begun, None))
+        count = max(1, sum(1 for _ in takewhile(lambda size: size <= GROUP_BYTES, sizes)))
+        some = slice(writing.begun, writing.begun + count)
+        writing.begun += count
+        packing = packer.begin(payloads[some])
+        writing.packing.append((writing.begun, packing))
+        self._groups += 1
+        return packing
+
+    def _make_ready(self, writing: PendingStore, packer: Packer) -> None:
+        """The next group of chunks is packed now, or waited for."""
+        if not writing.packing:
+            self._begin(writing, packer)
+        after, packing = writing.packing.popleft()
+        self._groups -= 1
+        chunks, some = writing.chunks, slice(writing.ready, after)
+        buffer, chunks.payloads[some], chunks.packed[some] = packer.finish(packing)
         if buffer is not None:
             writing.buffers.append((after, buffer))
         writing.ready = after
+
+    def pack_ahead(self) -> list[Packing]:
+        """What other threads may pack while this one goes on: each comes once, and is packed in any case."""
+        begun: list[Packing] = []
+        packer = self._packer
+        if packer is None:
+            return begun
+        for writing in chain(self.unfinished, self._others()):
+            while _bytes_left(writing) >= packer.worth_a_thread_bytes:
+                if self._groups >= GROUPS_AHEAD or packer.is_full:
+                    return begun
+                begun.append(self._begin(writing, packer))
+        return begun
+
+    def give_up(self) -> None:
+        """What is unfinished is not written, and nobody packs or writes now: memory goes back."""
+        for writing in self.unfinished:
+            lent = [*writing.buffers, *((after, packing.buffer) for after, packing in writing.packing)]
+            for _, buffer in lent:
+                assert self._packer is not None
+                self._packer.give_back(buffer)
+
+    def _others(self) -> Iterator[PendingStore]:
+        """Transfers that wait; each is unfinished from then on."""
+        while (transfer := self._more()) is not None:
+            yield self._add(transfer)
+        self._dry = True
 
     def awaits(self, count: int) -> bool:
         """Whether nothing more waits, and so many chunks that were written now would settle the oldest transfer."""
@@ -175,3 +228,9 @@ class WriteQueue:
         while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].indices):
             done.append(self.unfinished.popleft())
         return done
+
+
+def _bytes_left(writing: PendingStore) -> int:
+    """About, of the chunks that are not being packed: most of a transfer's are of one length."""
+    left = len(writing.indices) - writing.begun
+    return left * writing.chunks.payloads[writing.begun].nbytes if left else 0

@@ -144,8 +144,8 @@ class Host:
             random_bytes=chance.randbytes,
             worker_pool=self._worker_pool,
             ahead=one_by_one,
-            pack_at_once=one_by_one,
             run_jobs=SimJobRunner(self.process),
+            worth_a_thread_bytes=1,
         )
         return _WatchedTier(
             Path("/simulated"),

@@ -58,7 +58,7 @@ class SimJobRunner:
                         while lane and lane[0].ended:
                             yield _result(lane.popleft())
                             waits = False
-                    if not waits and not any(len(lane) >= 2 * kind.at_a_time for kind, lane in lanes.items()):
+                    if not waits and not any(len(lane) >= kind.in_flight for kind, lane in lanes.items()):
                         break
                     self._wait()
             while any(lanes.values()):
