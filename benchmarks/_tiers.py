@@ -27,7 +27,8 @@ class Stowage:
     `open` without a directory is the host tier alone: `store` copies from the device, `load` copies to it. With one,
     `store` is from host memory to disk and `load` from disk to host memory, both verified as always. A chunk carries
     its number in its first bytes; what was loaded is compared outside of the time that is counted. `content`: bytes
-    that fill the pool, again and again; noise without.
+    that fill the pool, again and again; noise without. `processor_s`: what all threads took in the time that was
+    counted last.
     """
 
     def __init__(self, chunk_bytes: int, count: int, content: torch.Tensor | None = None) -> None:
@@ -43,6 +44,7 @@ class Stowage:
         self.target[:] = 0
         self.masks = np.full(count, group.full_mask, np.uint64)
         self.round = 0
+        self.processor_s = 0.0
         self.store_of: TieredStore | None = None
         self.directory: Path | None = None
 
@@ -79,11 +81,13 @@ class Stowage:
             taken.append(slots)
         if self.directory is not None:
             began_s = time.perf_counter()
+        before_s = time.process_time()
         for slots in taken:
             store.commit(slots)
         if self.directory is not None:
             assert store.flush(WAIT_S)
         elapsed_s = time.perf_counter() - began_s
+        self.processor_s = time.process_time() - before_s
         stats = store.stats()
         assert all((slots >= 0).all() for slots in taken) and not stats.get("spill_failures"), stats
         return elapsed_s
@@ -96,6 +100,7 @@ class Stowage:
         self.target[:] = 0
         if self.directory is not None:
             assert store.drop_host() == self.count
+        before_s = time.process_time()
         began_s = time.perf_counter()
         fetches = [store.fetch([(0, some)], time.monotonic() + WAIT_S) for some in keys]
         while not all(fetch.done for fetch in fetches):
@@ -103,6 +108,7 @@ class Stowage:
             store.poll()
         if self.directory is not None:
             elapsed_s = time.perf_counter() - began_s
+        self.processor_s = time.process_time() - before_s
         for part, fetch in zip(parts, fetches, strict=True):
             assert (fetch.slots[0] >= 0).all(), "a chunk that was stored is absent"
             self.transfer.load(plan(np.array(part), fetch.slots[0]), self.blocks(self.target))

@@ -1,15 +1,16 @@
 """Lossless compression: bytes at rest of real KV, loads and stores above the disk's own rate, and what codes there are.
 
     python -m benchmarks.lossless [--json] [--rounds 5] [--total-mib 512] [--model .real-model/SmolLM2-135M-Instruct]
+        [--only codes|1024|4096|first_token|weights ...]
 
 KV is that of a real model (`make real-model`) in the engine's own chunks, of five documents: prose in English, German
 and French, source code, JSON. Its weights are dequantised 4-bit values, which any code flatters, so weights are those
 of the demo (trained in bfloat16) and random normal ones. Disk: the chunks of `benchmarks.tiers` filled with that KV,
-written as they are, packed where that pays (the default) and packed always, in turn, in each round beside writing and
-reading one file of the same raw bytes with direct I/O; after `make bench-env` beside LMCache's file tier and vLLM's,
-which store raw bytes. Effective rates count raw bytes. First tokens: a prompt that lies in one tier alone. Codes: each
-on the same bytes, ratio and raw bytes per second of processor time; those whose package is not installed
-(zstandard, lz4, zipnn) are left out.
+written as they are, packed where that pays (the default) and packed always, in turn in each round, each after writing
+and reading one file of the same raw bytes with direct I/O; after `make bench-env` beside LMCache's file tier and
+vLLM's, which store raw bytes. Effective rates count raw bytes. First tokens: a prompt that lies in one tier alone.
+Codes: each on the same bytes, ratio and raw bytes per second of processor time; those whose package is not installed
+(zstandard, lz4, zipnn) are left out. With `--only` the rest of the result file stays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,26 +37,29 @@ import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+from benchmarks._codes import codes  # noqa: E402
 from benchmarks._documents import documents  # noqa: E402
 from benchmarks._peer import PYTHON, Peer  # noqa: E402
-from benchmarks._report import describe_machine, median_spread, write_result  # noqa: E402
+from benchmarks._report import RESULTS, Spread, describe_machine, median_spread, write_result  # noqa: E402
 from benchmarks._tiers import Stowage  # noqa: E402
-from benchmarks.limits import direct_reread_bytes_per_s, huge_pages  # noqa: E402
+from benchmarks.limits import direct_reread_bytes_per_s  # noqa: E402
 from benchmarks.tiers import SCRIPT, Contender, Limits, drop_page_cache, parts_of  # noqa: E402
 from stowage.config.memory import Memory  # noqa: E402
-from stowage.core import lossless  # noqa: E402
 from stowage.demo import corpus  # noqa: E402
 from stowage.engine.engine import Engine  # noqa: E402
 from stowage.engine.sampling_params import SamplingParams  # noqa: E402
-from stowage.weights.checkpoint import Checkpoint  # noqa: E402
+from stowage.weights.checkpoint import Checkpoint, Segment  # noqa: E402
 from stowage.weights.lossless import writer  # noqa: E402
+from stowage.weights.placement import RING_SLOTS  # noqa: E402
 from stowage.weights.reader import Read, Readers  # noqa: E402
+from stowage.weights.ring import Ring  # noqa: E402
 
 MIB = 1 << 20
 MODEL = Path(".real-model/SmolLM2-135M-Instruct")
 CHUNKS = (1024, 4096)
 WAYS = {"raw": "off", "auto": "auto", "packed": "on"}
 """Of the disk tier, by what the tables call them: `compression`."""
+PARTS = ("codes", *map(str, CHUNKS), "first_token", "weights")
 PEERS = ("lmcache_fs_native_direct", "vllm_fs")
 
 
@@ -90,68 +93,6 @@ def payloads(store: Any) -> bytes:
     arena = store.arena.numpy()
     used = np.flatnonzero(arena.reshape(-1, 4096).any(axis=1))
     return arena.reshape(-1, 4096)[used].tobytes()
-
-
-def codes() -> Iterator[tuple[str, Callable[[bytes], bytes], Callable[[bytes, int], Any]]]:
-    """Name, packing, unpacking."""
-
-    room, buffer = memoryview(bytearray(MIB + 4096)), memoryview(bytearray(MIB))  # used again, as the tiers do
-
-    def pack(raw: bytes) -> bytes:
-        return bytes(room[: lossless.pack(memoryview(raw), room)])
-
-    def unpack(packed: bytes, length: int) -> memoryview:
-        lossless.unpack(memoryview(packed), buffer[:length])
-        return buffer[:length]
-
-    yield "ours", pack, unpack
-    for name, squeeze, expand in general_codes():
-        yield name, squeeze, expand
-        if name == "zipnn":
-            continue  # it sees to the planes itself
-        yield f"{name} of planes", *of_planes(squeeze, expand)
-
-
-def general_codes() -> Iterator[tuple[str, Callable[[bytes], bytes], Callable[[bytes, int], Any]]]:
-    try:
-        import zstandard
-
-        packer, unpacker = zstandard.ZstdCompressor(1), zstandard.ZstdDecompressor()
-        yield "zstd -1", packer.compress, lambda packed, length: unpacker.decompress(packed, length)
-    except ImportError:
-        pass
-    try:
-        from zipnn import ZipNN
-
-        code = ZipNN(bytearray_dtype="bfloat16", input_format="byte", threads=1)
-        yield "zipnn", lambda raw: code.compress(bytearray(raw)), lambda packed, _: bytes(code.decompress(packed))
-    except ImportError:
-        pass
-    try:
-        import lz4.block
-
-        yield "lz4", lz4.block.compress, lambda packed, _: lz4.block.decompress(packed)
-    except ImportError:
-        pass
-
-
-def of_planes(
-    squeeze: Callable[[bytes], bytes], expand: Callable[[bytes, int], Any]
-) -> tuple[Callable[[bytes], bytes], Callable[[bytes, int], Any]]:
-    """The same for exponents alone, apart from sign and mantissa."""
-
-    def pack(raw: bytes) -> bytes:
-        words = np.frombuffer(raw, "<u2")
-        turned = words << 1 | words >> 15
-        return turned.astype(np.uint8).tobytes() + squeeze((turned >> 8).astype(np.uint8).tobytes())
-
-    def unpack(packed: bytes, length: int) -> bytes:
-        low = np.frombuffer(packed[: length // 2], np.uint8)
-        high = np.frombuffer(expand(packed[length // 2 :], length // 2), np.uint8)
-        turned = high.astype("<u2") << 8 | low
-        return (turned >> 1 | turned << 15).astype("<u2").tobytes()
-
-    return pack, unpack
 
 
 def measure_codes(samples: dict[str, bytes], rounds: int) -> list[dict[str, Any]]:
@@ -191,7 +132,6 @@ def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path, 
     found: dict[str, list[float]] = {}
     parts, path = parts_of(count, "in order", 1), directory / "tier"
     for _ in range(rounds):
-        limit = limits.of_disk()
         for name in (*WAYS, *(PEERS if peer else ())):
             gc.collect()
             path.mkdir(mode=0o700)
@@ -207,13 +147,11 @@ def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path, 
                 shutil.rmtree(path)
                 path.mkdir(mode=0o700)
                 contender.open(path)
-            began_s = time.process_time()
+            limit = limits.of_disk()
             stored_s = contender.store(parts)
-            middle_s = time.process_time()
+            store_processor_s = ours.processor_s
             drop_page_cache(path)
-            before_s = time.process_time()
             loaded_s = contender.load(parts)
-            after_s = time.process_time()
             contender.close()
             shutil.rmtree(path)
             for what, seconds in (("store", stored_s), ("load", loaded_s)):
@@ -221,8 +159,8 @@ def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path, 
                 own_s = limit["write" if what == "store" else "read"]
                 found.setdefault(f"{name} {what} over the disk's", []).append(own_s / seconds)
             if name in WAYS:
-                found.setdefault(f"{name} store processor s/GB", []).append((middle_s - began_s) / nbytes * 1e9)
-                found.setdefault(f"{name} load processor s/GB", []).append((after_s - before_s) / nbytes * 1e9)
+                found.setdefault(f"{name} store processor s/GB", []).append(store_processor_s / nbytes * 1e9)
+                found.setdefault(f"{name} load processor s/GB", []).append(ours.processor_s / nbytes * 1e9)
     limits.close()
     return {what: median_spread(values) for what, values in found.items()}
 
@@ -274,9 +212,9 @@ def measure_first_tokens(model: Path, rounds: int, tokens: int, directory: Path)
 
 
 def measure_weights(rounds: int, directory: Path) -> dict[str, Any]:
-    """Random normal bfloat16 tensors, read by the prefetcher's threads into the memory that a layer computes from, as
-    they are and packed: raw bytes per second over those of direct reads of the raw file in the same round. Nothing is
-    computed beside it.
+    """Random normal bfloat16 tensors, read by the prefetcher into the memory that a layer computes from, as they are
+    and packed: raw bytes per second over those of direct reads of the raw file in the same round. Nothing is computed
+    beside it.
     """
     generator = torch.Generator().manual_seed(0)
     tensors = {f"w{n}": torch.randn(16 * MIB, generator=generator).to(torch.bfloat16) for n in range(8)}
@@ -286,19 +224,29 @@ def measure_weights(rounds: int, directory: Path) -> dict[str, Any]:
     save_file(tensors, files[0])
     writer.write(files[:1], files[1].parent, lambda _done, _all: None)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    into, readers = huge_pages(nbytes // len(tensors)), Readers()
+    readers = Readers()
     found: dict[str, list[float]] = {"packed over raw bytes": [files[1].stat().st_size / files[0].stat().st_size]}
     for _ in range(rounds):
         limit = direct_reread_bytes_per_s(files[0])
         for path in files:
             drop_page_cache(directory)  # what was just written lies there
             checkpoint = Checkpoint([path])
-            began_s = time.perf_counter()
-            for segment in checkpoint.tensors.values():
-                ticket = readers.start([Read(segment.file, segment.offset, into[: segment.length])])
-                ticket.wait(60.0)
-                ticket.raise_error()
-            rate = nbytes / (time.perf_counter() - began_s)
+            segments = list(checkpoint.tensors.values())
+
+            def reads(unit: int, memory: memoryview, segments: list[Segment] = segments) -> list[Read]:
+                segment = segments[unit]
+                return [Read(segment.file, segment.offset, memory[: segment.length])]
+
+            ring = Ring(len(segments), RING_SLOTS, nbytes // len(segments), reads, readers, 60.0)
+            for _ in range(2):  # as in a second step: the first units were asked for while the last ones were computed
+                began_s = time.perf_counter()
+                for unit in range(len(segments)):
+                    ring.take(unit)
+                    ring.give_back(unit)
+                elapsed_s = time.perf_counter() - began_s
+            rate = nbytes / elapsed_s
+            readers.drain(60.0)
+            ring.close()
             checkpoint.close()
             found.setdefault(f"{path.parent.name} GB/s", []).append(rate / 1e9)
             found.setdefault(f"{path.parent.name} over the disk's", []).append(rate / limit)
@@ -324,28 +272,41 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=768, help="of each document, at most")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--directory", type=Path, help="where to measure (a temporary directory)")
+    parser.add_argument("--only", action="append", choices=PARTS, help="measure this alone; more than once")
     options = parser.parse_args()
-    peer = Peer([PYTHON, SCRIPT], PEERS_ENVIRONMENT) if PYTHON.exists() else None
+    wanted = options.only or PARTS
+    needs_peer = PYTHON.exists() and any(str(kib) in wanted for kib in CHUNKS)
+    peer = Peer([PYTHON, SCRIPT], PEERS_ENVIRONMENT) if needs_peer else None
+    found = earlier() if options.only else {"disk": {}}
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="stowage-lossless-") as name:
         directory = Path(name)
-        shares, kv = real_kv(options.model, directory, options.tokens)
-        samples = {"KV": kv[: 16 * MIB], **weights_samples(16 * MIB)}
-        found = {
-            "kv_share": shares,
-            "codes": measure_codes(samples, 3),
-            "disk": {
-                f"{kib} KiB": measure_disk(kib, options.total_mib * MIB, kv, options.rounds, directory, peer)
-                for kib in CHUNKS
-            },
-            "first_token": measure_first_tokens(options.model, 3 * options.rounds, options.tokens, directory),
-            "weights": measure_weights(options.rounds, directory),
-        }
+        found["kv_share"], kv = real_kv(options.model, directory, options.tokens)
+        if "codes" in wanted:
+            found["codes"] = measure_codes({"KV": kv[: 16 * MIB], **weights_samples(16 * MIB)}, 3)
+        for kib in CHUNKS:
+            if str(kib) in wanted:
+                total = options.total_mib * MIB
+                found["disk"][f"{kib} KiB"] = measure_disk(kib, total, kv, options.rounds, directory, peer)
+        if "first_token" in wanted:
+            found["first_token"] = measure_first_tokens(options.model, 3 * options.rounds, options.tokens, directory)
+        if "weights" in wanted:
+            found["weights"] = measure_weights(options.rounds, directory)
     if peer is not None:
         peer.end()
     keys = summary(found)
     write_result("lossless", {**keys, **found})
     print(json.dumps({**keys, "machine": describe_machine()}) if options.json else table(keys, found))
     return 0
+
+
+def earlier() -> dict[str, Any]:
+    """What the result file has."""
+
+    def spread(of: dict[str, Any]) -> Any:
+        return Spread(**of) if "median" in of else of
+
+    kept = json.loads((RESULTS / "lossless.json").read_text(encoding="utf-8"), object_hook=spread)
+    return {what: kept[what] for what in ("kv_share", "codes", "disk", "first_token", "weights")}
 
 
 def summary(found: dict[str, Any]) -> dict[str, float]:
