@@ -49,10 +49,8 @@ static inline uint64_t valid_from(int at, int n) { return n - at >= 64 ? ~0ull :
 
 /* Blocks are too short for a processor to see what comes. So while one is packed, the next one is asked for, and the
    memory that it will be written to: a line here and there, for it waits where many are asked for at a time. */
-#define ASK_TO_READ(at) __builtin_prefetch(at, 0, 2)
-#define ASK_TO_WRITE(at) __builtin_prefetch(at, 1, 2)
-#define BLOCK 8192      /* of the next words, behind these ones */
-#define PLANES_ABOUT 1536 /* of a block; the next block's body is behind them, and its planes behind its low bytes */
+#define BLOCK 8192 /* of words */
+#define PLANES_ABOUT 1536 /* of a block; the next one's low bytes are behind them, and its planes behind those */
 
 /* Plain C */
 
@@ -157,7 +155,7 @@ static void avx2_split(const uint8_t *words, int n, uint8_t *high, uint8_t *low)
     int i = 0;
     const __m256i bytes = _mm256_set1_epi16(0xFF);
     for (; i + 32 <= n; i += 32) {
-        ASK_TO_READ(words + BLOCK + 2 * i);
+        __builtin_prefetch(words + BLOCK + 2 * i, 0, 2);
         __m256i a = _mm256_loadu_si256((const void *)(words + 2 * i));
         __m256i b = _mm256_loadu_si256((const void *)(words + 2 * i + 32));
         a = _mm256_or_si256(_mm256_slli_epi16(a, 1), _mm256_srli_epi16(a, 15));
@@ -201,9 +199,9 @@ static int avx2_write_level(const uint8_t *values, int n, int width, const uint8
     int groups = groups_of(n), used = used_of(symbols, width);
     uint8_t *end = rest;
     for (int group = 0; group < groups; group++) {
-        ASK_TO_WRITE(planes + PLANES_ABOUT + group * 64);
+        __builtin_prefetch(planes + PLANES_ABOUT + group * 64, 1, 2);
         if (group < PLANES_ABOUT / 64)
-            ASK_TO_WRITE(planes + PLANES_ABOUT + BLOCK / 2 + group * 64);
+            __builtin_prefetch(planes + PLANES_ABOUT + BLOCK / 2 + group * 64, 1, 2);
         uint64_t bits[WIDTH_MAX] = {0}, covered = 0, valid = valid_from(group * 64, n);
         __m256i a = _mm256_loadu_si256((const void *)(values + group * 64));
         __m256i b = _mm256_loadu_si256((const void *)(values + group * 64 + 32));
@@ -301,7 +299,7 @@ static void avx512_split(const uint8_t *words, int n, uint8_t *high, uint8_t *lo
     int i = 0;
     const __m512i even = avx512_halves(0), odd = avx512_halves(1);
     for (; i + 64 <= n; i += 64) {
-        ASK_TO_READ(words + BLOCK + i);
+        __builtin_prefetch(words + BLOCK + i, 0, 2);
         __m512i a = _mm512_loadu_si512(words + 2 * i), b = _mm512_loadu_si512(words + 2 * i + 64);
         a = _mm512_shldi_epi16(a, a, 1);
         b = _mm512_shldi_epi16(b, b, 1);
@@ -334,7 +332,7 @@ static int avx512_is_joined(const uint8_t *high, const uint8_t *low, int n, cons
     const __m512i front = avx512_zipped(0), back = avx512_zipped(32);
     __m512i other = _mm512_setzero_si512();
     for (; i + 64 <= n; i += 64) {
-        ASK_TO_READ(words + BLOCK + BLOCK / 2 + i);
+        __builtin_prefetch(words + BLOCK + BLOCK / 2 + i, 0, 2);
         __m512i h = _mm512_loadu_si512(high + i), l = _mm512_loadu_si512(low + i);
         __m512i a = _mm512_xor_si512(avx512_words(l, h, front), _mm512_loadu_si512(words + 2 * i));
         __m512i b = _mm512_xor_si512(avx512_words(l, h, back), _mm512_loadu_si512(words + 2 * i + 64));
@@ -353,9 +351,9 @@ static int avx512_write_level(const uint8_t *values, int n, int width, const uin
     const __m512i table0 = _mm512_loadu_si512(code_of), table1 = _mm512_loadu_si512(code_of + 64);
     const __m512i table2 = _mm512_loadu_si512(code_of + 128), table3 = _mm512_loadu_si512(code_of + 192);
     for (int group = 0; group < groups; group++) {
-        ASK_TO_WRITE(planes + PLANES_ABOUT + group * 64);
+        __builtin_prefetch(planes + PLANES_ABOUT + group * 64, 1, 2);
         if (group < PLANES_ABOUT / 64)
-            ASK_TO_WRITE(planes + PLANES_ABOUT + BLOCK / 2 + group * 64);
+            __builtin_prefetch(planes + PLANES_ABOUT + BLOCK / 2 + group * 64, 1, 2);
         uint64_t valid = valid_from(group * 64, n), escapes = valid;
         __m512i some = _mm512_loadu_si512(values + group * 64);
         __m512i code = _mm512_permutex2var_epi8(table0, some, table1);
