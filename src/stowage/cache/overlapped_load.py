@@ -28,7 +28,7 @@ from stowage.cache.events import Fetch, SourceArray
 from stowage.core.geometry import BoolArray, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
 
-__all__ = ["ChunkFetcher", "Fetched", "GroupChunks", "OverlappedLoad", "Piece", "RowKeys", "State"]
+__all__ = ["ChunkFetcher", "Fetched", "GroupChunks", "LoadState", "OverlappedLoad", "Piece", "RowKeys"]
 
 PIECES_MAX: Final = 8
 """Into so many a prefix is cut: what has come of a piece is of no use before all of it has."""
@@ -74,7 +74,7 @@ Fetched = tuple[GroupChunks, IntArray, MaskArray]
 """What was to be fetched, and the slot and the valid blocks of each chunk."""
 
 
-class State(enum.Enum):
+class LoadState(enum.Enum):
     """OPEN: there is a gap, and pieces are on their way. MET: what was computed reaches what has arrived. OVER: a piece
     failed, or all was computed.
     """
@@ -165,17 +165,17 @@ class OverlappedLoad:
 
     # Under way
 
-    def poll(self, computed: int, now_s: float) -> State:
+    def poll(self, computed: int, now_s: float) -> LoadState:
         """Note what has arrived, and ask for more. ``computed``: tokens of the prompt."""
         while self.arrived < len(self.pieces) and self.pieces[self.arrived].here:
             self.arrived += 1
             self._arrived_s = now_s
         if computed >= self.end or any(piece.failed for piece in self.pieces):
-            return State.OVER
+            return LoadState.OVER
         if self.gap(computed) == 0:
-            return State.MET
+            return LoadState.MET
         self.ask(computed, now_s)
-        return State.OPEN
+        return LoadState.OPEN
 
     def gap(self, computed: int) -> int:
         """Tokens that are neither computed nor here."""

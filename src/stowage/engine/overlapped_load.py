@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stowage.cache.cost_model import CostModel
-from stowage.cache.overlapped_load import OverlappedLoad, State
+from stowage.cache.overlapped_load import LoadState, OverlappedLoad
 from stowage.cache.prefix_planner import PrefixPlanner
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.engine.kv_manager import KVManager
@@ -62,9 +62,9 @@ class OverlappedLoads:
         lost = []
         for one in list(self._open.values()):
             state = one.load.poll(one.sequence.computed, self._clock())
-            if state is State.OVER:
+            if state is LoadState.OVER:
                 self.drop(one.sequence)
-            elif state is State.MET and not self._join(one):
+            elif state is LoadState.MET and not self._join(one):
                 lost.append(one.sequence)
         return lost
 

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from stowage.cache.cost_model import CostModel
-from stowage.cache.overlapped_load import OverlappedLoad, State
+from stowage.cache.overlapped_load import LoadState, OverlappedLoad
 from stowage.cache.prefix_planner import PrefixPlan, PrefixPlanner, PrefixRequest
 from stowage.cache.remote_lookup import RemoteLookup
 from stowage.core.geometry import IntArray
@@ -196,14 +196,14 @@ class Node:
         load = prompt.overlap
         if load is not None:
             state = load.poll(prompt.computed, now_s)
-            if state is State.OPEN:
+            if state is LoadState.OPEN:
                 rest = prompt.tokens - prompt.computed
                 count = load.tokens(prompt.computed, min(rest, self._scenario.step_tokens or rest), now_s)
                 if not count:
                     self._look_s = now_s + _LOOK_EVERY_S
                     self._agenda.at(self._look_s, self._look)
                 return count
-            if state is State.MET:
+            if state is LoadState.MET:
                 prompt.reused[load.main_source()] += load.end - prompt.computed
                 prompt.computed, prompt.loads = load.end, prompt.loads + 1
             self._end_overlap(prompt, load, now_s)

@@ -25,7 +25,7 @@ from stowage.errors import ModelError
 from stowage.weights.gradients import asked_of, without
 from stowage.weights.turn import Claim, Turn
 
-__all__ = ["Bring", "Delivery", "Passes", "Writer", "written_by"]
+__all__ = ["Bring", "ForwardWriter", "PassHooks", "Passes", "written_by"]
 
 Bring = Callable[..., Tensor | None]
 """Brings the weights of a module, of the tensors that it is given; what it is to be given in the place of the first."""
@@ -39,7 +39,7 @@ _INTERRUPTED: Final = (
 )
 
 
-class Delivery(Protocol):
+class PassHooks(Protocol):
     """What happens around passes."""
 
     def settle(self, *, forked: bool) -> None:
@@ -59,7 +59,7 @@ class Delivery(Protocol):
         ...
 
 
-class Writer(Protocol):
+class ForwardWriter(Protocol):
     """Writes down what a forward does, so that it can be done again without the model's own code."""
 
     def arrive(self, bring: Bring, given: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Tensor | None:
@@ -71,11 +71,11 @@ class Writer(Protocol):
         ...
 
 
-_writer: ContextVar[Writer | None] = ContextVar("stowage_writer", default=None)
+_writer: ContextVar[ForwardWriter | None] = ContextVar("stowage_writer", default=None)
 
 
 @contextlib.contextmanager
-def written_by(writer: Writer) -> Iterator[None]:
+def written_by(writer: ForwardWriter) -> Iterator[None]:
     """Forwards of this thread are written down by ``writer``."""
     token = _writer.set(writer)
     try:
@@ -87,7 +87,7 @@ def written_by(writer: Writer) -> Iterator[None]:
 class Passes:
     """The forwards of one model."""
 
-    def __init__(self, delivery: Delivery, unfrozen: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, delivery: PassHooks, unfrozen: Callable[[], bool] = lambda: False) -> None:
         """``unfrozen``: whether the model has parameters of which somebody may expect gradients."""
         self._unfrozen = unfrozen
         self.turn = Turn()

@@ -141,8 +141,8 @@ class _Recording(TorchFunctionMode):
         return self._did(function, args, kwargs, found, in_place)
 
     def arrive(self, bring: Bring, given: Sequence[Any], weights: Sequence[nn.Parameter]) -> Any:
-        """See ``passes.Writer``. What shows the weights at the moment stands for them in what is written down: later in
-        the step their memory is that of others.
+        """See ``ForwardWriter``. What shows the weights at the moment stands for them in what is written down: later
+        in the step their memory is that of others.
         """
         given = [value for value in given if isinstance(value, Tensor)]
         with torch._C.DisableTorchFunction():
@@ -159,7 +159,7 @@ class _Recording(TorchFunctionMode):
         return found
 
     def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
-        """See ``passes.Writer``."""
+        """See ``passes.ForwardWriter``."""
         with torch._C.DisableTorchFunction():
             take_back()
         self._did(take_back, (), {}, None)
