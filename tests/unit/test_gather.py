@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,48 @@ def test_attributes_are_those_of_a_slice() -> None:
     assert gather.attributes(items, 38, 50, "number") == ["38", "39"]
     with pytest.raises(AttributeError):
         gather.attributes([*items, object()], 38, 41, "number")
+
+
+class Slotted:
+    __slots__ = ("before", "number")
+
+    def __init__(self, number: object) -> None:
+        self.number = number
+
+
+@pytest.mark.parametrize("kind", [Slotted, lambda number: SimpleNamespace(number=number)], ids=["slots", "dict"])
+def test_rows_are_read_of_several_lists(kind: Callable[[int], Any]) -> None:
+    """Those that end in their list, and have no number that is not wanted."""
+    numbers = [[1000 * row + at + 1 for at in range(20)] for row in range(40)]
+    numbers[7][13] = 0
+    lists = [[kind(number) for number in row] for row in numbers]
+    begins = [row % 16 for row in range(40)]  # some are behind the 0, and some too far back
+    short = [row for row in range(40) if row % 16 > 12]
+    found, missing = gather.rows(lists, begins, 8, "number", 0)
+    assert missing == [7, *short]
+    whole = [row for row in range(40) if row not in missing]
+    assert found == [number for row in whole for number in numbers[row][begins[row] : begins[row] + 8]]
+    assert gather.rows([[], lists[0]], [0, 19], 1, "number", 0) == ([20], [0])
+    assert gather.rows([], [], 8, "number", 0) == ([], [])
+    assert gather.rows([[]], [0], 8, "number", 0) == ([], [0])
+
+
+def test_rows_of_unlike_things_are_read_one_by_one() -> None:
+    class Other:
+        number = 5
+
+    class Unlike(Slotted):
+        def __getattribute__(self, name: str) -> Any:
+            return 9 if name == "number" else super().__getattribute__(name)
+
+    assert gather.rows([[Slotted(3), Other()], [Unlike(1), Unlike(2)]], [0, 0], 2, "number", 0) == ([3, 5, 9, 9], [])
+    assert gather.rows([[Unlike(1)]], [0], 1, "number", 9) == ([], [0])
+    empty = Slotted(1)
+    del empty.number
+    with pytest.raises(AttributeError):
+        gather.rows([[Slotted(3), empty]], [0], 2, "number", 0)
+    with pytest.raises(AttributeError):
+        gather.rows([[Slotted(3)]], [0], 1, "size", 0)
 
 
 def test_a_list_that_shrinks_while_it_is_read_is_no_harm() -> None:

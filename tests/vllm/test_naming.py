@@ -20,7 +20,7 @@ GROUPS = [Group(0, Kind.FULL, 16, 2, 4096)]
 
 
 def request(tokens: int = 100, **more: Any) -> Any:
-    fields = {"cache_salt": None, "lora_request": None, "mm_features": [], "num_preemptions": 0}
+    fields = {"request_id": "r", "cache_salt": None, "lora_request": None, "mm_features": [], "num_preemptions": 0}
     return SimpleNamespace(all_token_ids=list(range(tokens)), **{**fields, **more})
 
 

@@ -42,17 +42,20 @@ def test_every_rank_gets_its_own_part_back(made: Any) -> None:
     here.scheduler.check()
 
 
+@pytest.mark.parametrize("host", ["8MiB", "512KiB"])
 @pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW]], ids=["full", "window"])
-def test_an_answer_is_stored_before_it_has_a_key(made: Any, groups: list[Any]) -> None:
-    """Two requests generate the same, token by token: it is kept once, in the slot that it was written to."""
-    here = made(groups, chunk_blocks=2, host="8MiB")
+def test_an_answer_is_stored_before_it_has_a_key(made: Any, groups: list[Any], host: str) -> None:
+    """Two requests generate the same, token by token: it is kept once, in the slot that it was written to. Where little
+    memory has no slots at hand, it gets one when it has its key.
+    """
+    here = made(groups, chunk_blocks=2, host=host)
     text, tables = prompt(240), (blocks_for(240, 1), blocks_for(240, 16))
     requests = [Request(name, text[:70]) for name in ("first", "second")]
     for request, table in zip(requests, tables, strict=True):
         here.offer(request)
         here.scheduler.allocated(request, [], 0)
         here.compute(request, table, 0, 70)
-    assert here.scheduler._storing.unnamed, "slots are at hand"
+    assert (here.scheduler._storing.unnamed > 0) == (host == "8MiB"), "slots are at hand"
     for end in range(71, 241):
         for request, table in zip(requests, tables, strict=True):
             request.all_token_ids = text[:end]
@@ -70,6 +73,30 @@ def test_an_answer_is_stored_before_it_has_a_key(made: Any, groups: list[Any]) -
             needed = range(14) if name in FULL.layers else range(12, 14)
             assert all(torch.equal(now[name][table[block]], old[name][1 + block]) for block in needed), name
     assert here.scheduler.stats()["chunks_pinned"] == 0
+
+
+def test_an_answer_of_which_a_window_has_lost_blocks(made: Any) -> None:
+    """The chunk is stored with those that are left, which is what a resume behind it reads."""
+    here = made([FULL, WINDOW], host="8MiB")
+    text, table = prompt(300), blocks_for(300)
+    request = Request("first", text[:100])
+    here.offer(request)
+    here.scheduler.allocated(request, [], 0)
+    here.compute(request, table, 0, 100)
+    assert here.scheduler._storing.unnamed > 2, "slots are at hand, and one of them is taken"
+    for end in range(101, 301):
+        request.all_token_ids = text[:end]
+        here.gone = max(0, end - 40) // BLOCK
+        here.compute(request, table, end - 1, end)
+    before = snapshot(here)
+    here.scheduler.check()
+    here.wipe()
+    count, loaded, failed = load_into(here, Request("second", text), first=5)
+    assert (count, failed) == (256, set())
+    for now, old in zip(here.caches, before, strict=True):
+        for name in now:
+            needed = range(16) if name in FULL.layers else range(13, 16)  # 256 - 39 = 217: block 13 on
+            assert all(torch.equal(now[name][loaded[block]], old[name][1 + block]) for block in needed), name
 
 
 def test_a_prefix_that_ends_in_the_middle(made: Any) -> None:

@@ -48,6 +48,8 @@ class Machine:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=2048), speculative_config=speculative_config
         )
         self.scheduler = SchedulerSide(config, shapes, settings.read({"host_memory": host, **extra}))
+        self.gone = 0
+        """Blocks that vLLM has taken back: of windows, from the start."""
         self.caches: list[dict[str, torch.Tensor]] = []
         self.workers: list[WorkerSide] = []
         for number, rank in enumerate(RANKS):
@@ -80,7 +82,7 @@ class Machine:
             ],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda name: tuple([scheduled[name][2]] * len(self.scheduler._groups)),
+                get_block_ids=lambda name: self._tables(scheduled[name][2]),
                 boundary_state_offloads={},
             ),
         )
@@ -114,6 +116,10 @@ class Machine:
         with self.scheduler._background.turn:
             self.scheduler._settle()  # as the store's thread would a moment later
         return failed
+
+    def _tables(self, table: list[int]) -> tuple[list[int], ...]:
+        window = [0] * self.gone + table[self.gone :]
+        return tuple(window if group.kind is Kind.SLIDING else table for group in self.scheduler._groups)
 
     def offer(self, request: Request, held: int = 0) -> int:
         until_s = time.monotonic() + 60

@@ -14,7 +14,7 @@ from typing import Any
 from stowage.native import extension as _native
 from stowage.native import is_wanted
 
-__all__ = ["attributes", "packed_u32"]
+__all__ = ["attributes", "packed_u32", "rows"]
 
 _IN_C = is_wanted()
 
@@ -39,3 +39,21 @@ def attributes(items: Sequence[Any], begin: int, end: int, name: str) -> list[An
         found: list[Any] = _native.attributes(items, begin, end, name)
         return found
     return [getattr(item, name) for item in items[begin:end]]
+
+
+def rows(lists: list[list[Any]], begins: list[int], width: int, name: str, without: int) -> tuple[list[int], list[int]]:
+    """An attribute, a number, of ``width`` items of each list from where it ``begins`` on: those of one list after the
+    other. Lists that end before, or where a number is ``without``, are left out: their indices.
+    """
+    found = _native.rows(lists, begins, width, name, without) if _IN_C else None
+    if found is not None:
+        return found
+    numbers: list[int] = []
+    missing = []
+    for index, (items, begin) in enumerate(zip(lists, begins, strict=True)):
+        row = attributes(items, begin, begin + width, name)
+        if len(row) == width and without not in row:
+            numbers += row
+        else:
+            missing.append(index)
+    return numbers, missing

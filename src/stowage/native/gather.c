@@ -3,6 +3,8 @@
 
 #include "binding.h"
 
+#include <structmember.h>
+
 enum { AHEAD = 16 }; /* objects: about as many as a processor has under way */
 
 static inline void fetch_first(PyObject *const *items, Py_ssize_t count) {
@@ -86,9 +88,113 @@ static PyObject *attributes(PyObject *Py_UNUSED(self), PyObject *const *argument
     return found;
 }
 
+/* Where objects of a type have what this attribute of theirs is; -1: it is not simply there, and has to be asked for. */
+static Py_ssize_t offset_of(PyTypeObject *type, PyObject *name) {
+    PyObject *found = type->tp_getattro == PyObject_GenericGetAttr ? PyObject_GetAttr((PyObject *)type, name) : NULL;
+    Py_ssize_t offset = -1;
+    if (found != NULL && Py_IS_TYPE(found, &PyMemberDescr_Type)) {
+        const PyMemberDef *member = ((PyMemberDescrObject *)found)->d_member;
+        offset = member->type == T_OBJECT_EX ? member->offset : -1;
+    }
+    PyErr_Clear();
+    Py_XDECREF(found);
+    return offset;
+}
+
+/* The rows' numbers, which are objects: each row's are added to `found`, or its index to `missing`. The objects are all
+   of one type, and nothing of Python's is run, so no list can change. 1: they are not such; -1: an exception is set. */
+static int read_rows(PyObject *const **rows, Py_ssize_t count, Py_ssize_t width, PyObject *name, PyObject *without,
+                     PyObject *found, PyObject *missing) {
+    PyTypeObject *type = NULL;
+    for (Py_ssize_t i = 0; i < count && type == NULL; i++)
+        if (rows[i] != NULL)
+            type = Py_TYPE(rows[i][0]);
+    Py_ssize_t offset = type == NULL ? 0 : offset_of(type, name);
+    if (offset < 0)
+        return 1;
+#define FIELD(i, at) (*(PyObject **)((char *)rows[i][at] + offset))
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (Py_ssize_t at = 0; rows[i] != NULL && at < width; at++) {
+            FETCH(&rows[i][at]->ob_type);
+            FETCH(&FIELD(i, at));
+        }
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (Py_ssize_t at = 0; rows[i] != NULL && at < width; at++) {
+            if (!Py_IS_TYPE(rows[i][at], type) || FIELD(i, at) == NULL)
+                return 1;
+            FETCH(FIELD(i, at));
+        }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int whole = rows[i] != NULL;
+        for (Py_ssize_t at = 0; whole > 0 && at < width; at++) {
+            if (!PyLong_CheckExact(FIELD(i, at)))
+                return 1;
+            int same = PyObject_RichCompareBool(FIELD(i, at), without, Py_EQ);
+            whole = same < 0 ? -1 : !same;
+        }
+        for (Py_ssize_t at = 0; whole > 0 && at < width; at++)
+            if (PyList_Append(found, FIELD(i, at)) < 0)
+                whole = -1;
+        if (whole == 0) {
+            PyObject *index = PyLong_FromSsize_t(i);
+            whole = index == NULL || PyList_Append(missing, index) < 0 ? -1 : 0;
+            Py_XDECREF(index);
+        }
+        if (whole < 0)
+            return -1;
+    }
+#undef FIELD
+    return 0;
+}
+
+/* Where each row begins in its list; NULL where it does not end in it. */
+static int find_rows_of(PyObject *lists, PyObject *begins, Py_ssize_t width, PyObject *const **rows) {
+    Py_ssize_t count = PyList_GET_SIZE(lists);
+    for (Py_ssize_t i = 0; i < count; i++)
+        FETCH(PyList_GET_ITEM(lists, i));
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *list = PyList_GET_ITEM(lists, i);
+        Py_ssize_t begin = PyLong_AsSsize_t(PyList_GET_ITEM(begins, i));
+        if (begin == -1 && PyErr_Occurred())
+            return -1;
+        if (!PyList_Check(list) || begin < 0) {
+            PyErr_SetString(PyExc_TypeError, "lists, and where in each of them a row begins");
+            return -1;
+        }
+        rows[i] = PyList_GET_SIZE(list) - width < begin ? NULL : ((PyListObject *)list)->ob_item + begin;
+        FETCH(rows[i]);
+    }
+    return 0;
+}
+
+static PyObject *rows(PyObject *Py_UNUSED(self), PyObject *const *arguments, Py_ssize_t given) {
+    if (!takes("rows", given, 5))
+        return NULL;
+    Py_ssize_t width = PyLong_AsSsize_t(arguments[2]);
+    if (!PyList_Check(arguments[0]) || !PyList_Check(arguments[1]) || !PyLong_CheckExact(arguments[4]) || width < 1 ||
+        PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "as many lists as beginnings, a width from 1 on and a number are needed");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(arguments[0]);
+    PyObject *const **found_rows = PyMem_Malloc((size_t)count * sizeof *found_rows + 1);
+    PyObject *found = PyList_New(0), *missing = PyList_New(0);
+    int failed = -1;
+    if (found_rows == NULL)
+        PyErr_NoMemory();
+    else if (found != NULL && missing != NULL && find_rows_of(arguments[0], arguments[1], width, found_rows) == 0)
+        failed = read_rows(found_rows, count, width, arguments[3], arguments[4], found, missing);
+    PyMem_Free(found_rows);
+    PyObject *both = failed == 0 ? PyTuple_Pack(2, found, missing) : failed > 0 ? Py_NewRef(Py_None) : NULL;
+    Py_XDECREF(found);
+    Py_XDECREF(missing);
+    return both;
+}
+
 static PyMethodDef functions[] = {
     {"packed_u32", FAST(packed_u32), METH_FASTCALL, "The numbers of a list from one index to another, 4 bytes each."},
     {"attributes", FAST(attributes), METH_FASTCALL, "An attribute of the items of a list from one index to another."},
+    {"rows", FAST(rows), METH_FASTCALL, "An attribute of so many items of each list, and which lists lack some."},
     {NULL},
 };
 

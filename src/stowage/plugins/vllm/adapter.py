@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from stowage.core.gather import attributes
+from stowage.core.gather import attributes, rows
 from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
 from stowage.errors import ConfigError, UnsupportedModelError
 
 __all__ = [
     "NULL",
-    "Blocks",
     "Drafts",
     "GroupShape",
     "StepBlocks",
@@ -240,37 +239,46 @@ def resumed(scheduled: Any) -> Iterable[str]:
     return names
 
 
-class Blocks:
-    """vLLM's blocks of a request, by group. vLLM's own lists are read, since a copy of them is linear in the prompt."""
-
-    def __init__(self, groups: Sequence[Sequence[Any]], objects: bool) -> None:
-        self._groups = groups
-        self._objects = objects
-
-    def numbers(self, group: int, first: int = 0, stop: int | None = None) -> list[int]:
-        """vLLM's numbers of the blocks of a group from ``first`` on."""
-        blocks = self._groups[group]
-        stop = len(blocks) if stop is None else stop
-        return attributes(blocks, first, stop, "block_id") if self._objects else list(blocks[first:stop])
-
-
 class StepBlocks:
-    """The blocks of the requests of a step, while the step is being built."""
+    """vLLM's blocks of the requests of a step, while it is being built. vLLM's own lists are read, since a copy of them
+    is linear in the prompt.
+    """
 
     def __init__(self, scheduled: Any) -> None:
         self._state = getattr(scheduled, "kv_connector_block_state", None)
         manager = getattr(getattr(self._state, "resolve_block_ids", None), "__self__", None)
-        coordinator = getattr(manager, "coordinator", None)
-        self._get = getattr(coordinator, "get_blocks", None)
+        managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+        self._tables = [manager.req_to_blocks for manager in managers]
 
-    def of(self, request: str) -> Blocks | None:
-        """Those of one request; ``None``: vLLM tells nothing about it."""
-        if self._state is None:
-            return None
-        if self._get is not None:
-            return Blocks(self._get(request), objects=True) if request in self._state.req_ids else None
-        numbers = self._state.get_block_ids(request)
-        return None if numbers is None else Blocks(numbers, objects=False)
+    def tell(self, request: str) -> bool:
+        """Whether they tell of this request."""
+        if self._tables:
+            return request in self._state.req_ids  # type: ignore[union-attr]
+        return self._state is not None and self._state.get_block_ids(request) is not None
+
+    def numbers(self, request: str, group: int) -> list[int]:
+        """vLLM's numbers of a request's blocks of a group."""
+        if self._tables:
+            blocks = self._tables[group].get(request) or []
+            return attributes(blocks, 0, len(blocks), "block_id")
+        return list(self._state.get_block_ids(request)[group])  # type: ignore[union-attr]
+
+    def rows(self, group: int, requests: list[str], begins: list[int], width: int) -> tuple[list[int], list[int]]:
+        """The numbers of so many blocks of each request from where it ``begins`` on, one after the other; and the
+        indices of requests of which some of them are not there.
+        """
+        if self._tables:
+            table = self._tables[group]
+            return rows([table.get(request) or [] for request in requests], begins, width, "block_id", NULL)
+        numbers: list[int] = []
+        missing = []
+        for index, (request, begin) in enumerate(zip(requests, begins, strict=True)):
+            row = self.numbers(request, group)[begin : begin + width]
+            if len(row) == width and NULL not in row:
+                numbers += row
+            else:
+                missing.append(index)
+        return numbers, missing
 
 
 def table_of(blocks: Iterable[int]) -> IntArray:

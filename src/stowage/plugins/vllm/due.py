@@ -27,16 +27,15 @@ class Due:
 
     def of(self, scheduled: Any, tracked_by_name: Mapping[str, Tracked]) -> list[tuple[Tracked, int, int]]:
         """Of the requests that this step brings to the end of a chunk: from which token to which it computes them."""
-        counts = scheduled.num_scheduled_tokens
         self._passed += self._step_tokens
-        names = self._candidates(scheduled, tracked_by_name)
-        if not names:
+        candidates = self._candidates(scheduled, tracked_by_name)
+        if not candidates:
             return []
+        counts = scheduled.num_scheduled_tokens
         begins = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        self.looks += len(candidates)
         found = []
-        for name in names:
-            self.looks += 1
-            tracked = tracked_by_name.get(name)
+        for name, tracked in candidates.items():
             if tracked is None or tracked.tainted:
                 continue
             begin = begins[name] if name in begins else adapter.computed_before(tracked.request)
@@ -47,21 +46,21 @@ class Due:
                 self.watch(tracked, end)
         return found
 
-    def _candidates(self, scheduled: Any, tracked_by_name: Mapping[str, Tracked]) -> dict[str, None]:
-        counts = scheduled.num_scheduled_tokens
-        names = dict.fromkeys(new.req_id for new in scheduled.scheduled_new_reqs)
-        names |= dict.fromkeys(name for name in adapter.resumed(scheduled) if name in counts)
+    def _candidates(self, scheduled: Any, tracked_by_name: Mapping[str, Tracked]) -> dict[str, Tracked | None]:
+        counts, known = scheduled.num_scheduled_tokens, tracked_by_name.get
+        found = {new.req_id: known(new.req_id) for new in scheduled.scheduled_new_reqs}
+        found |= {name: known(name) for name in adapter.resumed(scheduled) if name in counts}
         if scheduled.total_num_scheduled_tokens - len(counts) >= self._step_tokens:  # else none can have more
-            names |= {name: None for name, count in counts.items() if count > self._step_tokens}
+            found |= {name: known(name) for name, count in counts.items() if count > self._step_tokens}
         for tracked in self._watched.pop(self._passed, ()):
-            name = tracked.request.request_id
-            if tracked.watched_at != self._passed or tracked_by_name.get(name) is not tracked:
+            name = tracked.name
+            if tracked.watched_at != self._passed or known(name) is not tracked:
                 continue  # looked at since then, or ended
             if name in counts:
-                names[name] = None
+                found[name] = tracked
             elif tracked.request.num_preemptions == tracked.preemptions:  # it runs, and this step has no room for it
                 self._push(tracked, self._passed + self._step_tokens)
-        return names
+        return found
 
     def watch(self, tracked: Tracked, end: int) -> None:
         """Look again when the request, which has computed ``end`` tokens after this step, can be due."""

@@ -41,23 +41,24 @@ class Phase(enum.Enum):
 
 
 class Tracked:
-    """One request. ``stored``: by group, the first chunk that was not offered to the store yet; ``due``: what number of
-    tokens completes the next. ``refused``: its loads failed on a worker once: it is computed, and not offered again.
-    ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it parts
-    from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens that
-    the device had. ``drafts``: of the engine's speculative decoding. ``watched_at``: see ``due``. ``retention``: which
-    of its windows and states are stored; ``None``: those that are of every prompt.
+    """One request. ``stored``: by tokens of a chunk, the first one that was not offered to the store yet; ``due``: what
+    number of tokens completes the next. ``refused``: its loads failed on a worker once: it is computed, and not offered
+    again. ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it
+    parts from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens
+    that the device had. ``drafts``: of the engine's speculative decoding. ``watched_at``: see ``due``. ``retention``:
+    which of its windows and states are stored; ``None``: those that are of every prompt.
     """
 
     def __init__(
         self, request: Any, namespace: bytes, groups: Sequence[Group], drafts: adapter.Drafts | None = None
     ) -> None:
         self.request = request
+        self.name: str = request.request_id
         self.drafts = drafts
         self._lookahead = drafts.lookahead if drafts is not None else 0
         self.keys = SequenceKeys(namespace, groups, self._lookahead)
         self.phase = Phase.NEW
-        self._chunk_tokens = [group.chunk_tokens for group in groups]
+        self._chunk_tokens = {group.chunk_tokens for group in groups}
         self.begin_at(0)
         self.refused = False
         self.tainted = False
@@ -90,8 +91,8 @@ class Tracked:
 
     def begin_at(self, tokens: int) -> None:
         """What lies before is stored already, or never will be by this request."""
-        self.stored = [tokens // size for size in self._chunk_tokens]
-        self.due = min((stored + 1) * size for stored, size in zip(self.stored, self._chunk_tokens, strict=True))
+        self.stored = {size: tokens // size for size in self._chunk_tokens}
+        self.due = min((stored + 1) * size for size, stored in self.stored.items())
 
     def restart(self) -> None:
         """It lost its blocks, and begins anew. (A fetch is given back before.)"""
@@ -218,7 +219,7 @@ class Prefixes:
         self.give_back(tracked)
         if self._learner is not None and tracked.retention is not None:
             group, prompt_tokens = self._learner.group, len(tracked.request.prompt_token_ids)
-            tracked.extend_keys(tracked.stored[group.index] * group.chunk_tokens)
+            tracked.extend_keys(tracked.stored[group.chunk_tokens] * group.chunk_tokens)
             keys = tracked.keys.of(group.index)
             if (tokens := len(keys) * group.chunk_tokens) > prompt_tokens:
                 self._learner.answered(keys, prompt_tokens, tokens, tracked.retention)

@@ -247,18 +247,16 @@ class SchedulerSide:
     def _stores(self, scheduled: Any) -> list[Store]:
         assert self._background is not None
         with self._background.turn:
-            if not self._store.idle:
+            if not self._busy or self._reports.full:  # else the store's thread does, beside the step
                 self._store.poll()
-                self._prefixes.note()
-            if not self._busy or self._reports.full:
                 self._settle()
+                self._background.notice()
             for request_id in scheduled.preempted_req_ids or ():
                 self._preempted(request_id)
             due = self._due.of(scheduled, self._tracked)
             stores = self._storing.plan(scheduled, due) if due else []
             for tracked, _, end in due:
                 self._due.watch(tracked, end)
-            self._background.notice()
         return stores
 
     def _preempted(self, request_id: str) -> None:

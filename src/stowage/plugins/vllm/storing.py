@@ -21,6 +21,7 @@ from stowage.core.resume_points import NOWHERE, tail_of
 from stowage.core.retention import Learner, Retention
 from stowage.errors import StowageError
 from stowage.plugins.vllm import adapter
+from stowage.plugins.vllm.answers import Answer, Answers
 from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.messages import Report, Store, WholeChunks
 from stowage.plugins.vllm.requests import Tracked
@@ -31,9 +32,8 @@ States = Sequence[tuple[int, int, int]]
 """Group, block and boundary of recurrent states that a step leaves behind."""
 
 
-_AHEAD_MAX, _AHEAD_SHARE = 256, 64
-"""Slots at hand for answers, in each slab class: so many, or one in so many."""
-_PAGED = (Kind.FULL, Kind.SLIDING, Kind.CHUNKED)
+_KINDS = tuple(Kind), (Kind.FULL,), (Kind.FULL, Kind.SLIDING, Kind.CHUNKED)
+"""Of what `_Groups` tells apart."""
 
 
 class Source(NamedTuple):
@@ -51,19 +51,12 @@ class Source(NamedTuple):
         return cls(number if shape.of is None else shape.of, shape.parts, spacing if shape.dense else 0)
 
 
-_Answer = tuple[Tracked, int, int]
-"""Request, group and number of a whole chunk that ends behind the prompt: its bytes go into a slot before it has a key.
-"""
+class _Groups(NamedTuple):
+    """Those with chunks of one size, by number: all, those of full attention, those and windows."""
 
-
-class _Layout(NamedTuple):
-    """What of a group does not change. ``paged``: a window or full attention; ``full``: the latter."""
-
-    strategy: GroupStrategy
-    chunk_tokens: int
-    per_chunk: int
-    paged: bool
-    full: bool
+    all: list[int]
+    full: list[int]
+    paged: list[int]
 
 
 @dataclass(slots=True)
@@ -74,7 +67,7 @@ class _Writing:
 
     slots: IntArray | list[int]
     ranks_left: int
-    answers: list[_Answer] | None = None
+    answers: list[Answer] | None = None
     digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
 
 
@@ -93,23 +86,21 @@ class Storing:
         self._store = store
         self._strategies = strategies
         groups = [strategy.group for strategy in strategies]
-        self._layouts = [
-            _Layout(one, group.chunk_tokens, group.blocks_per_chunk, group.kind in _PAGED, group.kind is Kind.FULL)
-            for one, group in zip(strategies, groups, strict=True)
-        ]
         self._retention = retention.most
         self._chunk_tokens = math.lcm(*(group.chunk_tokens for group in groups))
-        self._ahead: list[list[int]] = [[] for _ in store.slabs]
-        slab_of = {group: number for number, slab in enumerate(store.slabs) for group in slab.groups}
-        self._ahead_of_group = [self._ahead[slab_of[number]] for number in range(len(groups))]
-        self._slab_of_group = np.array([slab_of[number] for number in range(len(groups))])
+        self._answers = Answers(store, groups)
+        self._of_size = {
+            size: _Groups(
+                *([g.index for g in groups if g.chunk_tokens == size and g.kind in kinds] for kinds in _KINDS)
+            )
+            for size in {group.chunk_tokens: None for group in groups}
+        }
         self.sources = sources
         self._ranks = ranks
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
         self._numbers = 0
         self._unlike = False
-        self.make_ready()
 
     @property
     def idle(self) -> bool:
@@ -120,48 +111,86 @@ class Storing:
     def unnamed(self) -> int:
         """Slots that are at hand for answers, or get some."""
         writing = sum(len(one.slots) for one in self._writing.values() if one.answers is not None)
-        return writing + sum(map(len, self._ahead))
+        return writing + self._answers.at_hand
 
     def plan(self, scheduled: Any, due: Sequence[tuple[Tracked, int, int]]) -> list[Store]:
         """What a step completes of these requests, which it computes from one token to another: chunks of known tokens.
 
         Where a request generates, that is one chunk per group: those of all requests are one store.
         """
-        states = adapter.boundary_states(scheduled)
-        step_blocks = adapter.StepBlocks(scheduled)
-        whole: list[tuple[list[int], list[int], list[_Answer]]] = [([], [], []) for _ in self._layouts]
+        blocks, states = adapter.StepBlocks(scheduled), adapter.boundary_states(scheduled)
+        answers: list[list[Answer]] = [[] for _ in self._strategies]
         stores = []
         for tracked, begin, end in due:
-            progress, name = min(end, tracked.settled_tokens), tracked.request.request_id
-            if progress < tracked.due or (blocks := step_blocks.of(name)) is None:
+            step = begin, end, min(end, tracked.settled_tokens)
+            if step[-1] >= tracked.due and blocks.tell(tracked.name):
+                others = self._completed(tracked, step[-1], answers)
+                found = self._plan_one(tracked, blocks, step, states.get(tracked.name, ()), others) if others else ()
+                if found:
+                    stores.append(self._begin(found))
+        return stores + self._plan_answers([some for some in answers if some], blocks)
+
+    def _completed(self, tracked: Tracked, progress: int, answers: Sequence[list[Answer]]) -> list[tuple[int, int]]:
+        """Of one request: groups, and their first chunks that are new. Chunks of an answer, which nobody can have
+        stored before, go into ``answers``, by group.
+        """
+        prompt_tokens, retention = len(tracked.request.prompt_token_ids), tracked.retention or self._retention
+        others: list[tuple[int, int]] = []
+        tracked.due = NOWHERE
+        for size, groups in self._of_size.items():
+            chunk, stop = tracked.stored[size], progress // size
+            tracked.due = min(tracked.due, (max(chunk, stop) + 1) * size)
+            if chunk >= stop:
                 continue
-            found = self._plan_one(tracked, blocks, (begin, end, progress), states.get(name, ()), whole)
-            if found:
-                stores.append(self._begin(found))
-        filled = [WholeChunks(number, *some[:2]) for number, some in enumerate(whole) if some[1]]
+            tracked.stored[size] = stop
+            answered: Sequence[int] = ()
+            if chunk + 1 == stop and stop * size > prompt_tokens:
+                answered = groups.paged if retention.answers else groups.full
+                for number in answered:
+                    answers[number].append((tracked, number, chunk))
+            if len(answered) < len(groups.all):
+                others += [(number, chunk) for number in groups.all if number not in answered]
+        return others
+
+    def _plan_answers(self, answers: Sequence[list[Answer]], blocks: adapter.StepBlocks) -> list[Store]:
+        """By group. Those for which there is no slot at hand, or not all blocks, are planned as chunks of prompts."""
+        stores: list[Store] = []
+        filled: list[WholeChunks] = []
+        slots: list[int] = []
+        written: list[Answer] = []
+        for some in answers:
+            chunks, placed, left = self._answers.place(some, blocks)
+            if placed:
+                filled.append(chunks)
+                slots += chunks.slots
+                written += placed
+            for tracked, number, chunk in left:
+                progress = (chunk + 1) * self._strategies[number].group.chunk_tokens
+                found = self._plan_one(tracked, blocks, (progress, progress, progress), (), [(number, chunk)])
+                if found:
+                    stores.append(self._begin(found))
         if filled:
             self._numbers += 1
-            slots = [slot for _, slots, _ in whole for slot in slots]
-            answers = [one for _, _, answers in whole for one in answers]
-            self._writing[self._numbers] = _Writing(slots, self._ranks, answers)
+            self._writing[self._numbers] = _Writing(slots, self._ranks, written)
             stores.append(Store(self._numbers, [], filled))
         return stores
 
     def _begin(self, found: Sequence[tuple[CopyPlan, IntArray]]) -> Store:
         self._numbers += 1
-        self._writing[self._numbers] = _Writing(np.concatenate([slots for _, slots in found]), self._ranks)
+        slots = np.concatenate([slots for _, slots in found])
+        self._writing[self._numbers] = _Writing(slots, self._ranks)
         return Store(self._numbers, [plan for plan, _ in found])
 
     def _plan_one(
         self,
         tracked: Tracked,
-        blocks: adapter.Blocks,
+        blocks: adapter.StepBlocks,
         step: tuple[int, int, int],
         states: States,
-        whole: Sequence[tuple[list[int], list[int], list[_Answer]]],
+        groups: Sequence[tuple[int, int]],
     ) -> list[tuple[CopyPlan, IntArray]]:
-        """Of one request. ``step``: from where to where, and up to which token all is known. Chunks of an answer, which
-        nobody can have stored before, go into slots that are at hand: into ``whole``, by group, as blocks and slots.
+        """Of one request. ``step``: from where to where, and up to which token all is known. ``groups``: which, and
+        the first chunk of each.
         """
         begin, end, progress = step
         prompt_tokens = len(tracked.request.prompt_token_ids)
@@ -169,28 +198,14 @@ class Storing:
         ends = retention.end(prompt_tokens)
         inside: set[int] = set()
         found: list[tuple[CopyPlan, IntArray]] = []
-        tracked.due = NOWHERE
-        for number, (strategy, chunk_tokens, per_chunk, paged, full) in enumerate(self._layouts):
-            chunk, stop = tracked.stored[number], progress // chunk_tokens
-            tracked.due = min(tracked.due, (max(chunk, stop) + 1) * chunk_tokens)
-            if chunk >= stop:
+        for number, chunk in groups:
+            strategy = self._strategies[number]
+            group = strategy.group
+            if group.kind is not Kind.FULL and chunk * group.chunk_tokens >= max(ends, tracked.junction):
                 continue
-            tracked.stored[number] = stop
-            if not full and chunk * chunk_tokens >= max(ends, tracked.junction):
-                continue
-            is_answer = paged and chunk + 1 == stop and stop * chunk_tokens > prompt_tokens
-            ahead = self._ahead_of_group[number]
-            if is_answer and ahead and (full or tail <= chunk * chunk_tokens <= ends - chunk_tokens):
-                row = blocks.numbers(number, chunk * per_chunk, stop * per_chunk)
-                if len(row) == per_chunk and adapter.NULL not in row:
-                    rows, slots, answers = whole[number]
-                    rows += row
-                    slots.append(ahead.pop())
-                    answers.append((tracked, number, chunk))
-                    continue
             tracked.extend_keys(progress)
-            group, known = strategy.group, range(chunk, stop)
-            table = adapter.table_of(blocks.numbers(self.sources[group.index].group))
+            known = range(chunk, progress // group.chunk_tokens)
+            table = adapter.table_of(blocks.numbers(tracked.name, self.sources[number].group))
             if group.spared_tokens:
                 table = self._parts(group, table, begin, progress)
                 kept = np.isin((np.arange(known.start, known.stop) + 1) * group.block_tokens, list(inside))
@@ -206,27 +221,8 @@ class Storing:
         return found
 
     def make_ready(self) -> None:
-        """Have slots at hand for the chunks of answers to come: no step is to wait until others were evicted."""
-        for slab, ahead in zip(self._store.slabs, self._ahead, strict=True):
-            missing = min(_AHEAD_MAX, slab.slots // _AHEAD_SHARE) - len(ahead)
-            if missing > 0:
-                slots = self._store.reserve_private(slab.groups[0], [b""] * missing)
-                ahead[:0] = slots[slots >= 0].tolist()
-
-    def _commit_answers(self, slots: IntArray, answers: Sequence[_Answer]) -> None:
-        """The chunks are written: they get their keys, and are found from now on."""
-        groups = np.array([group for _, group, _ in answers])
-        keys, after = [], []
-        for tracked, group, chunk in answers:
-            tracked.extend_keys((chunk + 1) * self._layouts[group].chunk_tokens)
-            key, before = tracked.keys.one_and_before(group, chunk)
-            keys.append(key)
-            after.append(before)
-        slabs = self._slab_of_group[groups]
-        for slab in np.unique(slabs).tolist():
-            at = np.flatnonzero(slabs == slab)
-            names, before_names = [keys[one] for one in at.tolist()], [after[one] for one in at.tolist()]
-            self._store.commit(self._store.name_private(groups[at], slots[at], names, before_names))
+        """See ``Answers``."""
+        self._answers.make_ready()
 
     def _reserve(
         self, tracked: Tracked, group: Group, chunks: IntArray, masks: MaskArray, table: IntArray
@@ -327,14 +323,14 @@ class Storing:
         elif writing.answers is None:
             self._store.commit(np.asarray(writing.slots))
         else:
-            self._commit_answers(np.array(writing.slots), writing.answers)
+            self._answers.name(np.array(writing.slots), writing.answers)
             self._announce_answers(number, writing.answers)
         self._announce(number, stored=alike)
         return [] if alike else [number]
 
     def _drop(self, writing: _Writing) -> None:
         slots = np.array(writing.slots)
-        (self._store.abort if writing.answers is None else self._store.drop_private)(slots)
+        (self._store.abort if writing.answers is None else self._answers.drop)(slots)
 
     def check_alike(self) -> None:
         """Raises ``StowageError``, once, when ranks were found to differ in what is stored once for them."""
@@ -345,7 +341,7 @@ class Storing:
                 '"deduplicate_ranks": false, which stores what each rank has, and report the model.'
             )
 
-    def _announce_answers(self, number: int, answers: Sequence[_Answer]) -> None:
+    def _announce_answers(self, number: int, answers: Sequence[Answer]) -> None:
         announcements = self._announcements
         for tracked, group, chunk in answers if announcements is not None else ():
             assert announcements is not None
