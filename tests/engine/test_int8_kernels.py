@@ -23,9 +23,9 @@ INTEGER = [spec for spec in SPECS if spec.name in kernels.INTEGER_FORMATS]
 PACKED = [
     Form("int8", 37, 576),
     Form("int8", 7, 4096 + 96),
-    Form("int4", 37, 512, 32),
-    Form("int4", 9, 576, 32),
-    Form("int4", 5, 8192 + 256, 128),
+    Form("int4_32", 37, 512),
+    Form("int4_32", 9, 576),
+    Form("int4_128", 5, 8192 + 256),
 ]
 ROWS = (1, 2, 3, 4, 5, 8, 70)
 
