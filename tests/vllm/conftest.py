@@ -21,6 +21,7 @@ NEXT = (
     "test_families.py::test_prefixes_come_back_exactly[qwen3_next]",
     "test_faults.py::test_copies_that_lie_and_copies_that_fail[gemma3]",
     "test_install.py",
+    "test_late.py",
     "test_multi.py",
     "test_pipeline.py::test_a_rank_that_is_slow_to_load",
     "test_pipeline.py::test_events_say_what_vllms_own_events_say",

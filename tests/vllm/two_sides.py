@@ -14,7 +14,7 @@ import torch
 from stowage.core.geometry import Kind
 from stowage.plugins.vllm import settings
 from stowage.plugins.vllm.adapter import GroupShape
-from stowage.plugins.vllm.messages import Report
+from stowage.plugins.vllm.messages import Report, Step
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.worker import WorkerSide
 
@@ -64,15 +64,23 @@ class Machine:
 
     def compute(self, request: Request, table: list[int], begin: int, end: int) -> None:
         """A step: every rank writes something of its own for each token, then the workers do what they are told."""
+        self.write(request, table, begin, end)
+        self.step({request.request_id: (begin, end - begin, table)})
+
+    def write(self, request: Request, table: list[int], begin: int, end: int) -> None:
+        """What a model would: of every rank something of its own for each token."""
         for number, caches in enumerate(self.caches):
             for place, (_, cache) in enumerate(sorted(caches.items())):
                 for at in range(begin, end):
                     value = hash((number, place, tuple(request.all_token_ids[: at + 1]))) % 1000
                     cache[table[at // BLOCK], :, at % BLOCK] = float(value)
-        self.step({request.request_id: (begin, end - begin, table)})
 
     def step(self, scheduled: dict[str, tuple[int, int, list[int]]], broken: int | None = None) -> set[str]:
-        """Build, carry out and report one step; the requests whose loads have ended. ``broken``: a rank that fails."""
+        """Build, carry out and report one step; the requests whose loads have failed. ``broken``: a rank that fails."""
+        return self.carry_out(self.build(scheduled), broken)
+
+    def build(self, scheduled: dict[str, tuple[int, int, list[int]]]) -> Step:
+        """What the workers are told in a step: by request its first token, how many, and its table."""
         output = SimpleNamespace(
             total_num_scheduled_tokens=sum(count for _, count, _ in scheduled.values()),
             num_scheduled_tokens={name: count for name, (_, count, _) in scheduled.items()},
@@ -86,7 +94,10 @@ class Machine:
                 boundary_state_offloads={},
             ),
         )
-        step = self.scheduler.build(output)
+        return self.scheduler.build(output)
+
+    def carry_out(self, step: Step, broken: int | None = None) -> set[str]:
+        """By all workers, which report it; the requests whose loads have failed."""
         left = dict.fromkeys([load.request for load in step.loads], len(self.workers))
         ended: set[str] = set()
         failed: set[str] = set()
