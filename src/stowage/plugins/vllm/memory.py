@@ -56,9 +56,9 @@ def group_bytes(
     for layer in sorted(set(layers) & set(caches)):
         for name, tensor in _tensors(caches[layer], layer, naming):
             found = {(run.data_ptr(), run.stride(0), run.shape[1]): run for run in runs_of(tensor, num_blocks, layer)}
-            fresh = {place: run for place, run in found.items() if place not in runs}
+            fresh = {address: run for address, run in found.items() if address not in runs}
             if fresh:
-                runs |= {place: (run, len(pieces)) for place, run in fresh.items()}
+                runs |= {address: (run, len(pieces)) for address, run in fresh.items()}
                 layout = _layout(tensor, num_blocks, naming.backends.get(layer, ""))
                 pieces.append(Piece(name, sum(run.shape[1] for run in fresh.values()), layout))
     return GroupBytes(tuple(run for run, _ in runs.values()), tuple(at for _, at in runs.values()), tuple(pieces))
@@ -189,9 +189,9 @@ class Copies:
         if self._on_host:
             return self._move(plan, addresses, runs, to_arena=to_arena)
         arena = torch.from_numpy(self._arena)
-        places = list(zip(runs.views, runs.begins.tolist(), runs.lengths.tolist(), strict=True))
+        ranges = list(zip(runs.views, runs.begins.tolist(), runs.lengths.tolist(), strict=True))
         for block, address in zip(plan.blocks.tolist(), addresses.tolist(), strict=True):
-            for run, begin, length in places:
+            for run, begin, length in ranges:
                 stored = arena[address + begin : address + begin + length]
                 if to_arena:
                     stored.copy_(run[block])

@@ -108,7 +108,7 @@ class Report(KVConnectorWorkerMetadata):
         self.failed |= other.failed
         self.loaded_bytes += other.loaded_bytes
         self.stored_bytes += other.stored_bytes
-        for place, digests in other.digests.items():
-            self.digests[place] = self.digests.get(place, set()) | digests
+        for part, digests in other.digests.items():
+            self.digests[part] = self.digests.get(part, set()) | digests
         self.parts |= other.parts
         return self
