@@ -59,6 +59,7 @@ def test_texts_of_two_threads_are_those_of_one(placed: tuple[str, Any], plain: C
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt that hits the collector
 def test_ctrl_c_ends_a_forward_and_nothing_else(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
     """By real signals, at random moments: the mode of gradients is as it was, and the next forward is right."""
     family, model = placed
