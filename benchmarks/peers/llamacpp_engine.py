@@ -3,7 +3,8 @@
 
     python benchmarks/peers/llamacpp_engine.py llamacpp FILE.gguf DTYPE SCRATCH
 
-Commands and answers are those of `weights_engine.py`. As many threads as there are processors, and llama.cpp's own
+Commands and answers are those of `weights_engine.py`, and {"score": [[...], ...]}: the negative log-likelihoods of
+tokens, for `benchmarks.packing`. As many threads as there are processors, and llama.cpp's own
 defaults otherwise (keys and values in float16).
 """
 
@@ -79,6 +80,24 @@ class Model:
         self._api.llama_batch_free(batch)
         return found[:, None]
 
+    def score(self, ids: list[int]) -> float:
+        """The negative log-likelihood of ``ids`` from the second on, in nats."""
+        context = self.context(1, len(ids))
+        batch = self._api.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for at, token in enumerate(ids):
+            batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.seq_id[at][0] = token, at, 1, 0
+            batch.logits[at] = True
+        assert self._api.llama_decode(context, batch) == 0
+        total = 0.0
+        for at, token in enumerate(ids[1:]):
+            row = np.ctypeslib.as_array(self._api.llama_get_logits_ith(context, at), (self.vocabulary,)).astype(float)
+            top = row.max()
+            total += top + np.log(np.exp(row - top).sum()) - row[token]
+        self._api.llama_batch_free(batch)
+        self.free(context)
+        return total
+
     def run(self, batch: int, prompt_tokens: int, new_tokens: int, cold: bool) -> dict[str, Any]:
         """As `weights_engine.run`: nothing is in the page cache when a cold forward begins."""
         import torch
@@ -106,7 +125,9 @@ def main() -> None:
     model = Model(str(Path(sys.argv[2]).resolve()))
     print(json.dumps({"loaded_s": time.perf_counter() - began_s}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(model.run(**json.loads(line))), flush=True)
+        asked = json.loads(line)
+        answer = {"scores": [model.score(one) for one in asked["score"]]} if "score" in asked else model.run(**asked)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
