@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Spread", "describe_machine", "median_spread", "write_result"]
+__all__ = ["RESULTS", "Spread", "describe_machine", "median_spread", "read_result", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -64,6 +64,21 @@ def write_result(name: str, data: Mapping[str, Any]) -> Path:
     content = {"benchmark": name, "machine": describe_machine(), **data}
     path.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
     return path
+
+
+def read_result(name: str) -> dict[str, Any]:
+    """What `write_result` wrote, with its spreads; nothing where there is no such file. A part that is measured alone
+    replaces itself only.
+    """
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = {}
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"), object_hook=_spread)
+    return found
+
+
+def _spread(of: dict[str, Any]) -> Any:
+    return Spread(**of) if of.keys() == Spread.__dataclass_fields__.keys() else of
 
 
 def _plain(value: object) -> Any:

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from benchmarks import engine, gguf_llama, models
 from benchmarks._peer import PYTHON
-from benchmarks._report import RESULTS, describe_machine, median_spread, write_result
+from benchmarks._report import RESULTS, describe_machine, median_spread, read_result, write_result
 from stowage.demo import corpus
 
 QUANTIZE: Final = Path("benchmarks/peers/llamacpp_quantize.py")
@@ -84,8 +84,7 @@ def main() -> None:
     if unknown := set(formats) - TYPES.keys() - {"bf16"}:
         parser.error(f"unknown formats {sorted(unknown)}; there are bf16, {', '.join(TYPES)}")
     lengths = [int(length) for length in asked.prompts.split(",")]
-    result = RESULTS / f"{asked.name}.json"
-    table: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))["formats"] if result.exists() else {}
+    table: dict[str, Any] = read_result(asked.name).get("formats", {})
     scratch = nullcontext(asked.files) if asked.files else tempfile.TemporaryDirectory(dir="/var/tmp")
     with scratch as directory:
         Path(directory).mkdir(exist_ok=True)
@@ -98,7 +97,7 @@ def main() -> None:
                 write_result(asked.name, {"formats": table})
     if not asked.rounds:
         return
-    written = json.loads(result.read_text(encoding="utf-8"))
+    written = json.loads((RESULTS / f"{asked.name}.json").read_text(encoding="utf-8"))
     if asked.json:
         print(json.dumps(written, indent=2))
         return

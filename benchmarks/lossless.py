@@ -40,7 +40,7 @@ from safetensors.torch import save_file  # noqa: E402
 from benchmarks._codes import codes  # noqa: E402
 from benchmarks._documents import documents  # noqa: E402
 from benchmarks._peer import PYTHON, Peer  # noqa: E402
-from benchmarks._report import RESULTS, Spread, describe_machine, median_spread, write_result  # noqa: E402
+from benchmarks._report import describe_machine, median_spread, read_result, write_result  # noqa: E402
 from benchmarks._tiers import Stowage  # noqa: E402
 from benchmarks.limits import direct_reread_bytes_per_s  # noqa: E402
 from benchmarks.tiers import SCRIPT, Contender, Limits, drop_page_cache, parts_of  # noqa: E402
@@ -301,11 +301,7 @@ def main() -> int:
 
 def earlier() -> dict[str, Any]:
     """What the result file has."""
-
-    def spread(of: dict[str, Any]) -> Any:
-        return Spread(**of) if "median" in of else of
-
-    kept = json.loads((RESULTS / "lossless.json").read_text(encoding="utf-8"), object_hook=spread)
+    kept = read_result("lossless")
     return {what: kept[what] for what in ("kv_share", "codes", "disk", "first_token", "weights")}
 
 

@@ -15,7 +15,6 @@ matrix before, multiplies, the next one divides. `--as-published` leaves the wei
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any, Final
 
 from benchmarks import gguf_llama, models
 from benchmarks._peer import PYTHON, Peer
-from benchmarks._report import RESULTS, write_result
+from benchmarks._report import read_result, write_result
 from stowage import Engine, Memory
 from stowage.demo import corpus
 from stowage.evaluation import calibration, pack
@@ -106,8 +105,7 @@ def perplexity_of_llamacpp(path: Path, ids: list[int]) -> float:
 
 def _earlier(name: str, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What runs with the same settings found before: not all has to be measured at once."""
-    path = RESULTS / f"{name}.json"
-    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    written = read_result(name)
     return dict(written["forms"]) if written.get("settings") == settings else {}
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import random
 import shutil
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._peer import PYTHON, Peer
-from benchmarks._report import RESULTS, describe_machine, median_spread, write_result
+from benchmarks._report import describe_machine, median_spread, read_result, write_result
 from stowage import openmp
 
 PEERS_ENVIRONMENT = dict(os.environ)
@@ -337,16 +336,8 @@ def main() -> None:
     if peer is not None:
         peer.end()
     if not options.quick:
-        write_result("tiers", {"goals": GOALS, "torch_threads": torch.get_num_threads(), "cases": earlier() | kept})
-
-
-def earlier() -> dict[str, Any]:
-    """The cases of the result file: one that is measured alone replaces itself only."""
-    try:
-        cases: dict[str, Any] = json.loads((RESULTS / "tiers.json").read_text(encoding="utf-8"))["cases"]
-    except FileNotFoundError:
-        return {}
-    return cases
+        cases = read_result("tiers").get("cases", {})
+        write_result("tiers", {"goals": GOALS, "torch_threads": torch.get_num_threads(), "cases": cases | kept})
 
 
 if __name__ == "__main__":

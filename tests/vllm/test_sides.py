@@ -21,6 +21,7 @@ from tests.vllm.two_sides import (
     WINDOW,
     Machine,
     Request,
+    assert_loaded,
     assert_same_blocks,
     blocks_for,
     load_into,
@@ -68,10 +69,7 @@ def test_an_answer_is_stored_before_it_has_a_key(made: Any, groups: list[Any], h
     here.wipe()
     count, table, failed = load_into(here, Request("third", text), first=5)
     assert (count, failed) == (224, set())
-    for now, old in zip(here.caches, before, strict=True):
-        for name in now:
-            needed = range(14) if name in FULL.layers else range(12, 14)
-            assert all(torch.equal(now[name][table[block]], old[name][1 + block]) for block in needed), name
+    assert_loaded(here, before, table, range(14), range(12, 14))
     assert here.scheduler.stats()["chunks_pinned"] == 0
 
 
@@ -93,10 +91,7 @@ def test_an_answer_of_which_a_window_has_lost_blocks(made: Any) -> None:
     here.wipe()
     count, loaded, failed = load_into(here, Request("second", text), first=5)
     assert (count, failed) == (256, set())
-    for now, old in zip(here.caches, before, strict=True):
-        for name in now:
-            needed = range(16) if name in FULL.layers else range(13, 16)  # 256 - 39 = 217: block 13 on
-            assert all(torch.equal(now[name][loaded[block]], old[name][1 + block]) for block in needed), name
+    assert_loaded(here, before, loaded, range(16), range(13, 16))  # 256 - 39 = 217: block 13 on
 
 
 def test_a_prefix_that_ends_in_the_middle(made: Any) -> None:

@@ -189,6 +189,18 @@ def assert_same_blocks(here: Machine, caches: list[dict[str, torch.Tensor]], old
             assert torch.equal(now[name][new], before[name][old]), name
 
 
+def assert_loaded(
+    here: Machine, before: list[dict[str, torch.Tensor]], table: list[int], whole: range, window: range
+) -> None:
+    """``table`` has the blocks of what lay from block 1 on ``before``: the ``whole`` of full attention, and of others
+    those of the ``window``.
+    """
+    for now, old in zip(here.caches, before, strict=True):
+        for name in now:
+            for block in whole if name in FULL.layers else window:
+                assert torch.equal(now[name][table[block]], old[name][1 + block]), (name, block)
+
+
 def snapshot(here: Machine) -> list[dict[str, torch.Tensor]]:
     return [{name: cache.clone() for name, cache in caches.items()} for caches in here.caches]
 
