@@ -19,7 +19,18 @@ from stowage.plugins.vllm.messages import Part
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.worker import machine
-from tests.vllm.two_sides import BLOCK, BLOCKS, FULL, RANKS, WINDOW, Request, blocks_for, prompt, store_prompt
+from tests.vllm.two_sides import (
+    BLOCK,
+    BLOCKS,
+    FULL,
+    RANKS,
+    WINDOW,
+    Request,
+    blocks_for,
+    prompt,
+    store_prompt,
+    stores,
+)
 
 
 def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +176,51 @@ def test_a_step_that_nobody_reported_does_not_shift_the_others(made: Any, monkey
     assert here.offer(request) == 0
     here.compute(request, blocks_for(200, 19), 0, 200)
     assert measured == [300, 200]
+
+
+@pytest.mark.parametrize("then", ["looked up", "idle", "another prompt", "four steps"])
+def test_reports_of_answers_wait_for_each_other_and_nobody_waits_for_them(then: str, made: Any) -> None:
+    """Who looks a prefix up finds the chunk; an engine that has nothing to do ends its steps with nothing left over."""
+    here = made([FULL], chunk_blocks=2, host="8MiB")
+    side, text, table = here.scheduler, prompt(300), blocks_for(300)
+    request = Request("first", text[:60])
+    assert here.offer(request) == 0
+    side.allocated(request, [], 0)
+    here.compute(request, table, 0, 60)
+    woken: list[int] = []
+    with side._background.turn:  # the store's thread has no turn
+        side._background.wake = lambda: woken.append(1)
+
+        def generate(ends: range) -> None:
+            for end in ends:
+                request.all_token_ids = text[:end]
+                here.write(request, table, end - 1, end)
+                here.carry_out(here.build({"first": (end - 1, 1, table)}), settle=False)
+
+        generate(range(62, 65))  # the 64th ends a chunk
+        assert side.behind and not woken and stores(here) == 1, "it can wait"
+        if then == "looked up":
+            assert here.offer(Request("second", text[:100])) == 64
+        elif then == "idle":
+            built = [here.build({}) for _ in range(2)]  # vLLM may have several under way
+            for step in built:
+                here.carry_out(step, settle=False)
+            assert stores(here) == 2
+        elif then == "another prompt":  # its chunks may be needed by lower tiers: it does not wait
+            other = Request("other", prompt(100, seed=1))
+            assert here.offer(other) == 0
+            side.allocated(other, [], 0)
+            here.carry_out(here.build({"other": (0, 100, blocks_for(100, 24))}), settle=False)
+            assert woken
+        else:
+            generate(range(65, 66))
+            assert woken and side.behind
+            side._settle()
+        assert side.behind == (then == "another prompt")
+        here.carry_out(here.build({}), settle=False)
+        assert not side.behind, "or vLLM would go on for ever"
+        assert stores(here) == (5 if then == "another prompt" else 2)
+    side.check()
 
 
 def test_waiting_requests_wait_once_in_a_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

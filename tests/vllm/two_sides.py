@@ -96,8 +96,10 @@ class Machine:
         )
         return self.scheduler.build(output)
 
-    def carry_out(self, step: Step, broken: int | None = None) -> set[str]:
-        """By all workers, which report it; the requests whose loads have failed."""
+    def carry_out(self, step: Step, broken: int | None = None, *, settle: bool = True) -> set[str]:
+        """By all workers, which report it; the requests whose loads have failed. ``settle``: what they report, as the
+        store's thread would a moment later.
+        """
         left = dict.fromkeys([load.request for load in step.loads], len(self.workers))
         ended: set[str] = set()
         failed: set[str] = set()
@@ -124,8 +126,9 @@ class Machine:
             self.scheduler.reported(
                 SimpleNamespace(kv_connector_worker_meta=report, finished_recving=ended, failed_recving=failed & ended)
             )
-        with self.scheduler._background.turn:
-            self.scheduler._settle()  # as the store's thread would a moment later
+        if settle:
+            with self.scheduler._background.turn:
+                self.scheduler._settle()
         return failed
 
     def _tables(self, table: list[int]) -> tuple[list[int], ...]:

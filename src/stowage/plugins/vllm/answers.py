@@ -28,11 +28,12 @@ Answer: TypeAlias = "tuple[Tracked, int, int]"
 
 
 class Answers:
-    """Into ``store``, of ``groups``."""
+    """Into ``store``, of ``groups``. ``short``: slots at hand may not be enough for another step as the last one."""
 
     def __init__(self, store: TieredStore, groups: Sequence[Group]) -> None:
         self._store = store
         self._groups = groups
+        self.short = False
         self._ahead: list[list[int]] = [[] for _ in store.slabs]
         slab_of = {group: number for number, slab in enumerate(store.slabs) for group in slab.groups}
         self._ahead_of_group = [self._ahead[slab_of[number]] for number in range(len(groups))]
@@ -46,6 +47,7 @@ class Answers:
 
     def make_ready(self) -> None:
         """Have slots at hand for the chunks of answers to come: no step is to wait until others were evicted."""
+        self.short = False
         for slab, ahead in zip(self._store.slabs, self._ahead, strict=True):
             missing = min(_AHEAD_MAX, slab.slots // _AHEAD_SHARE) - len(ahead)
             if missing > 0:
@@ -68,6 +70,7 @@ class Answers:
             placed = [answer for index, answer in enumerate(placed) if index not in missing]
         slots = ahead[len(ahead) - len(placed) :]
         del ahead[len(ahead) - len(placed) :]
+        self.short = self.short or len(ahead) < len(answers) * len(self._groups)
         return WholeChunks(group, numbers, slots), placed, left
 
     def name(self, slots: IntArray, answers: Sequence[Answer]) -> None:

@@ -100,6 +100,11 @@ class Report(KVConnectorWorkerMetadata):
     digests: dict[tuple[int, int, int], set[bytes]] = field(default_factory=dict)
     parts: dict[Rank, Part] = field(default_factory=dict)
 
+    @property
+    def says_something(self) -> bool:
+        """Whether it tells of any copy."""
+        return bool(self.ended or self.failed or self.loaded_bytes or self.stored_bytes)
+
     def aggregate(self, other: Any) -> Report:
         """See KVConnectorWorkerMetadata."""
         self.step = max(self.step, other.step)

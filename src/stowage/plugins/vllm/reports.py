@@ -1,8 +1,8 @@
 """What workers have reported, until it is settled: beside the steps, not in them.
 
 Owns the queue. A step's report only says which copies have ended, and nobody waits for that but who looks a prefix up:
-so the store's thread settles it while the workers compute, or that look-up does. What a step costs the scheduler is
-then the queueing.
+so the store's thread settles it while the workers compute, or that look-up does, or an idle step. What a step costs
+the scheduler is then the queueing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from stowage.plugins.vllm.storing import Storing
 
 __all__ = ["Reports"]
 
+_TOGETHER = 4
+"""Reports of answers alone that are settled in one go, which takes about as long as one of them."""
 _WAITING_MAX = 64
 """Reports. A thread that had no turn for so many steps is not waited for."""
 
@@ -31,8 +33,16 @@ class Reports:
         self._waiting: deque[tuple[Report, int, float]] = deque()
 
     def add(self, report: Report, tokens: int, took_s: float) -> None:
-        """Of a step that has computed so many tokens in so many seconds; none: it is not known."""
-        self._waiting.append((report, tokens, took_s))
+        """Of a step that has computed so many tokens in so many seconds; none: it is not known. One that says nothing
+        is dropped: an engine that has nothing to do goes on while reports wait.
+        """
+        if tokens or report.says_something:
+            self._waiting.append((report, tokens, took_s))
+
+    @property
+    def due(self) -> bool:
+        """Whether those that wait should be settled soon. (Who looks a prefix up settles them before.)"""
+        return len(self._waiting) >= _TOGETHER or self._storing.urgent
 
     @property
     def behind(self) -> bool:
@@ -46,6 +56,7 @@ class Reports:
 
     def settle(self) -> None:
         """All that wait. Raises ``StowageError`` when ranks differ in what they should hold alike."""
+        reports = []
         while self._waiting:
             report, tokens, took_s = self._waiting.popleft()
             if tokens:
@@ -53,6 +64,8 @@ class Reports:
             self._counts["loaded_bytes"] += report.loaded_bytes
             self._counts["stored_bytes"] += report.stored_bytes
             if report.ended or report.failed:
-                self._counts["stores_failed"] += self._storing.settle(report)
+                reports.append(report)
+        if reports:
+            self._counts["stores_failed"] += self._storing.settle(reports)
         self._storing.make_ready()
         self._storing.check_alike()

@@ -295,7 +295,8 @@ class SchedulerSide:
             with self._background.turn:
                 for request_id in output.finished_recving:
                     self._loaded(request_id, request_id in failed)
-        self._background.wake()
+        if self._reports.due:
+            self._background.wake()
 
     def _settle(self) -> None:
         """By who has the store's turn: what came of copies and fetches."""

@@ -100,12 +100,18 @@ class Storing:
         self._announcements = announcements
         self._writing: dict[int, _Writing] = {}
         self._numbers = 0
+        self._prompts = 0  # stores under way that are not of answers alone
         self._unlike = False
 
     @property
     def idle(self) -> bool:
         """Whether no worker has anything to write."""
         return not self._writing
+
+    @property
+    def urgent(self) -> bool:
+        """Whether workers write more than answers, which can wait for those of the next steps, or slots run short."""
+        return self._prompts > 0 or self._answers.short
 
     @property
     def unnamed(self) -> int:
@@ -179,6 +185,7 @@ class Storing:
         self._numbers += 1
         slots = np.concatenate([slots for _, slots in found])
         self._writing[self._numbers] = _Writing(slots, self._ranks)
+        self._prompts += 1
         return Store(self._numbers, [plan for plan, _ in found])
 
     def _plan_one(
@@ -296,41 +303,62 @@ class Storing:
                 known[boundary // size - 1] = block
         return known
 
-    def settle(self, report: Report) -> int:
+    def settle(self, reports: Sequence[Report]) -> int:
         """What the workers have ended. How many stores failed: on one rank is on all."""
-        failed = [number for number in report.failed if number in self._writing]
-        for number in failed:
-            self._drop(self._writing.pop(number))
-            self._announce(number, stored=False)
-        for (number, *of), digests in report.digests.items():
-            if number in self._writing:
-                self._writing[number].digests.setdefault((of[0], of[1]), set()).update(digests)
-        for number, ranks in report.ended.items():
-            writing = self._writing.get(number)
-            if writing is not None:
-                writing.ranks_left -= ranks
-                if not writing.ranks_left:
-                    failed += self._end(number)
-        return len(failed)
+        failed = 0
+        answered: list[tuple[int, _Writing]] = []
+        for report in reports:
+            for number in report.failed:
+                if number in self._writing:
+                    failed += 1
+                    self._drop(self._writing.pop(number))
+                    self._announce(number, stored=False)
+            for (number, *of), digests in report.digests.items():
+                if number in self._writing:
+                    self._writing[number].digests.setdefault((of[0], of[1]), set()).update(digests)
+            for number, ranks in report.ended.items():
+                writing = self._writing.get(number)
+                if writing is not None:
+                    writing.ranks_left -= ranks
+                    if not writing.ranks_left:
+                        failed += self._end(number, answered)
+        if answered:
+            self._end_answers(answered)
+        return failed
 
-    def _end(self, number: int) -> list[int]:
-        """The last rank has written: the store is found from now on, unless ranks differ in what they hold alike."""
+    def _end(self, number: int, answered: list[tuple[int, _Writing]]) -> bool:
+        """The last rank has written. True: ranks differ in what they hold alike, and nothing is stored. Answers go into
+        ``answered``.
+        """
         writing = self._writing.pop(number)
-        alike = all(len(digests) == 1 for digests in writing.digests.values())
-        if not alike:
+        if any(len(digests) > 1 for digests in writing.digests.values()):
             self._drop(writing)
+            self._announce(number, stored=False)
             self._unlike = True
-        elif writing.answers is None:
+            return True
+        if writing.answers is None:
+            self._prompts -= 1
             self._store.commit(np.asarray(writing.slots))
+            self._announce(number, stored=True)
         else:
-            self._answers.name(np.array(writing.slots), writing.answers)
-            self._announce_answers(number, writing.answers)
-        self._announce(number, stored=alike)
-        return [] if alike else [number]
+            answered.append((number, writing))
+        return False
+
+    def _end_answers(self, answered: Sequence[tuple[int, _Writing]]) -> None:
+        """They are found from now on: all together, which takes about as long as one."""
+        slots = [slot for _, writing in answered for slot in writing.slots]
+        self._answers.name(np.array(slots), [answer for _, writing in answered for answer in writing.answers or ()])
+        for number, writing in answered:
+            self._announce_answers(number, writing.answers or ())
+            self._announce(number, stored=True)
 
     def _drop(self, writing: _Writing) -> None:
         slots = np.array(writing.slots)
-        (self._store.abort if writing.answers is None else self._answers.drop)(slots)
+        if writing.answers is None:
+            self._prompts -= 1
+            self._store.abort(slots)
+        else:
+            self._answers.drop(slots)
 
     def check_alike(self) -> None:
         """Raises ``StowageError``, once, when ranks were found to differ in what is stored once for them."""
