@@ -12,6 +12,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+from stowage.weights.quantized.blocks import joined
+
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "llama",
     "mistral": "llama",
@@ -22,6 +24,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
     "nemotron": "nemotron",
     "phi3": "phi3",
     "stablelm": "stablelm",
@@ -84,7 +87,7 @@ def write(
         if name in without:
             continue
         chosen = kind if isinstance(kind, Kind) else kind(name)
-        if values.ndim == 1 or "inp" in name or chosen is Kind.F32:
+        if values.ndim == 1 or "inp" in name or name.endswith("bias") or chosen is Kind.F32:
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
             writer.add_tensor(name, quantised(values, chosen), raw_dtype=chosen)
@@ -103,16 +106,23 @@ def add(writer: Any, key: str, value: Any) -> None:
 
 def fields(config: Any, arch: str) -> dict[str, Any]:
     """What Transformers' table says of ``config``, the other way round."""
-    table = GGUF_CONFIG_MAPPING[{"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}.get(arch, arch)]
+    table = GGUF_CONFIG_MAPPING[
+        {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}.get(arch, arch)
+    ]
     found = {}
     for key, name in {**_MORE, **table}.items():
         value = getattr(config, name, None) if name else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{arch}.{key}"] = value
+    if config.model_type == "gpt_oss":
+        found[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
     if config.model_type == "mixtral":
         found[f"{arch}.expert_count"] = config.num_local_experts
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     found[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        found[f"{arch}.rope.scaling.type"], found[f"{arch}.rope.scaling.factor"] = "yarn", float(rope["factor"])
+        found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     found[f"{arch}.rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
     return found
@@ -121,8 +131,7 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
 def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
     """Their names and values in a file."""
     config = model.config
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = _names(config)
     heads = heads_of(config) if arch == "llama" else {}
     found = []
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -131,13 +140,11 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
             continue
         values = tensor.detach().float().numpy()
         if ".experts." in path:
-            layer = path.split(".")[2]
-            halves = np.split(values, 2, axis=1) if "gate_up" in path else [values]
-            parts = ("gate", "up") if "gate_up" in path else ("down",)
-            found += [(f"blk.{layer}.ffn_{p}_exps.weight", v) for p, v in zip(parts, halves, strict=True)]
+            found += _experts(path, values, model.get_submodule(path.rpartition(".")[0]))
             continue
         base, _, last = path.rpartition(".")
-        name = f"{names.get_name(base)}.{last}"
+        whole = names.get_name(path)
+        name = f"{whole}.weight" if whole else f"{names.get_name(base)}.{last}"
         part = name.split(".")[-2]
         if part in heads:
             values = interleaved(values, heads[part])
@@ -147,10 +154,21 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
     return found
 
 
-def name_of(base: str, config: Any) -> str:
-    """What a parameter is called in a file, without ``.weight``."""
+def _experts(path: str, values: np.ndarray, module: Any) -> list[tuple[str, np.ndarray]]:
+    """Outputs first, and gates apart from what they gate."""
+    layer, own = path.split(".")[2], path.rpartition(".")[2]
+    last = "bias" if own.endswith("bias") else "weight"
+    if last == "weight" and module.is_transposed:
+        values = values.swapaxes(1, 2)
+    if "gate_up" not in own:
+        return [(f"blk.{layer}.ffn_down_exps.{last}", values)]
+    halves = np.split(values, 2, axis=1) if module.is_concatenated else [values[:, ::2], values[:, 1::2]]
+    return [(f"blk.{layer}.ffn_{part}_exps.{last}", half) for part, half in zip(("gate", "up"), halves, strict=True)]
+
+
+def _names(config: Any) -> Any:
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.model_type])
-    return str(gguf.get_tensor_name_map(number, config.num_hidden_layers).get_name(base))
+    return gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
 
 def heads_of(config: Any) -> dict[str, int]:
@@ -160,6 +178,34 @@ def heads_of(config: Any) -> dict[str, int]:
 def apart(values: torch.Tensor, heads: int) -> torch.Tensor:
     """What ``interleaved`` did, undone."""
     return values.view(heads, values.shape[0] // heads // 2, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+
+
+def state_of(path: Path, plain: Any) -> dict[str, torch.Tensor]:
+    """The values in a file, as the ``gguf`` package says, under the names of ``plain``, in bfloat16."""
+    values, state = dequantised(path), {}
+    config = plain.config
+    names = _names(config)
+    for name, tensor in plain.state_dict().items():
+        if ".experts." in name:
+            found = _expert_values(name, values, plain.get_submodule(name.rpartition(".")[0]))
+        else:
+            base, _, last = name.rpartition(".")
+            whole = names.get_name(name)
+            found = values[f"{whole}.weight" if whole else f"{names.get_name(base)}.{last}"]
+            heads = heads_of(config).get(str(names.get_name(base)).rpartition(".")[2])
+            found = apart(found, heads) if heads and ARCHITECTURES[config.model_type] == "llama" else found
+        state[name] = found.reshape(tensor.shape).to(torch.bfloat16)
+    return state
+
+
+def _expert_values(path: str, values: Mapping[str, torch.Tensor], module: Any) -> torch.Tensor:
+    """What ``_experts`` took apart."""
+    layer, own = path.split(".")[2], path.rpartition(".")[2]
+    last = "bias" if own.endswith("bias") else "weight"
+    parts = ("gate", "up") if "gate_up" in own else ("down",)
+    found = [values[f"blk.{layer}.ffn_{part}_exps.{last}"] for part in parts]
+    whole = joined(found, 1, not module.is_concatenated and len(found) > 1)
+    return whole.transpose(1, 2) if last == "weight" and module.is_transposed else whole
 
 
 def dequantised(path: Path) -> dict[str, torch.Tensor]:

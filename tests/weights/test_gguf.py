@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage import CheckpointError, ConfigError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage.executor import kernels
 from stowage.models import loading
 from stowage.models.gguf import checkpoint as gguf_checkpoint
 from stowage.planner.model import read_model
@@ -72,6 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "gemma2": {"tie_word_embeddings": True},
     "gemma3": {"layer_types": ["sliding_attention"] * 4},
+    "gpt_oss": {},
     "nemotron": {},
     "phi3": {},
     "stablelm": {},
@@ -107,15 +109,7 @@ def mixed(kinds: Sequence[Kind]) -> Callable[[str], Kind]:
 
 def dequantised(path: Path, plain: Any, directory: Path) -> Path:
     """A checkpoint in bfloat16 of the values in a file, as the package ``gguf`` says."""
-    values = gguf_files.dequantised(path)
-    state = {}
-    for name, tensor in plain.state_dict().items():
-        base, _, last = name.rpartition(".")
-        found = values[f"{gguf_files.name_of(base, plain.config)}.{last}"]
-        part = gguf_files.name_of(base, plain.config).rpartition(".")[2]
-        heads = gguf_files.heads_of(plain.config).get(part)
-        state[name] = (gguf_files.apart(found, heads) if heads else found).view(tensor.shape).to(torch.bfloat16)
-    plain.to(torch.bfloat16).load_state_dict(state)
+    plain.to(torch.bfloat16).load_state_dict(gguf_files.state_of(path, plain))
     plain.save_pretrained(directory)
     return directory
 
@@ -139,6 +133,34 @@ def test_an_engine_answers_as_on_the_dequantised_checkpoint_to_the_bit(kinds: st
     loaded = loading.load(path, "bfloat16").model
     names = {module.spec.name.upper() for module in loaded.modules() if isinstance(module, BlockLinear)}
     assert names >= {kind.name for kind in chosen} - {"BF16", "MXFP4"}, "computed from as they lie"
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0", "BF16"])
+def test_experts_of_gpt_oss_are_computed_from_as_they_lie_to_the_bit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates lie apart from what they gate in a file, and Transformers has a row of each after the other."""
+    plain = model_of("gpt_oss", tmp_path / "model", SIZE)
+    path = gguf_files.write(plain, tmp_path / "model.gguf", lambda name: Kind[kind if "exps" in name else "Q8_0"])
+    state = gguf_files.state_of(path, plain)
+    read = gguf_checkpoint.open_gguf(path).state("bfloat16")
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[name], state[name]) for name in state)
+    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
+
+    def said(weights: str) -> list[Any]:
+        memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", weights=weights)
+        with Engine(path, memory, dtype="bfloat16") as engine:
+            answers = engine.generate(list(asked), GREEDY)
+        return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
+
+    with monkeypatch.context() as patched:  # the numbers above, multiplied by the same kernels
+        patched.setattr(kernels, "takes_blocks", lambda x, matrix: False)
+        expected = said("auto")
+    for weights in ("auto", "*=stream", "*=experts"):
+        assert said(weights) == expected
+    names = loading.load(path, "bfloat16").model.state_dict()
+    assert any("gate_up_proj_1_" in name for name in names), "computed from as they lie"
 
 
 def test_experts_stay_as_they_are_and_are_cached_one_by_one(tmp_path: Path) -> None:
@@ -205,6 +227,19 @@ def test_tokens_ends_and_templates_come_from_the_file(tmp_path: Path) -> None:
     said = tokenizer.apply_chat_template([{"role": "user", "content": "Hey"}], tokenize=False)
     assert tokenizer(said).input_ids == [1, names.index("Hey"), 2]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+
+
+def test_gpt_oss_goes_on_after_what_it_thought(tmp_path: Path) -> None:
+    tokens = ["<|endoftext|>", "<|return|>", "<|call|>", "<|end|>", *map(chr, range(33, 127)), "He"]
+    own = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 4 + [1] * 95}
+    fields = (
+        TOKENS
+        | own
+        | {"tokenizer.ggml.pre": "gpt-4o", "tokenizer.ggml.merges": ["H e"], "tokenizer.ggml.eos_token_id": 1}
+    )
+    plain = model_of("gpt_oss", tmp_path / "model")
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields))
+    assert loading.eos_ids(loaded.model) == {0, 1, 2}, "<|end|> ends what it thinks, and not its answer"
 
 
 def test_pieces_with_scores_are_merged_as_sentencepiece_does(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def _linear(
     input: Tensor, weight: Any, bias: Tensor | None = None, *, exact: bool = True, int8: bool = False
 ) -> Tensor:
     if isinstance(weight, BlockRows):
-        out = torch.cat([_linear(input, matrix, int8=int8) for matrix in weight.matrices], dim=-1)
+        out = weight.joined([_linear(input, matrix, int8=int8) for matrix in weight.matrices])
         return out if bias is None else out.add_(bias)
     matrix = _matrix(input, weight, exact, int8)
     if matrix is not None:

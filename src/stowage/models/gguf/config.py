@@ -20,6 +20,7 @@ __all__ = ["FAMILIES", "config_of", "end_ids", "heads_of"]
 FAMILIES: Final[Mapping[str, str]] = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
     "llama": "llama",
     "nemotron": "nemotron",
     "phi3": "phi3",
@@ -61,6 +62,8 @@ _ENDS: Final = frozenset(
 )
 """Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
 _CONTROL: Final = 3
+_HARMONY: Final = {"<|return|>", "<|call|>"}
+"""gpt-oss ends its answers with these. "<|end|>" ends a message there, such as what it thinks before it answers."""
 
 
 def config_of(file: GgufFile, rope_factors: NDArray[np.float32] | None = None) -> Any:
@@ -191,6 +194,8 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"
         found |= {name: said[key] for key, name in names.items() if key in said}
+    if file.architecture == "gpt-oss":
+        found["truncate"] = False  # what no field says
     return found
 
 
@@ -223,7 +228,8 @@ def end_ids(file: GgufFile) -> list[int]:
     named: list[Any] = [file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = (file.fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
     each = enumerate(zip(tokens, kinds, strict=False))
-    known = [number for number, (text, kind) in each if kind == _CONTROL and text in _ENDS]
+    ends = _ENDS - {"<|end|>"} | _HARMONY if set(tokens) >= _HARMONY else _ENDS
+    known = [number for number, (text, kind) in each if kind == _CONTROL and text in ends]
     return list(dict.fromkeys(int(token) for token in [*named, *known] if _is_token(token, len(tokens))))
 
 

@@ -19,6 +19,7 @@ from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models.gguf.config import heads_of
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
+from stowage.weights.quantized.blocks import joined
 from stowage.weights.quantized.formats import BLOCKS, Spec
 from stowage.weights.quantized.published import Kept, Part, Plan
 
@@ -28,7 +29,7 @@ _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 _NAMES: Final = {"MXFP4": "mxfp4_block"}
 """Types that are called otherwise here."""
 _ROPE_FACTORS: Final = "rope_freqs.weight"
-_EXPERTS: Final = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
+_EXPERTS: Final = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up|down)_proj(_bias)?")
 _NORMS_FROM_1: Final = ("gemma2", "gemma3", "nemotron")
 """Families whose norms multiply by 1 and their weights, and whose files have the sums."""
 
@@ -64,12 +65,11 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
                 "Download it again."
             )
         used |= {tensor.name for tensor in found}
-        rows = heads.get(found[0].name.split(".")[-2], 0)
-        shape = tuple(parameter.shape)
-        if len(shape) > 1 and len(found[0].shape) == len(shape):
-            kept[path] = _kept(path, shape, found, dtype, rows)
+        shape, module = tuple(parameter.shape), model.get_submodule(path.rpartition(".")[0])
+        if len(shape) > 1 and len(found[0].shape) == len(shape) and not path.endswith("bias"):
+            kept[path] = _kept(path, shape, found, dtype, heads.get(found[0].name.split(".")[-2], 0), module)
         else:
-            values[path] = _values(file, path, shape, found[0]).to(dtype)
+            values[path] = _values(file, path, shape, found, module).to(dtype)
     left = sorted(file.tensors.keys() - used)
     if left:
         raise UnsupportedModelError(
@@ -99,35 +99,39 @@ def _names(file: GgufFile, config: Any) -> Any:
     def names(path: str) -> list[str]:
         experts = _EXPERTS.fullmatch(path)
         if experts is not None:
-            parts = ("gate", "up") if experts[2] == "gate_up_proj" else ("down",)
-            return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts]
+            parts, last = experts[2].split("_"), "bias" if experts[3] else "weight"
+            return [f"blk.{experts[1]}.ffn_{part}_exps.{last}" for part in parts]
         base, _, last = path.rpartition(".")
-        found = table.get_name(base)
+        whole, found = table.get_name(path), table.get_name(base)
+        if whole is not None:
+            return [f"{whole}.weight"]
         return [f"{found}.{last}"] if found is not None else []
 
     return names
 
 
-def _kept(path: str, shape: Sequence[int], found: Sequence[GgufTensor], dtype: torch.dtype, rows: int) -> Kept:
+def _kept(
+    path: str, shape: Sequence[int], found: Sequence[GgufTensor], dtype: torch.dtype, heads: int, module: Any
+) -> Kept:
     """A matrix, or experts' matrices, where they lie."""
-    experts = shape[0] if len(shape) == 3 else 0
-    outputs = sum(tensor.shape[-2] for tensor in found)
-    first = found[0]
+    experts, first = shape[0] if len(shape) == 3 else 0, found[0]
+    transposed = bool(experts and getattr(module, "is_transposed", False))
+    in_turn = len(found) > 1 and not getattr(module, "is_concatenated", True)
+    outputs, inputs = shape[:-3:-1] if transposed else shape[-2:]
     other = next((tensor for tensor in found if tensor.type is not first.type), None)
     if other is not None:
         raise UnsupportedModelError(
             f"{first.path} has {first.name} in {first.type.name} and {other.name} in {other.type.name}, which are one "
             "parameter here: give a file with both in one type."
         )
-    odd = any(tensor.shape[-1] != shape[-1] or tensor.shape[:-2] != tuple(shape[:-2]) for tensor in found)
-    if odd or outputs != shape[-2]:
+    odd = any(tensor.shape[-1] != inputs or tensor.shape[:-2] != tuple(shape[:-2]) for tensor in found)
+    if odd or sum(tensor.shape[-2] for tensor in found) != outputs or (in_turn and first.shape != found[1].shape):
         raise CheckpointError(
             f"{first.name} in {first.path} is {first.shape}, and {path} would be {tuple(shape)}: its fields and its "
             "tensors are of different models."
         )
-    spans = tuple(_spans(found, experts))
-    if _PLAIN.get(first.type.name) is dtype and not rows:
-        return Kept({"": Part(tuple(shape), dtype, spans)})
+    if _PLAIN.get(first.type.name) is dtype and not (heads or transposed or in_turn):
+        return Kept({"": Part(tuple(shape), dtype, tuple(_spans(found, experts)))})
     name = _NAMES.get(first.type.name, first.type.name.lower())
     if name not in BLOCKS:
         known = sorted({each.name for each in TYPES.values()} & {*_NAMES, *map(str.upper, BLOCKS)})
@@ -135,9 +139,12 @@ def _kept(path: str, shape: Sequence[int], found: Sequence[GgufTensor], dtype: t
             f"{first.path} has {first.name} in {first.type.name}, which is not computed with here: "
             f"{', '.join(known)} are. Models are most often published in several of them."
         )
-    spec = Spec(name, shape[-2], shape[-1])
+    pieces = [[tensor] for tensor in found] if in_turn else [found]
+    spec = Spec(name, outputs // len(pieces), inputs)
     ((own, kind),) = spec.tensors().values()
-    return Kept({"": Part((*shape[:-2], *own), kind, spans)}, spec, experts, rows)
+    parts = [Part((*shape[:-2], *own), kind, tuple(_spans(piece, experts))) for piece in pieces]
+    named = {f"{number}.": part for number, part in enumerate(parts)} if in_turn else {"": parts[0]}
+    return Kept(named, spec, experts, heads, transposed, len(pieces), in_turn)
 
 
 def _spans(found: Sequence[GgufTensor], experts: int) -> Iterator[Span]:
@@ -151,11 +158,12 @@ def _spans(found: Sequence[GgufTensor], experts: int) -> Iterator[Span]:
             yield Span(tensor.path, tensor.offset + expert * length, length)
 
 
-def _values(file: GgufFile, path: str, shape: Sequence[int], tensor: GgufTensor) -> Tensor:
-    """Numbers of float32: a norm, a bias, a gate."""
-    numbers = _numbers(tensor)
+def _values(file: GgufFile, path: str, shape: Sequence[int], found: Sequence[GgufTensor], module: Any) -> Tensor:
+    """Numbers of float32: a norm, a bias, a gate, a sink."""
+    first, in_turn = found[0], not getattr(module, "is_concatenated", True)
+    numbers = joined([_numbers(tensor) for tensor in found], -1, in_turn) if len(found) > 1 else _numbers(first)
     if numbers.numel() != int(np.prod(shape)):
-        raise CheckpointError(f"{tensor.name} in {tensor.path} is {tensor.shape}, and {path} would be {tuple(shape)}.")
+        raise CheckpointError(f"{first.name} in {first.path} is {first.shape}, and {path} would be {tuple(shape)}.")
     if file.architecture in _NORMS_FROM_1 and path.endswith("norm.weight"):
         numbers -= 1
     return numbers.view(tuple(shape))
@@ -171,4 +179,4 @@ def _numbers(tensor: GgufTensor) -> Tensor:
         raw = file.read(tensor.nbytes)
     if len(raw) != tensor.nbytes:
         raise CheckpointError(f"{tensor.path} is shorter than it was; download it again.")
-    return torch.frombuffer(bytearray(raw), dtype=dtype).float()
+    return torch.frombuffer(bytearray(raw), dtype=dtype).float().view(tensor.shape)

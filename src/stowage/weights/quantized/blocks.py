@@ -26,6 +26,7 @@ __all__ = [
     "BlockStack",
     "Stacking",
     "in_halves",
+    "joined",
     "parameter_names",
     "put_linear",
     "put_matrix",
@@ -70,15 +71,14 @@ class BlockMatrix(PackedMatrix):
         return all(part.is_contiguous() for part in self.parts.values())
 
     @torch.no_grad()
-    def multiply(
-        self, x: Tensor, bias: Tensor | None = None, linear: Callable[[Tensor, Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None, linear: Callable[..., Tensor] | None = None) -> Tensor:
         """``x`` (..., inputs) with the transpose of the matrix, plus ``bias``: (..., outputs). See PackedMatrix."""
         product = linear or nn.functional.linear
         out = x.new_empty(*x.shape[:-1], self.spec.outputs)
         for begin, end in self._tiles():
-            out[..., begin:end] = product(x, self._values(begin, end, x.dtype))
-        return out if bias is None else out.add_(bias)
+            own = None if bias is None else bias[begin:end]
+            out[..., begin:end] = product(x, self._values(begin, end, x.dtype), own)
+        return out
 
     def by_outputs(self) -> BlockMatrix:
         """The same for a linear layer, whatever the module takes it for."""
@@ -117,13 +117,13 @@ class BlockMatrix(PackedMatrix):
 
 class BlockRows(PackedMatrix):
     """``matrices`` one below the other, in the place of a weight that is multiplied with: what a model has in one that
-    the checkpoint has in several, whose bytes are not one matrix.
+    the checkpoint has in several, whose bytes are not one matrix. ``in_turn``: a row of each after the other instead.
     """
 
-    __slots__ = ("matrices",)
+    __slots__ = ("in_turn", "matrices")
 
-    def __init__(self, matrices: Sequence[BlockMatrix]) -> None:
-        self.matrices = tuple(matrices)
+    def __init__(self, matrices: Sequence[BlockMatrix], in_turn: bool = False) -> None:
+        self.matrices, self.in_turn = tuple(matrices), in_turn
         self.values_dtype, self.transposed = matrices[0].values_dtype, matrices[0].transposed
 
     @property
@@ -132,20 +132,22 @@ class BlockRows(PackedMatrix):
         sizes = (outputs, self.matrices[0].spec.inputs)
         return torch.Size(sizes[::-1] if self.transposed else sizes)
 
-    def multiply(
-        self, x: Tensor, bias: Tensor | None = None, linear: Callable[[Tensor, Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None, linear: Callable[..., Tensor] | None = None) -> Tensor:
         """See PackedMatrix."""
-        out = torch.cat([matrix.multiply(x, None, linear) for matrix in self.matrices], dim=-1)
+        out = self.joined([matrix.multiply(x, None, linear) for matrix in self.matrices])
         return out if bias is None else out.add_(bias)
+
+    def joined(self, outputs: Sequence[Tensor]) -> Tensor:
+        """What the whole gives, of what each matrix gave: (..., outputs)."""
+        return joined(outputs, -1, self.in_turn)
 
     def by_outputs(self) -> BlockRows:
         """See BlockMatrix."""
-        return BlockRows([matrix.by_outputs() for matrix in self.matrices])
+        return BlockRows([matrix.by_outputs() for matrix in self.matrices], self.in_turn)
 
     def unpacked(self) -> Tensor:
         """See BlockMatrix."""
-        return torch.cat([matrix.unpacked() for matrix in self.matrices], dim=1 if self.transposed else 0)
+        return joined([matrix.unpacked() for matrix in self.matrices], -1 if self.transposed else 0, self.in_turn)
 
 
 class BlockLinear(nn.Module):
@@ -187,29 +189,28 @@ class BlockStack:
     piece, whose matrices are one below the other.
     """
 
-    __slots__ = ("dtype", "pieces", "spec", "transposed")
+    __slots__ = ("dtype", "how", "pieces")
 
-    def __init__(
-        self, spec: Spec, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype, transposed: bool
-    ) -> None:
-        self.spec, self.pieces, self.dtype, self.transposed = spec, pieces, dtype, transposed
+    def __init__(self, how: Stacking, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> None:
+        self.how, self.pieces, self.dtype = how, pieces, dtype
 
     def __getitem__(self, expert: Tensor | int) -> BlockMatrix | BlockRows:
         number = int(expert)
         own = [{part: values[number] for part, values in parts.items()} for parts in self.pieces]
-        matrices = [BlockMatrix(self.spec, parts, self.dtype, self.transposed) for parts in own]
-        return matrices[0] if len(matrices) == 1 else BlockRows(matrices)
+        matrices = [BlockMatrix(self.how.spec, parts, self.dtype, self.how.transposed) for parts in own]
+        return matrices[0] if len(matrices) == 1 else BlockRows(matrices, self.how.in_turn)
 
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other; ``transposed``: whether the
-    module takes a matrix for (inputs, outputs).
+    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other or (``in_turn``) a row of
+    each after the other; ``transposed``: whether the module takes a matrix for (inputs, outputs).
     """
 
     spec: Spec
     transposed: bool = False
     pieces: int = 1
+    in_turn: bool = False
 
 
 def unpacking_bytes(model: nn.Module) -> int:
@@ -229,6 +230,14 @@ def in_halves(values: Tensor, heads: int) -> Tensor:
     if not heads:
         return values
     return values.reshape(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+
+
+def joined(each: Sequence[Tensor], dim: int, in_turn: bool = False) -> Tensor:
+    """Tensors alike, one after the other along ``dim`` or (``in_turn``) one element of each after the other."""
+    if not in_turn:
+        return torch.cat(list(each), dim=dim)
+    dim %= each[0].dim()
+    return torch.stack(list(each), dim=dim + 1).flatten(dim, dim + 1)
 
 
 def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype, heads: int = 0) -> BlockLinear:
@@ -279,7 +288,7 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacki
     def stack_of(own: str, how: Stacking) -> property:
         each = [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]
         names = [parameter_names(how.spec, piece) for piece in each]
-        return property(lambda self: BlockStack(how.spec, [_parts(self, n) for n in names], dtype, how.transposed))
+        return property(lambda self: BlockStack(how, [_parts(self, n) for n in names], dtype))
 
     members: dict[str, Any] = {own: stack_of(own, how) for own, how in stacks}
     own_loop = getattr(plain.forward, "__wrapped__", plain.forward)

@@ -184,9 +184,7 @@ class PackedMatrix:
         return 2
 
     @torch.no_grad()
-    def multiply(
-        self, x: Tensor, bias: Tensor | None = None, linear: Callable[[Tensor, Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None, linear: Callable[..., Tensor] | None = None) -> Tensor:
         """``x`` (..., inputs) with the transpose of the matrix, plus ``bias``: (..., outputs).
 
         Tiles are multiplied by ``linear``; without one by torch's, so that a mode of torch that has its own is obeyed.

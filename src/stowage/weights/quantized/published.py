@@ -20,7 +20,15 @@ from stowage.weights.away import absent
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
 from stowage.weights.grouping import looks_up
 from stowage.weights.quantized import quantizer
-from stowage.weights.quantized.blocks import Stacking, in_halves, parameter_names, put_linear, put_matrix, put_stacks
+from stowage.weights.quantized.blocks import (
+    Stacking,
+    in_halves,
+    joined,
+    parameter_names,
+    put_linear,
+    put_matrix,
+    put_stacks,
+)
 from stowage.weights.quantized.formats import Spec, dequantized
 
 __all__ = ["METHOD", "Kept", "Part", "Plan", "fill", "mark"]
@@ -50,7 +58,8 @@ class Kept:
     """A parameter that lies in files as it is computed with: one part that is called "", of plain numbers or, where
     there is a ``spec``, the parts of that. ``experts``: how many matrices of ``spec``, 0 for one. ``heads``: of whose
     rows the rotated halves are interleaved. ``transposed``: experts that the model takes for (inputs, outputs).
-    ``pieces``: matrices of ``spec`` that one expert's is made of, one below the other; their parts are called ``0.…``.
+    ``pieces``: matrices of ``spec`` that one expert's is made of, one below the other or (``in_turn``) a row of each
+    after the other; their parts are called ``0.…``.
     """
 
     parts: Mapping[str, Part]
@@ -59,6 +68,7 @@ class Kept:
     heads: int = 0
     transposed: bool = False
     pieces: int = 1
+    in_turn: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +103,7 @@ class Kept:
         if self.pieces == 1:
             return dequantized(spec, parts, dtype)
         each = [{part: parts[f"{number}.{part}"] for part in spec.tensors()} for number in range(self.pieces)]
-        return torch.cat([dequantized(spec, one, dtype) for one in each])
+        return joined([dequantized(spec, one, dtype) for one in each], 0, self.in_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,7 @@ def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
         module: Any = model.get_submodule(parent)
         assert kept.spec is not None
         if kept.experts:
-            stacks.setdefault(parent, {})[own] = Stacking(kept.spec, kept.transposed, kept.pieces)
+            stacks.setdefault(parent, {})[own] = Stacking(kept.spec, kept.transposed, kept.pieces, kept.in_turn)
         elif type(module) is nn.Linear:
             put_linear(model, parent, kept.spec, dtype, kept.heads)
         else:
