@@ -39,10 +39,11 @@ class Reports:
         if tokens or report.says_something:
             self._waiting.append((report, tokens, took_s))
 
-    @property
-    def due(self) -> bool:
-        """Whether those that wait should be settled soon. (Who looks a prefix up settles them before.)"""
-        return len(self._waiting) >= _TOGETHER or self._storing.urgent
+    def due(self, *, last: bool) -> bool:
+        """Whether those that wait should be settled now, by the store's thread. (Who looks a prefix up settles them
+        before.) ``last``: no request is left, so no step may follow.
+        """
+        return len(self._waiting) >= (1 if last else _TOGETHER) or self._storing.urgent
 
     @property
     def behind(self) -> bool:

@@ -295,7 +295,7 @@ class SchedulerSide:
             with self._background.turn:
                 for request_id in output.finished_recving:
                     self._loaded(request_id, request_id in failed)
-        if self._reports.due:
+        if self._reports.due(last=not self._tracked):
             self._background.wake()
 
     def _settle(self) -> None:
@@ -341,6 +341,8 @@ class SchedulerSide:
         try:
             with self._background.turn:
                 self._prefixes.ended(tracked)
+            if self._reports.due(last=not self._tracked):
+                self._background.wake()
         except Exception:  # noqa: BLE001 a bug costs hits, not the engine
             self._fault("what a request held could not be given back")
 
