@@ -61,18 +61,36 @@ def offloading(nbytes: int) -> dict[str, Any]:
     }
 
 
+def lmcache(gib: float) -> dict[str, Any]:
+    """The real one, with copies in plain memory: it has none for a CPU."""
+    extra = {"lmcache.chunk_size": 128, "lmcache.max_local_cpu_size": gib}
+    return {
+        "kv_connector": "LMCacheInPlainMemory",
+        "kv_connector_module_path": "benchmarks.peers.vllm_lmcache",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+OTHERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "offloading": offloading,
+    "lmcache": lambda nbytes: lmcache(nbytes / (1 << 30)),
+}
+
+
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "ours-second"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_beside_vllms_own_offloading(name: str, ours_first: bool, start: Start) -> None:
-    """In either order, and whichever of the two still has the prompt: the numbers of plain vLLM's own hit. The first
-    one has memory for one prompt and a bit.
+@pytest.mark.parametrize(("other", "name"), [("offloading", "llama"), ("offloading", "gemma3"), ("lmcache", "llama")])
+def test_beside_another_that_offloads(other: str, name: str, ours_first: bool, start: Start) -> None:
+    """vLLM's own and LMCache, in either order, and whichever of the two still has the prompt: the numbers of plain
+    vLLM's own hit. The first one has memory for one prompt and a bit.
     """
+    theirs = OTHERS[other]
     plain = start(name)
     tokens = prompt(700)
     cold, hit = plain.generate(tokens), plain.generate(tokens)
     plain.close()
-    first = connector("1200KiB", eviction_policy="lru") if ours_first else offloading(5 << 18)
-    engine = start(name, several(first, offloading(64 << 20) if ours_first else connector()))
+    first = connector("1200KiB", eviction_policy="lru") if ours_first else theirs(5 << 18)
+    engine = start(name, several(first, theirs(64 << 20) if ours_first else connector()))
 
     def forget() -> None:
         engine.generate(prompt(40, seed=9))  # vLLM's child stores with the step behind
