@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILIES", "REFUSED", "Family", "write", "write_drafts"]
+__all__ = ["FAMILIES", "REFUSED", "WITH_MODULE", "Family", "write", "write_drafts"]
 
 VOCAB = 512
 _SIZES: Mapping[str, Any] = {
@@ -169,6 +169,9 @@ class Refused:
     reasons: tuple[str, ...]
 
 
+WITH_MODULE = Family("qwen2")
+"""What `write_drafts` makes a MiMo of, which vLLM's CPU build runs with multi-token prediction."""
+
 _MAMBA2 = {"n_groups": 2, "conv_kernel": 4, "chunk_size": 32}
 _FALCON = {
     "mamba_d_ssm": 128,
@@ -260,7 +263,7 @@ def write(family: Family, directory: Path, seed: int = 0) -> Path:
 
 def write_drafts(method: str, target: Path, directory: Path) -> dict[str, Any]:
     """vLLM's setting for drafts of ``target``: what can be random is (a seed of its own), a draft model is the target
-    itself, which is always right.
+    itself, which is always right, and a module for multi-token prediction becomes part of the target.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -274,6 +277,9 @@ def write_drafts(method: str, target: Path, directory: Path) -> dict[str, Any]:
     if method == "draft_model":
         return {**setting, "model": str(target)}
     weights = load_file(target / "model.safetensors")
+    if method == "mtp":
+        _write_module(target, weights, config, generator)
+        return {"method": method, "num_speculative_tokens": 3}
     fc = torch.randn(width, 2 * width, generator=generator) * 0.05
     first = "model.layers.0."
     layer = {name.removeprefix("model."): value.clone() for name, value in weights.items() if name.startswith(first)}
@@ -282,3 +288,20 @@ def write_drafts(method: str, target: Path, directory: Path) -> dict[str, Any]:
     save_file(layer | {"fc.weight": fc}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     return setting
+
+
+def _write_module(target: Path, weights: dict[str, Any], config: dict[str, Any], generator: Any) -> None:
+    """Make a Qwen2 a MiMo, which has a module for multi-token prediction: a layer of its own, here a copy of one, that
+    reads the target's hidden states.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    width, first, module = config["hidden_size"], "model.layers.0.", "model.mtp_layers.0."
+    ones = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    more = {f"{module}{name}.weight": torch.ones(width) for name in ones}
+    more[f"{module}input_proj.weight"] = torch.randn(width, 2 * width, generator=generator) * 0.05
+    more |= {name.replace(first, module): value.clone() for name, value in weights.items() if name.startswith(first)}
+    save_file(weights | more, target / "model.safetensors", {"format": "pt"})
+    changed = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (target / "config.json").write_text(json.dumps(config | changed))

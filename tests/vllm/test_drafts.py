@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vllm.conftest import Start
-from tests.vllm.models import FAMILIES, write_drafts
+from tests.vllm.models import FAMILIES, WITH_MODULE, write_drafts
 from tests.vllm.oracle import Answer, Engine, Engines, connector, prompt
 
-METHODS = [("ngram", "llama"), ("draft_model", "llama"), ("eagle", "llama"), ("ngram", "gemma3")]
-LOOKAHEAD = ("eagle",)
-"""Their layers read the token behind each token. (MTP, too: vLLM's CPU build cannot run the models that have it; see
-test_sides.py.)
-"""
+METHODS = [("ngram", "llama"), ("draft_model", "llama"), ("eagle", "llama"), ("mtp", "mimo"), ("ngram", "gemma3")]
+LOOKAHEAD = ("eagle", "mtp")
+"""Their layers read the token behind each token."""
 
 
 def asked(engine: Engine, tokens: list[int], new_tokens: int = 24) -> tuple[Answer, Any]:
@@ -36,7 +33,7 @@ def test_hits_of_an_engine_that_drafts(method: str, name: str, start: Start, eng
     """Log-probabilities and drafts are those of a plain vLLM's own hit of the same length. (By default it drops the
     last block of its hits with EAGLE: a block is named without the token behind it. It is told not to.)
     """
-    family = replace(FAMILIES[name], fields={**FAMILIES[name].fields})
+    family = WITH_MODULE if method == "mtp" else FAMILIES[name]
     named = f"{name}-{method}"
     drafts = write_drafts(method, engines.model(named, family), tmp_path / "draft")
     whole = drafts | {"disable_eagle_block_drop": True} if method in LOOKAHEAD else drafts
