@@ -17,6 +17,7 @@ Start = Callable[..., Engine]
 
 NEXT = (
     "test_drafts.py::test_hits_of_an_engine_that_drafts[eagle-llama]",
+    "test_drafts.py::test_hits_of_an_engine_that_drafts[mtp-mimo]",
     "test_families.py::test_prefixes_come_back_exactly[gemma3]",
     "test_families.py::test_prefixes_come_back_exactly[qwen3_next]",
     "test_faults.py::test_copies_that_lie_and_copies_that_fail[gemma3]",
