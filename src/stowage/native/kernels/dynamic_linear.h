@@ -39,7 +39,8 @@ static inline ALWAYS float NAME(dynamic_output)(DynamicKind kind, const uint8_t 
             value = (float)(first + own->first_less[at]) * (own->scale[at] * scales[b]);
             other = (float)(second + (own->less[at] - own->first_less[at])) * (own->scale[at] * more[b]);
         } else {
-            value = (float)(first + second + own->less[at]) * (own->scale[at] * scales[b]);
+            int less = kind == LEAST ? 0 : own->less[at];
+            value = (float)(first + second + less) * (own->scale[at] * scales[b]);
             if (kind == LEAST)
                 other = own->sum[at] * more[b];
         }

@@ -1,9 +1,9 @@
 /* Products of inputs that were rounded to 8 bits (dynamic.h) with instructions that add up four products of bytes.
  *
- * Of few rows four blocks of four outputs are multiplied at once, whose 16 sums fill a register. Of many, 32 outputs are
+ * Of up to 8 rows four blocks of four outputs are multiplied at once, whose 16 sums fill a register. Of many, 32 outputs are
  * laid out first, so that two registers have four codes of each, and sums are those of one block and 16 outputs.
  */
-enum { DYNAMIC_FEW = 4, DYNAMIC_TILE = 4, DYNAMIC_WIDE = 32, DYNAMIC_CODES = 32 * DYNAMIC_WIDE };
+enum { DYNAMIC_FEW = 8, DYNAMIC_TILE = 4, DYNAMIC_WIDE = 32, DYNAMIC_CODES = 32 * DYNAMIC_WIDE };
 
 /* The product is what it is here: it is not fused with a sum. */
 #define DYNAMIC_SETTLE(value) __asm__("" : "+v"(value))
@@ -23,9 +23,24 @@ static inline ALWAYS __m512i dynamic_spread(const void *from)
         __m512i b = OF(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));                          \
         return OF(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));                                           \
     }
-DYNAMIC_FOURS(sums, _mm512_add_epi32)
+DYNAMIC_FOURS(whole, _mm512_add_epi32)
 DYNAMIC_FOURS(peaks, _mm512_max_epi32)
 #undef DYNAMIC_FOURS
+
+/* The same sums, and `more`: of those that are below 2^15 two are added at once. */
+static inline ALWAYS __m512i dynamic_sums(const __m512i v[4], int size, __m512i more)
+{
+    if (size == LARGE)
+        return _mm512_add_epi32(dynamic_whole(v), more);
+    __m512i ones = _mm512_set1_epi16(1);
+    __m512i a = _mm512_madd_epi16(_mm512_packs_epi32(v[0], v[1]), ones);
+    __m512i b = _mm512_madd_epi16(_mm512_packs_epi32(v[2], v[3]), ones);
+    if (size == SMALL)
+        return _mm512_dpwssd_epi32(more, _mm512_packs_epi32(a, b), ones);
+    __m512i even = (__m512i)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88);
+    __m512i odd = (__m512i)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd);
+    return _mm512_add_epi32(_mm512_add_epi32(even, odd), more);
+}
 
 /* The sums of 16 codes of each of four blocks. */
 static inline ALWAYS __m128i dynamic_totals(const int8_t *codes)
@@ -92,49 +107,62 @@ static inline ALWAYS __m512 dynamic_value(__m512i sums, __m512 of_inputs, __m512
     return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(of_inputs, of_weights));
 }
 
-/* R rows of x, four outputs whose blocks are at `rows`: columns of sums go on from those `kept`. */
-#define DYNAMIC_ROWS_OF(format, BYTES, PER, KIND, R)                                                                               \
+/* R rows of x, four outputs whose blocks are at `rows`: columns of sums go on from those `kept`. `far`: what is
+ * fetched meanwhile. */
+#define DYNAMIC_ROWS_OF(format, BYTES, PER, KIND, SIZE, HERE, R)                                                       \
     static void dynamic_few_##format##R(const DynamicInputs *x, int64_t x_row, const uint8_t *const *rows,             \
-                                        int64_t groups, int64_t ahead, const float *scales, __m512 *kept)              \
+                                        int64_t groups, const uint8_t *far, const float *scales, __m512 *kept)         \
     {                                                                                                                  \
-        for (int64_t g = 0; g < groups; g++, x++, scales += 4) {                                                       \
-            __m512i w[4][2];                                                                                           \
-            UNROLLED for (int c = 0; c < 4; c++) {                                                                     \
-                const uint8_t *at = rows[c] + g / PER * BYTES;                                                         \
-                dynamic_##format(at, (int)(g % PER), &w[c][0], &w[c][1]);                                              \
-                UNROLLED for (int i = 0; i < BYTES / PER; i += 64)                                                     \
-                    FETCH_FAR(at + ahead + g % PER * BYTES / PER + i);                                                 \
+        const uint8_t *at[4] = {rows[0], rows[1], rows[2], rows[3]};                                                   \
+        __m512 all[R];                                                                                                 \
+        UNROLLED for (int r = 0; r < R; r++)                                                                           \
+            all[r] = kept[r];                                                                                          \
+        for (; groups > 0; groups -= PER) {                                                                            \
+            __m512 owns[PER], mores[PER];                                                                              \
+            if (HERE)                                                                                                  \
+                dynamic_found_##format(at, owns, mores);                                                               \
+            UNROLLED for (int part = 0; part < PER; part++, x++, scales += 4) {                                        \
+                __m512i w[4][2];                                                                                       \
+                UNROLLED for (int c = 0; c < 4; c++)                                                                   \
+                    dynamic_##format(at[c], part, &w[c][0], &w[c][1]);                                                 \
+                __m512 own = HERE ? owns[part] : dynamic_scales_of(scales), more = HERE ? mores[part] : own;           \
+                if (!HERE && KIND != BIASED)                                                                           \
+                    more = dynamic_scales_of(scales + 4 * DYNAMIC_SCALES);                                             \
+                UNROLLED for (int r = 0; r < R; r++) {                                                                 \
+                    const DynamicInputs *in = x + r * x_row;                                                           \
+                    __m512i a = _mm512_loadu_si512(in->codes[0]), b = _mm512_loadu_si512(in->codes[1]);                \
+                    __m512i first[4], second[4], none = _mm512_setzero_si512();                                        \
+                    UNROLLED for (int c = 0; c < 4; c++) {                                                             \
+                        first[c] = _mm512_dpbusd_epi32(none, w[c][0], a);                                              \
+                        second[c] = _mm512_dpbusd_epi32(KIND == TWO ? none : first[c], w[c][1], b);                    \
+                    }                                                                                                  \
+                    __m512 scale = (__m512)dynamic_spread(in->scale), value, other;                                    \
+                    __m512i less = KIND == LEAST ? none : dynamic_spread(in->less);                                    \
+                    if (KIND == TWO) {                                                                                 \
+                        __m512i part_less = dynamic_spread(in->first_less);                                            \
+                        other = dynamic_value(dynamic_sums(first, SIZE, part_less), scale, own);                       \
+                        DYNAMIC_SETTLE(other);                                                                         \
+                        less = _mm512_sub_epi32(less, part_less);                                                      \
+                    }                                                                                                  \
+                    value = dynamic_value(dynamic_sums(second, SIZE, less), scale, KIND == TWO ? more : own);          \
+                    DYNAMIC_SETTLE(value);                                                                             \
+                    if (KIND == LEAST) {                                                                               \
+                        other = _mm512_mul_ps((__m512)dynamic_spread(in->sum), more);                                  \
+                        DYNAMIC_SETTLE(other);                                                                         \
+                    }                                                                                                  \
+                    if (KIND != BIASED)                                                                                \
+                        value = _mm512_add_ps(value, other);                                                           \
+                    all[r] = _mm512_add_ps(all[r], value);                                                             \
+                }                                                                                                      \
             }                                                                                                          \
-            __m512 own = dynamic_scales_of(scales);                                                                    \
-            __m512 more = KIND == BIASED ? own : dynamic_scales_of(scales + 4 * DYNAMIC_SCALES);                       \
-            UNROLLED for (int r = 0; r < R; r++) {                                                                     \
-                const DynamicInputs *in = x + r * x_row;                                                               \
-                __m512i first[4], second[4], a = _mm512_loadu_si512(in->codes[0]), b = _mm512_loadu_si512(in->codes[1]); \
-                UNROLLED for (int c = 0; c < 4; c++) {                                                                 \
-                    first[c] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w[c][0], a);                                \
-                    second[c] = _mm512_dpbusd_epi32(KIND == TWO ? _mm512_setzero_si512() : first[c], w[c][1], b);      \
-                }                                                                                                      \
-                __m512i whole = dynamic_sums(second);                                                                  \
-                __m512 scale = (__m512)dynamic_spread(in->scale), value, other;                                        \
-                if (KIND == TWO) {                                                                                     \
-                    __m512i less = dynamic_spread(in->first_less), part = dynamic_sums(first);                         \
-                    value = dynamic_value(_mm512_add_epi32(part, less), scale, own);                                   \
-                    less = _mm512_sub_epi32(dynamic_spread(in->less), less);                                           \
-                    other = dynamic_value(_mm512_add_epi32(whole, less), scale, more);                                 \
-                } else {                                                                                               \
-                    if (KIND == BIASED)                                                                                \
-                        whole = _mm512_add_epi32(whole, dynamic_spread(in->less));                                     \
-                    value = dynamic_value(whole, scale, own);                                                          \
-                    other = KIND == LEAST ? _mm512_mul_ps((__m512)dynamic_spread(in->sum), more) : value;              \
-                }                                                                                                      \
-                DYNAMIC_SETTLE(value);                                                                                 \
-                if (KIND != BIASED) {                                                                                  \
-                    DYNAMIC_SETTLE(other);                                                                             \
-                    value = _mm512_add_ps(value, other);                                                               \
-                }                                                                                                      \
-                kept[r] = _mm512_add_ps(kept[r], value);                                                               \
-            }                                                                                                          \
+            UNROLLED for (int i = 0; i < 4 * BYTES; i += 64)                                                           \
+                FETCH_FAR(far + i);                                                                                    \
+            far += 4 * BYTES;                                                                                          \
+            UNROLLED for (int c = 0; c < 4; c++)                                                                       \
+                at[c] += BYTES;                                                                                        \
         }                                                                                                              \
+        UNROLLED for (int r = 0; r < R; r++)                                                                           \
+            kept[r] = all[r];                                                                                          \
     }
 
 /* Codes of 16 outputs, four of each in a register, of the 32 whose block b is number b % 4 * all + b / 4 of `to`. */
@@ -156,24 +184,41 @@ static inline ALWAYS __m512 dynamic_value(__m512i sums, __m512 of_inputs, __m512
             }                                                                                                          \
         }                                                                                                              \
     }
-#define OF(FORMAT, format, BYTES, PER, KIND)                                                                           \
-    DYNAMIC_ROWS_OF(format, BYTES, PER, KIND, 1) DYNAMIC_ROWS_OF(format, BYTES, PER, KIND, 2) DYNAMIC_ROWS_OF(format, BYTES, PER, KIND, 4)                 \
-    PACK(format, BYTES, PER)
-DYNAMIC_FORMATS(OF)
+#define OF_ALL(format, B, P, K, S, HERE)                                                                               \
+    DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 1) DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 2)                          \
+    DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 4) DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 8) PACK(format, B, P)
+#define OF(FORMAT, format, B, P, K, S) OF_ALL(format, B, P, K, S, 1)
+DYNAMIC_HERE(OF)
 #undef OF
+#define OF(FORMAT, format, B, P, K, S)                                                                                 \
+    static inline ALWAYS void dynamic_found_##format(const uint8_t *const at[4], __m512 *own, __m512 *more)            \
+    {                                                                                                                  \
+        (void)at, (void)own, (void)more;                                                                               \
+    }                                                                                                                  \
+    OF_ALL(format, B, P, K, S, 0)
+DYNAMIC_LAID(OF)
+#undef OF
+#undef OF_ALL
 #undef PACK
 #undef DYNAMIC_ROWS_OF
 
+typedef void (*DynamicFew)(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const uint8_t *, const float *,
+                           __m512 *);
 typedef struct {
     int64_t bytes, per; /* of so many groups */
-    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, int64_t, const float *, __m512 *);
+    int here;           /* scales are in the blocks */
+    DynamicFew few[4];  /* of 1, 2, 4 and 8 rows */
     void (*pack)(const uint8_t *const *, int64_t, int64_t, int64_t, uint8_t *);
 } DynamicWays;
-#define OF(FORMAT, format, BYTES, PER, KIND)                                                                           \
-    [FORMAT] = {BYTES, PER, {dynamic_few_##format##1, dynamic_few_##format##2, dynamic_few_##format##4},               \
-                dynamic_pack_##format},
-static const DynamicWays dynamic_ways[FORMATS_END + 1] = {DYNAMIC_FORMATS(OF)};
+#define WAYS(format, B, P, HERE)                                                                                       \
+    {B, P, HERE, {dynamic_few_##format##1, dynamic_few_##format##2, dynamic_few_##format##4, dynamic_few_##format##8},   \
+     dynamic_pack_##format}
+#define OF(FORMAT, format, B, P, K, S) [FORMAT] = WAYS(format, B, P, 1),
+#define OF_LAID(FORMAT, format, B, P, K, S) [FORMAT] = WAYS(format, B, P, 0),
+static const DynamicWays dynamic_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF_LAID)};
 #undef OF
+#undef OF_LAID
+#undef WAYS
 
 /* What lies laid out of 32 outputs: see `dynamic_pack`. Scales are in the order of the blocks' codes. */
 typedef struct {

@@ -1,6 +1,7 @@
 /* Linear layers of inputs that were rounded to 8 bits: which outputs and rows dynamic_vnni.h multiplies at a time.
  */
-enum { DYNAMIC_TURNED = 32 }; /* outputs whose codes lie apart, that are laid side by side at once */
+/* Outputs whose codes lie apart, that are laid side by side at once; bytes that are fetched before what is read. */
+enum { DYNAMIC_TURNED = 32, DYNAMIC_AHEAD = 8192 };
 
 /* How what begins at input k is computed. */
 static const DynamicWays *dynamic_ways_of(const Linear *job, int64_t k)
@@ -62,7 +63,7 @@ static void dynamic_begin(const Linear *job, int64_t n, int64_t wide, int64_t mo
     }
 }
 
-/* Sums of up to 4 rows and outputs to where they belong. */
+/* Sums of up to 8 rows and 4 outputs to where they belong. */
 static void dynamic_finish_few(const Linear *job, int64_t n, int64_t wide, const __m512 *kept)
 {
     for (int r = 0; r < job->rows; r++) {
@@ -77,16 +78,21 @@ static void dynamic_finish_few(const Linear *job, int64_t n, int64_t wide, const
     }
 }
 
-/* Outputs [begin, end) of up to 4 rows. */
+static inline int dynamic_way(int64_t rows)
+{
+    return rows > 4 ? 3 : rows > 2 ? 2 : (int)rows - 1;
+}
+
+/* Outputs [begin, end) of up to 8 rows. */
 static void dynamic_few(const Linear *job, int64_t begin, int64_t end, uint8_t *room)
 {
     float scales[2][4][DYNAMIC_SCALES] __attribute__((aligned(64)));
     __m512 kept[DYNAMIC_TURNED / 4][DYNAMIC_FEW];
     DynamicPiece piece;
     memset(piece.last, 0, sizeof piece.last);
-    int way = job->rows > 2 ? 2 : (int)job->rows - 1;
+    int way = dynamic_way(job->rows);
     int64_t x_row = dynamic_groups(job->inputs), turned = coded_by_inputs(job);
-    int64_t step = turned ? DYNAMIC_TURNED : 4, ahead = turned ? 0 : 8 * job->w_row;
+    int64_t step = turned ? DYNAMIC_TURNED : 4;
     for (int64_t first = begin; first < end; first += step) {
         int64_t span = end - first < step ? end - first : step;
         memset(kept, 0, sizeof kept[0] * (size_t)(step / 4));
@@ -101,14 +107,39 @@ static void dynamic_few(const Linear *job, int64_t begin, int64_t end, uint8_t *
                     Coded row = coded_row(job, first + n + (i < wide ? i : 0));
                     dynamic_scales(job, &row, piece.at[i], k, stop - k, scales[0][i], scales[1][i]);
                 }
-                piece.ways->few[way](x, x_row, piece.at, piece.whole, ahead, scales[0][0], kept[n / 4]);
+                piece.ways->few[way](x, x_row, piece.at, piece.whole, piece.at[0] + (turned ? 0 : DYNAMIC_AHEAD), scales[0][0],
+                                     kept[n / 4]);
                 if (piece.left)
-                    piece.ways->few[way](x + piece.whole, x_row, piece.last_at, 1, 0, scales[0][0] + 4 * piece.whole,
-                                         kept[n / 4]);
+                    piece.ways->few[way](x + piece.whole, x_row, piece.last_at, 1, piece.last_at[0],
+                                         scales[0][0] + 4 * piece.whole, kept[n / 4]);
             }
         }
         for (int64_t n = 0; n < span; n += 4)
             dynamic_finish_few(job, first + n, span - n < 4 ? span - n : 4, kept[n / 4]);
+    }
+}
+
+/* The same of formats whose scales are in the blocks: a row of weights from its begin to its end. */
+static void dynamic_few_here(const Linear *job, int64_t begin, int64_t end)
+{
+    const DynamicWays *ways = dynamic_ways + job->format;
+    const DynamicInputs *x = (const DynamicInputs *)job->packed;
+    DynamicFew few = ways->few[dynamic_way(job->rows)];
+    int64_t x_row = dynamic_groups(job->inputs), whole = job->inputs / DYNAMIC_GROUP;
+    uint8_t last[4][DYNAMIC_GROUP + 64] = {0}; /* a group that is no whole one, and zeros */
+    size_t left = (size_t)(job->inputs % DYNAMIC_GROUP / DYNAMIC_BLOCK * ways->bytes / 4);
+    for (int64_t n = begin; n < end; n += 4) {
+        const uint8_t *at[4], *last_at[4];
+        int64_t wide = end - n < 4 ? end - n : 4;
+        for (int64_t i = 0; i < 4; i++) {
+            at[i] = (const uint8_t *)job->w + (n + (i < wide ? i : 0)) * job->w_row;
+            last_at[i] = left ? memcpy(last[i], at[i] + whole / ways->per * ways->bytes, left) : NULL;
+        }
+        __m512 kept[DYNAMIC_FEW] = {0};
+        few(x, x_row, at, whole, at[0] + DYNAMIC_AHEAD, NULL, kept);
+        if (left)
+            few(x + whole, x_row, last_at, 1, last_at[0], NULL, kept);
+        dynamic_finish_few(job, n, wide, kept);
     }
 }
 
@@ -191,6 +222,10 @@ static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
 {
     if (dynamic_is_odd(job))
         return avx512_dynamic_linear(job, begin, end);
+    if (job->rows <= DYNAMIC_FEW && dynamic_ways[job->format].here) {
+        dynamic_few_here(job, begin, end);
+        return 1;
+    }
     uint8_t *room = coded_by_inputs(job) ? aligned_alloc(64, CODED_ROOM) : NULL;
     int done = room != NULL || !coded_by_inputs(job);
     if (done && job->rows <= DYNAMIC_FEW)

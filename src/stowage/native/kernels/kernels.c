@@ -68,6 +68,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni,fma")
 #include "dynamic_codes.h"
+#include "dynamic_scales.h"
 #include "dynamic_vnni.h"
 #include "dynamic_vnni_linear.h"
 #pragma GCC pop_options

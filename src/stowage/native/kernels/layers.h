@@ -98,6 +98,7 @@ static int spread_tiles(LinearShares *shares, int layers, long threads)
 typedef struct {
     const Linear *job;
     DynamicInputs *to;
+    int bias;
     atomic_long next;
 } RoundShares;
 
@@ -107,33 +108,59 @@ static void share_round(void *argument)
     const Linear *job = shares->job;
     int half = job->form == DYNAMIC_HALVES;
     for (int64_t row; (row = atomic_fetch_add(&shares->next, 1)) < job->rows;)
-        dynamic->round((const char *)job->x + (row * job->x_row << (half ? 1 : 2)), half, job->inputs, dynamic_bias(job),
+        dynamic->round((const char *)job->x + (row * job->x_row << (half ? 1 : 2)), half, job->inputs, shares->bias,
                        shares->to + row * dynamic_groups(job->inputs));
 }
 
-/* Layers whose inputs are rounded, one after the other, some rows at a time. 0: there is no memory for it. */
+/* Where each layer's shares begin. */
+static void count_shares(LinearShares *shares, int layers)
+{
+    shares->firsts[0] = 0;
+    for (int i = 0; i < TOGETHER; i++)
+        shares->firsts[i + 1] =
+            shares->firsts[i] + (i < layers ? (shares->job[i].outputs + shares->each - 1) / shares->each : 0);
+}
+
+/* How many of `all` from `first` on can have the inputs that are rounded with this `bias`, which says nothing to those of
+ * a least value. */
+static int rounded_alike(const Linear *all, int first, int layers, int *bias)
+{
+    *bias = 0;
+    int i = first;
+    for (; i < layers; i++) {
+        int own = dynamic_bias(&all[i]);
+        if (*bias != 0 && own != 0 && own != *bias)
+            break;
+        *bias = own != 0 ? own : *bias;
+    }
+    return i - first;
+}
+
+/* Layers whose inputs are rounded, some rows at a time. 0: there is no memory for it. */
 static int spread_dynamic(LinearShares *shares, int layers, long threads)
 {
     Linear all[TOGETHER];
     memcpy(all, shares->job, sizeof all);
     int64_t rows = all[0].rows, most = rows < DYNAMIC_ROWS ? rows : DYNAMIC_ROWS;
     size_t row_bytes = (size_t)dynamic_groups(all[0].inputs) * sizeof(DynamicInputs);
-    DynamicInputs *room = aligned_alloc(64, (size_t)(most + 1) * row_bytes); /* three rows are multiplied as four */
+    DynamicInputs *room = aligned_alloc(64, (size_t)(most + 3) * row_bytes); /* five rows are multiplied as eight */
     if (room == NULL)
         return 0;
     for (int64_t row = 0; row < rows; row += most)
-        for (int i = 0; i < layers; i++) {
-            Linear *job = &shares->job[0];
-            *job = all[i];
-            job->rows = rows - row < most ? rows - row : most;
-            job->x = (const char *)job->x + (row * job->x_row << (job->form == DYNAMIC_HALVES ? 1 : 2));
-            job->y = (char *)job->y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
-            job->packed = (const char *)room;
-            RoundShares round = {.job = job, .to = room};
+        for (int i = 0, alike; i < layers; i += alike) {
+            RoundShares round = {.job = shares->job, .to = room};
+            alike = rounded_alike(all, i, layers, &round.bias);
+            for (int j = 0; j < alike; j++) {
+                Linear *job = &shares->job[j];
+                *job = all[i + j];
+                job->rows = rows - row < most ? rows - row : most;
+                job->x = (const char *)job->x + (row * job->x_row << (job->form == DYNAMIC_HALVES ? 1 : 2));
+                job->y = (char *)job->y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
+                job->packed = (const char *)room;
+            }
             atomic_init(&round.next, 0);
-            spread(share_round, &round, job->rows * job->inputs < 65536 ? 1 : threads);
-            for (int64_t j = 0; j < TOGETHER; j++)
-                shares->firsts[j + 1] = (job->outputs + shares->each - 1) / shares->each;
+            spread(share_round, &round, round.job->rows * round.job->inputs < 65536 ? 1 : threads);
+            count_shares(shares, alike);
             spread_linear(shares, threads);
         }
     free(room);
@@ -173,11 +200,8 @@ static int multiply_together(const int64_t *value, int layers)
     int rounds = common.form >= DYNAMIC, tiled = !rounds && common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW;
     int step = tiled || rounds || shares.job[0].format != PLAIN ? 32 : 12;
     int64_t pieces = (common.rows > FEW ? 8 : 4) * threads; /* with few rows memory is waited for: it likes long runs */
-    shares.each = threads > 1 ? (outputs / pieces / step + 1) * step : outputs;
-    shares.firsts[0] = 0;
-    for (int i = 0; i < TOGETHER; i++)
-        shares.firsts[i + 1] =
-            shares.firsts[i] + (i < layers ? (shares.job[i].outputs + shares.each - 1) / shares.each : 0);
+    shares.each = threads > 1 ? ((outputs - 1) / pieces / step + 1) * step : outputs;
+    count_shares(&shares, layers);
     if (rounds)
         return spread_dynamic(&shares, layers, threads) && !atomic_load(&shares.failed);
 #ifdef TILES

@@ -26,7 +26,7 @@ from stowage.executor.replay.calls.call_list import ARRIVAL, PART, WHOLE, Writte
 from stowage.executor.replay.calls.recordable import ALLOWED
 from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
 
-_LINEAR, _NORM, _POINTWISE = 1, 2, 3
+LINEAR, _NORM, _POINTWISE = 1, 2, 3
 COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)
 _DIMS = 4
 NOWHERE = (-1, 0)
@@ -185,7 +185,7 @@ def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> lis
         done = [pointwise(x.shape, COPY, copy, read(buffers, x, x.shape))]
     ends = [buffers.made(out) for out in outs] if bias is None else [buffers.temporary(rows * matrices[0].outputs * 4)]
     words: list[int | Address] = [
-        _LINEAR,
+        LINEAR,
         len(ends),
         begin,
         rows,

@@ -34,6 +34,7 @@ from stowage.executor.replay.programs.buffers import (
     Buffers,
     begin_of,
 )
+from stowage.executor.replay.programs.fusion import fused
 from stowage.executor.replay.programs.operations import NotTaken, Operation, operations
 from stowage.executor.replay.programs.paging import Paging
 from stowage.executor.replay.programs.program import Arena, Program
@@ -55,6 +56,7 @@ def with_programs(step: WrittenStep, arena: Arena) -> RecordedCalls:
         taken = [operations(buffers, call) for call in step.calls]
     if not any(taken):
         return listed(step)
+    taken = fused(taken)
     result = buffers.lies_in(step.result)
     if result is not None and result.kind == ARENA:
         result.kind = RESULT

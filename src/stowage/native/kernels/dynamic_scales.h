@@ -1,0 +1,137 @@
+/* Scales of four blocks of four outputs, which are in the blocks: lane 4 q + i has that of block q of output i. Of formats
+ * whose scales lie elsewhere they are laid side by side before: dynamic_codes.h.
+ */
+
+/* Group `at` of each output: scales, and least values or second scales, of as many groups as lie together. */
+#define FOUND(format)                                                                                                  \
+    static inline ALWAYS void dynamic_found_##format(const uint8_t *const at[4], __m512 *own, __m512 *more)
+
+/* Half words of groups of so many bytes, one for each of 16 lanes, and the next one in the lanes above. Lanes that were
+ * not found yet still say where they are. `near`: all are in the first 64 bytes. */
+static inline ALWAYS __m512i dynamic_halves_of(const uint8_t *const at[4], __m256i words, int bytes, int near)
+{
+    __m512i index = _mm512_inserti64x4(_mm512_castsi256_si512(words), _mm256_add_epi16(words, _mm256_set1_epi16(1)), 1);
+    __mmask32 beyond = _mm512_cmpge_epi16_mask(index, _mm512_set1_epi16(32));
+    int second = bytes < 128 ? bytes - 64 : 64;
+    __m512i found = _mm512_mask_add_epi16(index, beyond, index, _mm512_set1_epi16((short)(32 - second / 2)));
+    UNROLLED for (int i = 0; i < 4; i++) {
+        __m512i low = _mm512_loadu_si512(at[i]);
+        if (near)
+            found = _mm512_mask_permutexvar_epi16(found, 0x11111111u << i, index, low);
+        else
+            found = _mm512_mask2_permutex2var_epi16(low, found, 0x11111111u << i, _mm512_loadu_si512(at[i] + second));
+    }
+    return found;
+}
+
+/* Of blocks that begin with a half word, or with two. */
+static inline ALWAYS void dynamic_halves_at(const uint8_t *const at[4], int apart, int two, __m512 *own, __m512 *more)
+{
+    __m256i block = _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    __m512i found = dynamic_halves_of(at, _mm256_mullo_epi16(block, _mm256_set1_epi16((short)(apart / 2))), 4 * apart,
+                                       3 * apart + 4 <= 64);
+    *own = _mm512_cvtph_ps(_mm512_castsi512_si256(found));
+    *more = two ? _mm512_cvtph_ps(_mm512_extracti64x4_epi64(found, 1)) : *own;
+}
+
+FOUND(q8_0)
+{
+    dynamic_halves_at(at, 34, 0, own, more);
+}
+
+FOUND(q4_0)
+{
+    dynamic_halves_at(at, 18, 0, own, more);
+}
+
+FOUND(q4_1)
+{
+    dynamic_halves_at(at, 20, 1, own, more);
+}
+
+FOUND(q5_0)
+{
+    dynamic_halves_at(at, 22, 0, own, more);
+}
+
+FOUND(q5_1)
+{
+    dynamic_halves_at(at, 24, 1, own, more);
+}
+
+/* A byte of every block, whose exponent is that of twice the scale. */
+FOUND(mxfp4_block)
+{
+    __m256i words = _mm256_setr_epi16(0, 0, 0, 0, 8, 8, 8, 8, 17, 17, 17, 17, 25, 25, 25, 25);
+    __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 0, 0, 0, 0, 8, 8, 8, 8);
+    __m512i found = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(dynamic_halves_of(at, words, 68, 1)));
+    found = _mm512_and_si512(_mm512_srlv_epi32(found, shifts), _mm512_set1_epi32(255));
+    *own = *more = _mm512_mul_ps(coded_powers(found), _mm512_set1_ps(0.5f));
+}
+
+/* 16 bytes of each output. */
+static inline ALWAYS __m512i dynamic_sixteens(const uint8_t *const at[4], int first)
+{
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(at[0] + first)));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[1] + first)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[2] + first)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[3] + first)), 3);
+}
+
+/* Byte `order[4 q + j]` of output i to byte j of lane 4 q + i. */
+static inline ALWAYS __m512i dynamic_dealt(__m512i v, __m128i order)
+{
+    __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(order)));
+}
+
+/* Half word `at` of 16 bytes of each output i, in lanes 4 q + i. */
+static inline ALWAYS __m512 dynamic_half_at(__m512i v, int at)
+{
+    __m512i index = _mm512_setr_epi64(0x0018001000080000, 0x0018001000080000, 0x0018001000080000, 0x0018001000080000, 0, 0, 0, 0);
+    index = _mm512_add_epi16(index, _mm512_set1_epi16((short)at));
+    return _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi16(index, v)));
+}
+
+static inline ALWAYS __m512 dynamic_byte(__m512i v, int byte)
+{
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, 8 * byte), _mm512_set1_epi32(255)));
+}
+
+/* As `scales_k`, with the least values negated. */
+FOUND(q4_k)
+{
+    __m512i v = dynamic_sixteens(at, 0);
+    __m512i low = _mm512_srlv_epi32(_mm512_shuffle_epi32(v, 0xed), _mm512_set4_epi32(4, 0, 0, 0));
+    __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(v, 0x84), 2);
+    low = _mm512_and_si512(low, _mm512_set4_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
+    high = _mm512_and_si512(high, _mm512_set4_epi32(0x30303030, 0, 0x30303030, 0));
+    __m512i bits = dynamic_dealt(_mm512_or_si512(low, high), _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    __m512 scale = dynamic_half_at(v, 0), least = dynamic_half_at(v, 1);
+    least = (__m512)_mm512_xor_si512((__m512i)least, _mm512_set1_epi32((int)0x80000000));
+    own[0] = _mm512_mul_ps(scale, dynamic_byte(bits, 0));
+    own[1] = _mm512_mul_ps(scale, dynamic_byte(bits, 1));
+    more[0] = _mm512_mul_ps(least, dynamic_byte(bits, 2));
+    more[1] = _mm512_mul_ps(least, dynamic_byte(bits, 3));
+}
+
+FOUND(q5_k)
+{
+    dynamic_found_q4_k(at, own, more);
+}
+
+static inline ALWAYS __m512 dynamic_signed_byte(__m512i v, int byte)
+{
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * byte), 24));
+}
+
+FOUND(q6_k)
+{
+    __m512 scale = dynamic_half_at(dynamic_sixteens(at, 194), 7);
+    __m512i bits = dynamic_dealt(dynamic_sixteens(at, 192), _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    own[0] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 0));
+    more[0] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 1));
+    own[1] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 2));
+    more[1] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 3));
+}
+#undef FOUND
