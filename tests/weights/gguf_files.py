@@ -14,34 +14,35 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
 
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen2_moe": "qwen2moe",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma2": "gemma2",
+_RENAMED: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
-    "nemotron": "nemotron",
-    "phi3": "phi3",
-    "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }
+"""Families whose files have another name than Transformers' type."""
+_INTERLEAVED = ("arcee", "granite", "llama", "smollm3")
 _NORMS_FROM_1 = ("gemma2", "gemma3", "nemotron")
 _K_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
-_MORE = {
-    "attention.key_length": "head_dim",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention.sliding_window": "sliding_window",
-}
+_MORE = (
+    ("attention.key_length", "head_dim"),
+    ("expert_count", "num_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+    ("attention.sliding_window", "sliding_window"),
+    ("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ("attention.layer_norm_rms_epsilon", "norm_eps"),
+    ("attention.scale", "attention_multiplier"),
+    ("embedding_scale", "embedding_multiplier"),
+    ("residual_scale", "residual_multiplier"),
+    ("logit_scale", "logits_scaling"),
+    ("logit_scale", "logit_scale"),
+)
 
 
 def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
@@ -78,7 +79,7 @@ def write(
     """``model``'s weights in one file, matrices as ``kind`` says (of a tensor's name). ``settings``: of the writer;
     ``tokens``: more fields; ``more``: tensors; ``without``: others.
     """
-    arch = ARCHITECTURES[model.config.model_type]
+    arch = arch_of(model.config)
     own = dict(tokens or {})
     writer = gguf.GGUFWriter(path, own.pop("general.architecture", arch), **settings)
     for key, value in {**fields(model.config, arch), **own}.items():
@@ -106,16 +107,18 @@ def add(writer: Any, key: str, value: Any) -> None:
 
 def fields(config: Any, arch: str) -> dict[str, Any]:
     """What Transformers' table says of ``config``, the other way round."""
-    table = GGUF_CONFIG_MAPPING[
-        {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}.get(arch, arch)
-    ]
-    found = {}
-    for key, name in {**_MORE, **table}.items():
+    table = GGUF_CONFIG_MAPPING.get(config.model_type.removesuffix("_text"), GGUF_CONFIG_MAPPING["llama"])
+    found: dict[str, Any] = {}
+    for key, name in [*_MORE, *table.items()]:
         value = getattr(config, name, None) if name else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{arch}.{key}"] = value
     if config.model_type == "gpt_oss":
         found[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
+    if config.model_type == "lfm2":
+        heads = [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
+        found[f"{arch}.attention.head_count_kv"] = heads
+        found[f"{arch}.feed_forward_length"] = -(-int(2 * config.intermediate_size / 3) // 256) * 256
     if config.model_type == "mixtral":
         found[f"{arch}.expert_count"] = config.num_local_experts
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -132,7 +135,7 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
     """Their names and values in a file."""
     config = model.config
     names = _names(config)
-    heads = heads_of(config) if arch == "llama" else {}
+    heads = heads_of(config)
     found = []
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for path, tensor in model.state_dict().items():
@@ -150,7 +153,8 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
             values = interleaved(values, heads[part])
         if arch in _NORMS_FROM_1 and path.endswith("norm.weight"):
             values = values + 1
-        found.append((name, values[0] if part == "ffn_gate_inp_shexp" else values))
+        alone = 0 if part == "ffn_gate_inp_shexp" else 1 if values.ndim == 3 else None
+        found.append((name, values if alone is None else values.squeeze(alone)))
     return found
 
 
@@ -167,11 +171,18 @@ def _experts(path: str, values: np.ndarray, module: Any) -> list[tuple[str, np.n
 
 
 def _names(config: Any) -> Any:
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.model_type])
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch_of(config))
     return gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
 
+def arch_of(config: Any) -> str:
+    """What a file calls the family."""
+    return _RENAMED.get(config.model_type, config.model_type)
+
+
 def heads_of(config: Any) -> dict[str, int]:
+    if arch_of(config) not in _INTERLEAVED:
+        return {}
     return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
 
@@ -193,7 +204,7 @@ def state_of(path: Path, plain: Any) -> dict[str, torch.Tensor]:
             whole = names.get_name(name)
             found = values[f"{whole}.weight" if whole else f"{names.get_name(base)}.{last}"]
             heads = heads_of(config).get(str(names.get_name(base)).rpartition(".")[2])
-            found = apart(found, heads) if heads and ARCHITECTURES[config.model_type] == "llama" else found
+            found = apart(found, heads) if heads else found
         state[name] = found.reshape(tensor.shape).to(torch.bfloat16)
     return state
 

@@ -78,6 +78,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "stablelm": {},
     "starcoder2": {},
+    "arcee": {},
+    "cohere2": {"tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "ernie4_5": {},
+    "exaone4": {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "glm4": {},
+    "granite": {},
+    "lfm2": {},
+    "olmo2": {},
+    "olmoe": {},
+    "seed_oss": {},
+    "smollm3": {},
 }
 
 
@@ -291,12 +302,13 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises((UnsupportedModelError, CheckpointError), match=match):
             loading.load(path)
 
-    refused(r"of the family rwkv7, which is not read from GGUF: gemma2, ", tokens={"general.architecture": "rwkv7"})
+    refused(r"of the family rwkv7, which is not read from GGUF: arcee, ", tokens={"general.architecture": "rwkv7"})
     refused(r"token_embd.weight in TQ2_0, which is not computed with here: .*Q4_K", Kind.TQ2_0)
     refused(r"tokenizer that cuts texts as 'odd'", tokens={**TOKENS, "tokenizer.ggml.pre": "odd"})
     refused(r"tokenizer of the kind 'rwkv'", tokens={**TOKENS, "tokenizer.ggml.model": "rwkv"})
     refused(r"merges \('H', 'ey'\) to no token", tokens={**TOKENS, "tokenizer.ggml.merges": ["H ey"]})
     refused(r"the way 'longrope'", tokens={"llama.rope.scaling.type": "longrope"})
+    refused(r"said to have 4294967295 layers, and has 20 tensors", tokens={"llama.block_count": (1 << 32) - 1})
     refused(r"describes no llama", tokens={"llama.attention.head_count": 0})
     refused(r"has blk.0.odd.weight, and 0 other tensors", more=[("blk.0.odd.weight", np.ones(4, np.float32))])
     refused(r"is incomplete: it has no blk.1.attn_norm.weight", without=("blk.1.attn_norm.weight",))

@@ -6,7 +6,7 @@ rotary embeddings, sizes of heads and experts, biases, soft-capping, tied embedd
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,36 +18,56 @@ from stowage.weights.gguf import GgufFile
 __all__ = ["FAMILIES", "config_of", "end_ids", "heads_of"]
 
 FAMILIES: Final[Mapping[str, str]] = {
+    "arcee": "arcee",
+    "cohere2": "cohere2",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "glm4": "glm4",
     "gpt-oss": "gpt_oss",
+    "granite": "granite",
+    "lfm2": "lfm2",
     "llama": "llama",
     "nemotron": "nemotron",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
 """From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama."""
-_TABLE: Final = {"gemma3_text": "gemma3", "mixtral": "llama"}
-"""Of those that Transformers' tables have under another name."""
-_MORE: Final[Mapping[str, str]] = {
-    "attention.key_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
-    "rope.freq_base": "rope_theta",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_TABLE: Final = {"gemma3_text": "gemma3"}
+"""Of those that Transformers' tables have under another name. What they do not have is read by that of llama."""
+_MORE: Final[Sequence[tuple[str, str]]] = (
+    ("attention.key_length", "head_dim"),
+    ("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ("attention.layer_norm_rms_epsilon", "norm_eps"),
+    ("attention.scale", "attention_multiplier"),
+    ("attention.sliding_window", "sliding_window"),
+    ("rope.freq_base", "rope_theta"),
+    ("expert_count", "num_local_experts"),
+    ("expert_count", "num_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+    ("embedding_scale", "embedding_multiplier"),
+    ("residual_scale", "residual_multiplier"),
+    ("logit_scale", "logits_scaling"),
+    ("logit_scale", "logit_scale"),
+)
 """Fields that Transformers' tables lack for some families which have them."""
 _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "attention_bias": ("blk.0.attn_q.bias", "blk.0.attn_output.bias"),
+    "attention_out_bias": ("blk.0.attn_output.bias",),
     "mlp_bias": ("blk.0.ffn_up.bias",),
     "use_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
     "use_qkv_bias": ("blk.0.attn_q.bias",),
@@ -62,6 +82,9 @@ _ENDS: Final = frozenset(
 )
 """Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
 _CONTROL: Final = 3
+_HEADS: Final = ("attention.head_count", "attention.key_length")
+_INTERLEAVED: Final = ("arcee", "granite", "llama", "smollm3")
+"""Families whose heads' rotated halves are interleaved in files, and are not in Transformers."""
 _HARMONY: Final = {"<|return|>", "<|call|>"}
 """gpt-oss ends its answers with these. "<|end|>" ends a message there, such as what it thinks before it answers."""
 
@@ -80,6 +103,8 @@ def config_of(file: GgufFile, rope_factors: NDArray[np.float32] | None = None) -
             f"{file.paths[0]} is a GGUF file of the family {file.architecture[:80] or '(none)'}, which is not read "
             f"from GGUF: {', '.join(FAMILIES)} are. Give the Hugging Face checkpoint that it was made from."
         )
+    if (layers := _number(file, "block_count")) > len(file.tensors):  # before a list of so many is made
+        raise CheckpointError(f"{file.paths[0]} is said to have {layers} layers, and has {len(file.tensors)} tensors.")
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
@@ -105,10 +130,11 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     table = _TABLE.get(family, family)
-    names: dict[str, Any] = {**_MORE, **{k: v for k, v in GGUF_CONFIG_MAPPING[table].items() if v}}
+    own = {key: name for key, name in GGUF_CONFIG_MAPPING.get(table, GGUF_CONFIG_MAPPING["llama"]).items() if name}
+    names = [*own.items(), *_MORE]
     known = {*getattr(config_class, "__dataclass_fields__", ()), "rope_theta"}
     entries: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(table, {}))
-    for key, name in names.items():
+    for key, name in names:
         value = file.fields.get(f"{file.architecture}.{key}")
         if value is not None and name in known:
             entries[name] = value
@@ -117,6 +143,13 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     for name, tensors in _BIASES.items():
         if name in known:
             entries[name] = any(tensor in file.tensors for tensor in tensors)
+    if table not in GGUF_CONFIG_MAPPING and "head_dim" in known:
+        hidden, heads, size = (_number(file, key) for key in ("embedding_length", *_HEADS))
+        entries["head_dim"] = size or hidden // max(1, heads)
+    if family == "lfm2":
+        entries |= _convolutions(file, entries)
+    if family == "exaone4" and entries.get("sliding_window") is None:
+        entries |= {"sliding_window": None, "layer_types": ["full_attention"] * _number(file, "block_count")}
     if family == "stablelm":
         entries["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
         entries["qk_layernorm"] = "blk.0.attn_q_norm.weight" in file.tensors
@@ -133,19 +166,32 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     return {**entries, "dtype": "float32" if floats else "bfloat16"}
 
 
+def _convolutions(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Of LFM2, whose layers without heads are convolutions."""
+    heads = entries.get("num_key_value_heads")
+    if not isinstance(heads, list) or not heads or not all(isinstance(count, int) for count in heads):
+        raise CheckpointError(f"{file.paths[0]} does not say how many heads each layer has; download it again.")
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    return {"layer_types": kinds, "num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
+
+
 def _is_token(value: Any, count: int) -> bool:
     return isinstance(value, int) and 0 <= value < count
 
 
 def _partial(file: GgufFile) -> dict[str, Any]:
     """Of each head's numbers, how many are rotated, where it is not all of them."""
-    said = ("rope.dimension_count", "attention.key_length", "attention.head_count", "embedding_length")
-    numbers: list[Any] = [file.fields.get(f"{file.architecture}.{key}") for key in said]
-    rotated, size, heads, hidden = numbers
-    if not all(isinstance(number, int) and number > 0 for number in (rotated, heads, hidden)):
+    rotated, hidden, heads, size = (_number(file, key) for key in ("rope.dimension_count", "embedding_length", *_HEADS))
+    if not (rotated and heads and hidden):
         return {}
     size = size or hidden // heads
     return {"partial_rotary_factor": rotated / size} if rotated != size else {}
+
+
+def _number(file: GgufFile, key: str) -> int:
+    """0: there is none."""
+    value = file.fields.get(f"{file.architecture}.{key}")
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _score_scale(file: GgufFile, entries: Mapping[str, Any]) -> int:
@@ -237,6 +283,6 @@ def heads_of(file: GgufFile, config: Any) -> Mapping[str, int]:
     """By part of a tensor's name: the heads whose rotated halves are interleaved in the file's rows, as llama.cpp wants
     them, where Transformers has one half after the other.
     """
-    if file.architecture != "llama":
+    if file.architecture not in _INTERLEAVED:
         return {}
     return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}

@@ -45,8 +45,8 @@ _PRES: Final[Mapping[str, _Pre]] = {
     for names, pre in (
         ("gpt-2 gpt2 phi-2 mpt olmo", _Pre(_GPT2)),
         ("smollm starcoder refact command-r codeshell", _Pre(_GPT2, digits=True)),
-        ("llama-bpe llama3 llama-v3 falcon3", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST, whole=True, begins=True)),
-        ("dbrx smaug-bpe", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST)),
+        ("llama-bpe llama3 llama-v3 falcon3 lfm2", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST, whole=True, begins=True)),
+        ("dbrx smaug-bpe glm4 chatglm-bpe", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST)),
         ("qwen2 deepseek-r1-qwen megrez", _Pre(_LETTERS + r"\p{N}" + _REST, composed=True)),
         ("stablelm2", _Pre(_LETTERS + r"\p{N}" + _REST)),
         ("tekken", _Pre(_CASED.replace("CONTRACTED", "") + r"\p{N}" + _REST_SLASH, whole=True, begins=True)),
