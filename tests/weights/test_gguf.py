@@ -308,7 +308,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     refused(r"tokenizer of the kind 'rwkv'", tokens={**TOKENS, "tokenizer.ggml.model": "rwkv"})
     refused(r"merges \('H', 'ey'\) to no token", tokens={**TOKENS, "tokenizer.ggml.merges": ["H ey"]})
     refused(r"the way 'longrope'", tokens={"llama.rope.scaling.type": "longrope"})
-    refused(r"said to have 4294967295 layers, and has 20 tensors", tokens={"llama.block_count": (1 << 32) - 1})
+    refused(r"said to have 4294967295 layers, and has 21 tensors", tokens={"llama.block_count": (1 << 32) - 1})
     refused(r"describes no llama", tokens={"llama.attention.head_count": 0})
     refused(r"has blk.0.odd.weight, and 0 other tensors", more=[("blk.0.odd.weight", np.ones(4, np.float32))])
     refused(r"is incomplete: it has no blk.1.attn_norm.weight", without=("blk.1.attn_norm.weight",))
