@@ -16,6 +16,9 @@ connector): a host chunk is one block of one cache group, and has the size of th
 depends on ``--prefix-cache-retention-interval``: 0, its default, keeps windows and states for a prompt's end only; a
 number keeps them every so many tokens too; none keeps everything. ``--measure`` checks both layouts on tiny models of
 the same shape: real engines of vLLM's CPU build, filled beyond their host memory (needs ``make bench-env``).
+
+For several ranks: tokens per GiB, by the plugin's own division of a block between them. vLLM's offloading stores an
+MLA latent once where there is tensor parallelism alone, LMCache's first rank stores it; else each rank stores its own.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, round_up, s
 from stowage.core.groups import strategy
 from stowage.core.resume_points import tail_of
 from stowage.core.retention import Learner
+from stowage.plugins.vllm.division import Heads, Naming, Piece, Rank, divide
 from stowage.plugins.vllm.settings import read, retention, state_spacing
 
 GIB = 1 << 30
@@ -294,6 +298,49 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """``heads``: of keys and values, with ``head_bytes`` of one token in one layer each; an MLA latent is one. The
+    model has ``stages`` of ``tensor`` ranks.
+    """
+
+    layers: int
+    heads: int
+    head_bytes: int
+    stages: int
+    tensor: int
+
+
+_LATENT, _HEAD = 2 * (512 + 64), 2 * 2 * 128
+RANKED = {
+    "DeepSeek-V3, 2 ranks": Ranked(61, 1, _LATENT, 1, 2),
+    "DeepSeek-V3, 8 ranks": Ranked(61, 1, _LATENT, 1, 8),
+    "DeepSeek-V3, 2 stages of 4": Ranked(61, 1, _LATENT, 2, 4),
+    "Qwen3-30B-A3B, 8 ranks": Ranked(48, 4, _HEAD, 1, 8),
+    "Qwen3-235B-A22B, 8 ranks": Ranked(94, 4, _HEAD, 1, 8),
+}
+
+
+def several_ranks(model: Ranked) -> dict[str, int | None]:
+    """Tokens per GiB of host memory; ``before``: each rank's own, as long as the plugin stored that."""
+    held: dict[Rank, list[list[Piece]]] = {}
+    each = max(1, model.heads // model.tensor)
+    for stage, rank in itertools.product(range(model.stages), range(model.tensor)):
+        first = rank * model.heads // model.tensor
+        layers = [f"layer {number}" for number in range(model.layers) if number % model.stages == stage]
+        naming = Naming(rank, model.tensor, dict.fromkeys(layers, Heads(first, first + each, model.heads)))
+        held[stage, rank] = [[Piece(naming.whole(layer), each * model.head_bytes, "") for layer in layers]]
+    division = divide(held, by_name=False)
+    once, own = round(GIB / division.bytes_per_block[0]), round(GIB / division.bytes_held[0])
+    latent = model.heads == 1
+    return {
+        "before": own,
+        "stowage": once,
+        "vllm_offloading": once if latent and model.stages == 1 else own,
+        "lmcache": (once if latent else own) if model.stages == 1 else None,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs="*", choices=[*TINY], metavar="FAMILY", help="these tiny models, or all")
@@ -310,6 +357,9 @@ def main() -> None:
                 measured[name] = _plain(measure(name, MEASURED_HOST, MEASURED_LENGTH, Path(directory)))
     described = {name: asdict(model) | {"block_tokens": model.block_tokens} for name, model in MODELS.items()}
     computed = {"unit": "tokens per GiB", "step_tokens": STEP_TOKENS, "models": described, "computed": _plain(results)}
+    computed["several_ranks"] = {name: asdict(model) | several_ranks(model) for name, model in RANKED.items()}
+    for name, tokens in computed["several_ranks"].items():
+        print(f"{name}: {tokens}")
     host = {"unit": "tokens", "host": MEASURED_HOST, "prompts": MEASURED_PROMPTS, "length": MEASURED_LENGTH}
     write_result("capacity", computed | {"measured_with": host, "measured": measured})
 
