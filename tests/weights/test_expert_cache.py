@@ -76,16 +76,26 @@ Forwards = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.sets(st.integers(0,
 
 
 @settings(max_examples=25)
-@given(Forwards, st.integers(EXPERTS, LAYERS * EXPERTS), st.sampled_from([0, 8, 4040]), st.sampled_from(["f", "fph"]))
+@given(
+    Forwards,
+    st.integers(EXPERTS, LAYERS * EXPERTS),
+    st.sampled_from([0, 8, 4040]),
+    st.sampled_from(["f", "fph"]),
+    st.booleans(),
+)
 def test_what_is_chosen_is_there_and_what_is_away_is_nan(
-    table: File, forwards: list[tuple[int, set[int]]], frames: int, phase: int, kinds: str
+    table: File, forwards: list[tuple[int, set[int]]], frames: int, phase: int, kinds: str, waits: bool
 ) -> None:
     cache, readers, parameters, truth = cache_of(table, frames, phase, kinds)
     for layer, experts in forwards:
-        cache.take(layer, torch.tensor(sorted(experts), dtype=torch.int64)[None])
-        for parameter, values in zip(parameters[layer], truth[layer], strict=True):
-            for expert in experts & set(range(EXPERTS)):
+        cache.take(layer, torch.tensor(sorted(experts), dtype=torch.int64)[None], waits)
+        real = experts & set(range(EXPERTS))
+        came = []
+        for expert in sorted(real) if waits else cache.arriving(layer, real):
+            came.append(expert)
+            for parameter, values in zip(parameters[layer], truth[layer], strict=True):
                 assert torch.equal(parameter[expert], values[expert])
+        assert set(came) == real
         cache.give_back(layer)
         cache.give_back(layer)
         cache.check()
@@ -158,6 +168,30 @@ def test_a_disk_that_hangs_has_a_deadline(table: File, monkeypatch: pytest.Monke
         cache.take(layer, torch.arange(EXPERTS)[None])
         assert all(torch.equal(p, v) for p, v in zip(parameters[layer], truth[layer], strict=True))
         cache.give_back(layer)
+    assert readers.close()
+
+
+def test_experts_that_are_there_do_not_wait_for_those_that_are_read(
+    table: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, readers, _, _ = cache_of(table, EXPERTS, 0, "f")
+    cache.take(0, torch.tensor([[3, 4]]))
+    cache.give_back(0)
+    may_read = threading.Event()
+    fill = reader._fill
+
+    def waits(read: Read, buffer: reader._Buffer) -> None:
+        may_read.wait(60)
+        fill(read, buffer)
+
+    monkeypatch.setattr(reader, "_fill", waits)
+    cache.take(0, torch.tensor([[1, 3, 4]]), waits=False)
+    arriving = cache.arriving(0, [1, 3, 4])
+    assert [next(arriving), next(arriving)] == [3, 4]
+    may_read.set()
+    assert list(arriving) == [1]
+    cache.give_back(0)
+    cache.check()
     assert readers.close()
 
 

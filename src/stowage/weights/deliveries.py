@@ -7,6 +7,7 @@ and the order in which all of that is put back after a forward that did not end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from stowage.weights.gradients import Gradients
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.passes import Passes
 from stowage.weights.placement import Delivery, Placement
+from stowage.weights.quantized.blocks import computes_one_by_one
 from stowage.weights.reader import Read, Readers
 from stowage.weights.repacked import Image
 from stowage.weights.ring import Ring
@@ -261,6 +263,7 @@ class Deliveries:
 
     def _expert_hooks(self, load: Load, number: int) -> _Hooks:
         files, cache = files_of(load.locations.values()), self._experts
+        module: Any = load.unit.module
         assert cache is not None
         stacked = None if isinstance(cache, DeviceExperts) else Stacked(load)
         if stacked is not None:
@@ -272,7 +275,10 @@ class Deliveries:
             choices = chosen(args, kwargs)
             if isinstance(cache, DeviceExperts):
                 return renumbered(args, kwargs, choices, cache.bring(number, choices))
-            cache.take(number, choices)
+            one_by_one = computes_one_by_one(module)
+            cache.take(number, choices, waits=not one_by_one)
+            if one_by_one:
+                module.arriving = partial(cache.arriving, number)
             if stacked is not None:
                 stacked.show()
             return None
@@ -280,6 +286,7 @@ class Deliveries:
         def take_back() -> None:
             if stacked is not None:
                 stacked.take_back()
+            vars(module).pop("arriving", None)
             cache.give_back(number)
 
         return bring, take_back

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,9 +76,9 @@ class ExpertTable(ABC):
         """Time that was waited for experts."""
         return self._stall.seconds
 
-    def take(self, layer: int, choices: Tensor) -> None:
+    def take(self, layer: int, choices: Tensor, waits: bool = True) -> None:
         """The experts in ``choices`` (tokens, experts per token) of ``layer`` are there until `give_back`. Waits for
-        them.
+        them, or leaves that to `arriving`.
 
         Raises StorageError when they could not be read, ModelError when two threads compute at once.
         """
@@ -95,9 +95,20 @@ class ExpertTable(ABC):
         self.misses += len(missing)
         self._fill(layer, missing.tolist(), self._room(layer, len(missing)))
         self._pinned[self._frame[layer, needed]] = True
-        for frame in self._frame[layer, needed].tolist():
+        for frame in self._frame[layer, needed].tolist() if waits else ():
             self._await(frame)
         self._changing = False
+
+    def arriving(self, layer: int, experts: Iterable[int]) -> Iterator[int]:
+        """``experts`` of ``layer`` that were taken without waiting: those that are there, then each when it has come.
+        Raises StorageError when one could not be read.
+        """
+        on_their_way = [(self._frame[layer, expert] in self._filling, expert) for expert in experts]
+        for _, expert in sorted(on_their_way):
+            self._changing = True
+            self._await(int(self._frame[layer, expert]))
+            self._changing = False
+            yield expert
 
     def give_back(self, layer: int) -> None:
         """Nobody computes with experts of ``layer`` any more. May be called twice."""

@@ -25,6 +25,7 @@ __all__ = [
     "BlockRows",
     "BlockStack",
     "Stacking",
+    "computes_one_by_one",
     "in_halves",
     "joined",
     "parameter_names",
@@ -303,6 +304,13 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacki
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
+def computes_one_by_one(module: nn.Module) -> bool:
+    """Whether ``module`` takes experts one by one from stacks of this kind, in any order. Where it has a function
+    ``arriving``, it asks that for the order.
+    """
+    return bool(getattr(type(module), "bears_gaps", False)) and _is_grouped(module)
+
+
 def _is_grouped(module: Any) -> bool:
     """Whether Transformers would multiply with these experts by grouped or batched products."""
     known = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "config"))
@@ -316,9 +324,8 @@ def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     count, first = top_k_index.shape[-1], "gate_up_proj" if module.has_gate else "up_proj"
     chosen = top_k_index.reshape(-1)
     out = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
-    for expert in sorted(set(chosen.tolist())):
-        if not 0 <= expert < module.num_experts:
-            continue  # a choice that is none
+    experts = sorted({expert for expert in chosen.tolist() if 0 <= expert < module.num_experts})  # others are no choice
+    for expert in module.arriving(experts) if hasattr(module, "arriving") else experts:
         rows = (chosen == expert).nonzero()[:, 0]
         wide = _projected(module, first, expert, hidden_states[rows // count])
         inner = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
