@@ -174,19 +174,23 @@ class StoppedClock:
 
 
 def loaded(rates: PackingRates, packed: bool, read_s: float, unpack_s: float = 0.0, readers: int = 1) -> None:
-    """A run of a hundred bytes, by one of so many readers."""
+    """A run of a hundred bytes, read and unpacked by one of so many readers."""
     lengths = [70 if packed else 100]
     run: Any = SimpleNamespace(packed=[packed], lengths=lengths, buffers=[memoryview(bytearray(100))])
-    rates.add_load(run, (readers, readers), read_s, unpack_s)
+    rates.begin_read()
+    rates.end_read(readers, run, read_s)
+    if packed:
+        rates.begin_unpack()
+        rates.end_unpack(readers, run, unpack_s)
 
 
 def test_packing_stops_where_it_makes_loads_slower() -> None:
     rates = PackingRates(time.monotonic)
     assert rates.pays(100, 70), "nothing was measured"
-    loaded(rates, packed=True, read_s=70.0, unpack_s=10.0)
-    assert rates.pays(100, 70) and not rates.pays(100, 95), "80 s instead of 100, 105 instead of 100"
+    loaded(rates, packed=True, read_s=70.0, unpack_s=80.0)
+    assert rates.pays(100, 70) and not rates.pays(100, 101), "80 s instead of 100: it is read meanwhile"
     for _ in range(100):
-        loaded(rates, packed=True, read_s=70.0, unpack_s=60.0)
+        loaded(rates, packed=True, read_s=70.0, unpack_s=130.0)
     assert not rates.pays(100, 70), "130 s instead of 100"
 
 
@@ -194,15 +198,15 @@ def test_what_several_readers_unpack_at_once_is_shared_among_them() -> None:
     rates = PackingRates(time.monotonic)
     loaded(rates, packed=False, read_s=100.0)
     for _ in range(100):
-        loaded(rates, packed=True, read_s=280.0, unpack_s=80.0, readers=4)
-    assert rates.pays(100, 70), "each waits for the others' bytes: 90 s instead of 100"
+        loaded(rates, packed=True, read_s=280.0, unpack_s=320.0, readers=4)
+    assert rates.pays(100, 70), "each waits for the others' bytes: 80 s instead of 100"
 
 
 def test_a_slow_time_long_ago_does_not_make_packing_look_good() -> None:
     rates = PackingRates(time.monotonic)
     loaded(rates, packed=False, read_s=1000.0)
     for _ in range(100):
-        loaded(rates, packed=True, read_s=70.0, unpack_s=60.0)
+        loaded(rates, packed=True, read_s=70.0, unpack_s=130.0)
     assert not rates.pays(100, 70)
 
 

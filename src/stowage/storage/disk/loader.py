@@ -7,31 +7,31 @@ it waits for a moment first: what comes then may lie between. A run is cut off t
 transfer is finished by whoever reads its last chunks. A run whose deadline has passed is not started. A reader that
 hangs in the kernel keeps the transfers of its run unreported (their buffers are in the kernel's hands) while the other
 readers go on; what is queued behind expires by `expire`, which needs no reader.
+
+What lies packed is read by a few readers at a time, which go on with the next run at once, and unpacked by the others:
+a disk may tell of several reads together, and all who waited for them would unpack at the same time while it idles.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stowage.storage.disk.bundle import Bundle, Flight, Share
 from stowage.storage.disk.read_plan import Plan, Run, make_plan
-from stowage.storage.disk.reader import Reader, Result
+from stowage.storage.disk.reader import Fetched, Reader, Result
 from stowage.storage.disk.shared import Shared
-from stowage.storage.protocol import Outcome, Transfer
+from stowage.storage.disk.staging import Staging
+from stowage.storage.protocol import Transfer
 
 __all__ = ["Loader", "patience_s"]
 
-NEAR_S: Final = 0.05
-"""Deadlines that differ by no more count as one."""
 QUIET_S: Final = 0.0015
 """A scattered plan begins when nothing has come for so long. To ask for a thousand chunks takes a millisecond; beside
 busy readers, whoever asks for several thousand is not done before much of them has been read piece by piece."""
@@ -39,6 +39,8 @@ SCATTERED_BYTES_MIN: Final = 4 << 20
 SCATTERED_BYTES_PER_S: Final = 1.4e9
 """What a disk that gives twice that in one piece gives of 64 KiB here and there (docs/benchmarks.md)."""
 PATIENCE: Final = 0.25
+READING_BYTES: Final = 5 << 20
+"""Of what lies packed, before no more is asked for at a time: a disk is busy with it."""
 COUNTED: Final = {
     Result.CORRUPT: "corrupt",
     Result.GONE: "vanished",
@@ -54,70 +56,13 @@ def patience_s(scattered_bytes: int) -> float:
     return scattered_bytes / SCATTERED_BYTES_PER_S * PATIENCE if scattered_bytes >= SCATTERED_BYTES_MIN else 0.0
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A transfer under way. `chunks_left`: so many were planned and have not been read yet."""
-
-    transfer: Transfer
-    ok: NDArray[np.bool_]
-    masks: NDArray[np.uint64]
-    chunks_left: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-
-    def outcome(self) -> Outcome:
-        text = ", ".join(f"{count} of {len(self.ok)} chunks {what}" for what, count in sorted(self.failures.items()))
-        return Outcome(self.transfer.id, self.ok, self.masks, text)
-
-
-Share = tuple[Flight, list[int], list[int]]
-"""A flight, which of some chunks are its, and where they stand in it."""
-
-
-@dataclass(slots=True, eq=False)
-class Bundle:
-    """Flights of nearly one deadline, planned together. Chunks are numbered through: `starts[i]` is flight i's first.
-
-    Flights are added while others are being read: only at the end, so that no number changes its meaning. `first_s` is
-    the deadline of the first one, `deadline_s` the last of all. It may wait for others until `limit_s`.
-    """
-
-    first_s: float
-    limit_s: float = -math.inf
-    deadline_s: float = -math.inf
-    flights: list[Flight] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    buffers: list[memoryview] = field(default_factory=list)
-    plan: Plan | None = None
-
-    def suits(self, flight: Flight) -> bool:
-        """Whether the flight belongs here."""
-        deadline_s = flight.transfer.deadline_s
-        return deadline_s == self.first_s or abs(deadline_s - self.first_s) <= NEAR_S
-
-    def add(self, flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            self.deadline_s = max(self.deadline_s, flight.transfer.deadline_s)
-            self.flights.append(flight)
-            self.starts.append(len(self.keys))
-            self.keys += flight.transfer.keys
-            self.buffers += flight.transfer.buffers
-
-    def share(self, positions: list[int]) -> list[Share]:
-        """The flights that have these chunks."""
-        if len(self.flights) == 1:
-            return [(self.flights[0], list(range(len(positions))), positions)]
-        shares: dict[int, Share] = {}
-        for at, position in enumerate(positions):
-            number = bisect_right(self.starts, position) - 1
-            _, mine, indices = shares.setdefault(number, (self.flights[number], [], []))
-            mine.append(at)
-            indices.append(position - self.starts[number])
-        return list(shares.values())
+Arrival = tuple[list[Share], Run, Fetched, memoryview]
+"""A run with packed chunks that was read into that memory."""
 
 
 class Loader:
-    """Any thread may submit. `_queued` waits to be planned, `_planned` has runs that no reader has taken yet.
+    """Any thread may submit. `_queued` waits to be planned, `_planned` has runs that no reader has taken yet, and
+    `_arrived` waits to be unpacked.
 
     A plan waits for others no longer than `patience_s` of the bytes that are scattered in it.
     """
@@ -136,6 +81,9 @@ class Loader:
         self._newest_s = -math.inf
         self._planning = False
         self._planned: deque[Bundle] = deque()
+        self._arrived: deque[Arrival] = deque()
+        self._staging = Staging()
+        self._reading_bytes = 0
         self._in_flight = 0
         self._closing = False
         self._readers = readers
@@ -209,29 +157,33 @@ class Loader:
             flight.failures["timed out"] += chunks
 
     def _turn(self, reader: Reader) -> float | None:
-        """A reader's turn: one run, or the transfers that wait to be planned."""
+        """A reader's turn: one run that is read, or else unpacked, or the transfers that wait to be planned."""
         helpers = 0
-        run = None
+        run = memory = arrival = None
         with self._lock:
             closing = self._closing
             pause_s = 0.0 if closing else self._pause_s()
             fresh, bundle = ([], None) if pause_s > 0 else self._waiting_for_a_plan()
-            if pause_s <= 0 and bundle is None and self._planned:
+            if pause_s <= 0 and bundle is None and self._may_take():
                 bundle = self._planned[0]
                 if self._begin(bundle):
                     helpers = self._helpers(bundle)
                 elif self._queued:
                     helpers = 1  # should this reader hang, somebody else plans them
-                run = self._take(bundle)
+                run, memory = self._take(bundle)
+            elif bundle is None and self._arrived:
+                arrival = self._arrived.popleft()
         if helpers:
             self._worker_pool.wake(helpers)
-        if bundle is None:
+        if arrival is not None:
+            self._serve_arrived(reader, *arrival)
+        elif bundle is None:
             reader.rest()
             return None if closing else pause_s or math.inf
-        if run is None:
+        elif run is None:
             self._serve_fresh(bundle, fresh)
         else:
-            self._serve_run(reader, bundle, run)
+            self._serve_run(reader, bundle, run, memory)
         return 0
 
     def _pause_s(self) -> float:
@@ -252,13 +204,25 @@ class Loader:
         assert bundle.plan is not None
         return min(self._readers, bundle.plan.runs_about)
 
-    def _take(self, bundle: Bundle) -> Run:
-        """The next run of the first bundle. The lock is held."""
+    def _may_take(self) -> bool:
+        """Whether there is a run, and memory for it. The lock is held."""
+        if not self._planned:
+            return False
+        plan = self._planned[0].plan
+        assert plan is not None
+        return not plan.is_packed_next or (self._reading_bytes < READING_BYTES and not self._staging.is_empty)
+
+    def _take(self, bundle: Bundle) -> tuple[Run, memoryview | None]:
+        """The next run of the first bundle, and memory for what lies packed. The lock is held."""
         assert bundle.plan is not None
         run = bundle.plan.take(bundle.keys, bundle.buffers)
         if not len(bundle.plan):
             self._planned.popleft()
-        return run
+        nbytes = run.packed_bytes
+        if not nbytes:
+            return run, None
+        self._reading_bytes += nbytes
+        return run, self._staging.lend(nbytes)
 
     def _waiting_for_a_plan(self) -> tuple[list[Flight], Bundle | None]:
         """Takes the oldest transfer from the queue and those that suit it, with the bundle that they belong to.
@@ -334,16 +298,57 @@ class Loader:
                 flight.failures["absent"] = len(flight.ok) - flight.chunks_left
         return plan
 
-    def _serve_run(self, reader: Reader, bundle: Bundle, run: Run) -> None:
+    def _serve_run(self, reader: Reader, bundle: Bundle, run: Run, memory: memoryview | None) -> None:
         shares = bundle.share(run.positions)
+        fetched: Fetched | None = None
         try:
             if bundle.deadline_s < self._clock():
                 for flight, mine, _ in shares:
                     self._expired(flight, len(mine))
             else:
-                self._settle(shares, run, reader.load(run, self._rates))
+                fetched = self._fetch(reader, run, memory)
             if not self.waiting:
                 reader.rest()  # before anybody hears of it: who does may want the segment's room
+        except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
+            self._counters.fault("a disk reader failed")
+        if memory is None:
+            self._serve_fetched(reader, shares, run, fetched)
+            return
+        with self._lock:
+            self._reading_bytes -= run.packed_bytes
+            if fetched is None:
+                self._staging.give_back(memory, run.packed_bytes)
+            else:
+                self._arrived.append((shares, run, fetched, memory))
+            goes_on = bool(self._planned)
+        if fetched is None:
+            self._serve_fetched(reader, shares, run, fetched)
+        elif goes_on:
+            self._worker_pool.wake()
+
+    def _fetch(self, reader: Reader, run: Run, memory: memoryview | None) -> Fetched:
+        at_once, began_s = self._rates.begin_read(), self._rates.timer()
+        try:
+            return reader.fetch(run, memory)
+        finally:
+            self._rates.end_read(at_once, run, self._rates.timer() - began_s)
+
+    def _serve_arrived(
+        self, reader: Reader, shares: list[Share], run: Run, fetched: Fetched, memory: memoryview
+    ) -> None:
+        at_once, began_s = self._rates.begin_unpack(), self._rates.timer()
+        try:
+            self._serve_fetched(reader, shares, run, fetched)
+        finally:
+            self._rates.end_unpack(at_once, run, self._rates.timer() - began_s)
+            with self._lock:
+                self._staging.give_back(memory, run.packed_bytes)
+
+    def _serve_fetched(self, reader: Reader, shares: list[Share], run: Run, fetched: Fetched | None) -> None:
+        """The rest for a run; None: it was not read."""
+        try:
+            if fetched is not None:
+                self._settle(shares, run, reader.finish(fetched))
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
             self._counters.fault("a disk reader failed")
         for flight, mine, _ in shares:

@@ -39,48 +39,47 @@ _UNPACKING_OF_PACKING: Final = 0.6
 class PackingRates:
     """What a byte takes here that is read, unpacked, packed or written. Any thread; what is lost between two is little.
 
-    By the clock, so whatever takes a core from packing counts: it is left alone where processors are what lacks.
-    Reading and unpacking count for all readers together, since they share the disk and the cores; writing for all
-    requests that are in flight.
+    By the clock, so whatever takes a core from packing counts: it is left alone where processors are what lacks. All
+    that do the same at a time share the disk, or the cores.
     """
 
     def __init__(self, timer: Callable[[], float]) -> None:
         self.timer = timer
         self._lock = threading.Lock()
-        self._active = self._reading = self._writing = self._packing = 0
-        self._raw_s = self._alone_s = self._read_s = self._unpack_s = self._pack_s = self._write_s = 0.0
+        self._reading = self._unpacking = self._writing = self._packing = 0
+        self._raw_s = self._read_s = self._unpack_s = self._pack_s = self._write_s = 0.0
 
-    def begin_load(self) -> tuple[int, int]:
-        """A reader begins with a run: how many have one now, and how many of those are reading. `read` and `end_load`
-        follow.
-        """
+    def begin_read(self) -> int:
+        """A reader begins with a run: how many read now. `end_read` follows."""
         with self._lock:
-            self._active += 1
             self._reading += 1
-            return self._active, self._reading
+            return self._reading
 
-    def read(self) -> None:
-        """A run was read."""
+    def end_read(self, at_once: int, run: Run, seconds: float) -> None:
+        """It was read. One with packed chunks and others says nothing of either."""
         with self._lock:
             self._reading -= 1
+        each_s = seconds / sum(run.lengths) / at_once
+        if seconds <= 0:
+            return  # a clock that stands still
+        if all(run.packed):
+            self._read_s = _mixed(self._read_s, each_s)
+        elif not any(run.packed):
+            self._raw_s = _mixed(self._raw_s, each_s)
 
-    def end_load(self) -> None:
-        """It is in its buffers."""
+    def begin_unpack(self) -> int:
+        """A reader begins to verify and unpack a run: how many do now. `end_unpack` follows."""
         with self._lock:
-            self._active -= 1
+            self._unpacking += 1
+            return self._unpacking
 
-    def add_load(self, run: Run, at_once: tuple[int, int], read_s: float, unpack_s: float) -> None:
-        """What the run took, one of so many at that time. One with packed chunks and others says nothing of either."""
-        if read_s <= 0 or any(run.packed) != all(run.packed):
-            return  # a clock that stands still, or both kinds
-        active, reading = (max(1, count) for count in at_once)
-        each_s = read_s / sum(run.lengths)
-        if not any(run.packed):
-            self._raw_s = _mixed(self._raw_s, each_s / active)
-        elif unpack_s > 0:
-            self._alone_s = _mixed(self._alone_s, each_s / reading)
-            self._read_s = _mixed(self._read_s, each_s / active)
-            self._unpack_s = _mixed(self._unpack_s, unpack_s / sum(buffer.nbytes for buffer in run.buffers) / active)
+    def end_unpack(self, at_once: int, run: Run, seconds: float) -> None:
+        """Its chunks are in their buffers."""
+        with self._lock:
+            self._unpacking -= 1
+        if seconds > 0 and all(run.packed):
+            nbytes = sum(buffer.nbytes for buffer in run.buffers)
+            self._unpack_s = _mixed(self._unpack_s, seconds / nbytes / at_once)
 
     def begin_write(self) -> int:
         """A request begins: how many are in flight now. `end_write` follows."""
@@ -113,15 +112,15 @@ class PackingRates:
         return not self._write_s or self._pack_s <= self._write_s
 
     def pays(self, raw_bytes: int, packed_bytes: int) -> bool:
-        """Whether a chunk is there sooner packed. Before anything was loaded, what storing takes stands for it; before
-        anything was measured: yes.
+        """Whether a chunk is there sooner packed: while one is unpacked, the next one is read. Before anything was
+        loaded, what storing takes stands for it; before anything was measured: yes.
         """
-        if not self._read_s:
-            unpack_s = _UNPACKING_OF_PACKING * self._pack_s
-            return unpack_s * raw_bytes <= self._write_s * (raw_bytes - packed_bytes) if self._write_s else True
         # Neither is measured while all chunks are in the other form: the smaller one is the careful guess.
-        raw_s = min(self._raw_s or self._alone_s, self._alone_s)
-        return self._read_s * packed_bytes + self._unpack_s * raw_bytes <= raw_s * raw_bytes
+        read_s, unpack_s = self._read_s, self._unpack_s
+        if not unpack_s:
+            read_s, unpack_s = self._write_s, _UNPACKING_OF_PACKING * self._pack_s
+        raw_s = min(self._raw_s or read_s, read_s)
+        return not read_s or max(read_s * packed_bytes, unpack_s * raw_bytes) <= raw_s * raw_bytes
 
 
 def _mixed(old: float, new: float) -> float:

@@ -3,7 +3,8 @@
     found chunks -> sorted by segment and offset -> stretches (nearly no gaps) -> runs, each cut off when asked for
 
 A run is what one reader reads at a time: up to 4 MiB of one stretch, or several short stretches that make up 1 MiB,
-so that scattered chunks do not cost a turn of a thread each.
+so that scattered chunks do not cost a turn of a thread each. What lies packed is read in shorter runs, into memory that
+stays in the processor's cache until it is unpacked.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ GAP_BYTES_MAX: Final = 64 << 10
 """Neighbours with at most that much between them are read in one go."""
 RUN_BYTES_MIN: Final = 1 << 20
 RUN_BYTES_MAX: Final = CALL_BYTES_MAX
+PACKED_RUN_BYTES: Final = 3 << 19
 
 Opened = Callable[[int], "tuple[SegmentName, Guard] | None"]
 
@@ -65,6 +67,11 @@ class Run:
     def end(self) -> int:
         """Where its last page ends."""
         return self.offsets[-1] + round_up(self.lengths[-1])
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of whole pages, what lies packed."""
+        return sum(round_up(length) for length, is_packed in zip(self.lengths, self.packed, strict=True) if is_packed)
 
     def part(self, first: int, after: int) -> Run:
         """A run of one stretch: these chunks."""
@@ -106,14 +113,17 @@ class Plan:
         self._bounds = [*((apart.nonzero()[0] + 1).tolist()), len(order)]
         self._segments, self._offsets, self._ends = found.segments.tolist(), found.offsets.tolist(), ends.tolist()
         share = int(found.lengths.sum()) // readers  # a few chunks are read by all readers
+        self._packed = found.packed.tolist()
         self._run_bytes = min(max(share, RUN_BYTES_MIN), RUN_BYTES_MAX) + PAGE_BYTES
+        self._packed_run_bytes = min(self._run_bytes, PACKED_RUN_BYTES)
         self._scattered_bytes = min(share, RUN_BYTES_MIN)
         stretches = np.diff(np.append(0, np.cumsum(sizes))[self._bounds], prepend=0)
         self.scattered_bytes = int(stretches[stretches < RUN_BYTES_MIN].sum())
-        runs = len(self._bounds) + int(sizes.sum()) // self._run_bytes
+        runs = len(self._bounds) + int(sizes.sum()) // self._packed_run_bytes
         self.runs_about = min(len(order), runs)
         self._at = 0
         self._bound = 0
+        self._next: tuple[int, int, list[int]] | None = None
 
     def __len__(self) -> int:
         """Chunks that are left."""
@@ -124,26 +134,43 @@ class Plan:
         left = slice(self._at, None)
         return self.positions[left], self._found.part(left), self._opened
 
-    def take(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Run:
-        """The next run; there must be one. `keys` and `buffers` are those of all positions."""
+    @property
+    def is_packed_next(self) -> bool:
+        """Whether the next run has packed chunks; there must be one."""
+        return any(self._packed[self._at : self._cut()[0]])
+
+    def _cut(self) -> tuple[int, int, list[int]]:
+        """The next run: where it ends, the stretch that comes then, and its bounds."""
+        if self._next is not None:
+            return self._next
         first = at = self._at
+        bound = self._bound
         segment = self._segments[first]
+        most = self._packed_run_bytes if self._packed[first] else self._run_bytes
         bounds = [0]
         taken = 0
         while True:
-            stretch_end = self._bounds[self._bound]
-            fitting = bisect_right(self._ends, self._offsets[at] + self._run_bytes, at, stretch_end)
+            stretch_end = self._bounds[bound]
+            fitting = bisect_right(self._ends, self._offsets[at] + most, at, stretch_end)
             after = max(at + 1, fitting)
             taken += self._ends[after - 1] - self._offsets[at]
             bounds.append(after - first)
             at = after
             if at < stretch_end:
                 break  # as much as one system call takes
-            self._bound += 1
+            bound += 1
             if at == len(self._ends) or self._segments[at] != segment:
                 break
-            if taken + self._ends[self._bounds[self._bound] - 1] - self._offsets[at] > self._scattered_bytes:
+            if taken + self._ends[self._bounds[bound] - 1] - self._offsets[at] > self._scattered_bytes:
                 break
+        self._next = at, bound, bounds
+        return self._next
+
+    def take(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Run:
+        """The next run; there must be one. `keys` and `buffers` are those of all positions."""
+        first, segment = self._at, self._segments[self._at]
+        at, self._bound, bounds = self._cut()
+        self._next = None
         self._at = at
         some = slice(first, at)
         positions = self.positions[some].tolist()

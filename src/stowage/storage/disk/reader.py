@@ -1,13 +1,14 @@
 """Reads chunks: neighbours in a segment together, straight into their buffers, each verified before it counts.
 
-What lies packed is read into memory of the reader's own, verified there, and unpacked into its buffer.
+What lies packed is read into other memory, verified there, and unpacked into its buffer. Reading is one step, what the
+processor does with it another: `fetch`, then `finish`, by another thread if that suits.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -15,13 +16,13 @@ from stowage.core import lossless
 from stowage.errors import FormatError
 from stowage.storage.disk.directory import Directory, SegmentFile
 from stowage.storage.disk.files import all_aligned, pages
-from stowage.storage.disk.packing import PackingRates
 from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, Run
+from stowage.storage.format.batch import Fields
 from stowage.storage.format.envelope import pack_fields_of
 from stowage.storage.format.protection import Cipher
 from stowage.storage.format.segment import PAGE_BYTES, SegmentName, round_up
 
-__all__ = ["Reader", "Result"]
+__all__ = ["Fetched", "Reader", "Result"]
 
 
 class Result(enum.Enum):
@@ -39,8 +40,22 @@ class Result(enum.Enum):
 _OK: Final = Result.OK
 
 
+@dataclass(slots=True)
+class Fetched:
+    """A run that was read. `stored`: the same with buffers where it lies as it is stored. `ends`: up to which offset of
+    the file each stretch came; `short`: what a chunk is that lies behind that. `results`: of each chunk, where they are
+    known already.
+    """
+
+    run: Run
+    stored: Run
+    ends: list[int]
+    short: Result = Result.CORRUPT
+    results: list[Result] | None = None
+
+
 class Reader:
-    """Reads runs; one per thread. Owns twice 4 MiB of staging memory, of which only used pages exist.
+    """Reads runs; one per thread. Owns 4 MiB of staging memory, of which only used pages exist.
 
     Keeps the file of its last run open, because the next one is likely to be in it too, until `rest`.
     """
@@ -50,7 +65,6 @@ class Reader:
         self._namespace = namespace
         self._staging = pages(RUN_BYTES_MAX + GAP_BYTES_MAX + PAGE_BYTES)
         self._kept: tuple[SegmentName, SegmentFile] | None = None
-        self._packed: memoryview | None = None
 
     def rest(self) -> None:
         """There is nothing to read for a while: closes the file."""
@@ -66,86 +80,71 @@ class Reader:
         self._kept = name, file
         return file
 
-    def load(self, run: Run, rates: PackingRates | None = None) -> list[Result]:
-        """As `read`, and what lies packed is unpacked: each buffer has the length of what was stored there."""
-        stored = self._as_it_lies(run) if any(run.packed) else run
-        if rates is None:
-            return self._unpacked(run, stored, self.read(stored))
-        at_once, began_s = rates.begin_load(), rates.timer()
-        try:
-            try:
-                results = self.read(stored)
-            finally:
-                rates.read()
-            arrived_s = rates.timer()
-            results = self._unpacked(run, stored, results)
-        finally:
-            rates.end_load()
-        rates.add_load(run, at_once, arrived_s - began_s, rates.timer() - arrived_s)
-        return results
+    def fetch(self, run: Run, memory: memoryview | None = None) -> Fetched:
+        """Reads the run: what lies packed into `memory`, which has room for it. Never raises for what the disk or the
+        file does. `finish` tells what became of the chunks.
+        """
+        fetched = self._fetch(run if memory is None else _into(memory, run))
+        fetched.run = run
+        return fetched
 
-    @staticmethod
-    def _unpacked(run: Run, stored: Run, results: list[Result]) -> list[Result]:
+    def finish(self, fetched: Fetched) -> list[Result]:
+        """What became of each chunk that was fetched, by this reader or another one: those that are OK are in their
+        buffers, which have the length of what was stored there.
+        """
+        results, run = self._verify(fetched), fetched.run
         for at, is_packed in enumerate(run.packed):
             if is_packed and results[at] is _OK:
-                results[at] = _unpack(stored.buffers[at], run.buffers[at])
+                results[at] = _unpack(fetched.stored.buffers[at], run.buffers[at])
         return results
-
-    def _as_it_lies(self, run: Run) -> Run:
-        """The run with memory of its own for what is packed."""
-        total = sum(round_up(length) for length, is_packed in zip(run.lengths, run.packed, strict=True) if is_packed)
-        memory = self._packed
-        if memory is None or total > memory.nbytes:
-            memory = pages(max(total, RUN_BYTES_MAX + PAGE_BYTES))
-            if total <= memory.nbytes == RUN_BYTES_MAX + PAGE_BYTES:
-                self._packed = memory  # a longer one is for this run alone
-        buffers, at = list(run.buffers), 0
-        for index, (length, is_packed) in enumerate(zip(run.lengths, run.packed, strict=True)):
-            if is_packed:
-                buffers[index] = memory[at : at + length]
-                at += round_up(length)
-        return replace(run, buffers=buffers)
 
     def read(self, run: Run) -> list[Result]:
         """What became of each chunk, each read as it lies. Never raises for what the disk or the file does."""
-        try:
-            return self._read(self._open(run.name), run)
-        except FileNotFoundError:
-            return [Result.GONE] * len(run)
-        except FormatError:
-            return [Result.CORRUPT] * len(run)
-        except OSError:
-            if len(run) == 1:
-                return [Result.FAILED]
-            # One bad sector must not cost its neighbours.
-            return [self.read(run.part(at, at + 1))[0] for at in range(len(run))]
+        return self._verify(self._fetch(run))
 
-    def _read(self, file: SegmentFile, run: Run) -> list[Result]:
-        """Until this has said OK, a buffer holds bytes that may be anything."""
-        guard = run.guard
-        fields = pack_fields_of(run.keys, self._namespace, run.masks, run.lengths, guard.method, run.packed)
+    def _fetch(self, run: Run) -> Fetched:
+        fetched = Fetched(run, run, [])
+        try:
+            self._fill_all(self._open(run.name), fetched)
+        except FileNotFoundError:
+            fetched.results = [Result.GONE] * len(run)
+        except FormatError:
+            fetched.results = [Result.CORRUPT] * len(run)
+        except OSError:
+            # One bad sector must not cost its neighbours.
+            parts = [run.part(at, at + 1) for at in range(len(run))] if len(run) > 1 else []
+            fetched.results = [self.read(part)[0] for part in parts] or [Result.FAILED]
+        return fetched
+
+    def _fill_all(self, file: SegmentFile, fetched: Fetched) -> None:
+        """Until `_verify` has said OK, a buffer holds bytes that may be anything."""
+        run = fetched.stored
         stretches = [run] if len(run.bounds) == 2 else [run.part(*bounds) for bounds in pairwise(run.bounds)]
-        if isinstance(guard, Cipher):
-            streams = list(map(guard.decrypt, map(bytes, fields), run.offsets, map(bytes, run.digests)))
+        if isinstance(run.guard, Cipher):
+            streams = list(map(run.guard.decrypt, map(bytes, self._fields(run)), run.offsets, map(bytes, run.digests)))
             deliver = [stream.update for stream in streams]
-            arrived = [
+            fetched.ends = [
                 self._fill_staged(file, stretch, deliver[first:after])
                 for stretch, (first, after) in zip(stretches, pairwise(run.bounds), strict=True)
             ]
             exact = [stream.verify() for stream in streams]
         else:
-            arrived = [self._fill(file, stretch) for stretch in stretches]
-            exact = guard.verify_all(fields, run.offsets, run.buffers, run.digests).tolist()
-        if all(exact) and all(end >= stretch.last for end, stretch in zip(arrived, stretches, strict=True)):
-            return [_OK] * len(run)
-        results = []
-        ends = [end for end, stretch in zip(arrived, stretches, strict=True) for _ in range(len(stretch))]
-        for offset, length, end, is_exact in zip(run.offsets, run.lengths, ends, exact, strict=True):
-            if offset + length > end:
-                results.append(Result.GONE if file.is_reclaimed() else Result.CORRUPT)
-            else:
-                results.append(_OK if is_exact else Result.CORRUPT)
-        return results
+            fetched.ends = [self._fill(file, stretch) for stretch in stretches]
+            exact = None
+        if any(end < stretch.last for end, stretch in zip(fetched.ends, stretches, strict=True)):
+            fetched.short = Result.GONE if file.is_reclaimed() else Result.CORRUPT
+        if exact is not None:
+            fetched.results = _results(fetched, exact)
+
+    def _verify(self, fetched: Fetched) -> list[Result]:
+        run, guard = fetched.stored, fetched.stored.guard
+        if fetched.results is not None:
+            return fetched.results
+        assert not isinstance(guard, Cipher), "it is verified while it is decrypted"
+        return _results(fetched, guard.verify_all(self._fields(run), run.offsets, run.buffers, run.digests).tolist())
+
+    def _fields(self, run: Run) -> Fields:
+        return pack_fields_of(run.keys, self._namespace, run.masks, run.lengths, run.guard.method, run.packed)
 
     def _fill(self, file: SegmentFile, run: Run) -> int:
         """Reads the stretch that the run is; returns up to which offset of the file it came."""
@@ -201,6 +200,27 @@ class Reader:
             if done < length:
                 break
         return at
+
+
+def _into(memory: memoryview, run: Run) -> Run:
+    """The run with that memory for what is packed."""
+    buffers, at = list(run.buffers), 0
+    for index, (length, is_packed) in enumerate(zip(run.lengths, run.packed, strict=True)):
+        if is_packed:
+            buffers[index] = memory[at : at + length]
+            at += round_up(length)
+    return replace(run, buffers=buffers)
+
+
+def _results(fetched: Fetched, exact: list[bool]) -> list[Result]:
+    run = fetched.stored
+    ends = [
+        end for end, (first, after) in zip(fetched.ends, pairwise(run.bounds), strict=True) for _ in range(first, after)
+    ]
+    return [
+        fetched.short if offset + length > end else _OK if is_exact else Result.CORRUPT
+        for offset, length, end, is_exact in zip(run.offsets, run.lengths, ends, exact, strict=True)
+    ]
 
 
 def _unpack(packed: memoryview, buffer: memoryview) -> Result:

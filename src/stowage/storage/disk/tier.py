@@ -57,8 +57,8 @@ class DiskTier:
     of the limit, up to 256 MiB). `protection`: what chunks are sealed with, a checksum by default; segments under
     another one are left alone until their turn to go. `compression`: whether chunks are packed without loss where that
     pays; whatever is there is read in either form. Loads of chunks here and there wait for others that may lie
-    between, at most `patience_s` of their bytes. Memory: up to 4 MiB of staging for the writer and
-    8 MiB per reader, what is being written packed (up to about 64 MiB), and what `Index` says per chunk.
+    between, at most `patience_s` of their bytes. Memory: up to 4 MiB of staging for the writer and for each reader,
+    what is being written packed (up to about 64 MiB) or read packed (about 8 MiB), and what `Index` says per chunk.
 
     Raises DirectoryError for a directory that cannot be trusted or used, BudgetError for a limit that is too small.
     """
