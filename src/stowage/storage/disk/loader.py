@@ -40,7 +40,7 @@ SCATTERED_BYTES_PER_S: Final = 1.4e9
 """What a disk that gives twice that in one piece gives of 64 KiB here and there (docs/benchmarks.md)."""
 PATIENCE: Final = 0.25
 READING_BYTES: Final = 5 << 20
-"""Of what lies packed, before no more is asked for at a time: a disk is busy with it."""
+"""Of what lies packed, before no more is asked for at a time: two runs, or a few chunks. A disk is busy with that."""
 COUNTED: Final = {
     Result.CORRUPT: "corrupt",
     Result.GONE: "vanished",

@@ -29,7 +29,7 @@ GAP_BYTES_MAX: Final = 64 << 10
 """Neighbours with at most that much between them are read in one go."""
 RUN_BYTES_MIN: Final = 1 << 20
 RUN_BYTES_MAX: Final = CALL_BYTES_MAX
-PACKED_RUN_BYTES: Final = 3 << 19
+PACKED_RUN_BYTES: Final = 3 << 20
 
 Opened = Callable[[int], "tuple[SegmentName, Guard] | None"]
 
