@@ -18,6 +18,7 @@ NAMES = (
     "two_machines",
     "weights",
     "weights_moe",
+    "published_moe",
     "formats",
     "placement",
     "capacity",

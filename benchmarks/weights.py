@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,8 @@ PEERS = Path(__file__).parent / "peers"
 LLAMACPP = "llamacpp"
 LOSSLESS = "lossless-stream"
 ENGINE = ("engine-mapped", "engine-stream", "engine-half")
-SCRIPTS = {LLAMACPP: "llamacpp_engine.py", **dict.fromkeys(ENGINE, "engine_weights.py")}
-"""Of all other ways: `weights_engine.py`."""
+SCRIPTS = {LLAMACPP: "llamacpp_engine.py", "engine": "engine_weights.py"}
+"""By what a way begins with; of all other ways: `weights_engine.py`."""
 PACKED = tuple(f"{form}-{way}" for form in ("int8", "int4") for way in ("memory", "mapped", "stream"))
 WAYS = (
     "memory",
@@ -114,13 +114,15 @@ def read_through(path: Path) -> None:
 
 
 @contextmanager
-def running(way: str, path: Path, dtype: str) -> Iterator[Peer]:
-    """One process with the checkpoint at ``path``, and a directory for what it writes beside it."""
+def running(way: str, path: Path, dtype: str, before: Sequence[str] = ()) -> Iterator[Peer]:
+    """One process with the checkpoint at ``path``, and a directory for what it writes beside it. ``before``: what its
+    command begins with.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         model = path.with_name(way.partition("-")[0]) if way in (*PACKED, LOSSLESS) else path
-        script = PEERS / SCRIPTS.get(way, "weights_engine.py")
-        model = path.with_suffix(".gguf") if way == LLAMACPP else model
-        peer = Peer([PYTHON, script, way, model, dtype, scratch])
+        script = PEERS / SCRIPTS.get(way.partition("-")[0], "weights_engine.py")
+        model = path.with_suffix(".gguf") if way.startswith(LLAMACPP) else model
+        peer = Peer([*before, PYTHON, script, way, model, dtype, scratch])
         try:
             yield peer
         finally:

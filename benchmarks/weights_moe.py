@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
         path = Path(name) / "model"
         small = AutoModelForCausalLM.from_pretrained(asked.small).eval() if asked.small else None
-        moe_model.widen(small or moe_model.train(asked.steps)).save_pretrained(path, max_shard_size="1GB")
+        moe_model.widen(small or moe_model.train("qwen3_moe", asked.steps)).save_pretrained(path, max_shard_size="1GB")
         text = moe_model.tokens_of(corpus.heldout_text())[: PROMPT_TOKENS + asked.new_tokens].tolist()
         whole_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         command = {

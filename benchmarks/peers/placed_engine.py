@@ -24,7 +24,9 @@ SEQUENCES_MAX, STEP_TOKENS = 8, 1024
 class Round:
     """The requests of one command."""
 
-    def __init__(self, engine: Any, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> None:
+    def __init__(
+        self, engine: Any, prompts: list[list[int]], tokens: int, temperature: float = 0.0, logprobs: int = 0
+    ) -> None:
         from stowage import SamplingParams
 
         self._engine, self._waits = engine, len(prompts)
@@ -32,7 +34,8 @@ class Round:
         self._first_s = self._last_s = 0.0
         self._before: dict[str, float] = {}
         params = [
-            SamplingParams(tokens, temperature=temperature, seed=at, ignore_eos=True) for at in range(len(prompts))
+            SamplingParams(tokens, temperature=temperature, seed=at, ignore_eos=True, logprobs=logprobs)
+            for at in range(len(prompts))
         ]
         requests = [engine.submit(prompt, one, self._heard) for prompt, one in zip(prompts, params, strict=True)]
         for request in requests:
@@ -55,6 +58,11 @@ class Round:
     def tokens(self) -> list[list[int]]:
         """What each was answered."""
         return [list(one.token_ids) for one in self._done]
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        """Of these tokens, where they were asked for."""
+        return [[token.logprob for token in one.logprobs or []] for one in self._done]
 
     def answer(self) -> dict[str, Any]:
         after = self._stats()
