@@ -56,6 +56,14 @@ def test_a_header_that_lies_is_refused(published: Path, tmp_path: Path) -> None:
     refused("is damaged", 7)
 
 
+def test_a_config_with_absurdly_many_layers_is_refused_before_any_is_made(published: Path, tmp_path: Path) -> None:
+    said = json.loads((published / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(said | {"num_hidden_layers": 1_000_000_000}))
+    with pytest.raises(CheckpointError, match=r"says that the model has 1000000000 layers"):
+        read_model(tmp_path)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_damaged_files_are_refused_or_mean_numbers(seed: int, published: Path, tmp_path: Path) -> None:
     chance = random.Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ __all__ = ["config_of", "has_tokenizer", "load_tokenizer", "part_of"]
 logger = logging.getLogger("stowage.models")
 _REASON_CHARACTERS = 200
 _MAKING = Lock()
+_LAYERS = re.compile(r'"(?:num_|n_)?(?:hidden_|encoder_|decoder_)?layers?"\s*:\s*(\d{5,})')
+"""Ten thousand and more."""
 
 
 def part_of(path: Path) -> TextPart:
@@ -29,6 +32,7 @@ def config_of(file: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    _refuse_absurd(file)
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
@@ -39,6 +43,16 @@ def config_of(file: Path) -> Any:
         if isinstance(error, StrictDataclassError):  # what was found is its last line
             why = " ".join(why.split())[-_REASON_CHARACTERS:]
         raise CheckpointError(f"{file} is not a config that Transformers understands: {why}") from error
+
+
+def _refuse_absurd(file: Path) -> None:
+    """Before Transformers makes a list of as many layers as a file says there are."""
+    try:
+        found = _LAYERS.search(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # that it cannot be read is said by whoever reads it
+    if found is not None:
+        raise CheckpointError(f"{file} says that the model has {found[1][:40]} layers; download it again.")
 
 
 def _config_of_architecture(file: Path) -> Any:
