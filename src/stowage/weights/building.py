@@ -81,7 +81,10 @@ class Building(ABC):
         """A buffer that was loaded must not stay a view of the mapped file, whose pages are given back meanwhile."""
         if buffer is None or buffer.device.type == "meta" or threading.get_ident() != self._thread:
             return None
-        return buffer.detach().clone()
+        kept = buffer.detach().clone()
+        if getattr(buffer, "_is_hf_initialized", False):  # else Transformers takes it for missing, and makes it anew
+            kept._is_hf_initialized = True  # type: ignore[attr-defined]
+        return kept
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or threading.get_ident() != self._thread or parameter.device.type == "meta":
