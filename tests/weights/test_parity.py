@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage.testing import tiny_models
@@ -46,6 +47,29 @@ def test_every_delivery_answers_as_plain_transformers_does(
         for _ in range(2):
             assert torch.equal(logits(model, ids), expected), rules
             model.stowage.check()
+        model.stowage.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "gemma4", "lfm2_moe", "minimax_m2", "kimi_linear", "apertus"]
+)
+def test_loaded_buffers_keep_their_values(family: str, checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    """Corrections of a router's scores, scalars of layers: published with values, and new models have none."""
+    whole = AutoModelForCausalLM.from_pretrained(checkpoints(family)).eval()
+    before, parameters = logits(whole, prompt()), {name for name, _ in whole.named_parameters()}
+    loaded = [name for name in whole.state_dict() if name not in parameters and name not in whole.all_tied_weights_keys]
+    generator = torch.Generator().manual_seed(1)
+    for name in loaded:
+        buffer = whole.get_buffer(name)
+        if buffer.is_floating_point():
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+    whole.save_pretrained(tmp_path / "model")
+    expected = logits(whole, prompt())
+    assert loaded and not torch.equal(expected, before)
+    for rules in ("*=stream", "*=mapped"):
+        model = stowage.offload(tmp_path / "model", weights=rules, host_memory="1GiB")
+        assert all(torch.equal(model.get_buffer(name), whole.get_buffer(name)) for name in loaded)
+        assert torch.equal(logits(model, prompt()), expected)
         model.stowage.close()
 
 

@@ -51,7 +51,7 @@ from stowage.storage.protocol import Tier
 from stowage.transfer.protocol import BlockTransfer
 
 logger = logging.getLogger("stowage.engine")
-ENGINE_FORMAT = 1
+ENGINE_FORMAT = 2
 """How this engine lays chunks out; raised whenever the same tokens come to other bytes."""
 
 
