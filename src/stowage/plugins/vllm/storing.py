@@ -101,7 +101,7 @@ class Storing:
         self._writing: dict[int, _Writing] = {}
         self._numbers = 0
         self._prompts = 0  # stores under way that are not of answers alone
-        self._unlike = False
+        self._unlike = self._told_unlike = False
 
     @property
     def idle(self) -> bool:
@@ -362,8 +362,8 @@ class Storing:
 
     def check_alike(self) -> None:
         """Raises ``StowageError``, once, when ranks were found to differ in what is stored once for them."""
-        unlike, self._unlike = self._unlike, False
-        if unlike:
+        if self._unlike and not self._told_unlike:
+            self._told_unlike = True
             raise StowageError(
                 "Tensor-parallel ranks differ in KV heads or latents that should be the same on each. Set "
                 '"deduplicate_ranks": false, which stores what each rank has, and report the model.'
