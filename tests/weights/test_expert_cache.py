@@ -195,6 +195,24 @@ def test_experts_that_are_there_do_not_wait_for_those_that_are_read(
     assert readers.close()
 
 
+def test_an_expert_that_was_on_its_way_when_a_forward_ended_is_read_again(table: File) -> None:
+    """Its read was given up while it was queued, which no thread has said yet."""
+    cache, readers, parameters, truth = cache_of(table, EXPERTS, 0, "f")
+    cache.take(0, torch.tensor([[3, 4]]))
+    ticket = reader.Ticket(1)
+    cache._filling[int(cache._frame[0, 3])] = ticket
+    cache.reset()
+    ticket.ended(StorageError("reading was given up"))
+    cache.take(0, torch.tensor([[3, 4]]), waits=False)
+    for expert in cache.arriving(0, [3, 4]):
+        for parameter, values in zip(parameters[0], truth[0], strict=True):
+            assert torch.equal(parameter[expert], values[expert])
+    cache.give_back(0)
+    cache.check()
+    assert cache.misses == 3
+    assert readers.close()
+
+
 def test_a_scan_empties_no_cache(table: File) -> None:
     """All experts of all layers again and again, as prompts have them: what fits stays."""
     cache, readers, _, _ = cache_of(table, 10, 0, "f")

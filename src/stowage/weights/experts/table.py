@@ -121,7 +121,10 @@ class ExpertTable(ABC):
         computes from one. The experts stay, unless the forward ended while they came or went.
         """
         if not self._changing:
-            self._settle()
+            for frame, ticket in list(self._filling.items()):
+                if not ticket.done or ticket.error is not None:  # given up: nobody reads any more
+                    self._evict(frame)
+            self._filling.clear()
         else:
             for layer, experts in enumerate(self._experts):
                 for expert in range(experts):
