@@ -202,7 +202,7 @@ def test_an_expert_that_was_on_its_way_when_a_forward_ended_is_read_again(table:
     ticket = reader.Ticket(1)
     cache._filling[int(cache._frame[0, 3])] = ticket
     cache.reset()
-    ticket.ended(StorageError("reading was given up"))
+    threading.Timer(0.2, ticket.ended, [StorageError("reading was given up")]).start()
     cache.take(0, torch.tensor([[3, 4]]), waits=False)
     for expert in cache.arriving(0, [3, 4]):
         for parameter, values in zip(parameters[0], truth[0], strict=True):
