@@ -10,6 +10,7 @@ Every step is one operation on a ``deque`` or a lock, which no interrupt divides
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -34,10 +35,10 @@ _LOOK_S: Final = 0.05
 class Claim:
     """One forward's position in the line: ``frame`` runs as long as it does."""
 
-    __slots__ = ("_frame", "_thread", "called")
+    __slots__ = ("_frame", "_pid", "_thread", "called")
 
     def __init__(self, frame: FrameType) -> None:
-        self._thread = threading.get_ident()
+        self._thread, self._pid = threading.get_ident(), os.getpid()
         self._frame: FrameType | None = frame
         self.called = threading.Lock()
         """Held until it is this claim's turn, or somebody thinks so."""
@@ -56,9 +57,14 @@ class Claim:
     def alive(self) -> bool:
         """Whether its forward runs. The frame itself says so: those above it come and go while another thread looks,
         and generators' lose the ones below them. After a fork, frames of threads that are gone stay as they were.
+
+        What threads there are is not asked of ``sys._current_frames``: Python 3.11 collects garbage there with a lock
+        held (https://github.com/python/cpython/issues/106883), and every thread stands still for ever when a finalizer
+        in that garbage is written in Python.
         """
         frame = self._frame
-        return frame is not None and self._thread in sys._current_frames() and _executes(frame)
+        here = self._pid == os.getpid() or self._thread == threading.main_thread().ident  # who forked is that then
+        return frame is not None and here and _executes(frame)
 
 
 def _executes(frame: FrameType) -> bool:
