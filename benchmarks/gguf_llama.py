@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write"]
+__all__ = ["add_sizes", "write"]
 
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -28,6 +28,18 @@ _NAMES = {
 }
 
 
+def add_sizes(writer: Any, config: Any) -> None:
+    """What a file of any family says of a decoder."""
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_vocab_size(config.vocab_size)
+
+
 def write(model: Any, path: Path, tokenizer: Path | None = None) -> None:
     """``model`` to ``path``: matrices in its own type, bfloat16, float16 or float32, and norms in float32.
     ``tokenizer``: a tokenizer.json of byte pairs whose words go with it (OpenVINO reads no file without).
@@ -38,16 +50,9 @@ def write(model: Any, path: Path, tokenizer: Path | None = None) -> None:
     config = model.config
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
+    add_sizes(writer, config)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
     types = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
     writer.add_file_type(gguf.LlamaFileType[types[model.dtype]])
     if tokenizer is None:

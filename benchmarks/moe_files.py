@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import moe_model
+from benchmarks.gguf_llama import add_sizes
 from stowage.weights.quantized.formats import Spec, dequantized
 
 __all__ = ["GGUF_TYPE", "write"]
@@ -186,14 +187,7 @@ class _Gguf:
 
     def _state(self) -> None:
         writer, config = self._writer, self._config
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
-        writer.add_vocab_size(config.vocab_size)
+        add_sizes(writer, config)
         writer.add_expert_count(moe_model.EXPERTS)
         writer.add_expert_used_count(moe_model.CHOSEN)
         writer.add_tokenizer_model("none")

@@ -82,7 +82,6 @@ _ENDS: Final = frozenset(
 )
 """Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
 _CONTROL: Final = 3
-_HEADS: Final = ("attention.head_count", "attention.key_length")
 _INTERLEAVED: Final = ("arcee", "granite", "llama", "smollm3")
 """Families whose heads' rotated halves are interleaved in files, and are not in Transformers."""
 _HARMONY: Final = {"<|return|>", "<|call|>"}
@@ -144,8 +143,7 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
         if name in known:
             entries[name] = any(tensor in file.tensors for tensor in tensors)
     if table not in GGUF_CONFIG_MAPPING and "head_dim" in known:
-        hidden, heads, size = (_number(file, key) for key in ("embedding_length", *_HEADS))
-        entries["head_dim"] = size or hidden // max(1, heads)
+        entries["head_dim"] = _head_size(file)
     if family == "lfm2":
         entries |= _convolutions(file, entries)
     if family == "exaone4" and entries.get("sliding_window") is None:
@@ -181,11 +179,14 @@ def _is_token(value: Any, count: int) -> bool:
 
 def _partial(file: GgufFile) -> dict[str, Any]:
     """Of each head's numbers, how many are rotated, where it is not all of them."""
-    rotated, hidden, heads, size = (_number(file, key) for key in ("rope.dimension_count", "embedding_length", *_HEADS))
-    if not (rotated and heads and hidden):
-        return {}
-    size = size or hidden // heads
-    return {"partial_rotary_factor": rotated / size} if rotated != size else {}
+    rotated, size = _number(file, "rope.dimension_count"), _head_size(file)
+    return {"partial_rotary_factor": rotated / size} if rotated and size and rotated != size else {}
+
+
+def _head_size(file: GgufFile) -> int:
+    """0: it is not said."""
+    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
+    return (_number(file, "attention.key_length") or hidden // heads) if heads and hidden else 0
 
 
 def _number(file: GgufFile, key: str) -> int:

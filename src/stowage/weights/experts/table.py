@@ -121,10 +121,7 @@ class ExpertTable(ABC):
         computes from one. The experts stay, unless the forward ended while they came or went.
         """
         if not self._changing:
-            for frame, ticket in list(self._filling.items()):
-                if not ticket.done or ticket.error is not None:  # given up: nobody reads any more
-                    self._evict(frame)
-            self._filling.clear()
+            self._settle(given_up=True)
         else:
             for layer, experts in enumerate(self._experts):
                 for expert in range(experts):
@@ -148,10 +145,10 @@ class ExpertTable(ABC):
         real = ids[(ids >= 0) & (ids < self._experts[layer])]
         return np.bincount(real, minlength=self._frame.shape[1])
 
-    def _settle(self) -> None:
-        """What was read for a forward that failed is there, or away again."""
+    def _settle(self, given_up: bool = False) -> None:
+        """What was read for a forward that failed is there, or away again. ``given_up``: nobody reads any more."""
         for frame, ticket in list(self._filling.items()):
-            if ticket.done and ticket.error is not None:
+            if ticket.error is not None if ticket.done else given_up:
                 self._evict(frame)
             elif ticket.done:
                 del self._filling[frame]
