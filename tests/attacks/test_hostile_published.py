@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ def test_a_config_with_absurdly_many_layers_is_refused_before_any_is_made(publis
     said = json.loads((published / "config.json").read_text())
     path = tmp_path / "config.json"
     path.write_text(json.dumps(said | {"num_hidden_layers": 1_000_000_000}))
+    with pytest.raises(CheckpointError, match=r"says that the model has 1000000000 layers"):
+        read_model(tmp_path)
+    shutil.copy(published / "model.safetensors", tmp_path)
     with pytest.raises(CheckpointError, match=r"says that the model has 1000000000 layers"):
         read_model(tmp_path)
 

@@ -14,7 +14,7 @@ from typing import Any
 from stowage.errors import CheckpointError
 from stowage.models.multimodal import TextPart, text_part
 
-__all__ = ["config_of", "has_tokenizer", "load_tokenizer", "part_of"]
+__all__ = ["config_of", "has_tokenizer", "load_tokenizer", "part_of", "refuse_absurd"]
 
 logger = logging.getLogger("stowage.models")
 _REASON_CHARACTERS = 200
@@ -32,7 +32,7 @@ def config_of(file: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    _refuse_absurd(file)
+    refuse_absurd(file)
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
@@ -45,8 +45,8 @@ def config_of(file: Path) -> Any:
         raise CheckpointError(f"{file} is not a config that Transformers understands: {why}") from error
 
 
-def _refuse_absurd(file: Path) -> None:
-    """Before Transformers makes a list of as many layers as a file says there are."""
+def refuse_absurd(file: Path) -> None:
+    """Before a list of as many layers is made as a config says there are. Raises CheckpointError."""
     try:
         found = _LAYERS.search(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

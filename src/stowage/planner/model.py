@@ -32,7 +32,7 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
 
     Raises ``CheckpointError``, ``UnsupportedModelError``, ``ConfigError``.
     """
-    from stowage.models.directory import part_of
+    from stowage.models.directory import part_of, refuse_absurd
     from stowage.models.hub import find_config
     from stowage.models.layout import refuse_unsupported
 
@@ -40,6 +40,7 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
     if gguf is not None:
         return gguf
     file = find_config(str(path))
+    refuse_absurd(file)
     fields, directory = read_config(file), Path(path).expanduser()
     chosen = run_dtype(fields.dtype, dtype)
     tensors = headers.read_tensors(directory) if directory.is_dir() else []
