@@ -25,13 +25,12 @@ FOUND = Path(__file__).with_name("found_seeds.json")
 
 def dropped_checksum(patch: pytest.MonkeyPatch) -> None:
     """Whatever was read counts as verified."""
-    real = reader.Reader._read
+    real = reader.Reader._verify
 
-    def read(self: reader.Reader, file: object, run: reader.Run, *rest: object) -> list[reader.Result]:
-        results = real(self, file, run, *rest)  # type: ignore[arg-type]
-        return [reader.Result.OK if result is reader.Result.CORRUPT else result for result in results]
+    def verify(self: reader.Reader, fetched: reader.Fetched) -> list[reader.Result]:
+        return [reader.Result.OK if result is reader.Result.CORRUPT else result for result in real(self, fetched)]
 
-    patch.setattr(reader.Reader, "_read", read)
+    patch.setattr(reader.Reader, "_verify", verify)
 
 
 def early_ready(patch: pytest.MonkeyPatch) -> None:
