@@ -54,6 +54,18 @@ def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_pat
 
 
 @pytest.mark.slow
+def test_formats_of_gguf_files_are_written_and_what_they_cost_is_told(call: Stowage, tmp_path: Path) -> None:
+    told = packed(call, tmp_path, "q4_k", "mxfp4")
+    lost = {form: one["perplexity"]["after"] / one["perplexity"]["before"] - 1 for form, one in told.items()}
+    assert 0 < lost["q4_k"] < 0.01
+    assert lost["q4_k"] < lost["mxfp4"] < 0.03
+    assert told["mxfp4"]["bits"] == 4.25
+    assert "mxfp4_block" in told["mxfp4"]["tensors"]
+    plan = call("plan", tmp_path / "mxfp4", "--json")
+    assert plan.exit_code == 0, plan.output
+
+
+@pytest.mark.slow
 def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(call: Stowage, tmp_path: Path) -> None:
     told = packed(call, tmp_path, "int4", "mixed")
     mixed = told["mixed"]

@@ -18,17 +18,27 @@ from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage import CheckpointError, ConfigError, Engine, Memory, SamplingParams, UnsupportedModelError
-from stowage.errors import DirectoryError
+from stowage.errors import DirectoryError, ModelError
 from stowage.evaluation import pack as packing
+from stowage.executor import kernels
 from stowage.models import loading
 from stowage.planner import model_config as planner_config
 from stowage.planner.model import read_model
 from stowage.testing import tiny_models
 from stowage.weights.quantized import codes, modules
+from stowage.weights.quantized.blocks import BlockLinear, BlockStack
 from stowage.weights.quantized.modules import PackedLinear, PackedStack
 from tests.weights.conftest import bytes_of, logits, prompt
 
-CASES = [("llama", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "int8"), ("nemotron_h", "int4")]
+CASES = [
+    ("llama", "int8"),
+    ("qwen3_moe", "int4"),
+    ("gpt_oss", "int8"),
+    ("nemotron_h", "int4"),
+    ("llama", "mxfp4"),
+    ("gpt_oss", "mxfp4"),
+    ("qwen3_moe", "q4_k"),
+]
 RULES = ("*=stream", "last 1 of 2=prefetch,*[a-z].0=stream,*=mapped")
 GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=1)
 
@@ -52,7 +62,7 @@ def unpacked_into(plain: Any, model: Any) -> Any:
     of_packed = dict(model.named_modules())
     for name, module in plain.named_modules():
         other = of_packed[name]
-        if isinstance(other, PackedLinear):
+        if isinstance(other, PackedLinear | BlockLinear):
             module.weight.data = other.weight
             continue
         if isinstance(module, torch.nn.Embedding):
@@ -60,6 +70,9 @@ def unpacked_into(plain: Any, model: Any) -> Any:
         for own in dict(module.named_parameters(recurse=False)):
             if isinstance(stack := getattr(other, own), PackedStack):
                 getattr(module, own).data = torch.stack([stack[e].unpacked() for e in range(len(stack.packed))])
+            elif isinstance(stack, BlockStack):
+                experts = len(getattr(module, own))
+                getattr(module, own).data = torch.stack([stack[e].unpacked() for e in range(experts)])
     return plain
 
 
@@ -99,7 +112,7 @@ def test_in_16_bits_all_deliveries_are_alike_too(tmp_path: Path) -> None:
     assert (logits(whole, prompt(40)) - logits(plain, prompt(40))).abs().mean() < 0.2
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "q4_k", "mxfp4"])
 def test_packed_experts_are_cached_one_by_one(form: str, tmp_path: Path) -> None:
     size = tiny_models.TinySize(hidden=128, layers=3)
     source = tiny_models.write("mixtral", tmp_path / "model", size)
@@ -113,6 +126,34 @@ def test_packed_experts_are_cached_one_by_one(form: str, tmp_path: Path) -> None
     stats = model.stowage.stats()
     assert stats["expert_misses"] > stats["cache_experts"], "some were evicted"
     model.stowage.close()
+
+
+@pytest.mark.parametrize(("form", "expected"), [("q4_k", {"q4_k", "q5_0"}), ("mxfp4", {"mxfp4_block"})])
+def test_published_formats_answer_as_their_values_do_to_the_bit(
+    form: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From every tier; inputs that are no multiple of 256 are in blocks of 32."""
+    model = tiny_models.build("llama", tiny_models.TinySize(hidden=256, layers=2))
+    wide = model.config.intermediate_size
+    config = type(model.config)(**model.config.to_dict() | {"intermediate_size": wide + 32})
+    source = tmp_path / "model"
+    type(model)(config).to(torch.bfloat16).save_pretrained(source)
+    told = packing.pack(str(source), tmp_path / "packed", form)
+    assert told.tensors.keys() == {"int8", *expected}, "the output layer is in int8"
+    tokens = prompt(90)[0].tolist()
+
+    def said(weights: str) -> list[Any]:
+        memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", weights=weights)
+        with Engine(tmp_path / "packed", memory) as engine:
+            answers = [engine.generate([tokens], GREEDY)[0] for _ in range(2)]
+            assert sum(answers[1].reused_tokens.values()) > 0
+            return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "takes_blocks", lambda x, matrix: False)  # a tile of its values at a time
+        values = said("auto")
+    for weights in ("auto", "*=stream", "*=mapped"):
+        assert said(weights) == values, weights
 
 
 def test_an_engine_serves_a_packed_model_from_disk_and_its_prefixes_from_tiers(
@@ -143,6 +184,22 @@ def test_deterministic_answers_do_not_depend_on_the_batch(packs: Callable[..., P
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids == other.token_ids
         assert [t.logprob for t in one.logprobs or []] == [t.logprob for t in other.logprobs or []]
+
+
+@pytest.mark.parametrize("form", ["int8", "mxfp4"])
+def test_what_would_get_no_gradient_and_what_nothing_would_read_is_refused(
+    form: str, packs: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = stowage.offload(packs("llama", form), weights="*=stream")
+    with torch.no_grad():
+        given = model.get_input_embeddings()(prompt())
+    given.requires_grad_()
+    model.requires_grad_(False)  # as what trains something beside them does
+    with pytest.raises(ModelError, match="no backward pass"):
+        model(inputs_embeds=given, use_cache=False)
+    with pytest.raises(UnsupportedModelError, match="copy what the model was loaded from"):
+        model.save_pretrained(tmp_path / "saved")
+    model.stowage.close()
 
 
 def test_a_packed_model_has_a_name_of_its_own(packs: Callable[..., Path], checkpoints: Callable[..., Path]) -> None:
@@ -176,7 +233,7 @@ def test_budgets_count_packed_bytes(packs: Callable[..., Path], checkpoints: Cal
     assert model.stowage.placement.device_bytes >= bytes_of(model) + unpacking_bytes
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "q4_k", "mxfp4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
     family: str, form: str, packs: Callable[..., Path], checkpoints: Callable[..., Path]

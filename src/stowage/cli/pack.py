@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from stowage.evaluation.calibration import Fitted
     from stowage.evaluation.pack import Packed, Perplexity
 
-_FORM = "int8; int4 in groups with a scale each; mixed: for each matrix what it needs of both."
+_FORM = (
+    "int8; int4 in groups with a scale each; q4_k and mxfp4: as in GGUF files; mixed: for each matrix what it needs of "
+    "8, 5 and 4 bits."
+)
 _BITS_USUAL = 5.0
 _BITS = f"mixed: bits of a layer's weight on average, with its share of scales. [default: {_BITS_USUAL}]"
 _GROUP_USUAL = 32
@@ -42,13 +45,13 @@ def pack(
     lossless: Annotated[bool, typer.Option("--lossless", help=_LOSSLESS)] = False,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint with its weights in int8 or 4 bits, or without loss.
+    """Write a checkpoint with its weights in 8, 5 or 4 bits, or without loss.
 
     The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
     answers differ: perplexity is measured with both, under --device-memory and --host-memory if they are
-    given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. In 4 bits
-    matrices are fitted to what they read in the second half of the text, which is not scored then. With --lossless it
-    is the same model, to the bit, in about 0.67 of its bytes.
+    given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. In fewer than 8
+    bits matrices are fitted to what they read in the second half of the text, which is not scored then. With
+    --lossless it is the same model, to the bit, in about 0.67 of its bytes.
     """
     memory = settings.memory()
     check_given(model)
@@ -85,12 +88,12 @@ def pack(
     found = None
     fit: Callable[[Path], Fitted] | None = None
     with progress_bars(not json) as progress:
-        if reads and weights in ("int4", pack.MIXED):
+        if reads and weights != "int8":
             from stowage.evaluation import calibration
 
             scored, read = scored[: len(scored) // 2], scored[len(scored) // 2 :]
             size = _BITS_USUAL if bits is None else bits
-            form = size if weights == pack.MIXED else f"int4_{group or _GROUP_USUAL}"
+            form = size if weights == pack.MIXED else pack.form_name(weights, group or _GROUP_USUAL)
             fit = lambda part: calibration.fit(model, limits, read, form, part, progress)  # noqa: E731
         written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit)
         if eval_tokens:

@@ -61,7 +61,8 @@ class Fitted:
         if span is None:
             return form, target.pack(values, form)
         self._file.seek(span[0])
-        return form, torch.frombuffer(bytearray(self._file.read(span[1])), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(self._file.read(span[1])), dtype=torch.uint8)
+        return form, content.view(target.shape(form))
 
     def close(self) -> None:
         self._file.close()
@@ -155,7 +156,7 @@ class _Calibration:
         return found
 
     def fit(self, fitted: Fitted) -> None:
-        """Pack what ``fitted`` has in 4 bits."""
+        """Pack what ``fitted`` has in fewer than 8 bits."""
 
         def pack(target: Target, weight: Tensor, inputs: Inputs | None) -> None:
             fitted.put(target.path, target.pack(weight, target.form(fitted.forms[target.path]), inputs))

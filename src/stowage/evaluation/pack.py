@@ -39,6 +39,7 @@ __all__ = [
     "WEIGHTS",
     "Packed",
     "Perplexity",
+    "form_name",
     "pack",
     "pack_lossless",
     "perplexity",
@@ -53,8 +54,8 @@ _WINDOW_TOKENS = 512
 _GROWTH_MOST = 1.05
 _LOCK = ".packing"
 MIXED = "mixed"
-"""Each matrix in 4 bits with many or few scales, or in 8: what loses most gets most."""
-WEIGHTS = ("int8", "int4", MIXED)
+"""Each matrix in 4 bits with many or few scales, in 5, or in 8: what loses most gets most."""
+WEIGHTS = ("int8", "int4", "q4_k", "mxfp4", MIXED)
 
 Progress = Callable[[str, int, int], None]
 
@@ -92,6 +93,11 @@ class Perplexity:
         return asdict(self)
 
 
+def form_name(weights: str, group: int) -> str:
+    """What matrices that nothing was measured of are packed as."""
+    return {"int4": f"int4_{group}", "mxfp4": "mxfp4_block", MIXED: "int4_64"}.get(weights, weights)
+
+
 def pack(
     model: str,
     directory: Path,
@@ -119,7 +125,7 @@ def pack(
     _refuse_quantized(source, text.config)
     from stowage.weights.quantized import writer
 
-    otherwise = {"int8": "int8", "int4": f"int4_{group}", MIXED: "int4_64"}[form]
+    otherwise = form_name(form, group)
     build = partial(loading.load_model, source, text, "auto", {})
     with _part(directory) as part, contextlib.ExitStack() as done:
         fitted = None if fit is None else fit(part)

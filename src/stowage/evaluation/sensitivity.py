@@ -2,10 +2,9 @@
 
 The model reads some text, forwards and backwards. Backwards each output of a linear layer tells how much the next
 tokens' probabilities change with it at each token (Fisher's information, of tokens drawn from what the model expects).
-With what the layer reads and the step of a form's codes, an error that is spread evenly over a step gives the mean
-Kullback-Leibler divergence that the form costs.
-Divergences of several layers are
-taken to add up; bytes go where they save most of it. Stacked experts are not measured.
+With what the layer reads and the errors of a form's codes that gives the mean Kullback-Leibler divergence that the form
+costs. Divergences of several layers are taken to add up; bytes go where they save most of it. Stacked experts are not
+measured.
 """
 
 from __future__ import annotations
@@ -20,15 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import ConfigError
-from stowage.weights.quantized.codes import GROUPS, Form
+from stowage.weights.quantized import fitting
+from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.fitting import Inputs
+from stowage.weights.quantized.grids import GRIDS
 from stowage.weights.quantized.modules import Target
 
 __all__ = ["Choice", "Gradients", "Packable", "chosen", "forms_of", "gradients", "is_measured", "packables"]
 
 _EXPERTS: Final = ("int4_64", "int4_32")
-_LEVELS: Final[Mapping[str, int]] = {"int8": 254, **{f"int4_{group}": 15 for group in GROUPS}}
-"""Steps between the least and the greatest weight of a group."""
+_FORMS: Final = ("int8", "int4_128", "q4_0", "q4_k", "q5_0", "q5_k")
+"""What a linear layer's form is chosen from: others cost more for the same bits."""
+_OUTPUTS_MEASURED: Final = 128
+"""Of a matrix, evenly taken: all would take as long as packing it in each form."""
+_LEVELS_OF_INT8: Final = 254
+"""Steps between the least and the greatest weight of an output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +147,14 @@ class Gradients:
 
     def divergences(self, target: Target, weight: Tensor, inputs: Inputs) -> dict[str, float]:
         """What each form that ``target`` may have is expected to cost: nats for each token."""
-        found = {}
+        assert isinstance(self.outputs, Tensor)
+        found, some = {}, slice(0, None, -(-target.outputs // _OUTPUTS_MEASURED))
+        counted = self.outputs[some]
+        share = counted.sum() / self.outputs.sum().clamp(min=torch.finfo(torch.float32).tiny)
         for form in forms_of(target):
             counts = inputs.weights if form.name == "int8" else inputs.remaining
-            error = _error(weight, counts, form)
-            found[form.name] = float((error * self.outputs).sum()) / (2 * self.read)
+            error = (_error(weight[some], counts, form) * counted).sum() / (2 * self.read)
+            found[form.name] = float(error / share) if share > 0 else 0.0
         return found
 
 
@@ -192,7 +200,7 @@ def _embedded(model: Any, windows: Tensor) -> Tensor:
 
 def forms_of(target: Target) -> list[Form]:
     """What a linear layer can be packed as."""
-    forms = [Form(name, target.outputs, target.inputs) for name in _LEVELS]
+    forms = [Form(name, target.outputs, target.inputs) for name in _FORMS]
     return [form for form in forms if form.fits]
 
 
@@ -202,14 +210,9 @@ def is_measured(target: Target) -> bool:
 
 
 def _error(weight: Tensor, counts: Tensor, form: Form) -> Tensor:
-    """The mean square of each output's error, where codes are wrong by up to half a step, and an input's ``counts``
-    times: (outputs,).
-    """
-    found = []
-    for begin, end in form.tiles():
-        grouped = weight[begin:end].float().view(end - begin, -1, form.group)
-        low, high = grouped.amin(dim=2), grouped.amax(dim=2)
-        span = 2 * torch.maximum(high, -low) if form.name == "int8" else high - low
-        steps = span / _LEVELS[form.name]
-        found.append((steps.square() / 12 * counts.view(-1, form.group).sum(dim=1)).sum(dim=1))
-    return torch.cat(found)
+    """The square of each output's error, an input's ``counts`` times, where nothing makes up for it: (outputs,)."""
+    values = weight.float().contiguous()
+    if form.name == "int8":
+        steps = 2 * values.abs().amax(dim=1) / _LEVELS_OF_INT8
+        return steps.square() / 12 * counts.sum()
+    return fitting.errors(values, GRIDS[form.name], counts)

@@ -22,7 +22,7 @@ from torch import Tensor
 from stowage.config.memory import parse_size
 from stowage.errors import ConfigError, StorageError, UnsupportedModelError
 from stowage.weights.parameter_location import memory_of
-from stowage.weights.quantized.modules import packed_forms
+from stowage.weights.quantized.modules import is_packed
 from stowage.weights.quantized.writer import DTYPES, write_all
 
 __all__ = ["Read", "save"]
@@ -71,9 +71,9 @@ def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os
 
 
 def _refuse(model: Any, options: Mapping[str, Any]) -> None:
-    if packed_forms(model):
+    if is_packed(model):
         raise UnsupportedModelError(
-            "packed weights are written by stowage pack only: copy the directory that the model was loaded from."
+            "packed and quantised weights are not saved again: copy what the model was loaded from."
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModelError(

@@ -24,7 +24,7 @@ from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.gradients import asked_of
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.placement import Delivery, Placement
-from stowage.weights.quantized.modules import packed_forms
+from stowage.weights.quantized.modules import is_packed
 from stowage.weights.refusals import guard
 from stowage.weights.repacked import Image
 from stowage.weights.saving import names
@@ -209,8 +209,8 @@ class WeightSource(Deliveries):
             why = f"weights that cross over to {self.device} are not brought backwards yet. Train on the CPU"
         elif any(load.delivery is Delivery.EXPERTS for load in moving):
             why = "a cache of experts has no backward pass. Let whole layers come and go, weights='*=stream'"
-        elif packed_forms(self._model):
-            why = "packed weights have no backward pass. Train on the checkpoint that they were packed from"
+        elif is_packed(self._model):
+            why = "packed weights have no backward pass. Train on the checkpoint that they were made from"
         if why:
             raise ModelError(f"{why}, or load the model without a budget; for answers use torch.no_grad().")
 

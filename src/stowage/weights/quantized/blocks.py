@@ -82,7 +82,7 @@ class BlockMatrix(PackedMatrix):
         return out
 
     def by_outputs(self) -> BlockMatrix:
-        """The same for a linear layer, whatever the module takes it for."""
+        """See PackedMatrix."""
         return BlockMatrix(self.spec, self.parts, self.values_dtype)
 
     def int8_parts(self) -> None:
@@ -143,7 +143,7 @@ class BlockRows(PackedMatrix):
         return joined(outputs, -1, self.in_turn)
 
     def by_outputs(self) -> BlockRows:
-        """See BlockMatrix."""
+        """See PackedMatrix."""
         return BlockRows([matrix.by_outputs() for matrix in self.matrices], self.in_turn)
 
     def unpacked(self) -> Tensor:
@@ -336,7 +336,7 @@ def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 def _projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
     weight = getattr(module, own)[expert]
-    if isinstance(weight, BlockMatrix | BlockRows):
+    if isinstance(weight, PackedMatrix):
         weight = weight.by_outputs()  # as a linear layer, for which there are kernels
     elif module.is_transposed:
         weight = weight.t()

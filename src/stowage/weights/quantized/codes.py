@@ -4,9 +4,11 @@ int8: a scale for each output channel (float32), then one signed byte for each w
 int4_32, int4_64, int4_128: for each group of so many inputs of an output channel a scale, and for each a least value
 (float16 both, all scales first), then half a byte for each weight; a weight is code * scale + least. Byte ``j`` of a
 channel has input ``j`` in its low half, and input ``j + inputs / 2`` in its high half.
+q4_0 to mxfp4_block: GGUF's formats (``formats``), which ``blocks`` computes with; here they are packed.
 
-The codes begin at a multiple of 64 bytes; a matrix ends at one, and at a page from 64 KiB on. Scales come first because
-weights that are away are bytes of ones: as a scale these are NaN, so whatever is computed with them is NaN too.
+Of int8 and int4 the codes begin at a multiple of 64 bytes; a matrix ends at one, and at a page from 64 KiB on. Scales
+come first because weights that are away are bytes of ones: as a scale these are NaN, so whatever is computed with them
+is NaN too.
 
 A weight is never unpacked as a whole: some output channels at a time, into memory that the processor's cache holds and
 that is used again. So it takes no memory that counts, and reading bytes instead of floats pays for the unpacking.
@@ -24,12 +26,15 @@ from torch import Tensor
 
 from stowage.errors import CheckpointError
 from stowage.weights.checkpoint import PAGE_BYTES
-from stowage.weights.quantized.fitting import Inputs, fit
+from stowage.weights.quantized.encoding import ENCODED, encoded
+from stowage.weights.quantized.fitting import Codes, Inputs, fit
+from stowage.weights.quantized.formats import Spec
+from stowage.weights.quantized.grids import GRIDS
 
 __all__ = ["FORMS", "GROUPS", "Form", "PackedMatrix", "form_of", "workspace_bytes"]
 
 GROUPS: Final = (32, 64, 128)
-FORMS: Final = ("int8", *(f"int4_{group}" for group in GROUPS))
+FORMS: Final = ("int8", *(f"int4_{group}" for group in GROUPS), *ENCODED)
 _ALIGNED_BYTES: Final = 64
 _WHOLE_PAGES_FROM: Final = 64 << 10
 _TILE_ELEMENTS: Final = 1 << 19
@@ -53,14 +58,20 @@ class Form:
     inputs: int
 
     @property
+    def spec(self) -> Spec | None:
+        """What it is as a published format, which ``blocks`` computes with; ``None``: it is one of ours."""
+        return Spec(self.name, self.outputs, self.inputs) if self.name in ENCODED else None
+
+    @property
     def group(self) -> int:
         """Inputs that share a scale; all of them in int8."""
-        return self.inputs if self.name == "int8" else int(self.name.removeprefix("int4_"))
+        return self.inputs if self.name == "int8" else GRIDS[self.name].group
 
     @property
     def fits(self) -> bool:
         """Whether a matrix of that size can be packed like that."""
-        return self.inputs % self.group == 0
+        together = self.inputs if self.name == "int8" else GRIDS[self.name].span
+        return self.inputs % together == 0
 
     @property
     def scales_bytes(self) -> int:
@@ -72,11 +83,15 @@ class Form:
 
     @property
     def row_bytes(self) -> int:
-        """Of one output channel's codes."""
+        """Of one output channel's codes; of a published format with their scales."""
+        if (spec := self.spec) is not None:
+            return spec.format.row_bytes(self.inputs)
         return self.inputs if self.name == "int8" else self.inputs // 2
 
     @property
     def nbytes(self) -> int:
+        if self.spec is not None:
+            return self.outputs * self.row_bytes
         used = self.codes_at + self.outputs * self.row_bytes
         unit = PAGE_BYTES if used >= _WHOLE_PAGES_FROM else _ALIGNED_BYTES
         return -(-used // unit) * unit
@@ -94,10 +109,15 @@ class Form:
         packed = torch.zeros(self.nbytes, dtype=torch.uint8)
         for begin, end in self.tiles():
             values = weight[begin:end].float().contiguous()
-            codes = (
-                self._int8(values, packed, begin) if self.name == "int8" else self._int4(values, packed, begin, inputs)
-            )
-            packed[self.codes_at + begin * self.row_bytes :][: codes.numel()] = codes.view(-1)
+            if self.name == "int8":
+                at, codes = self.codes_at, self._int8(values, packed, begin)
+            else:
+                found = fit(values, GRIDS[self.name], inputs)
+                if self.spec is not None:
+                    at, codes = 0, encoded(self.name, found)
+                else:
+                    at, codes = self.codes_at, self._int4(found, packed, begin)
+            packed[at + begin * self.row_bytes :][: codes.numel()] = codes.view(-1)
         return packed
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -115,11 +135,10 @@ class Form:
         codes = torch.round(values / torch.where(scales > 0, scales, 1)[:, None])
         return codes.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
 
-    def _int4(self, values: Tensor, packed: Tensor, begin: int, inputs: Inputs | None) -> Tensor:
-        found = fit(values, self.group, inputs)
-        for part, kept in enumerate((found.scales, found.leasts)):
+    def _int4(self, found: Codes, packed: Tensor, begin: int) -> Tensor:
+        for part, kept in enumerate((found.scales.scales, found.scales.leasts)):
             at = part * (self.scales_bytes // 2) + begin * kept.shape[1] * 2
-            raw = kept.contiguous().view(torch.uint8).view(-1)
+            raw = kept.half().contiguous().view(torch.uint8).view(-1)
             packed[at : at + raw.numel()] = raw
         half = self.inputs // 2
         return found.codes[:, :half] | (found.codes[:, half:] << 4)
@@ -182,6 +201,10 @@ class PackedMatrix:
 
     def dim(self) -> int:
         return 2
+
+    def by_outputs(self) -> PackedMatrix:
+        """The same for a linear layer, whatever the module takes it for."""
+        return PackedMatrix(self.form, self.packed, self.values_dtype)
 
     @torch.no_grad()
     def multiply(self, x: Tensor, bias: Tensor | None = None, linear: Callable[..., Tensor] | None = None) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from stowage.errors import CheckpointError
 from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.quantized import quantizer
+from stowage.weights.quantized.blocks import Stacking, put_linear, put_stacks
 from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix, form_of
 from stowage.weights.quantized.fitting import Inputs
 
@@ -31,6 +32,7 @@ __all__ = [
     "VERSION",
     "Target",
     "forms_in",
+    "is_packed",
     "marked",
     "packed_forms",
     "register",
@@ -47,6 +49,8 @@ FILE: Final = f"model.{VARIANT}.safetensors"
 _KEPT: Final = ("gate", "router", "wg", "shared_expert_gate", "kv_b_proj")
 """Routers are small and decide much; of kv_b_proj the weight itself is computed with."""
 _OUTPUTS_LEAST, _INPUTS_LEAST = 16, 32
+_SMALLER: Final[Mapping[str, tuple[str, ...]]] = {"q4_k": ("q5_0",), "q5_k": ("q5_1",)}
+"""Forms in smaller groups that take the place of those in large ones."""
 
 
 class PackedLinear(nn.Module):
@@ -106,11 +110,13 @@ class Target:
     head: bool = False
 
     def form(self, name: str) -> Form:
-        """How it is packed when it is packed as ``name``: what has no whole groups, and the output layer, whose
-        errors nothing evens out, are int8.
+        """How it is packed when it is packed as ``name``. What has no whole groups of 256 has smaller ones, as
+        llama.cpp does it. What has none of these either, and the output layer, whose errors nothing evens out, are
+        int8.
         """
-        form = Form(name, self.outputs, self.inputs)
-        return form if form.fits and not self.head else Form("int8", self.outputs, self.inputs)
+        forms = (Form(each, self.outputs, self.inputs) for each in (name, *_SMALLER.get(name, ())))
+        found = None if self.head else next((form for form in forms if form.fits), None)
+        return found or Form("int8", self.outputs, self.inputs)
 
     def packed_name(self, form: str) -> str:
         """What it is called when it is packed."""
@@ -118,6 +124,8 @@ class Target:
 
     def shape(self, form: Form) -> tuple[int, ...]:
         """Of the packed parameter."""
+        if form.spec is not None:
+            return (self.experts, form.outputs, form.row_bytes)[0 if self.experts else 1 :]
         if not self.experts:
             return (form.nbytes,)
         piece = PAGE_BYTES if form.nbytes % PAGE_BYTES == 0 else form.nbytes
@@ -128,7 +136,7 @@ class Target:
         are known. Raises CheckpointError.
         """
         if not self.experts:
-            return form.pack(values, inputs)
+            return form.pack(values, inputs).view(self.shape(form))
         packed = torch.empty(self.shape(form), dtype=torch.uint8)
         for expert in range(self.experts):
             one = values[expert].t() if self.transposed else values[expert]
@@ -206,6 +214,7 @@ def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
     """
     packed, forms = forms_in(names), list[Form]()
     stacks: dict[int, tuple[nn.Module, dict[str, tuple[Form, bool]]]] = {}
+    published: dict[int, tuple[nn.Module, dict[str, Stacking]]] = {}
     for target in list(targets(model)):
         found = next((form for form in FORMS if target.packed_name(form) in packed), None)
         if found is None:
@@ -217,11 +226,19 @@ def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
             _put_table(model, target, form, dtype)
             continue
         if not target.experts:
-            parent, _, own = target.path.removesuffix(".weight").rpartition(".")
+            path = target.path.removesuffix(".weight")
+            parent, _, own = path.rpartition(".")
+            if form.spec is not None:
+                put_linear(model, path, form.spec, dtype)
+                continue
             linear: Any = target.module
             setattr(model.get_submodule(parent), own, PackedLinear(form, linear.bias, dtype))
             continue
         module = target.module
+        if form.spec is not None:
+            stacking = Stacking(form.spec, target.transposed)
+            published.setdefault(id(module), (module, {}))[1][target.own] = stacking
+            continue
         delattr(module, target.own)
         empty = torch.empty(target.shape(form), dtype=torch.uint8, device="meta")
         module.register_parameter(f"{target.own}_{found}", nn.Parameter(empty, requires_grad=False))
@@ -235,6 +252,8 @@ def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
         plain: Any = type(module)
         module._is_hf_initialized = True  # type: ignore[assignment]  # see above
         module.__class__ = _with_stacks(plain, dtype, tuple(sorted(forms_of.items())))
+    for module, stackings in published.values():
+        put_stacks(module, stackings, dtype)
     return forms
 
 
@@ -278,13 +297,18 @@ def _with_stacks(plain: Any, dtype: torch.dtype, forms: tuple[tuple[str, tuple[F
 
 
 def packed_forms(model: Any) -> list[Form]:
-    """Of every packed matrix of ``model``; of stacked experts, once."""
+    """Of every matrix of ``model`` in a form of our own; of stacked experts, once."""
     found = list[Form]()
     for module in model.modules():
         if isinstance(module, PackedLinear):
             found.append(module.form)
         found += getattr(type(module), "stack_forms", ())
     return found
+
+
+def is_packed(model: Any) -> bool:
+    """Whether there are matrices of few bits in ``model``, ours or published ones."""
+    return bool(packed_forms(model)) or any(getattr(module, "block_specs", ()) for module in model.modules())
 
 
 def marked(config: Any) -> dict[str, Any]:
