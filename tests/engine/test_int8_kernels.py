@@ -92,6 +92,29 @@ def test_published_formats(spec: Spec, dtype: torch.dtype) -> None:
         assert_means(x, kernels.int8_product(x, BlockMatrix(one, parts, dtype)), dequantized(one, parts), one)
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_scales_of_any_type_for_any_number_of_blocks(scale_dtype: torch.dtype, zeros: bool) -> None:
+    """Also one for three blocks, which is no part of four, and one for all inputs."""
+    for group, width in ((32, 416), (64, 4096 + 320), (96, 480), (128, 384), (160, 800), (256, 512), (0, 416)):
+        for name in ("int4", "gptq", "awq"):
+            spec = Spec(name, 136, width, group, zeros=zeros, scale_dtype=scale_dtype)
+            parts = parts_of(spec)
+            x = inputs(70, width, torch.bfloat16)
+            matrix = kernels.int8_product(x, BlockMatrix(spec, parts, torch.bfloat16))
+            assert_means(x, matrix, dequantized(spec, parts), spec)
+
+
+@pytest.mark.parametrize("outputs", [8, 128, 136, 264, 1000])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_strips_of_outputs_whose_codes_lie_by_inputs(name: str, outputs: int) -> None:
+    spec = Spec(name, outputs, 288, 32, scale_dtype=torch.float16)
+    parts = parts_of(spec)
+    x = inputs(70, 288, torch.float32)
+    matrix = kernels.int8_product(x, BlockMatrix(spec, parts, torch.float32))
+    assert_means(x, matrix, dequantized(spec, parts), spec)
+
+
 @pytest.mark.parametrize("form", PACKED, ids=named)
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_packed_forms(form: Form, dtype: torch.dtype) -> None:

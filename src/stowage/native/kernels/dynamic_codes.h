@@ -4,7 +4,8 @@
 #define UNROLLED _Pragma("GCC unroll 16")
 
 /* Format, its name here, bytes of so many groups of four blocks, what its codes are, and how large: below 16, such that
- * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before. */
+ * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before. TURNS: these too, and a byte's halves are
+ * neighbours; for few rows inputs are turned instead, and codes at even places are the first 16. */
 enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
 #define DYNAMIC_HERE(OF)                                                                                               \
     OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \
@@ -18,11 +19,12 @@ enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
     OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
 #define DYNAMIC_LAID(OF)                                                                                               \
     OF(PLAIN, plain, 128, 1, BIASED, LARGE)                                                                            \
-    OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM)                                                                            \
-    OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL)                                                                         \
-    OF(GPTQ, int4_least, 64, 1, LEAST, SMALL)                                                                          \
     OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \
     OF(FORMATS_END, packed4_high, 128, 1, LEAST, SMALL)
+#define DYNAMIC_TURNS(OF)                                                                                              \
+    OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM)                                                                            \
+    OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL)                                                                         \
+    OF(GPTQ, int4_least, 64, 1, LEAST, SMALL)
 
 /* Group `part` of those that lie `at` an address. */
 #define UNPACK(format)                                                                                                 \
@@ -193,6 +195,26 @@ UNPACK(int4)
     *second = _mm512_unpackhi_epi8(low, high);
 }
 
+UNPACK(int4_turns)
+{
+    (void)part;
+    __m512i v = _mm512_loadu_si512(at);
+    *first = dynamic_low(v);
+    *second = dynamic_high(v);
+}
+
+UNPACK(int4_least_turns)
+{
+    dynamic_int4_turns(at, part, first, second);
+}
+
+UNPACK(mxfp4_turns)
+{
+    dynamic_int4_turns(at, part, first, second);
+    *first = dynamic_of_fp4(*first);
+    *second = dynamic_of_fp4(*second);
+}
+
 UNPACK(int4_least)
 {
     dynamic_int4(at, part, first, second);
@@ -219,6 +241,7 @@ UNPACK(packed4_high)
 #undef UNPACK
 
 enum { DYNAMIC_SCALES = HALVES_DEPTH / DYNAMIC_BLOCK + 32 }; /* of a piece of a row, and what is written behind them */
+enum { DYNAMIC_GROUPS = HALVES_DEPTH / DYNAMIC_GROUP };      /* of a piece of a row */
 
 /* Numbers of which `each` lie side by side, then as many of the others: these two apart. */
 static inline ALWAYS void dynamic_apart(const float *from, int each, int64_t blocks, float *scales, float *more)

@@ -1,5 +1,5 @@
-/* Scales of four blocks of four outputs, which are in the blocks: lane 4 q + i has that of block q of output i. Of formats
- * whose scales lie elsewhere they are laid side by side before: dynamic_codes.h.
+/* Scales of four blocks of four outputs: lane 4 q + i has that of block q of output i. They are found in the blocks. Of
+ * formats whose scales lie elsewhere they are laid out so before a piece of rows is read.
  */
 
 /* Group `at` of each output: scales, and least values or second scales, of as many groups as lie together. */
@@ -135,3 +135,137 @@ FOUND(q6_k)
     more[1] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 3));
 }
 #undef FOUND
+
+/* For each group of a piece of four outputs: scales, and least values. */
+typedef struct {
+    float scales[DYNAMIC_GROUPS][16], more[DYNAMIC_GROUPS][16];
+} DynamicLaid;
+
+/* How a byte shuffle brings numbers of a scale's type, each of `each` blocks, to the four lanes of four blocks. */
+static __m512i dynamic_places(int kind, int64_t each)
+{
+    static const int sizes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
+    int size = sizes[kind], first = kind == SCALES_BF16 ? 2 : 0; /* bfloat16 is the upper half of a float */
+    uint8_t places[16];
+    for (int i = 0; i < 16; i++) {
+        int byte = i % 4 - first, number = each >= 4 ? 0 : i / 4 / (int)each;
+        places[i] = (uint8_t)(byte < 0 || byte >= size ? 128 : number * size + byte);
+    }
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)places));
+}
+
+/* 16 bytes of each of four outputs that are `apart`, of which so many are there. */
+static inline ALWAYS __m512i dynamic_brought(const uint8_t *at, int64_t apart, __mmask16 there)
+{
+    __m512i v = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(there, at));
+    v = _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + apart), 1);
+    v = _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + 2 * apart), 2);
+    return _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + 3 * apart), 3);
+}
+
+static inline ALWAYS __m512i dynamic_placed(__m512i v, __m512i places, int first)
+{
+    __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    places = _mm512_add_epi8(places, _mm512_set1_epi8((char)first)); /* what is to be zero stays so */
+    return _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(v, places));
+}
+
+static inline ALWAYS __m512 dynamic_numbers(int kind, __m512i v)
+{
+    if (kind == SCALES_F16)
+        return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v));
+    return kind == SCALES_E8M0 ? coded_powers(v) : (__m512)v;
+}
+
+/* How scales of a matrix lie: one for `each` blocks, `all` of an output, of which `step` are those of a group. */
+typedef struct {
+    __m512i places, word_places;
+    int64_t each, all, step;
+    int size;
+} DynamicLaying;
+
+/* 0: scales may begin within a group of blocks. */
+static int dynamic_laying(const Linear *job, DynamicLaying *how)
+{
+    static const int sizes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
+    int64_t all = (job->inputs + job->group - 1) / job->group, each = all == 1 ? INT64_MAX / 2 : job->group / DYNAMIC_BLOCK;
+    how->all = all;
+    how->each = each;
+    how->step = each >= 4 ? 1 : 4 / each;
+    how->size = sizes[job->kind];
+    how->places = dynamic_places(job->kind, each);
+    how->word_places = dynamic_places(SCALES_F32, each);
+    return all == 1 || each < 3 || each % 4 == 0;
+}
+
+static inline ALWAYS __mmask16 dynamic_bytes_there(int64_t bytes)
+{
+    return bytes >= 16 ? 0xffff : (__mmask16)((1 << bytes) - 1);
+}
+
+/* Of a piece of `row` and the next three from input k on. They are read 16 bytes of each output at a time, or four
+ * numbers where zero points are words. */
+static inline ALWAYS void dynamic_lay_of(int kind, int size, int packed, int words, const DynamicLaying *how,
+                                         const Coded *row, int64_t k, int64_t blocks, DynamicLaid *to)
+{
+    int numbers = words ? 4 : 16 / size;
+    int64_t at = k / DYNAMIC_BLOCK / how->each, inside = k / DYNAMIC_BLOCK % how->each, apart = how->all * size, g = 0;
+    __m512i shifts = _mm512_add_epi32(_mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12)), _mm512_set1_epi32(row->zero_shift));
+    for (; 4 * g < blocks; at += numbers) {
+        __mmask16 there = dynamic_bytes_there((how->all - at) * size);
+        __m512i raw = dynamic_brought(row->scales + at * size, apart, there), zeros = raw;
+        if (packed)
+            zeros = dynamic_brought(row->zeros + at * size, apart, there);
+        if (words)
+            zeros = dynamic_brought(row->zeros + 4 * at, 0, dynamic_bytes_there((how->all - at) * 4));
+        for (int64_t i = 0; i < numbers && 4 * g < blocks; i += how->step) {
+            __m512 own = dynamic_numbers(kind, dynamic_placed(raw, how->places, (int)i * size)), more = own;
+            if (kind == SCALES_E8M0)
+                own = _mm512_mul_ps(own, _mm512_set1_ps(0.5f));
+            if (packed)
+                more = dynamic_numbers(kind, dynamic_placed(zeros, how->places, (int)i * size));
+            if (words) {
+                __m512i v = _mm512_srlv_epi32(dynamic_placed(zeros, how->word_places, 4 * (int)i), shifts);
+                more = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_and_si512(v, _mm512_set1_epi32(15))), own);
+                more = (__m512)_mm512_xor_si512((__m512i)more, _mm512_set1_epi32((int)0x80000000));
+            }
+            do {
+                _mm512_storeu_ps(to->scales[g], own);
+                if (packed || words)
+                    _mm512_storeu_ps(to->more[g], more);
+                g++;
+                inside += 4;
+            } while (inside < how->each && 4 * g < blocks);
+            inside = 0;
+        }
+    }
+    if (blocks % 4 != 0) {
+        __mmask16 blocks_there = (__mmask16)((1 << 4 * (blocks % 4)) - 1);
+        _mm512_storeu_ps(to->scales[g - 1], _mm512_maskz_loadu_ps(blocks_there, to->scales[g - 1]));
+        _mm512_storeu_ps(to->more[g - 1], _mm512_maskz_loadu_ps(blocks_there, to->more[g - 1]));
+    }
+}
+
+static void dynamic_lay_four(const Linear *job, const DynamicLaying *how, const Coded *row, int64_t k, int64_t blocks,
+                             DynamicLaid *to)
+{
+    int words = job->format == INT4_WORDS && job->zeros != NULL;
+    if (job->kind == SCALES_E8M0)
+        dynamic_lay_of(SCALES_E8M0, 1, 0, 0, how, row, k, blocks, to);
+    else if (job->kind == SCALES_F32)
+        dynamic_lay_of(SCALES_F32, 4, 0, words, how, row, k, blocks, to);
+    else if (job->format == PACKED4)
+        dynamic_lay_of(SCALES_F16, 2, 1, 0, how, row, k, blocks, to);
+    else
+        dynamic_lay_of(job->kind, 2, 0, words, how, row, k, blocks, to);
+}
+
+/* The same of scales that lie side by side in rows. */
+static void dynamic_deal(float (*scales)[DYNAMIC_SCALES], float (*more)[DYNAMIC_SCALES], int64_t blocks, DynamicLaid *to)
+{
+    for (int64_t b = 0; b < blocks; b++)
+        for (int i = 0; i < 4; i++) {
+            to->scales[b / 4][b % 4 * 4 + i] = scales[i][b];
+            to->more[b / 4][b % 4 * 4 + i] = more[i][b];
+        }
+}

@@ -94,13 +94,6 @@ static void dynamic_round_quickly(const void *from, int half, int64_t inputs, in
     }
 }
 
-/* Scales of four blocks of four outputs, those of a block side by side. */
-static inline ALWAYS __m512 dynamic_scales_of(const float *from)
-{
-    __m512i index = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return (__m512)_mm512_permutexvar_epi32(index, dynamic_four((const uint8_t *)from, 4 * DYNAMIC_SCALES));
-}
-
 /* Whole numbers of blocks, times the scales of their inputs and of their weights. */
 static inline ALWAYS __m512 dynamic_value(__m512i sums, __m512 of_inputs, __m512 of_weights)
 {
@@ -109,7 +102,7 @@ static inline ALWAYS __m512 dynamic_value(__m512i sums, __m512 of_inputs, __m512
 
 /* R rows of x, four outputs whose blocks are at `rows`: columns of sums go on from those `kept`. `far`: what is
  * fetched meanwhile. */
-#define DYNAMIC_ROWS_OF(format, BYTES, PER, KIND, SIZE, HERE, R)                                                       \
+#define DYNAMIC_ROWS_OF(format, UNPACKED, BYTES, PER, KIND, SIZE, HERE, R)                                                       \
     static void dynamic_few_##format##R(const DynamicInputs *x, int64_t x_row, const uint8_t *const *rows,             \
                                         int64_t groups, const uint8_t *far, const float *scales, __m512 *kept)         \
     {                                                                                                                  \
@@ -121,13 +114,13 @@ static inline ALWAYS __m512 dynamic_value(__m512i sums, __m512 of_inputs, __m512
             __m512 owns[PER], mores[PER];                                                                              \
             if (HERE)                                                                                                  \
                 dynamic_found_##format(at, owns, mores);                                                               \
-            UNROLLED for (int part = 0; part < PER; part++, x++, scales += 4) {                                        \
+            UNROLLED for (int part = 0; part < PER; part++, x++, scales += 16) {                                       \
                 __m512i w[4][2];                                                                                       \
                 UNROLLED for (int c = 0; c < 4; c++)                                                                   \
-                    dynamic_##format(at[c], part, &w[c][0], &w[c][1]);                                                 \
-                __m512 own = HERE ? owns[part] : dynamic_scales_of(scales), more = HERE ? mores[part] : own;           \
+                    UNPACKED(at[c], part, &w[c][0], &w[c][1]);                                                          \
+                __m512 own = HERE ? owns[part] : _mm512_loadu_ps(scales), more = HERE ? mores[part] : own;             \
                 if (!HERE && KIND != BIASED)                                                                           \
-                    more = dynamic_scales_of(scales + 4 * DYNAMIC_SCALES);                                             \
+                    more = _mm512_loadu_ps(scales + 16 * DYNAMIC_GROUPS);                                              \
                 UNROLLED for (int r = 0; r < R; r++) {                                                                 \
                     const DynamicInputs *in = x + r * x_row;                                                           \
                     __m512i a = _mm512_loadu_si512(in->codes[0]), b = _mm512_loadu_si512(in->codes[1]);                \
@@ -184,20 +177,25 @@ static inline ALWAYS __m512 dynamic_value(__m512i sums, __m512 of_inputs, __m512
             }                                                                                                          \
         }                                                                                                              \
     }
-#define OF_ALL(format, B, P, K, S, HERE)                                                                               \
-    DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 1) DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 2)                          \
-    DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 4) DYNAMIC_ROWS_OF(format, B, P, K, S, HERE, 8) PACK(format, B, P)
-#define OF(FORMAT, format, B, P, K, S) OF_ALL(format, B, P, K, S, 1)
+#define OF_ALL(format, UNPACKED, B, P, K, S, HERE)                                                                     \
+    DYNAMIC_ROWS_OF(format, UNPACKED, B, P, K, S, HERE, 1) DYNAMIC_ROWS_OF(format, UNPACKED, B, P, K, S, HERE, 2)      \
+    DYNAMIC_ROWS_OF(format, UNPACKED, B, P, K, S, HERE, 4) DYNAMIC_ROWS_OF(format, UNPACKED, B, P, K, S, HERE, 8)      \
+    PACK(format, B, P)
+#define OF(FORMAT, format, B, P, K, S) OF_ALL(format, dynamic_##format, B, P, K, S, 1)
 DYNAMIC_HERE(OF)
 #undef OF
-#define OF(FORMAT, format, B, P, K, S)                                                                                 \
+#define NOT_FOUND(format)                                                                                              \
     static inline ALWAYS void dynamic_found_##format(const uint8_t *const at[4], __m512 *own, __m512 *more)            \
     {                                                                                                                  \
         (void)at, (void)own, (void)more;                                                                               \
-    }                                                                                                                  \
-    OF_ALL(format, B, P, K, S, 0)
+    }
+#define OF(FORMAT, format, B, P, K, S) NOT_FOUND(format) OF_ALL(format, dynamic_##format, B, P, K, S, 0)
 DYNAMIC_LAID(OF)
 #undef OF
+#define OF(FORMAT, format, B, P, K, S) NOT_FOUND(format) OF_ALL(format, dynamic_##format##_turns, B, P, K, S, 0)
+DYNAMIC_TURNS(OF)
+#undef OF
+#undef NOT_FOUND
 #undef OF_ALL
 #undef PACK
 #undef DYNAMIC_ROWS_OF
@@ -215,7 +213,7 @@ typedef struct {
      dynamic_pack_##format}
 #define OF(FORMAT, format, B, P, K, S) [FORMAT] = WAYS(format, B, P, 1),
 #define OF_LAID(FORMAT, format, B, P, K, S) [FORMAT] = WAYS(format, B, P, 0),
-static const DynamicWays dynamic_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF_LAID)};
+static const DynamicWays dynamic_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF_LAID) DYNAMIC_TURNS(OF_LAID)};
 #undef OF
 #undef OF_LAID
 #undef WAYS
@@ -310,4 +308,3 @@ TILES_OF(BIASED)
 TILES_OF(LEAST)
 TILES_OF(TWO)
 #undef TILES_OF
-#undef UNROLLED

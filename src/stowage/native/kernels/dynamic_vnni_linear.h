@@ -44,15 +44,16 @@ static void dynamic_begin(const Linear *job, int64_t n, int64_t wide, int64_t mo
     const uint8_t *begin = (const uint8_t *)job->w, *end = begin + job->outputs * job->w_row;
     int64_t half = job->inputs / 2, first = job->format == PACKED4 && k >= half ? k - half : k;
     int64_t groups = dynamic_groups(depth), row = job->w_row, ends = 0;
-    begin += n * row + first / (DYNAMIC_GROUP * ways->per) * ways->bytes;
+    begin += n * row + first / DYNAMIC_GROUP / (ways->per == 1 ? 1 : ways->per) * ways->bytes;
     if (coded_by_inputs(job)) {
         begin = room;
         end = room + wide * CODED_TURNED;
         row = CODED_TURNED;
     }
+    int64_t bytes = (ways->per == 1 ? groups : groups / ways->per) * ways->bytes;
     for (int64_t i = 0; i < most; i++) {
         piece->at[i] = begin + (i < wide ? i : 0) * row;
-        ends = ends || piece->at[i] + groups / ways->per * ways->bytes > end;
+        ends = ends || piece->at[i] + bytes > end;
     }
     piece->blocks = depth / DYNAMIC_BLOCK;
     piece->left = ends && piece->blocks % 4;
@@ -83,40 +84,62 @@ static inline int dynamic_way(int64_t rows)
     return rows > 4 ? 3 : rows > 2 ? 2 : (int)rows - 1;
 }
 
-/* Outputs [begin, end) of up to 8 rows. */
-static void dynamic_few(const Linear *job, int64_t begin, int64_t end, uint8_t *room)
+/* Scales of outputs [n, n + wide), of at most four, for the piece that begins `at` addresses at input k; `how` they lie, if
+ * it can be done quickly. */
+static void dynamic_lay(const Linear *job, const DynamicLaying *how, int64_t n, int64_t wide, const uint8_t *const *at,
+                        int64_t k, int64_t depth, DynamicLaid *to)
 {
+    Coded row = coded_row(job, n);
+    if (how != NULL && wide == 4) {
+        dynamic_lay_four(job, how, &row, k, depth / DYNAMIC_BLOCK, to);
+        return;
+    }
     float scales[2][4][DYNAMIC_SCALES] __attribute__((aligned(64)));
-    __m512 kept[DYNAMIC_TURNED / 4][DYNAMIC_FEW];
+    for (int i = 0; i < 4; i++) {
+        Coded own = coded_row(job, n + (i < wide ? i : 0));
+        dynamic_scales(job, &own, at[i], k, depth, scales[0][i], scales[1][i]);
+    }
+    dynamic_deal(scales[0], scales[1], dynamic_groups(depth) * 4, to);
+}
+
+/* Outputs [begin, end) of up to 8 rows. 0: there is no memory for it. */
+static int dynamic_few(const Linear *job, int64_t begin, int64_t end)
+{
+    DynamicLaid laid __attribute__((aligned(64)));
+    DynamicLaying laying;
+    const DynamicLaying *how = dynamic_laying(job, &laying) ? &laying : NULL;
     DynamicPiece piece;
     memset(piece.last, 0, sizeof piece.last);
     int way = dynamic_way(job->rows);
-    int64_t x_row = dynamic_groups(job->inputs), turned = coded_by_inputs(job);
-    int64_t step = turned ? DYNAMIC_TURNED : 4;
-    for (int64_t first = begin; first < end; first += step) {
-        int64_t span = end - first < step ? end - first : step;
-        memset(kept, 0, sizeof kept[0] * (size_t)(step / 4));
-        for (int64_t k = 0, stop; k < job->inputs; k = stop) {
-            const DynamicInputs *x = (const DynamicInputs *)job->packed + k / DYNAMIC_GROUP;
-            stop = coded_end(job, k, HALVES_DEPTH);
-            dynamic_turn(job, first, span, k, stop - k, room);
-            for (int64_t n = 0; n < span; n += 4) {
-                int64_t wide = span - n < 4 ? span - n : 4;
-                dynamic_begin(job, first + n, wide, 4, k, stop - k, room + n * CODED_TURNED, &piece);
-                for (int64_t i = 0; i < 4; i++) {
-                    Coded row = coded_row(job, first + n + (i < wide ? i : 0));
-                    dynamic_scales(job, &row, piece.at[i], k, stop - k, scales[0][i], scales[1][i]);
-                }
-                piece.ways->few[way](x, x_row, piece.at, piece.whole, piece.at[0] + (turned ? 0 : DYNAMIC_AHEAD), scales[0][0],
-                                     kept[n / 4]);
-                if (piece.left)
-                    piece.ways->few[way](x + piece.whole, x_row, piece.last_at, 1, piece.last_at[0],
-                                         scales[0][0] + 4 * piece.whole, kept[n / 4]);
-            }
-        }
-        for (int64_t n = 0; n < span; n += 4)
-            dynamic_finish_few(job, first + n, span - n < 4 ? span - n : 4, kept[n / 4]);
+    int64_t x_row = dynamic_groups(job->inputs), all = x_row << way;
+    const DynamicInputs *from = (const DynamicInputs *)job->packed;
+    DynamicInputs *turned = NULL;
+    if (job->format == MXFP4 || job->format == INT4_WORDS) {
+        turned = aligned_alloc(64, (size_t)all * sizeof *turned);
+        if (turned == NULL)
+            return 0;
+        dynamic_reorder(from, all, 0, turned);
+        from = turned;
     }
+    for (int64_t n = begin; n < end; n += 4) {
+        int64_t wide = end - n < 4 ? end - n : 4;
+        __m512 kept[DYNAMIC_FEW];
+        for (int i = 0; i < 1 << way; i++)
+            kept[i] = _mm512_setzero_ps();
+        for (int64_t k = 0, stop; k < job->inputs; k = stop) {
+            const DynamicInputs *x = from + k / DYNAMIC_GROUP;
+            stop = coded_end(job, k, HALVES_DEPTH);
+            dynamic_begin(job, n, wide, 4, k, stop - k, NULL, &piece);
+            dynamic_lay(job, how, n, wide, piece.at, k, stop - k, &laid);
+            piece.ways->few[way](x, x_row, piece.at, piece.whole, piece.at[0] + DYNAMIC_AHEAD, laid.scales[0], kept);
+            if (piece.left)
+                piece.ways->few[way](x + piece.whole, x_row, piece.last_at, 1, piece.last_at[0], laid.scales[piece.whole],
+                                     kept);
+        }
+        dynamic_finish_few(job, n, wide, kept);
+    }
+    free(turned);
+    return 1;
 }
 
 /* The same of formats whose scales are in the blocks: a row of weights from its begin to its end. */
@@ -226,12 +249,10 @@ static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
         dynamic_few_here(job, begin, end);
         return 1;
     }
+    if (job->rows <= DYNAMIC_FEW)
+        return coded_by_inputs(job) ? dynamic_by_inputs(job, begin, end, dynamic_way(job->rows)) : dynamic_few(job, begin, end);
     uint8_t *room = coded_by_inputs(job) ? aligned_alloc(64, CODED_ROOM) : NULL;
-    int done = room != NULL || !coded_by_inputs(job);
-    if (done && job->rows <= DYNAMIC_FEW)
-        dynamic_few(job, begin, end, room);
-    else if (done)
-        done = dynamic_many(job, begin, end, room);
+    int done = (room != NULL || !coded_by_inputs(job)) && dynamic_many(job, begin, end, room);
     free(room);
     return done;
 }

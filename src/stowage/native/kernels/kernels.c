@@ -70,6 +70,7 @@
 #include "dynamic_codes.h"
 #include "dynamic_scales.h"
 #include "dynamic_vnni.h"
+#include "dynamic_by_inputs.h"
 #include "dynamic_vnni_linear.h"
 #pragma GCC pop_options
 #endif

@@ -1,0 +1,241 @@
+/* Products of a few rows that were rounded to 8 bits with codes of GPTQ and AWQ, which lie by inputs: one of them has its
+ * codes of many outputs side by side. So each lane of a register is an output, four inputs of which are multiplied at
+ * once; nothing is laid out again.
+ *
+ * A strip of 128 outputs is read from its first inputs to its last, a group after the other. A `part` of it are 32
+ * outputs in two registers: of GPTQ 32 in their order, of AWQ those of every fourth word of eight, whose low halves of
+ * bytes go to the first register.
+ */
+enum { DYNAMIC_STRIP = 128, DYNAMIC_PARTS = 4 };
+
+/* A strip, from a group on. `across`: bytes from an input's codes (of GPTQ: eight inputs') to those of the next.
+ * `left`: outputs that are there. */
+typedef struct {
+    const uint8_t *at;
+    int64_t across;
+    int left;
+} DynamicStrip;
+
+/* Scales and least values of the registers of a strip. */
+typedef struct {
+    float scales[DYNAMIC_PARTS][2][16], more[DYNAMIC_PARTS][2][16];
+} DynamicStripScales;
+
+/* Inputs in another order: of each 16 those at even places, and odd ones behind them, of 32 or (`eights`) of eight. */
+static void dynamic_reorder(const DynamicInputs *from, int64_t count, int eights, DynamicInputs *to)
+{
+    __m128i order = eights ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
+                           : _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    __m512i orders = _mm512_broadcast_i32x4(order);
+    for (int64_t i = 0; i < count; i++) {
+        __m512i a = _mm512_shuffle_epi8(_mm512_loadu_si512(from[i].codes[0]), orders);
+        __m512i b = _mm512_shuffle_epi8(_mm512_loadu_si512(from[i].codes[1]), orders);
+        to[i] = from[i];
+        _mm512_storeu_si512(to[i].codes[0], eights ? a : _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(to[i].codes[1], eights ? b : _mm512_unpackhi_epi64(a, b));
+    }
+}
+
+/* Lanes that are there of 16, of which `left` are there from the first on. */
+static inline ALWAYS __mmask16 dynamic_there(int left)
+{
+    return left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+}
+
+static inline ALWAYS __m512i dynamic_four_inputs(const DynamicInputs *x, int block, int four)
+{
+    int32_t codes;
+    memcpy(&codes, x->codes[four / 4] + 16 * block + 4 * (four % 4), 4);
+    return _mm512_set1_epi32(codes);
+}
+
+/* Block `b` of a group of `parts` from one on, of `rows` rows that were reordered: sums[part * rows + row]. */
+static inline ALWAYS void dynamic_parts_gptq(int rows, int parts, const DynamicStrip *strip, int part, int b,
+                                             const DynamicInputs *x, int64_t x_row, __m512i sums[][2])
+{
+    (void)parts; /* one */
+    __mmask16 first = dynamic_there(strip->left - 32 * part), second = dynamic_there(strip->left - 32 * part - 16);
+    const uint8_t *at = strip->at + 4 * b * strip->across + 128 * part;
+    UNROLLED for (int i = 0; i < 4; i++, at += strip->across) {
+        __m512i v[2] = {_mm512_maskz_loadu_epi32(first, at), _mm512_maskz_loadu_epi32(second, at + 64)};
+        __m512i low[2] = {dynamic_low(v[0]), dynamic_low(v[1])}, high[2] = {dynamic_high(v[0]), dynamic_high(v[1])};
+        UNROLLED for (int r = 0; r < rows; r++) {
+            __m512i even = dynamic_four_inputs(x + r * x_row, b, 2 * i), odd = dynamic_four_inputs(x + r * x_row, b, 2 * i + 1);
+            UNROLLED for (int c = 0; c < 2; c++)
+                sums[r][c] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sums[r][c], low[c], even), high[c], odd);
+        }
+    }
+}
+
+static inline ALWAYS void dynamic_parts_awq(int rows, int parts, const DynamicStrip *strip, int first, int b,
+                                            const DynamicInputs *x, int64_t x_row, __m512i sums[][2])
+{
+    __mmask16 there = dynamic_there(strip->left / 8);
+    const uint8_t *at = strip->at + 32 * b * strip->across;
+    UNROLLED for (int i = 0; i < 8; i++, at += 4 * strip->across) {
+        __m512i v[4];
+        UNROLLED for (int j = 0; j < 4; j++)
+            v[j] = _mm512_maskz_loadu_epi32(there, at + j * strip->across);
+        UNROLLED for (int p = 0; p < parts; p++) {
+            int part = first + p;
+            __m512i a = part < 2 ? _mm512_unpacklo_epi8(v[0], v[1]) : _mm512_unpackhi_epi8(v[0], v[1]);
+            __m512i c = part < 2 ? _mm512_unpacklo_epi8(v[2], v[3]) : _mm512_unpackhi_epi8(v[2], v[3]);
+            __m512i both = part % 2 ? _mm512_unpackhi_epi16(a, c) : _mm512_unpacklo_epi16(a, c);
+            __m512i low = dynamic_low(both), high = dynamic_high(both);
+            UNROLLED for (int r = 0; r < rows; r++) {
+                __m512i four = dynamic_four_inputs(x + r * x_row, b, i), *own = sums[p * rows + r];
+                own[0] = _mm512_dpbusd_epi32(own[0], low, four);
+                own[1] = _mm512_dpbusd_epi32(own[1], high, four);
+            }
+        }
+    }
+}
+
+/* Blocks [b, end) of a group of a strip and of R rows, P parts at a time: sums of every fourth block go on from those `kept`. `far`: where what is
+ * fetched meanwhile begins. */
+#define STRIP(format, LINES, R, P)                                                                                     \
+    static void dynamic_strip_##format##R(const DynamicStrip *strip, int b, int end, const DynamicStripScales *scales,  \
+                                          const DynamicInputs *x, int64_t x_row, const uint8_t *far, float *kept)      \
+    {                                                                                                                  \
+        for (; b < end; b++) {                                                                                         \
+            const uint8_t *fetched = far + 32 / (LINES) * b * strip->across;                                           \
+            UNROLLED for (int i = 0; i < 32 / (LINES); i++, fetched += strip->across)                                  \
+                UNROLLED for (int line = 0; line < (LINES); line++)                                                    \
+                    FETCH_FAR(fetched + 64 * line);                                                                    \
+            UNROLLED for (int first = 0; first < DYNAMIC_PARTS; first += P) {                                          \
+                __m512i sums[P * R][2];                                                                                \
+                UNROLLED for (int i = 0; i < P * R; i++)                                                               \
+                    sums[i][0] = sums[i][1] = _mm512_setzero_si512();                                                  \
+                dynamic_parts_##format(R, P, strip, first, b, x, x_row, sums);                                         \
+                UNROLLED for (int i = 0; i < P * R; i++)                                                               \
+                    UNROLLED for (int c = 0; c < 2; c++) {                                                             \
+                        int part = first + i / R, r = i % R;                                                           \
+                        float *own = kept + (((r * 4 + b) * DYNAMIC_PARTS + part) * 2 + c) * 16;                       \
+                        const DynamicInputs *in = x + r * x_row;                                                       \
+                        __m512 value = dynamic_value(sums[i][c], _mm512_set1_ps(in->scale[b]),                         \
+                                                     _mm512_loadu_ps(scales->scales[part][c]));                        \
+                        __m512 other = _mm512_mul_ps(_mm512_set1_ps(in->sum[b]), _mm512_loadu_ps(scales->more[part][c])); \
+                        DYNAMIC_SETTLE(value);                                                                         \
+                        DYNAMIC_SETTLE(other);                                                                         \
+                        _mm512_storeu_ps(own, _mm512_add_ps(_mm512_loadu_ps(own), _mm512_add_ps(value, other)));       \
+                    }                                                                                                  \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+STRIP(gptq, 8, 1, 1) STRIP(gptq, 8, 2, 1) STRIP(gptq, 8, 4, 1) STRIP(gptq, 8, 8, 1)
+STRIP(awq, 1, 1, 4) STRIP(awq, 1, 2, 4) STRIP(awq, 1, 4, 2) STRIP(awq, 1, 8, 1)
+#undef STRIP
+
+typedef void (*DynamicStripWay)(const DynamicStrip *, int, int, const DynamicStripScales *, const DynamicInputs *, int64_t,
+                                const uint8_t *, float *);
+static const DynamicStripWay dynamic_strips[2][4] = {
+    {dynamic_strip_gptq1, dynamic_strip_gptq2, dynamic_strip_gptq4, dynamic_strip_gptq8},
+    {dynamic_strip_awq1, dynamic_strip_awq2, dynamic_strip_awq4, dynamic_strip_awq8}};
+
+/* Which output of a strip is in a lane. */
+static inline int dynamic_lane_output(const Linear *job, int part, int half, int lane)
+{
+    static const int outputs[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}}; /* of AWQ's eight: in low halves of bytes, in high ones */
+    return job->format == GPTQ ? 32 * part + 16 * half + lane : 8 * (lane / 4 * 4 + part) + outputs[half][lane % 4];
+}
+
+/* Numbers of a strip's outputs, in the order of the registers of a part. */
+static inline ALWAYS void dynamic_strip_order(int awq, const float *from, int part, __m512 to[2])
+{
+    if (!awq) {
+        to[0] = _mm512_loadu_ps(from + 32 * part);
+        to[1] = _mm512_loadu_ps(from + 32 * part + 16);
+        return;
+    }
+    const uint8_t *at = (const uint8_t *)(from + 8 * part);
+    __m512 a = (__m512)dynamic_four(at, 128), b = (__m512)dynamic_four(at + 16, 128);
+    to[0] = _mm512_unpacklo_ps(a, b);
+    to[1] = _mm512_unpackhi_ps(a, b);
+}
+
+/* Scales of a group of inputs and outputs [n, n + wide). */
+static void dynamic_strip_scales(const Linear *job, int64_t n, int64_t wide, int64_t group, DynamicStripScales *to)
+{
+    float scales[DYNAMIC_STRIP] __attribute__((aligned(64))) = {0}, zeros[DYNAMIC_STRIP] __attribute__((aligned(64))) = {0};
+    static const int bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
+    int awq = job->format == AWQ;
+    const uint8_t *from = (const uint8_t *)job->scales + (group * job->outputs + n) * bytes[job->kind];
+    const uint8_t *words = (const uint8_t *)job->zeros + (group * job->outputs + n) / 2;
+    __m256i nibbles = awq ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28) : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    for (int64_t i = 0; i < wide; i += 8) {
+        __m256i v = _mm256_srlv_epi32(_mm256_set1_epi32((int)read_word(words + i / 2)), nibbles);
+        v = _mm256_add_epi32(_mm256_and_si256(v, _mm256_set1_epi32(15)), _mm256_set1_epi32(!awq));
+        __m512i raw = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(0xffffffff >> (32 - 8 * bytes[job->kind]), from + i * bytes[job->kind]));
+        __m512 own = job->kind == SCALES_F16    ? _mm512_cvtph_ps(_mm512_castsi512_si256(raw))
+                     : job->kind == SCALES_BF16 ? (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(raw)), 16)
+                                                : (__m512)raw;
+        _mm256_storeu_ps(scales + i, _mm512_castps512_ps256(own));
+        _mm256_storeu_ps(zeros + i, _mm256_cvtepi32_ps(v));
+    }
+    for (int part = 0; part < DYNAMIC_PARTS; part++) {
+        __m512 own[2], zero[2];
+        dynamic_strip_order(awq, scales, part, own);
+        dynamic_strip_order(awq, zeros, part, zero);
+        for (int half = 0; half < 2; half++) {
+            __m512i least = (__m512i)_mm512_mul_ps(zero[half], own[half]);
+            _mm512_storeu_ps(to->scales[part][half], own[half]);
+            _mm512_storeu_si512(to->more[part][half], _mm512_xor_si512(least, _mm512_set1_epi32((int)0x80000000)));
+        }
+    }
+}
+
+/* Outputs [n, n + wide) of a strip, whose sums of every fourth block are `kept`, to where they belong. */
+static void dynamic_finish_strip(const Linear *job, int64_t n, int64_t wide, const float *kept)
+{
+    enum { QUARTER = DYNAMIC_PARTS * 2 * 16 };
+    for (int64_t r = 0; r < job->rows; r++, kept += 4 * QUARTER) {
+        float sums[DYNAMIC_STRIP];
+        for (int i = 0; i < QUARTER; i++)
+            sums[dynamic_lane_output(job, i / 32, i / 16 % 2, i % 16)] =
+                ((kept[i] + kept[QUARTER + i]) + kept[2 * QUARTER + i]) + kept[3 * QUARTER + i];
+        int64_t at = r * job->outputs + n;
+        if (job->narrow)
+            avx512_narrow(sums, (uint16_t *)job->y + at, wide);
+        else
+            memcpy((float *)job->y + at, sums, (size_t)wide * 4);
+    }
+}
+
+/* Outputs [begin, end) of up to 8 rows, in the way of so many; 0: there is no memory for it. */
+static int dynamic_by_inputs(const Linear *job, int64_t begin, int64_t end, int way)
+{
+    int64_t groups = dynamic_groups(job->inputs), rows = 1 << way, blocks = job->inputs / DYNAMIC_BLOCK;
+    int64_t each = job->group / DYNAMIC_BLOCK, kept_bytes = rows * 4 * (int64_t)sizeof(DynamicStripScales) / 2;
+    int gptq = job->format == GPTQ;
+    char *memory = aligned_alloc(64, (size_t)(kept_bytes + rows * groups * (int64_t)sizeof(DynamicInputs)));
+    if (memory == NULL)
+        return 0;
+    float *kept = (float *)memory;
+    const DynamicInputs *x = (const DynamicInputs *)job->packed;
+    if (gptq) {
+        dynamic_reorder(x, rows * groups, 1, (DynamicInputs *)(memory + kept_bytes));
+        x = (const DynamicInputs *)(memory + kept_bytes);
+    }
+    int64_t across = gptq ? 4 * job->outputs : job->outputs / 2, group_bytes = (gptq ? 16 : 128) * across;
+    for (int64_t n = begin; n < end; n += DYNAMIC_STRIP) {
+        int64_t wide = end - n < DYNAMIC_STRIP ? end - n : DYNAMIC_STRIP;
+        const uint8_t *first = (const uint8_t *)job->w + (gptq ? 4 * n : n / 2);
+        const uint8_t *next = first + (gptq ? 4 : 1) * DYNAMIC_STRIP / (gptq ? 1 : 2);
+        DynamicStripScales scales;
+        memset(kept, 0, (size_t)kept_bytes);
+        for (int64_t b = 0, stop; b < blocks; b = stop) {
+            int64_t g = b / 4, own = b / each;
+            stop = (own + 1) * each < 4 * g + 4 ? (own + 1) * each : 4 * g + 4;
+            stop = stop < blocks ? stop : blocks;
+            if (b % each == 0)
+                dynamic_strip_scales(job, n, wide, own, &scales);
+            DynamicStrip strip = {first + g * group_bytes, across, (int)wide};
+            const uint8_t *far = g + 1 < groups ? strip.at + group_bytes : next;
+            dynamic_strips[!gptq][way](&strip, (int)(b % 4), (int)(stop - 4 * g), &scales, x + g, groups, far, kept);
+        }
+        dynamic_finish_strip(job, n, wide, kept);
+    }
+    free(memory);
+    return 1;
+}
+#undef UNROLLED
