@@ -48,7 +48,6 @@ def filled(file: File, first: int, pages: int) -> bytes:
 @pytest.mark.parametrize("cached", [range(0), range(PAGES), range(10, 20), range(10), range(5, PAGES)])
 def test_the_bytes_are_the_files_whatever_is_cached(file: File, content: bytes, cached: range) -> None:
     drop(file)
-    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)  # so that no page besides comes along
     for page in cached:
         os.pread(file.fd, PAGE, page * PAGE)
     for first, pages in ((0, PAGES), (8, 16), (12, 4), (PAGES - 1, 1), (PAGES - 3, 3)):
@@ -96,3 +95,13 @@ def test_a_file_that_was_cut_is_an_error(file: File) -> None:
     os.truncate(file.path, 8 * PAGE)
     with pytest.raises(OSError, match="ends too early"):
         filled(file, 4, 16)
+
+
+def test_what_is_cached_brings_in_nothing_more(file: File, content: bytes) -> None:
+    """A file's header lies in the page cache; what follows is read past it, however often."""
+    drop(file)
+    os.pread(file.fd, PAGE, 0)
+    before = file._cached_bytes(PAGES * PAGE, 0)
+    for _ in range(4):
+        filled(file, 0, PAGES)
+    assert file._cached_bytes(PAGES * PAGE, 0) == before

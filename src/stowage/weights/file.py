@@ -46,6 +46,9 @@ class File:
         direct = -1
         with contextlib.suppress(OSError):
             direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+            # Nothing is read ahead: a copy from the page cache would bring in what follows, a little more each time,
+            # until all of the file lies there that is read directly beside it.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return cls(path, fd, direct)
 
     @property

@@ -3,17 +3,23 @@
 Owns the threads and their queue. Reads go past the page cache, except for what lies there already: straight into memory
 where offset, length and memory are whole pages, through a page-aligned buffer of the thread where they are long. Every
 read that was asked for ends: done, or failed with the reason.
+
+A packed tensor is read in one step and unpacked in another. Reading goes first: whichever thread has read goes on with
+what comes next, so that a disk that tells of several reads together has others to do while they are unpacked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -21,6 +27,7 @@ import numpy as np
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
 from stowage.native.memory import HUGE_BYTES, pages
+from stowage.native.staging import Staging
 from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import PackedTensor
 
@@ -35,8 +42,12 @@ READ_BYTES: Final = 1 << 20
 """Per system call at least, of long reads: so that several threads share a small module evenly."""
 READ_BYTES_MAX: Final = 4 << 20
 """Of a large module: fewer calls leave more of the processor to who computes (8 to 10 % of a step, with 1 MiB)."""
-_PACKED_BYTES: Final = 3 << 19
-"""Of a packed tensor: two thirds of it are read by one call, and all that can be fills a huge page."""
+_UNPACKING: Final = 2
+"""Threads besides, where anything is packed."""
+_PACKED_BYTES: Final = 2 << 20
+"""Of a packed tensor at most: two thirds of it are read by one call."""
+_STAGED_BYTES: Final = 4 << 20
+"""That one part of a packed tensor takes packed, with the frames and pages around it."""
 _HALF_BYTES: Final = HUGE_BYTES // 2
 _AROUND_BYTES: Final = _HALF_BYTES - 2 * PAGE_BYTES
 """Of what does not begin on a page: with the pages around it, half a huge page."""
@@ -111,6 +122,15 @@ class Stall:
             self.seconds += time.perf_counter() - began_s
 
 
+class _End(enum.Enum):
+    """The last word in a queue."""
+
+    END = enum.auto()
+
+
+_END: Final = _End.END
+
+
 class _Batch:
     """Reads that can be given up together."""
 
@@ -120,17 +140,51 @@ class _Batch:
         self.given_up = False
 
 
-class _Work:
-    """What the threads share. They know nothing else, so they end when nobody has the readers any more."""
+@dataclass(slots=True)
+class _Part:
+    """Of a read: what one thread does in one go."""
 
-    __slots__ = ("busy", "halves", "queue")
+    read: Read
+    ticket: Ticket
+    batch: _Batch
+
+
+@dataclass(slots=True)
+class _PackedPart:
+    """One of a packed tensor, and the memory that it is read into."""
+
+    part: _Part
+    source: PackedTensor
+    nbytes: int
+    staged: memoryview
+
+
+class _Work:
+    """What the threads share. They know nothing else, so they end when nobody has the readers any more.
+
+    What is packed waits apart, so that a thread can choose. ``queue`` has None for it: somebody may do a step of that.
+    """
+
+    __slots__ = ("arrived", "busy", "halves", "lock", "packed", "queue", "staging")
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[Read, Ticket, _Batch] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[_Part | _End | None] = queue.SimpleQueue()
         self.busy: set[int] = set()
         """Threads that may be writing to memory."""
         self.halves: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         """Of huge pages that one thread's buffer shares with the next one's."""
+        self.lock = threading.Lock()
+        """For what follows."""
+        self.packed: deque[_PackedPart] = deque()
+        """To be read."""
+        self.arrived: deque[_PackedPart] = deque()
+        """To be unpacked."""
+        self.staging = Staging(_STAGED_BYTES)
+
+    def call(self) -> None:
+        """If there is a step to be done, somebody else may do it. The lock is held, after anything changed."""
+        if self.arrived or (self.packed and self.staging.may_lend):
+            self.queue.put(None)
 
 
 class Readers:
@@ -145,12 +199,13 @@ class Readers:
         self._threads: list[threading.Thread] = []
         self._batch = _Batch()
         self._work = _Work()
-        weakref.finalize(self, self._work.queue.put, None).atexit = False
+        weakref.finalize(self, self._work.queue.put, _END).atexit = False
 
     def start(self, reads: Sequence[Read]) -> Ticket:
         """Begin ``reads``, in their order, after those that were begun before."""
         assert not self._closed, "closed readers read nothing"
-        while len(self._threads) < self._count:
+        is_packed = any(isinstance(read.source, PackedTensor) for read in reads)
+        while len(self._threads) < self._count + _UNPACKING * is_packed:
             thread = threading.Thread(target=_run, args=(self._work,), name="stowage-weights", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -158,8 +213,18 @@ class Readers:
         part_bytes = min(max(share_bytes // READ_BYTES * READ_BYTES, READ_BYTES), READ_BYTES_MAX)
         parts = [part for read in reads for part in _parts(read, part_bytes)]
         ticket = Ticket(len(parts))
-        for part in parts:
-            self._work.queue.put((part, ticket, self._batch))
+        packed = []
+        for read in parts:
+            part = _Part(read, ticket, self._batch)
+            if isinstance(read.source, PackedTensor):
+                nbytes = read.source.around_bytes(read.offset, read.into.nbytes)
+                packed.append(_PackedPart(part, read.source, nbytes, memoryview(b"")))
+            else:
+                self._work.queue.put(part)
+        if packed:
+            with self._work.lock:
+                self._work.packed += packed
+                self._work.call()
         return ticket
 
     def drain(self, timeout_s: float) -> None:
@@ -181,7 +246,7 @@ class Readers:
     def close(self, timeout_s: float = 10.0) -> bool:
         """End the threads after what is queued. Whether all have ended: if not, their memory must stay."""
         self._closed = True
-        self._work.queue.put(None)
+        self._work.queue.put(_END)
         threads = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in threads:
             thread.join(timeout_s)
@@ -190,26 +255,82 @@ class Readers:
 
 def _run(work: _Work) -> None:
     """A thread's life. The last word in the queue is for all threads."""
-    buffer, own = _Buffer(work.halves), threading.get_ident()
-    while (item := work.queue.get()) is not None:
-        read, ticket, batch = item
-        work.busy.add(own)  # before the look: who gives up waits for whoever looked earlier
-        try:
-            if batch.given_up:
-                raise StorageError("reading was given up, because the forward that asked did not end")
-            _fill(read, buffer)
-        except Exception as error:  # noqa: BLE001  # a thread's outermost frame: whoever waits is told
-            ticket.ended(error)
+    buffer = _Buffer(work.halves)
+    while (part := work.queue.get()) is not _END:
+        if isinstance(part, _Part):
+            if _done(work, part, partial(_fill, part.read, buffer)):
+                part.ticket.ended()
         else:
-            ticket.ended()
+            _step(work)
+        del part
+    while _step(work):
+        pass  # whoever still reads unpacks it, too
+    work.queue.put(_END)
+
+
+def _done(work: _Work, part: _Part, fill: Callable[[], None]) -> bool:
+    """Whether that could be done. If not, whoever waits is told."""
+    own = threading.get_ident()
+    work.busy.add(own)  # before the look: who gives up waits for whoever looked earlier
+    try:
+        if part.batch.given_up:
+            raise StorageError("reading was given up, because the forward that asked did not end")
+        fill()
+    except Exception as error:  # noqa: BLE001  # a thread's outermost frame: whoever waits is told
+        part.ticket.ended(error)
+        return False
+    finally:
         work.busy.discard(own)
-        del read, ticket, batch, item
-    work.queue.put(None)
+    return True
+
+
+def _step(work: _Work) -> bool:
+    """Read the next part of what is packed, or else unpack one that was read. False: there is nothing to do now."""
+    packed = arrived = None
+    with work.lock:
+        if work.packed and work.staging.may_lend:
+            packed = work.packed.popleft()
+            try:
+                packed.staged = work.staging.lend(packed.nbytes)
+            except OSError as error:
+                packed.part.ticket.ended(error)
+                work.call()
+                return True
+        elif work.arrived:
+            arrived = work.arrived.popleft()
+        work.call()
+    if packed is not None:
+        _fetch(work, packed)
+    elif arrived is not None:
+        _unpack(work, arrived)
+    return packed is not None or arrived is not None
+
+
+def _fetch(work: _Work, packed: _PackedPart) -> None:
+    read = packed.part.read
+    fetched = _done(work, packed.part, partial(packed.source.fetch, read.offset, read.into.nbytes, packed.staged))
+    with work.lock:
+        work.staging.was_read(packed.nbytes)
+        if fetched:
+            work.arrived.append(packed)
+        else:
+            work.staging.give_back(packed.staged, packed.nbytes)
+        work.call()
+
+
+def _unpack(work: _Work, packed: _PackedPart) -> None:
+    part, read = packed.part, packed.part.read
+    unpacked = _done(work, part, partial(packed.source.unpack, read.offset, read.into, packed.staged))
+    with work.lock:
+        work.staging.give_back(packed.staged, packed.nbytes)
+        work.call()
+    if unpacked:
+        part.ticket.ended()
 
 
 def _parts(read: Read, part_bytes: int) -> list[Read]:
-    if _is_packed(read.source):
-        part_bytes = _PACKED_BYTES  # they go through a thread's buffer, which is not much larger
+    if isinstance(read.source, PackedTensor):
+        part_bytes = min(part_bytes, _PACKED_BYTES)
     elif not _in_whole_pages(read):
         part_bytes = _AROUND_BYTES
     return [
@@ -219,8 +340,8 @@ def _parts(read: Read, part_bytes: int) -> list[Read]:
 
 
 class _Buffer:
-    """A thread's, for its longest read with the pages around it: half a huge page, whose other half another thread has,
-    or a whole one for packed tensors. It takes memory when it is used first.
+    """A thread's, for its longest read with the pages around it: half a huge page, whose other half another thread has.
+    It takes memory when it is used first.
     """
 
     def __init__(self, halves: queue.SimpleQueue[memoryview]) -> None:
@@ -228,9 +349,9 @@ class _Buffer:
         self._memory = memoryview(b"")
 
     def taken(self, nbytes: int) -> memoryview:
-        assert nbytes <= HUGE_BYTES
-        if nbytes > self._memory.nbytes:
-            self._memory = self._half() if nbytes <= _HALF_BYTES else pages(HUGE_BYTES)
+        assert nbytes <= _HALF_BYTES
+        if not self._memory.nbytes:
+            self._memory = self._half()
         return self._memory[:nbytes]
 
     def _half(self) -> memoryview:
@@ -249,10 +370,6 @@ def _copy(source: memoryview, into: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # others compute meanwhile
 
 
-def _is_packed(source: File | memoryview) -> bool:
-    return isinstance(source, PackedTensor)
-
-
 def _in_whole_pages(read: Read) -> bool:
     return not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or _address(read.into) % PAGE_BYTES)
 
@@ -260,9 +377,6 @@ def _in_whole_pages(read: Read) -> bool:
 def _fill(read: Read, buffer: _Buffer) -> None:
     if isinstance(read.source, memoryview):
         _copy(read.source[read.offset : read.offset + read.into.nbytes], read.into)
-        return
-    if isinstance(read.source, PackedTensor):
-        read.source.unpack(read.offset, read.into, buffer.taken(PackedTensor.around_bytes(read.into.nbytes)))
         return
     whole_pages = _in_whole_pages(read)
     if read.source.direct >= 0 and not whole_pages and read.into.nbytes >= _BUFFERED_BYTES:

@@ -23,11 +23,12 @@ from typing import Final
 
 import numpy as np
 
+from stowage.native.staging import Staging
 from stowage.storage.disk.bundle import Bundle, Flight, Share
-from stowage.storage.disk.read_plan import Plan, Run, make_plan
+from stowage.storage.disk.read_plan import RUN_BYTES_MAX, Plan, Run, make_plan
 from stowage.storage.disk.reader import Fetched, Reader, Result
 from stowage.storage.disk.shared import Shared
-from stowage.storage.disk.staging import Staging
+from stowage.storage.format.segment import PAGE_BYTES
 from stowage.storage.protocol import Transfer
 
 __all__ = ["Loader", "patience_s"]
@@ -39,8 +40,6 @@ SCATTERED_BYTES_MIN: Final = 4 << 20
 SCATTERED_BYTES_PER_S: Final = 1.4e9
 """What a disk that gives twice that in one piece gives of 64 KiB here and there (docs/benchmarks.md)."""
 PATIENCE: Final = 0.25
-READING_BYTES: Final = 5 << 20
-"""Of what lies packed, before no more is asked for at a time: two runs, or a few chunks. A disk is busy with that."""
 COUNTED: Final = {
     Result.CORRUPT: "corrupt",
     Result.GONE: "vanished",
@@ -82,8 +81,7 @@ class Loader:
         self._planning = False
         self._planned: deque[Bundle] = deque()
         self._arrived: deque[Arrival] = deque()
-        self._staging = Staging()
-        self._reading_bytes = 0
+        self._staging = Staging(RUN_BYTES_MAX + PAGE_BYTES)
         self._in_flight = 0
         self._closing = False
         self._readers = readers
@@ -210,7 +208,7 @@ class Loader:
             return False
         plan = self._planned[0].plan
         assert plan is not None
-        return not plan.is_packed_next or (self._reading_bytes < READING_BYTES and not self._staging.is_empty)
+        return not plan.is_packed_next or self._staging.may_lend
 
     def _take(self, bundle: Bundle) -> tuple[Run, memoryview | None]:
         """The next run of the first bundle, and memory for what lies packed. The lock is held."""
@@ -219,10 +217,7 @@ class Loader:
         if not len(bundle.plan):
             self._planned.popleft()
         nbytes = run.packed_bytes
-        if not nbytes:
-            return run, None
-        self._reading_bytes += nbytes
-        return run, self._staging.lend(nbytes)
+        return run, self._staging.lend(nbytes) if nbytes else None
 
     def _waiting_for_a_plan(self) -> tuple[list[Flight], Bundle | None]:
         """Takes the oldest transfer from the queue and those that suit it, with the bundle that they belong to.
@@ -315,7 +310,7 @@ class Loader:
             self._serve_fetched(reader, shares, run, fetched)
             return
         with self._lock:
-            self._reading_bytes -= run.packed_bytes
+            self._staging.was_read(run.packed_bytes)
             if fetched is None:
                 self._staging.give_back(memory, run.packed_bytes)
             else:

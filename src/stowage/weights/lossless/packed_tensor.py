@@ -63,39 +63,49 @@ class PackedTensor(File):
     def pread(self, length: int, offset: int) -> bytes:
         raw = bytearray(max(0, min(length, self.length - offset)))
         if raw:
-            self.unpack(offset, memoryview(raw), memoryview(mmap.mmap(-1, self.around_bytes(len(raw)))))
+            self._fill(memoryview(raw), offset, memoryview(mmap.mmap(-1, self.around_bytes(offset, len(raw)))))
         return bytes(raw)
 
     def fill_all(self, into: memoryview) -> None:
         """All of it, by this thread."""
-        around = memoryview(mmap.mmap(-1, self.around_bytes(_AT_ONCE_BYTES)))
+        around = memoryview(mmap.mmap(-1, _AT_ONCE_BYTES + 2 * PAGE_BYTES))
         for at in range(0, self.length, _AT_ONCE_BYTES):
-            self.unpack(at, into[at : at + _AT_ONCE_BYTES], around)
+            self._fill(into[at : at + _AT_ONCE_BYTES], at, around)
 
-    @staticmethod
-    def around_bytes(length: int) -> int:
-        """Memory for what ``length`` bytes of the tensor are unpacked from, at most."""
-        return length + 2 * FRAME_BYTES + 2 * PAGE_BYTES
+    def _fill(self, into: memoryview, offset: int, around: memoryview) -> None:
+        self.fetch(offset, into.nbytes, around)
+        self.unpack(offset, into, around)
+
+    def _lies(self, offset: int, length: int) -> tuple[int, int, int, int]:
+        """First and last frame of ``length`` bytes of the tensor from ``offset`` on, and the pages they lie in."""
+        first, last = offset // FRAME_BYTES, -(-min(offset + length, self.length) // FRAME_BYTES)
+        begin, end = int(self._at[first]), int(self._at[last])
+        return first, last, begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
+
+    def around_bytes(self, offset: int, length: int) -> int:
+        """Memory for what so many bytes from there on are unpacked from."""
+        _, _, begin, end = self._lies(offset, length)
+        return end - begin
+
+    def fetch(self, offset: int, length: int, around: memoryview) -> None:
+        """Read what ``length`` bytes from ``offset`` on are unpacked from. ``around``: `around_bytes` of memory, from
+        a page on. Raises OSError.
+        """
+        _, last, begin, end = self._lies(offset, length)
+        if int(self._at[last]) > self._file.length:
+            raise OSError(f"{self.path} ends too early")
+        self._file.fill(around[: end - begin], begin, whole_pages=True)
 
     def unpack(self, offset: int, into: memoryview, around: memoryview) -> None:
-        """Unpack ``into`` from ``offset`` on. ``around``: see `around_bytes`; direct reads go to a whole page of it.
-
-        Raises OSError for what cannot be read, FormatError for what was not packed.
-        """
+        """Unpack ``into`` from ``offset`` on, of what `fetch` has read. Raises FormatError for what was not packed."""
         end = min(offset + into.nbytes, self.length)
-        first, last = offset // FRAME_BYTES, -(-end // FRAME_BYTES)
-        begin, stop = int(self._at[first]), int(self._at[last])
-        page = begin // PAGE_BYTES * PAGE_BYTES
-        packed = around[: -(-stop // PAGE_BYTES) * PAGE_BYTES - page]
-        if stop > self._file.length:
-            raise OSError(f"{self.path} ends too early")
-        self._file.fill(packed, page, whole_pages=True)
+        first, last, page, _ = self._lies(offset, into.nbytes)
         whole_from, whole_to = -(-offset // FRAME_BYTES), last if end == self.length else end // FRAME_BYTES
         for frame in range(first, last):
             if not whole_from <= frame < whole_to:
-                self._unpack_part(packed[int(self._at[frame]) - page :], frame, offset, end, into)
+                self._unpack_part(around[int(self._at[frame]) - page :], frame, offset, end, into)
         if whole_from < whole_to:
-            packed = packed[int(self._at[whole_from]) - page : int(self._at[whole_to]) - page]
+            packed = around[int(self._at[whole_from]) - page : int(self._at[whole_to]) - page]
             target = into[whole_from * FRAME_BYTES - offset : min(whole_to * FRAME_BYTES, end) - offset]
             self._unpack_frames(packed, whole_from, whole_to, target)
 

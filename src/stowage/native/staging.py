@@ -1,0 +1,57 @@
+"""Memory that packed bytes are read into until they are unpacked, and how far reading goes ahead of unpacking."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stowage.native.memory import pages
+
+__all__ = ["Staging"]
+
+READING_BYTES: Final = 5 << 20
+"""Of what lies packed, before no more is asked for at a time: two runs, or a few chunks. A disk is busy with that."""
+STAGED_BYTES: Final = 8 << 20
+"""That are lent, before no more are. With less a disk waits for processors; with more, what was read has left the cache
+when it is unpacked, and what is read next goes to memory that is in none: a fifth slower."""
+
+
+class Staging:
+    """Lent for one run each, mostly of up to ``room_bytes``. Not for several threads at once. What came back last is
+    lent first: it is in a cache.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes = room_bytes
+        self._free: list[memoryview] = []
+        self._lent_bytes = self._reading_bytes = 0
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether more is to be read now. If not, something has to be read or given back before."""
+        return self._reading_bytes < READING_BYTES and self._lent_bytes < STAGED_BYTES
+
+    def lend(self, nbytes: int) -> memoryview:
+        """So many bytes at least, from a page on, to be read into: `was_read` follows, then `give_back`. Raises OSError
+        where the system has no more.
+        """
+        if nbytes > self._room_bytes:
+            memory = pages(nbytes)  # for this run alone
+        else:
+            memory = self._free.pop() if self._free else pages(self._room_bytes)
+        self._lent_bytes += nbytes
+        self._reading_bytes += nbytes
+        return memory
+
+    def was_read(self, nbytes: int) -> None:
+        """Reading so many bytes has ended, well or not."""
+        self._reading_bytes -= nbytes
+
+    def give_back(self, memory: memoryview, nbytes: int) -> None:
+        """Nothing in it is needed any more; it was lent for so many bytes."""
+        self._lent_bytes -= nbytes
+        if nbytes <= self._room_bytes:
+            self._free.append(memory)
+
+    def check(self) -> None:
+        """What is being read is lent."""
+        assert 0 <= self._reading_bytes <= self._lent_bytes
