@@ -46,6 +46,22 @@ def test_products_have_the_bits_of_those_with_unpacked_weights(
         assert torch.equal(kernels.linear_blocks(x[:3], matrix, bias), kernels.linear(x[:3], plain, bias)), one
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_codes_that_lie_by_inputs_have_scales_of_any_group(instructions: None, name: str) -> None:
+    for outputs, width, group, kind in (
+        (136, 1024 + 96, 32, torch.float16),
+        (264, 4096 + 704, 96, torch.bfloat16),
+        (520, 640, 0, torch.float32),
+    ):
+        spec = Spec(name, outputs, width, group, scale_dtype=kind)
+        parts = parts_of(spec)
+        plain = dequantized(spec, parts, torch.bfloat16)
+        x = torch.randn(8, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+        for rows in (1, 2, 3, 8):
+            found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
+            assert torch.equal(found, kernels.linear(x[:rows], plain)), (spec, rows)
+
+
 def test_experts_are_taken_one_by_one_and_several_threads_change_nothing() -> None:
     spec = Spec("mxfp4", 384, 512)
     parts = {part: torch.stack([values, values.flip(0)]) for part, values in parts_of(spec).items()}

@@ -2,6 +2,7 @@
  * them. Sums are in the order of halves.h.
  */
 enum { CODED_STEP = 64, CODED_TURNED = HALVES_DEPTH / 2 + 64, CODED_ROOM = CODED_STEP * CODED_TURNED };
+enum { CODED_PANEL = 128, CODED_SHORT = 512, CODED_SHORT_TURNED = CODED_SHORT / 2 + 64 }; /* outputs of few rows; of codes that lie apart, and inputs, at a time */
 enum { CODED_BYTES = 384 << 10 }; /* what is laid out for many rows at a time: so much of the second cache */
 
 /* Inputs [k, k + 32) of which there are only `count`, and zeros. */
@@ -121,19 +122,19 @@ static int64_t coded_end(const Linear *job, int64_t k, int64_t most)
     return job->format == PACKED4 && k < half && half < end ? half : end;
 }
 
-/* Where blocks of outputs [n, n + wide) begin, from input k on; `room` of CODED_ROOM bytes: for codes that lie apart. */
+/* Where blocks of outputs [n, n + wide) begin, from input k on; `room`: for codes that lie apart, `stride` bytes each. */
 static void coded_begin(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, uint8_t *room,
-                        const uint8_t **at)
+                        int64_t stride, const uint8_t **at)
 {
     if (job->format == GPTQ)
-        coded_turn_gptq(job, n, wide, k, depth, room, CODED_TURNED);
+        coded_turn_gptq(job, n, wide, k, depth, room, stride);
     for (int64_t i = 0; job->format == AWQ && i < wide; i += 32)
-        coded_turn_awq(job, n + i, wide - i < 32 ? wide - i : 32, k, depth, room + i * CODED_TURNED, CODED_TURNED);
+        coded_turn_awq(job, n + i, wide - i < 32 ? wide - i : 32, k, depth, room + i * stride, stride);
     int64_t half = job->inputs / 2, first = job->format == PACKED4 && k >= half ? k - half : k;
     const CodedWays *ways = coded_ways(job, k);
     for (int64_t i = 0; i < wide; i++)
         at[i] = coded_by_inputs(job)
-                    ? room + i * CODED_TURNED
+                    ? room + i * stride
                     : (const uint8_t *)job->w + (n + i) * job->w_row + first / ways->inputs * ways->bytes;
 }
 
@@ -164,7 +165,7 @@ static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint8_t *room
     for (int64_t k = 0, end; k < job->inputs; k = end) {
         end = coded_end(job, k, HALVES_DEPTH);
         const CodedWays *ways = coded_ways(job, k);
-        coded_begin(job, n, wide, k, end - k, room, at);
+        coded_begin(job, n, wide, k, end - k, room, CODED_TURNED, at);
         for (int64_t i = 0; i < wide; i++) {
             Coded row = coded_row(job, n + i);
             uint16_t *own = to + i * stride + k;
@@ -175,6 +176,48 @@ static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint8_t *room
                 coded_last(job, &row, end - left, left, own + (end - k - left));
         }
     }
+}
+
+/* Scales and zero points of a piece of outputs whose codes lie by inputs: of output n, for step i, at index n of slot[i]. */
+typedef struct {
+    float scales[CODED_SHORT / 32][CODED_PANEL], zeros[CODED_SHORT / 32][CODED_PANEL];
+    int slot[CODED_SHORT / 32], steps;
+} CodedAcross;
+
+static void coded_lay_across(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, int64_t step,
+                             CodedAcross *to)
+{
+    to->steps = (int)(depth / step);
+    for (int i = 0; i < to->steps; i++) {
+        int64_t group = (k + i * step) / job->group;
+        to->slot[i] = i > 0 && group == (k + (i - 1) * step) / job->group ? to->slot[i - 1] : i;
+        if (to->slot[i] == i)
+            coded_across(job, n, wide, group, to->scales[i], to->zeros[i]);
+    }
+}
+
+/* Of outputs n to n + 3 as `coded_scales` lays them out. */
+static inline ALWAYS void coded_scales_across(const CodedAcross *from, int64_t n, float *to)
+{
+    for (int i = 0; i < from->steps; i++, to += 2) {
+        __m128 scale = _mm_loadu_ps(from->scales[from->slot[i]] + n), zero = _mm_loadu_ps(from->zeros[from->slot[i]] + n);
+        __m128 low = _mm_unpacklo_ps(scale, zero), high = _mm_unpackhi_ps(scale, zero);
+        _mm_storel_pi((__m64 *)to, low);
+        _mm_storeh_pi((__m64 *)(to + CODED_SCALES), low);
+        _mm_storel_pi((__m64 *)(to + 2 * CODED_SCALES), high);
+        _mm_storeh_pi((__m64 *)(to + 3 * CODED_SCALES), high);
+    }
+}
+
+/* Fetch `part` of 32 of CODED_SHORT inputs from k on of CODED_PANEL outputs from n on, whose codes lie by inputs. */
+static inline ALWAYS void coded_fetch(const Linear *job, int64_t n, int64_t k, int64_t part)
+{
+    int gptq = job->format == GPTQ, lines = gptq ? CODED_PANEL * 4 / 64 : 1, rows = 16 / lines;
+    int64_t row = gptq ? 4 * job->outputs : job->outputs / 2;
+    const char *at = (const char *)job->w + (gptq ? k / 8 * row + 4 * n : k * row + n / 2) + part * rows * row;
+    for (int i = 0; i < rows; i++, at += row)
+        for (int line = 0; line < lines; line++)
+            FETCH_FAR(at + 64 * line);
 }
 
 /* A piece of up to 8 rows, side by side, and zeros up to a multiple of 32; what is no row repeats the last one. */
@@ -208,31 +251,39 @@ static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide,
 {
     uint16_t near[HALVES_NEAR + HALVES_ROWS * HALVES_APART] __attribute__((aligned(64)));
     float scales[4 * CODED_SCALES] __attribute__((aligned(64))), totals[16];
-    const uint8_t *at[HALVES_PANEL + 4];
-    int rows = 1 << way, step = rows == 8 ? 2 : 4;
-    int64_t ahead = coded_by_inputs(job) ? 0 : 2 * step * job->w_row;
+    const uint8_t *at[CODED_PANEL + 4];
+    CodedAcross laid;
+    int rows = 1 << way, step = rows == 8 ? 2 : 4, across = coded_by_inputs(job);
+    int64_t ahead = across ? 0 : 2 * step * job->w_row;
     for (int64_t k = 0, end; k < job->inputs; k = end) {
-        end = coded_end(job, k, HALVES_NEAR / rows);
+        end = coded_end(job, k, across ? CODED_SHORT : HALVES_NEAR / rows);
         const CodedWays *ways = coded_ways(job, k);
         int64_t x_row = coded_near(job, rows, k, end - k, near);
-        coded_begin(job, first, wide, k, end - k, room, at);
+        coded_begin(job, first, wide, k, end - k, room, CODED_SHORT_TURNED, at);
+        if (across)
+            coded_lay_across(job, first, wide, k, end - k, ways->step, &laid);
         for (int64_t n = 0; n < wide; n += step) {
             int c = wide - n < step ? (int)(wide - n) : step;
-            for (int i = 0; i < step; i++) {
-                Coded own = coded_row(job, first + n + (i < c ? i : 0));
-                at[n + i] = at[n + (i < c ? i : 0)];
-                if (i == 0 || ways != &coded_tall) /* outputs that have them in common */
-                    coded_scales(job, &own, at[n + i], k, end - k, ways->step, scales + i * CODED_SCALES);
+            if (across && n % 4 == 0) {
+                coded_scales_across(&laid, n, scales);
+                coded_fetch(job, end < job->inputs ? first : first + CODED_PANEL, end < job->inputs ? end : 0, n / 4);
             }
-            ways->dots[way](near, x_row, at + n, (end - k) / ways->inputs, ahead, scales, kept + n * rows,
-                            k % HALVES_DEPTH != 0);
+            for (int i = 0; i < step; i++) {
+                at[n + i] = at[n + (i < c ? i : 0)];
+                if (across || (i > 0 && ways == &coded_tall)) /* outputs that have them in common */
+                    continue;
+                Coded own = coded_row(job, first + n + (i < c ? i : 0));
+                coded_scales(job, &own, at[n + i], k, end - k, ways->step, scales + i * CODED_SCALES);
+            }
+            ways->dots[way](near, x_row, at + n, (end - k) / ways->inputs, ahead,
+                            scales + (across ? n % 4 * CODED_SCALES : 0), kept + n * rows, k % HALVES_DEPTH != 0);
         }
         if (end % 32)
             coded_rest(job, rows, step, first, wide, end / 32 * 32, near + (end - k) / 32 * 32, x_row, kept);
         for (int64_t i = 0; (end % HALVES_DEPTH == 0 || end == job->inputs) && i < wide * rows; i += 8) {
             halves_totals(kept + i, totals);
             for (int j = 0; j < 8 && i + j < wide * rows; j++) {
-                float *sum = sums + ((i + j) & (rows - 1)) * HALVES_PANEL + ((i + j) >> way), own = totals[j % 4 * 4 + j / 4];
+                float *sum = sums + ((i + j) & (rows - 1)) * CODED_PANEL + ((i + j) >> way), own = totals[j % 4 * 4 + j / 4];
                 *sum = end <= HALVES_DEPTH ? own : *sum + own;
             }
         }
@@ -240,17 +291,20 @@ static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide,
 }
 
 /* Outputs [begin, end) of up to 8 rows. */
-static void coded_few(const Linear *job, int64_t begin, int64_t end, uint8_t *room)
+static void coded_few(const Linear *job, int64_t begin, int64_t end)
 {
-    float sums[HALVES_ROWS * HALVES_PANEL] __attribute__((aligned(64)));
-    __m512 kept[HALVES_ROWS * (HALVES_PANEL + 4) + 8];
-    int way = job->rows > 4 ? 3 : job->rows > 2 ? 2 : (int)job->rows - 1;
-    int64_t panel = coded_by_inputs(job) ? CODED_STEP : HALVES_PANEL;
+    uint8_t room[CODED_PANEL * CODED_SHORT_TURNED] __attribute__((aligned(64)));
+    float sums[HALVES_ROWS * CODED_PANEL] __attribute__((aligned(64)));
+    __m512 kept[HALVES_ROWS * (CODED_PANEL + 4) + 8];
+    int way = job->rows > 4 ? 3 : job->rows > 2 ? 2 : (int)job->rows - 1, across = coded_by_inputs(job);
+    int64_t panel = across ? CODED_PANEL : HALVES_PANEL;
+    for (int part = 0; across && part < CODED_PANEL / 4; part++)
+        coded_fetch(job, begin, 0, part);
     for (int64_t first = begin; first < end; first += panel) {
         int64_t wide = end - first < panel ? end - first : panel;
         coded_panel(job, way, first, wide, room, kept, sums);
         for (int r = 0; r < job->rows; r++)
-            halves_finish(job, sums + r * HALVES_PANEL, r, first, wide);
+            halves_finish(job, sums + r * CODED_PANEL, r, first, wide);
     }
 }
 
@@ -281,12 +335,12 @@ static int coded_many(const Linear *job, int64_t begin, int64_t end, uint8_t *ro
 /* Outputs [begin, end) of all rows; 0: there is no memory for it. `multiply` does it with weights in bfloat16. */
 static int coded_linear(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
 {
+    if (job->rows <= HALVES_ROWS && multiply == halves_linear && !coded_is_odd(job)) {
+        coded_few(job, begin, end);
+        return 1;
+    }
     uint8_t *room = coded_by_inputs(job) ? aligned_alloc(64, CODED_ROOM) : NULL;
-    int done = room != NULL || !coded_by_inputs(job);
-    if (done && job->rows <= HALVES_ROWS && multiply == halves_linear && !coded_is_odd(job))
-        coded_few(job, begin, end, room);
-    else if (done)
-        done = coded_many(job, begin, end, room, multiply);
+    int done = (room != NULL || !coded_by_inputs(job)) && coded_many(job, begin, end, room, multiply);
     free(room);
     return done;
 }

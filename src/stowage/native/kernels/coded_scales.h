@@ -203,3 +203,24 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
     }
 }
 #undef HALVES_OF
+
+/* Of GPTQ and AWQ: scales and zero points of a group of inputs and outputs [n, n + wide). */
+static void coded_across(const Linear *job, int64_t n, int64_t wide, int64_t group, float *scales, float *zeros)
+{
+    int awq = job->format == AWQ, size = job->kind == SCALES_F32 ? 4 : 2;
+    const uint8_t *from = (const uint8_t *)job->scales + (group * job->outputs + n) * size;
+    const uint8_t *words = (const uint8_t *)job->zeros + (group * job->outputs + n) / 2;
+    __m256i nibbles = awq ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28) : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    for (int64_t i = 0; i < wide; i += 8) {
+        __m256i v = _mm256_srlv_epi32(_mm256_set1_epi32((int)read_word(words + i / 2)), nibbles);
+        v = _mm256_add_epi32(_mm256_and_si256(v, _mm256_set1_epi32(15)), _mm256_set1_epi32(!awq));
+        __m512i raw = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(0xffffffff >> (32 - 8 * size), from + i * size));
+        __m512 own = (__m512)raw;
+        if (job->kind == SCALES_F16)
+            own = _mm512_cvtph_ps(_mm512_castsi512_si256(raw));
+        else if (job->kind == SCALES_BF16)
+            own = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(raw)), 16);
+        _mm256_storeu_ps(scales + i, _mm512_castps512_ps256(own));
+        _mm256_storeu_ps(zeros + i, _mm256_cvtepi32_ps(v));
+    }
+}

@@ -157,21 +157,8 @@ static inline ALWAYS void dynamic_strip_order(int awq, const float *from, int pa
 static void dynamic_strip_scales(const Linear *job, int64_t n, int64_t wide, int64_t group, DynamicStripScales *to)
 {
     float scales[DYNAMIC_STRIP] __attribute__((aligned(64))) = {0}, zeros[DYNAMIC_STRIP] __attribute__((aligned(64))) = {0};
-    static const int bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
     int awq = job->format == AWQ;
-    const uint8_t *from = (const uint8_t *)job->scales + (group * job->outputs + n) * bytes[job->kind];
-    const uint8_t *words = (const uint8_t *)job->zeros + (group * job->outputs + n) / 2;
-    __m256i nibbles = awq ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28) : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    for (int64_t i = 0; i < wide; i += 8) {
-        __m256i v = _mm256_srlv_epi32(_mm256_set1_epi32((int)read_word(words + i / 2)), nibbles);
-        v = _mm256_add_epi32(_mm256_and_si256(v, _mm256_set1_epi32(15)), _mm256_set1_epi32(!awq));
-        __m512i raw = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(0xffffffff >> (32 - 8 * bytes[job->kind]), from + i * bytes[job->kind]));
-        __m512 own = job->kind == SCALES_F16    ? _mm512_cvtph_ps(_mm512_castsi512_si256(raw))
-                     : job->kind == SCALES_BF16 ? (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(raw)), 16)
-                                                : (__m512)raw;
-        _mm256_storeu_ps(scales + i, _mm512_castps512_ps256(own));
-        _mm256_storeu_ps(zeros + i, _mm256_cvtepi32_ps(v));
-    }
+    coded_across(job, n, wide, group, scales, zeros);
     for (int part = 0; part < DYNAMIC_PARTS; part++) {
         __m512 own[2], zero[2];
         dynamic_strip_order(awq, scales, part, own);
