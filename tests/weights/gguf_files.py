@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,22 +15,34 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
+from tests.weights import gguf_layouts
 
 _RENAMED: Mapping[str, str] = {
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
 }
 """Families whose files have another name than Transformers' type."""
-_INTERLEAVED = ("arcee", "granite", "llama", "smollm3")
+_INTERLEAVED = ("arcee", "granite", "llama", "mistral3", "smollm3")
 _NORMS_FROM_1 = ("gemma2", "gemma3", "nemotron")
 _K_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 _MORE = (
     ("attention.key_length", "head_dim"),
     ("expert_count", "num_experts"),
+    ("expert_count", "n_routed_experts"),
     ("expert_used_count", "num_experts_per_tok"),
     ("expert_feed_forward_length", "moe_intermediate_size"),
     ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
@@ -42,6 +56,13 @@ _MORE = (
     ("residual_scale", "residual_multiplier"),
     ("logit_scale", "logits_scaling"),
     ("logit_scale", "logit_scale"),
+    ("expert_shared_count", "n_shared_experts"),
+    ("expert_group_count", "n_group"),
+    ("expert_group_used_count", "topk_group"),
+    ("expert_weights_scale", "routed_scaling_factor"),
+    ("leading_dense_block_count", "first_k_dense_replace"),
+    ("leading_dense_block_count", "num_dense_layers"),
+    ("shortconv.l_cache", "conv_L_cache"),
 )
 
 
@@ -88,6 +109,8 @@ def write(
         if name in without:
             continue
         chosen = kind if isinstance(kind, Kind) else kind(name)
+        if values.shape[-1] % gguf.GGML_QUANT_SIZES[chosen][0]:
+            chosen = Kind.F32 if values.shape[-1] % 32 else Kind.Q8_0
         if values.ndim == 1 or "inp" in name or name.endswith("bias") or chosen is Kind.F32:
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
@@ -109,26 +132,105 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
     """What Transformers' table says of ``config``, the other way round."""
     table = GGUF_CONFIG_MAPPING.get(config.model_type.removesuffix("_text"), GGUF_CONFIG_MAPPING["llama"])
     found: dict[str, Any] = {}
+    if arch == "gemma4":  # whose layers differ
+        config = copy.deepcopy(config)
+        config.allow_global_per_layer_attribute_access = True
     for key, name in [*_MORE, *table.items()]:
         value = getattr(config, name, None) if name else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{arch}.{key}"] = value
-    if config.model_type == "gpt_oss":
+    found |= (
+        _latents(config, arch) if arch == "deepseek2" else _delta(config, arch) if arch in gguf_layouts.DELTA else {}
+    )
+    found |= _gemma4(config, arch) if arch == "gemma4" else {}
+    if config.model_type in ("gpt_oss", "minimax_m2"):
         found[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
-    if config.model_type == "lfm2":
+    if getattr(config, "norm_topk_prob", None) is not None and arch in ("deepseek2", "glm4moe"):
+        found[f"{arch}.expert_weights_norm"] = config.norm_topk_prob
+    if config.model_type in ("glm4_moe", "lfm2_moe", "minimax_m2"):
+        found[f"{arch}.expert_gating_func"] = 2
+    if config.model_type == "ministral3":
+        found[f"{arch}.attention.temperature_scale"] = config.rope_parameters["llama_4_scaling_beta"]
+        found[f"{arch}.rope.scaling.yarn_log_multiplier"] = config.rope_parameters["mscale_all_dim"]
+        found[f"{arch}.rope.scaling.yarn_beta_fast"] = config.rope_parameters["beta_fast"]
+        found[f"{arch}.rope.scaling.yarn_beta_slow"] = config.rope_parameters["beta_slow"]
+    if config.model_type in ("lfm2", "lfm2_moe"):
         heads = [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
         found[f"{arch}.attention.head_count_kv"] = heads
+    if config.model_type == "lfm2":
         found[f"{arch}.feed_forward_length"] = -(-int(2 * config.intermediate_size / 3) // 256) * 256
     if config.model_type == "mixtral":
         found[f"{arch}.expert_count"] = config.num_local_experts
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     found[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") == "longrope":
+        first = rope["original_max_position_embeddings"]
+        found[f"{arch}.rope.scaling.original_context_length"] = first
+        factor = math.sqrt(1 + math.log(config.max_position_embeddings / first) / math.log(first))
+        found[f"{arch}.rope.scaling.attn_factor"] = factor
+    if arch == "phi3" and config.sliding_window is None:
+        found[f"{arch}.attention.sliding_window"] = 0
     if rope.get("rope_type") == "yarn":
         found[f"{arch}.rope.scaling.type"], found[f"{arch}.rope.scaling.factor"] = "yarn", float(rope["factor"])
         found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    found[f"{arch}.rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
-    return found
+    if arch == "gemma4":
+        return {**found, f"{arch}.rope.dimension_count": found[f"{arch}.attention.key_length"]}
+    rotated = getattr(config, "qk_rope_head_dim", None) or int(size * rope.get("partial_rotary_factor", 1.0))
+    return {**found, f"{arch}.rope.dimension_count": rotated}
+
+
+def _latents(config: Any, arch: str) -> dict[str, Any]:
+    """Of DeepSeek: one head of keys that all others share, and beside it what heads are made of."""
+    sizes = {
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.head_count_kv": 1,
+        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+    }
+    if config.q_lora_rank:
+        sizes["attention.q_lora_rank"] = config.q_lora_rank
+    if config.rope_parameters["rope_type"] == "yarn":
+        sizes["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope_parameters["mscale_all_dim"]
+    return {f"{arch}.{key}": value for key, value in sizes.items()}
+
+
+def _gemma4(config: Any, arch: str) -> dict[str, Any]:
+    """Of its layers without a window a head is wider. What is rotated in those is said by a tensor."""
+    full = config.layer_types.index("full_attention")
+    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    wide = config.per_layer_config[full]
+    sizes = {
+        "attention.sliding_window_pattern": windows,
+        "attention.key_length": wide.head_dim,
+        "attention.value_length": wide.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.head_count_kv": [config.num_key_value_heads if own else wide.num_key_value_heads for own in windows],
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "rope.dimension_count_swa": config.head_dim,
+    }
+    if config.enable_moe_block:
+        sizes["expert_used_count"] = config.top_k_experts
+    return {f"{arch}.{key}": value for key, value in sizes.items()}
+
+
+def _delta(config: Any, arch: str) -> dict[str, Any]:
+    sizes = {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "full_attention_interval": config.layer_types.index("full_attention") + 1,
+        "rope.dimension_sections": [2, 1, 1, 0],
+    }
+    return {f"{arch}.{key}": value for key, value in sizes.items()}
 
 
 def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
@@ -136,26 +238,49 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
     config = model.config
     names = _names(config)
     heads = heads_of(config)
-    found = []
+    found = [
+        (f"rope_factors_{name}.weight", np.array(config.rope_parameters[f"{name}_factor"]))
+        for name in ("short", "long")
+        if f"{name}_factor" in config.rope_parameters
+    ]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if arch == "gemma4":
+        rotated = model.model.rotary_emb.full_attention_inv_freq.numpy() != 0
+        found.append(("rope_freqs.weight", np.where(rotated, 1, 1e30)))
     for path, tensor in model.state_dict().items():
         if path in tied:
             continue
         values = tensor.detach().float().numpy()
-        if ".experts." in path:
+        if (relaid := gguf_layouts.written(config, arch, path, values)) is not None:
+            found += relaid
+            continue
+        if ".experts." in path and arch != "gemma4":
             found += _experts(path, values, model.get_submodule(path.rpartition(".")[0]))
             continue
-        base, _, last = path.rpartition(".")
-        whole = names.get_name(path)
+        base, _, last = _named(path).rpartition(".")
+        whole = names.get_name(_named(path))
         name = f"{whole}.weight" if whole else f"{names.get_name(base)}.{last}"
         part = name.split(".")[-2]
         if part in heads:
             values = interleaved(values, heads[part])
-        if arch in _NORMS_FROM_1 and path.endswith("norm.weight"):
-            values = values + 1
-        alone = 0 if part == "ffn_gate_inp_shexp" else 1 if values.ndim == 3 else None
+        values = values + _begin(arch, path)
+        alone = 0 if part == "ffn_gate_inp_shexp" else 1 if values.ndim == 3 and values.shape[1] == 1 else None
         found.append((name, values if alone is None else values.squeeze(alone)))
     return found
+
+
+def _begin(arch: str, path: str) -> int:
+    """What is added to a norm's weights when a file is written."""
+    delta = arch in gguf_layouts.DELTA and not path.endswith("linear_attn.norm.weight")
+    return int(path.endswith("norm.weight") and (delta or arch in _NORMS_FROM_1))
+
+
+def _named(path: str) -> str:
+    """A router's correction is no module of Transformers', and is one here."""
+    for own in ("e_score_correction", "expert_bias"):
+        if path.endswith(own.removesuffix("_bias") + "_bias"):
+            return f"{path.rpartition('.')[0]}.{own}.bias"
+    return path
 
 
 def _experts(path: str, values: np.ndarray, module: Any) -> list[tuple[str, np.ndarray]]:
@@ -192,20 +317,25 @@ def apart(values: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def state_of(path: Path, plain: Any) -> dict[str, torch.Tensor]:
-    """The values in a file, as the ``gguf`` package says, under the names of ``plain``, in bfloat16."""
+    """The values in a file, as the ``gguf`` package says, under the names and in the types of ``plain``."""
     values, state = dequantised(path), {}
     config = plain.config
     names = _names(config)
-    for name, tensor in plain.state_dict().items():
-        if ".experts." in name:
+    arch = arch_of(config)
+    for own, tensor in plain.state_dict().items():
+        name = "model.embed_tokens.weight" if config.tie_word_embeddings and own == "lm_head.weight" else own
+        relaid = gguf_layouts.read(config, arch, name, tensor.shape, values)
+        if relaid is not None:
+            found = relaid
+        elif ".experts." in name and arch != "gemma4":
             found = _expert_values(name, values, plain.get_submodule(name.rpartition(".")[0]))
         else:
-            base, _, last = name.rpartition(".")
-            whole = names.get_name(name)
+            base, _, last = _named(name).rpartition(".")
+            whole = names.get_name(_named(name))
             found = values[f"{whole}.weight" if whole else f"{names.get_name(base)}.{last}"]
             heads = heads_of(config).get(str(names.get_name(base)).rpartition(".")[2])
-            found = apart(found, heads) if heads else found
-        state[name] = found.reshape(tensor.shape).to(torch.bfloat16)
+            found = (apart(found, heads) if heads else found) - _begin(arch, name)
+        state[own] = found.reshape(tensor.shape).to(tensor.dtype)
     return state
 
 

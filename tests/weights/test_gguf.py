@@ -50,18 +50,38 @@ TOKENS = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+
+
 def model_of(family: str, directory: Path, size: Any = None, **changed: Any) -> Any:
     """A tiny model of Transformers, in float32; ``changed`` in its config."""
-    from transformers import AutoConfig
-
-    source = tiny_models.write(family, directory, size) if size else tiny_models.write(family, directory)
-    config = AutoConfig.from_pretrained(source)
-    for name, value in changed.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32).eval()
-    if config.tie_word_embeddings:
+    source = tiny_models.write(family, directory, size, **changed)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    spread(model)
+    if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
+
+
+def spread(model: Any) -> None:
+    """Values that matter for what Transformers begins with ones and zeros: norms, biases, corrections of routers."""
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in model.state_dict().items():
+        if (tensor.dim() == 1 or name.endswith("bias")) and not name.endswith(("A_log", "dt_bias")):
+            tensor.add_(torch.rand(tensor.shape, generator=generator), alpha=0.2)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -73,19 +93,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "gemma2": {"tie_word_embeddings": True},
     "gemma3": {"layer_types": ["sliding_attention"] * 4},
+    "gemma4": {"tie_word_embeddings": True, "final_logit_softcapping": 30.0, "enable_moe_block": True, **EXPERTS},
     "gpt_oss": {},
     "nemotron": {},
     "phi3": {},
+    "phi4_mini": {"sliding_window": None},
     "stablelm": {},
     "starcoder2": {},
     "arcee": {},
     "cohere2": {"tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "deepseek_v2": {"rope_parameters": YARN, "q_lora_rank": None},
+    "deepseek_v3": {"rope_parameters": YARN, "norm_topk_prob": True},
     "ernie4_5": {},
     "exaone4": {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
     "glm4": {},
+    "glm4_moe": {"routed_scaling_factor": 1.5, "use_qk_norm": True},
     "granite": {},
     "lfm2": {},
+    "lfm2_moe": {"tie_word_embeddings": True},
+    "minimax_m2": {},
+    "ministral3": {"max_position_embeddings": 256, "rope_parameters": YARN},
     "olmo2": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_next": {"decoder_sparse_step": 1},
     "olmoe": {},
     "seed_oss": {},
     "smollm3": {},
@@ -100,9 +131,9 @@ def test_every_family_computes_what_its_file_was_written_from(family: str, tmp_p
     expected = logits(plain, ids)
     whole = loading.load(path)
     assert whole.model.dtype is torch.float32, "the type of its matrices"
-    assert torch.allclose(logits(whole.model, ids), expected, atol=1e-4)
+    assert torch.allclose(logits(whole.model, ids), expected, atol=5e-4)
     model = stowage.offload(path, weights="*=stream")
-    assert torch.allclose(logits(model, ids), expected, atol=1e-4)
+    assert torch.allclose(logits(model, ids), expected, atol=5e-4)
     assert model.stowage.stats()["image_bytes"] == 0, "nothing is written"
     model.stowage.close()
 
@@ -120,7 +151,11 @@ def mixed(kinds: Sequence[Kind]) -> Callable[[str], Kind]:
 
 def dequantised(path: Path, plain: Any, directory: Path) -> Path:
     """A checkpoint in bfloat16 of the values in a file, as the package ``gguf`` says."""
-    plain.to(torch.bfloat16).load_state_dict(gguf_files.state_of(path, plain))
+    plain.to(torch.bfloat16)
+    for module in plain.modules():
+        if getattr(module, "e_score_correction_bias", None) is not None and plain._keep_in_fp32_modules_strict:
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
+    plain.load_state_dict(gguf_files.state_of(path, plain))
     plain.save_pretrained(directory)
     return directory
 

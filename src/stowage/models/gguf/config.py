@@ -13,37 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.models.gguf.families import FAMILIES, entries_of, family_of, head_size, layers_of, number
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["FAMILIES", "config_of", "end_ids", "heads_of"]
+__all__ = ["config_of", "end_ids", "heads_of"]
 
-FAMILIES: Final[Mapping[str, str]] = {
-    "arcee": "arcee",
-    "cohere2": "cohere2",
-    "ernie4_5": "ernie4_5",
-    "exaone4": "exaone4",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "glm4": "glm4",
-    "gpt-oss": "gpt_oss",
-    "granite": "granite",
-    "lfm2": "lfm2",
-    "llama": "llama",
-    "nemotron": "nemotron",
-    "olmo2": "olmo2",
-    "olmoe": "olmoe",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen2moe": "qwen2_moe",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "seed_oss": "seed_oss",
-    "smollm3": "smollm3",
-    "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
-}
-"""From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama."""
-_TABLE: Final = {"gemma3_text": "gemma3"}
+_TABLE: Final = {"gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 """Of those that Transformers' tables have under another name. What they do not have is read by that of llama."""
 _MORE: Final[Sequence[tuple[str, str]]] = (
     ("attention.key_length", "head_dim"),
@@ -54,9 +29,18 @@ _MORE: Final[Sequence[tuple[str, str]]] = (
     ("rope.freq_base", "rope_theta"),
     ("expert_count", "num_local_experts"),
     ("expert_count", "num_experts"),
+    ("expert_count", "n_routed_experts"),
     ("expert_used_count", "num_experts_per_tok"),
     ("expert_feed_forward_length", "moe_intermediate_size"),
     ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ("expert_shared_count", "n_shared_experts"),
+    ("expert_group_count", "n_group"),
+    ("expert_group_used_count", "topk_group"),
+    ("expert_weights_norm", "norm_topk_prob"),
+    ("expert_weights_scale", "routed_scaling_factor"),
+    ("leading_dense_block_count", "first_k_dense_replace"),
+    ("leading_dense_block_count", "num_dense_layers"),
+    ("shortconv.l_cache", "conv_L_cache"),
     ("attn_logit_softcapping", "attn_logit_softcapping"),
     ("final_logit_softcapping", "final_logit_softcapping"),
     ("embedding_scale", "embedding_multiplier"),
@@ -72,37 +56,35 @@ _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "use_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
     "use_qkv_bias": ("blk.0.attn_q.bias",),
 }
-_SCALED_BY_HEADS: Final = {"gemma2": 46, "gemma3": 62}
-"""Layers of the one size of each family whose scores are scaled by hidden size / heads, which no field says
-(``llama-model.cpp``: ``LLM_TYPE_27B``)."""
 _LLAMA3_TOKENS, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 _LOCAL_THETA: Final = 10000.0
+_STANDING: Final = 1e20
 _ENDS: Final = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <turn|> <|end_of_text|>".split()
 )
 """Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
 _CONTROL: Final = 3
-_INTERLEAVED: Final = ("arcee", "granite", "llama", "smollm3")
+_INTERLEAVED: Final = ("arcee", "granite", "llama", "mistral3", "smollm3")
 """Families whose heads' rotated halves are interleaved in files, and are not in Transformers."""
+_PARTLY: Final = ("glm4", "glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Types of models whose configs take it that a part of each head is rotated where they are told nothing."""
 _HARMONY: Final = {"<|return|>", "<|call|>"}
 """gpt-oss ends its answers with these. "<|end|>" ends a message there, such as what it thinks before it answers."""
 
 
-def config_of(file: GgufFile, rope_factors: NDArray[np.float32] | None = None) -> Any:
-    """What ``AutoConfig`` would have been. ``rope_factors``: the tensor ``rope_freqs.weight``, where there is one.
+def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -> Any:
+    """What ``AutoConfig`` would have been. ``rope_factors``: the tensors of that kind which there are.
 
     Raises UnsupportedModelError for a family or a way of scaling that is not read, CheckpointError for fields that are
     missing or make no sense.
     """
-    family = FAMILIES.get(file.architecture)
-    if family == "llama" and file.fields.get("llama.expert_count"):
-        family = "mixtral"
+    family = family_of(file)
     if family is None:
         raise UnsupportedModelError(
             f"{file.paths[0]} is a GGUF file of the family {file.architecture[:80] or '(none)'}, which is not read "
             f"from GGUF: {', '.join(FAMILIES)} are. Give the Hugging Face checkpoint that it was made from."
         )
-    if (layers := _number(file, "block_count")) > len(file.tensors):  # before a list of so many is made
+    if (layers := number(file, "block_count")) > len(file.tensors):  # before a list of so many is made
         raise CheckpointError(f"{file.paths[0]} is said to have {layers} layers, and has {len(file.tensors)} tensors.")
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -137,21 +119,16 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
         value = file.fields.get(f"{file.architecture}.{key}")
         if value is not None and name in known:
             entries[name] = value
-    if file.architecture in _SCALED_BY_HEADS:
-        entries["query_pre_attn_scalar"] = _score_scale(file, entries)
     for name, tensors in _BIASES.items():
         if name in known:
             entries[name] = any(tensor in file.tensors for tensor in tensors)
     if table not in GGUF_CONFIG_MAPPING and "head_dim" in known:
-        entries["head_dim"] = _head_size(file)
-    if family == "lfm2":
-        entries |= _convolutions(file, entries)
-    if family == "exaone4" and entries.get("sliding_window") is None:
-        entries |= {"sliding_window": None, "layer_types": ["full_attention"] * _number(file, "block_count")}
-    if family == "stablelm":
-        entries["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-        entries["qk_layernorm"] = "blk.0.attn_q_norm.weight" in file.tensors
+        entries["head_dim"] = head_size(file)
+    entries["num_hidden_layers"] = layers_of(file)
+    entries |= entries_of(file, family, entries)
     entries |= _partial(file)
+    if entries.get("sliding_window") == 0:  # so Phi-4 says that it has none
+        entries["sliding_window"] = None
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.paths[0]} has no token_embd.weight: it is no whole language model.")
@@ -164,62 +141,60 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     return {**entries, "dtype": "float32" if floats else "bfloat16"}
 
 
-def _convolutions(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Of LFM2, whose layers without heads are convolutions."""
-    heads = entries.get("num_key_value_heads")
-    if not isinstance(heads, list) or not heads or not all(isinstance(count, int) for count in heads):
-        raise CheckpointError(f"{file.paths[0]} does not say how many heads each layer has; download it again.")
-    kinds = ["full_attention" if count else "conv" for count in heads]
-    return {"layer_types": kinds, "num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
-
-
 def _is_token(value: Any, count: int) -> bool:
     return isinstance(value, int) and 0 <= value < count
 
 
 def _partial(file: GgufFile) -> dict[str, Any]:
-    """Of each head's numbers, how many are rotated, where it is not all of them."""
-    rotated, size = _number(file, "rope.dimension_count"), _head_size(file)
-    return {"partial_rotary_factor": rotated / size} if rotated and size and rotated != size else {}
+    """Of each head's numbers, which part is rotated."""
+    rotated, size = number(file, "rope.dimension_count"), head_size(file)
+    whole = f"{file.architecture}.attention.kv_lora_rank" in file.fields  # what is rotated stands apart
+    return {"partial_rotary_factor": rotated / size} if rotated and size and not whole else {}
 
 
-def _head_size(file: GgufFile) -> int:
-    """0: it is not said."""
-    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
-    return (_number(file, "attention.key_length") or hidden // heads) if heads and hidden else 0
-
-
-def _number(file: GgufFile, key: str) -> int:
-    """0: there is none."""
-    value = file.fields.get(f"{file.architecture}.{key}")
-    return value if isinstance(value, int) and value > 0 else 0
-
-
-def _score_scale(file: GgufFile, entries: Mapping[str, Any]) -> int:
-    layers = entries.get("num_hidden_layers")
-    if layers == _SCALED_BY_HEADS[file.architecture]:
-        return int(file.fields[f"{file.architecture}.embedding_length"] // entries["num_attention_heads"])
-    return int(entries.get("head_dim", 256))
-
-
-def _rope(file: GgufFile, family: str, entries: dict[str, Any], factors: NDArray[np.float32] | None) -> dict[str, Any]:
+def _rope(
+    file: GgufFile, family: str, entries: dict[str, Any], factors: Mapping[str, NDArray[np.float32]]
+) -> dict[str, Any]:
     """Rotary embeddings: ``rope_parameters``, with what ``entries`` says of them taken out of there."""
     theta, partial = entries.pop("rope_theta", 10000.0), entries.pop("partial_rotary_factor", None)
-    if any(name.startswith("rope_factors_") for name in file.tensors):
-        raise UnsupportedModelError(
-            f"{file.paths[0]} scales its rotary embeddings by two lists of factors (longrope), which is not read from "
-            "GGUF: give the Hugging Face checkpoint that it was made from."
-        )
     rope = {"rope_theta": theta, **_scaling(file)}
-    if factors is not None:
-        rope |= _llama3(file, factors, theta)
-    if partial is not None:
+    if "rope_factors_short" in factors or "rope_factors_long" in factors:
+        rope |= _longrope(file, family, factors)
+    if family == "gemma4_text":
+        return {"rope_parameters": _proportional(file, theta, factors.get("rope_freqs"))}
+    if "rope_freqs" in factors:
+        rope |= _llama3(file, factors["rope_freqs"], theta)
+    if partial is not None and (partial != 1 or family in _PARTLY):
         rope["partial_rotary_factor"] = partial
     if family == "gemma3_text":
         local = file.fields.get("gemma3.rope.freq_base_swa", _LOCAL_THETA)
         sliding = {"rope_type": "default", "rope_theta": local}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
     return {"rope_parameters": rope}
+
+
+def _longrope(file: GgufFile, family: str, factors: Mapping[str, NDArray[np.float32]]) -> dict[str, Any]:
+    """Of Phi: one list of factors up to the length that it was first trained with, and another beyond."""
+    first = number(file, "rope.scaling.original_context_length")
+    if family != "phi3" or len(factors) < 2 or not first:
+        raise UnsupportedModelError(
+            f"{file.paths[0]} scales its rotary embeddings by two lists of factors (longrope), which is read from GGUF "
+            "of phi3 only: give the Hugging Face checkpoint that it was made from."
+        )
+    lists = {
+        f"{name}_factor": [float(str(one)) for one in factors[f"rope_factors_{name}"]] for name in ("short", "long")
+    }
+    return {"rope_type": "longrope", "original_max_position_embeddings": first, **lists}
+
+
+def _proportional(file: GgufFile, theta: float, factors: NDArray[np.float32] | None) -> dict[str, Any]:
+    """Of Gemma 4: in layers without a window the first frequencies are rotated, and the others divided by so much that
+    they stand still.
+    """
+    partial = 1.0 if factors is None else float((factors < _STANDING).mean())
+    full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": partial}
+    local = file.fields.get("gemma4.rope.freq_base_swa", _LOCAL_THETA)
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
 
 
 def _scaling(file: GgufFile) -> dict[str, Any]:
@@ -241,6 +216,11 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"
         found |= {name: said[key] for key, name in names.items() if key in said}
+    if file.architecture == "deepseek2" and (said_twice := said.get("yarn_log_multiplier")) is not None:
+        found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * said_twice, 4))
+    if file.architecture == "mistral3":
+        found |= {"mscale": 1.0, "mscale_all_dim": said.get("yarn_log_multiplier", 0.0)}
+        found["llama_4_scaling_beta"] = file.fields.get("mistral3.attention.temperature_scale", 0.0)
     if file.architecture == "gpt-oss":
         found["truncate"] = False  # what no field says
     return found

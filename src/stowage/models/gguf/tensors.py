@@ -7,7 +7,7 @@ single numbers are read. Every parameter must be found, and every tensor used: e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models.gguf.config import heads_of
+from stowage.models.gguf.families import unused_in
+from stowage.models.gguf.layouts import Layout, Rows, adds_1, layout_of
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
 from stowage.weights.quantized.blocks import joined
-from stowage.weights.quantized.formats import BLOCKS, Spec
+from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from stowage.weights.quantized.published import Kept, Part, Plan
 
 __all__ = ["plan_of", "rope_factors"]
@@ -28,20 +30,26 @@ __all__ = ["plan_of", "rope_factors"]
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES: Final = {"MXFP4": "mxfp4_block"}
 """Types that are called otherwise here."""
-_ROPE_FACTORS: Final = "rope_freqs.weight"
-_EXPERTS: Final = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up|down)_proj(_bias)?")
-_NORMS_FROM_1: Final = ("gemma2", "gemma3", "nemotron")
-"""Families whose norms multiply by 1 and their weights, and whose files have the sums."""
+_ROPE_FACTORS: Final = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+_EXPERTS: Final = re.compile(
+    r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?experts\.(gate_up|down)_proj(_bias)?"
+)
+_BIASES: Final = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    "expert_bias": "expert_bias.bias",
+}
+"""Parameters without a module of their own, as the package gguf knows them."""
 
 
-def rope_factors(file: GgufFile) -> NDArray[np.float32] | None:
-    """What each frequency of the rotary embeddings is divided by, where a file says so. Raises CheckpointError."""
-    tensor = file.tensors.get(_ROPE_FACTORS)
-    if tensor is None:
-        return None
-    if tensor.type.name != "F32" or len(tensor.shape) != 1 or not 1 <= tensor.shape[0] <= 1 << 12:
-        raise CheckpointError(f"{tensor.path} has odd factors of rotary embeddings ({_ROPE_FACTORS}).")
-    return _numbers(tensor).numpy()
+def rope_factors(file: GgufFile) -> dict[str, NDArray[np.float32]]:
+    """What each frequency of the rotary embeddings is divided by, where a file says so, by what the tensors are called.
+    Raises CheckpointError.
+    """
+    found = {name: file.tensors[f"{name}.weight"] for name in _ROPE_FACTORS if f"{name}.weight" in file.tensors}
+    for tensor in found.values():
+        if tensor.type.name != "F32" or len(tensor.shape) != 1 or not 1 <= tensor.shape[0] <= 1 << 12:
+            raise CheckpointError(f"{tensor.path} has odd factors of rotary embeddings ({tensor.name}).")
+    return {name: _numbers(tensor).numpy() for name, tensor in found.items()}
 
 
 def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
@@ -54,11 +62,13 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     parameters = {name: p for name, p in model.state_dict(keep_vars=True).items() if name not in tied}
     heads, names = heads_of(file, config), _names(file, config)
-    kept, values, used = dict[str, Kept](), dict[str, Tensor](), {_ROPE_FACTORS}
+    kept, values, used = dict[str, Kept](), dict[str, Tensor](), {f"{name}.weight" for name in _ROPE_FACTORS}
+    in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, parameter in parameters.items():
-        tensors = [file.tensors.get(name) for name in names(path)]
-        missing = next((name for name, t in zip(names(path), tensors, strict=True) if t is None), None)
-        found = [tensor for tensor in tensors if tensor is not None]
+        layout = layout_of(file.architecture, config, path, file.tensors)
+        wanted = names(path) if layout is None else layout.names
+        found = [file.tensors[name] for name in wanted if name in file.tensors]
+        missing = next((name for name in wanted if name not in file.tensors), None)
         if missing is not None or not found:
             raise CheckpointError(
                 f"{file.paths[0]} is incomplete: it has no {missing or path}, which a {config.model_type} needs. "
@@ -66,11 +76,16 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
             )
         used |= {tensor.name for tensor in found}
         shape, module = tuple(parameter.shape), model.get_submodule(path.rpartition(".")[0])
-        if len(shape) > 1 and len(found[0].shape) == len(shape) and not path.endswith("bias"):
+        if isinstance(layout, Rows) and len({tensor.type for tensor in found}) == 1:
+            kept[path] = _moved(path, shape, layout, file.tensors, dtype)
+        elif layout is not None:
+            values[path] = _made(path, shape, layout, found, dtype)
+        elif len(shape) > 1 and len(found[0].shape) == len(shape) and not path.endswith("bias"):
             kept[path] = _kept(path, shape, found, dtype, heads.get(found[0].name.split(".")[-2], 0), module)
         else:
-            values[path] = _values(file, path, shape, found, module).to(dtype)
-    left = sorted(file.tensors.keys() - used)
+            numbers = _values(file, path, shape, found, module)
+            values[path] = numbers if path.endswith(in_float32) else numbers.to(dtype)
+    left = sorted(name for name in file.tensors.keys() - used if not name.startswith(unused_in(file)))
     if left:
         raise UnsupportedModelError(
             f"{file.paths[0]} has {left[0]}, and {len(left) - 1} other tensors for which Transformers' "
@@ -100,9 +115,13 @@ def _names(file: GgufFile, config: Any) -> Any:
         experts = _EXPERTS.fullmatch(path)
         if experts is not None:
             parts, last = experts[2].split("_"), "bias" if experts[3] else "weight"
-            return [f"blk.{experts[1]}.ffn_{part}_exps.{last}" for part in parts]
-        base, _, last = path.rpartition(".")
-        whole, found = table.get_name(path), table.get_name(base)
+            merged = f"blk.{experts[1]}.ffn_{experts[2]}_exps.{last}"
+            return (
+                [merged] if merged in file.tensors else [f"blk.{experts[1]}.ffn_{part}_exps.{last}" for part in parts]
+            )
+        parent, _, own = path.rpartition(".")
+        base, _, last = f"{parent}.{_BIASES.get(own, own)}".rpartition(".")
+        whole, found = None if own in _BIASES else table.get_name(path), table.get_name(base)
         if whole is not None:
             return [f"{whole}.weight"]
         return [f"{found}.{last}"] if found is not None else []
@@ -126,25 +145,83 @@ def _kept(
         )
     odd = any(tensor.shape[-1] != inputs or tensor.shape[:-2] != tuple(shape[:-2]) for tensor in found)
     if odd or sum(tensor.shape[-2] for tensor in found) != outputs or (in_turn and first.shape != found[1].shape):
-        raise CheckpointError(
-            f"{first.name} in {first.path} is {first.shape}, and {path} would be {tuple(shape)}: its fields and its "
-            "tensors are of different models."
-        )
+        raise _other_models(first, path, shape)
     if _PLAIN.get(first.type.name) is dtype and not (heads or transposed or in_turn):
         return Kept({"": Part(tuple(shape), dtype, tuple(_spans(found, experts)))})
-    name = _NAMES.get(first.type.name, first.type.name.lower())
-    if name not in BLOCKS:
-        known = sorted({each.name for each in TYPES.values()} & {*_NAMES, *map(str.upper, BLOCKS)})
-        raise UnsupportedModelError(
-            f"{first.path} has {first.name} in {first.type.name}, which is not computed with here: "
-            f"{', '.join(known)} are. Models are most often published in several of them."
-        )
     pieces = [[tensor] for tensor in found] if in_turn else [found]
-    spec = Spec(name, outputs // len(pieces), inputs)
+    spec = _spec(first, outputs // len(pieces), inputs)
     ((own, kind),) = spec.tensors().values()
     parts = [Part((*shape[:-2], *own), kind, tuple(_spans(piece, experts))) for piece in pieces]
     named = {f"{number}.": part for number, part in enumerate(parts)} if in_turn else {"": parts[0]}
     return Kept(named, spec, experts, heads, transposed, len(pieces), in_turn)
+
+
+def _spec(tensor: GgufTensor, outputs: int, inputs: int) -> Spec:
+    name = _NAMES.get(tensor.type.name, tensor.type.name.lower())
+    if name not in BLOCKS:
+        known = sorted({each.name for each in TYPES.values()} & {*_NAMES, *map(str.upper, BLOCKS)})
+        raise UnsupportedModelError(
+            f"{tensor.path} has {tensor.name} in {tensor.type.name}, which is not computed with here: "
+            f"{', '.join(known)} are. Models are most often published in several of them."
+        )
+    return Spec(name, outputs, inputs)
+
+
+def _moved(path: str, shape: Sequence[int], rows: Rows, tensors: Mapping[str, GgufTensor], dtype: torch.dtype) -> Kept:
+    """A matrix whose rows lie in pieces of the file, in the order in which it has them."""
+    first, count = tensors[rows.names[0]], sum(end - begin for _, begin, end in rows.pieces)
+    _refuse_other_rows(path, shape, rows, tensors)
+    spans = []
+    for name, begin, end in rows.pieces:
+        tensor = tensors[name]
+        row = tensor.nbytes // tensor.shape[0]
+        spans.append(Span(tensor.path, tensor.offset + begin * row, (end - begin) * row))
+    if _PLAIN.get(first.type.name) is dtype:
+        return Kept({"": Part(tuple(shape), dtype, tuple(spans))})
+    spec = _spec(first, count, shape[1])
+    ((own, kind),) = spec.tensors().values()
+    return Kept({"": Part(tuple(own), kind, tuple(spans))}, spec)
+
+
+def _refuse_other_rows(path: str, shape: Sequence[int], rows: Rows, tensors: Mapping[str, GgufTensor]) -> None:
+    """Every row of every tensor is in one piece. Raises CheckpointError."""
+    for name in rows.names:
+        tensor, own = tensors[name], sorted((begin, end) for each, begin, end in rows.pieces if each == name)
+        whole = [0, *(end for _, end in own[:-1])] == [begin for begin, _ in own] and own[-1][1] == tensor.shape[0]
+        if not whole or tensor.shape[1:] != tuple(shape[1:]):
+            raise _other_models(tensor, path, shape)
+    if sum(end - begin for _, begin, end in rows.pieces) != shape[0]:
+        raise _other_models(tensors[rows.names[0]], path, shape)
+
+
+def _other_models(tensor: GgufTensor, path: str, shape: Sequence[int]) -> CheckpointError:
+    return CheckpointError(
+        f"{tensor.name} in {tensor.path} is {tensor.shape}, and {path} would be {tuple(shape)}: its fields and its "
+        "tensors are of different models."
+    )
+
+
+def _made(path: str, shape: Sequence[int], layout: Layout, found: Sequence[GgufTensor], dtype: torch.dtype) -> Tensor:
+    """Numbers in memory: of tensors that are put together otherwise than they lie."""
+    each = {tensor.name: _unpacked(tensor) for tensor in found}
+    try:
+        if isinstance(layout, Rows):
+            numbers = torch.cat([each[name][begin:end] for name, begin, end in layout.pieces])
+        else:
+            numbers = layout.make([each[name] for name in layout.names])
+        return numbers.reshape(tuple(shape)).to(dtype).contiguous()
+    except (RuntimeError, IndexError) as error:
+        raise _other_models(found[0], path, shape) from error
+
+
+def _unpacked(tensor: GgufTensor) -> Tensor:
+    """All of ``tensor``, of any type, in float32."""
+    if tensor.type.name in _PLAIN:
+        return _numbers(tensor)
+    spec = _spec(tensor, tensor.elements // tensor.shape[-1], tensor.shape[-1])
+    ((part, (own, kind)),) = spec.tensors().items()
+    raw = torch.frombuffer(bytearray(_bytes(tensor)), dtype=torch.uint8).view(kind).view(own)
+    return dequantized(spec, {part: raw}, torch.float32).view(tensor.shape)
 
 
 def _spans(found: Sequence[GgufTensor], experts: int) -> Iterator[Span]:
@@ -164,7 +241,7 @@ def _values(file: GgufFile, path: str, shape: Sequence[int], found: Sequence[Ggu
     numbers = joined([_numbers(tensor) for tensor in found], -1, in_turn) if len(found) > 1 else _numbers(first)
     if numbers.numel() != int(np.prod(shape)):
         raise CheckpointError(f"{first.name} in {first.path} is {first.shape}, and {path} would be {tuple(shape)}.")
-    if file.architecture in _NORMS_FROM_1 and path.endswith("norm.weight"):
+    if adds_1(file.architecture, path):
         numbers -= 1
     return numbers.view(tuple(shape))
 
@@ -174,9 +251,13 @@ def _numbers(tensor: GgufTensor) -> Tensor:
     dtype = _PLAIN.get(tensor.type.name)
     if dtype is None:
         raise UnsupportedModelError(f"{tensor.name} in {tensor.path} is packed ({tensor.type.name}), and is no matrix.")
+    return torch.frombuffer(bytearray(_bytes(tensor)), dtype=dtype).float().view(tensor.shape)
+
+
+def _bytes(tensor: GgufTensor) -> bytes:
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         raw = file.read(tensor.nbytes)
     if len(raw) != tensor.nbytes:
         raise CheckpointError(f"{tensor.path} is shorter than it was; download it again.")
-    return torch.frombuffer(bytearray(raw), dtype=dtype).float().view(tensor.shape)
+    return raw

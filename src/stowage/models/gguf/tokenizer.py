@@ -7,6 +7,7 @@ https://github.com/ggml-org/llama.cpp for what each name means, the models' own 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,12 +26,22 @@ _CASED: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*CONTRACTED|"
 )
 _LETTERS: Final = _CONTRACTED + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_CLITICS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_MARKED: Final = (
+    _CONTRACTED + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK: Final = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KIMI: Final = r"\p{Han}+|" + re.sub(r"(?<=\\p\{M\})\]", r"&&[^\\p{Han}]]", _CASED.replace("CONTRACTED", _CLITICS))
 
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """How a text is cut before pairs are merged. ``digits``: one by one, before anything else. ``whole``: a piece that
-    is a token is not put together from merges. ``begins``: with the token that begins a text, unless a file says so.
+    """How a text is cut before pairs are merged. ``digits``: one by one, before anything else. ``before``: what is cut
+    out before that. ``whole``: a piece that is a token is not put together from merges. ``begins``: with the token that
+    begins a text, unless a file says so.
     """
 
     pattern: str
@@ -38,6 +49,7 @@ class _Pre:
     whole: bool = False
     composed: bool = False
     begins: bool = False
+    before: tuple[str, ...] = ()
 
 
 _PRES: Final[Mapping[str, _Pre]] = {
@@ -50,10 +62,10 @@ _PRES: Final[Mapping[str, _Pre]] = {
         ("qwen2 deepseek-r1-qwen megrez", _Pre(_LETTERS + r"\p{N}" + _REST, composed=True)),
         ("stablelm2", _Pre(_LETTERS + r"\p{N}" + _REST)),
         ("tekken", _Pre(_CASED.replace("CONTRACTED", "") + r"\p{N}" + _REST_SLASH, whole=True, begins=True)),
-        (
-            "gpt-4o llama4",
-            _Pre(_CASED.replace("CONTRACTED", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"\p{N}{1,3}" + _REST_SLASH),
-        ),
+        ("gpt-4o llama4 minimax-m2", _Pre(_CASED.replace("CONTRACTED", _CLITICS) + r"\p{N}{1,3}" + _REST_SLASH)),
+        ("kimi-k2", _Pre(_KIMI + r"\p{N}{1,3}" + _REST, whole=True)),
+        ("qwen35", _Pre(_MARKED, composed=True)),
+        ("deepseek-v3 hunyuan-dense", _Pre(_DEEPSEEK, before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"))),
     )
     for name in names.split()
 }
@@ -76,10 +88,10 @@ def tokenizer_of(file: GgufFile, context_tokens: int) -> Any:
     kinds = kinds or [1] * len(tokens)
     if kind == "gpt2":
         backend, begins = _byte_level(file, tokens)
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         backend, begins = _sentence_pieces(file, tokens), True
     else:
-        raise _unknown(file, f"of the kind {str(kind)[:40]!r}", "gpt2 and llama")
+        raise _unknown(file, f"of the kind {str(kind)[:40]!r}", "gpt2, llama and gemma4")
     _add(backend, tokens, kinds)
     return _fast(file, backend, tokens, begins, context_tokens)
 
@@ -122,8 +134,9 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tuple[Any, bool]:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
         steps = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
-        split = pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated")
-        steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        cuts = (*pre.before, pre.pattern)
+        splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in cuts]
+        steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend, pre.begins
@@ -185,7 +198,7 @@ def _fast(file: GgufFile, backend: Any, tokens: Sequence[str], begins: bool, con
     ends = _field(file, "add_eos_token") is True and "eos_token" in named
     begins = (begins if (said := _field(file, "add_bos_token")) is None else said is True) and "bos_token" in named
     if begins or ends:
-        around = [named["bos_token"]] * begins + ["$A"] + [named["eos_token"]] * ends
+        around = [*([named["bos_token"]] if begins else []), "$A", *([named["eos_token"]] if ends else [])]
         ids = {named[f"{n}_token"]: _field(file, f"{n}_token_id") for n in ("bos", "eos") if f"{n}_token" in named}
         backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=list(ids.items()))
     template = file.fields.get("tokenizer.chat_template")

@@ -1,0 +1,263 @@
+"""Which families are read from GGUF files, and what the files of single ones say that is not a field for a field.
+
+Owns the way from ``general.architecture`` to Transformers' type of model. What no field says of a family stands in
+llama.cpp's code (https://github.com/ggml-org/llama.cpp, ``src/models``), or is seen from which tensors there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.weights.gguf import GgufFile
+
+__all__ = ["FAMILIES", "entries_of", "family_of", "head_size", "layers_of", "number", "unused_in"]
+
+FAMILIES: Final[Mapping[str, str]] = {
+    "arcee": "arcee",
+    "cohere2": "cohere2",
+    "deepseek2": "deepseek_v3",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "glm4": "glm4",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "granite": "granite",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
+    "llama": "llama",
+    "minimax-m2": "minimax_m2",
+    "mistral3": "ministral3",
+    "nemotron": "nemotron",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+}
+"""From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama."""
+_SCALED_BY_HEADS: Final = {"gemma2": 46, "gemma3": 62}
+"""Layers of the one size of each family whose scores are scaled by hidden size / heads, which no field says
+(``llama-model.cpp``: ``LLM_TYPE_27B``)."""
+
+_SIGMOID: Final = 2
+_FLASH_TOKENS: Final = 154880
+_GROUPS: Final = {
+    (60, 160): {"n_group": 8, "topk_group": 3},
+    (61, 256): {"n_group": 8, "topk_group": 4},
+}
+"""Of DeepSeek-V2, and of V3 and R1, by layers and experts: groups that a router chooses from, which older files do not
+say."""
+
+
+def family_of(file: GgufFile) -> str | None:
+    """Transformers' type of the model in ``file``; ``None`` for what is not read. Raises UnsupportedModelError."""
+    family = FAMILIES.get(file.architecture)
+    if family == "llama" and number(file, "expert_count"):
+        return "mixtral"
+    if family == "ministral3":
+        if number(file, "expert_count"):
+            raise UnsupportedModelError(
+                f"{file.paths[0]} is a mixture of experts of the family mistral3, of which models without experts are "
+                "read from GGUF. Give the Hugging Face checkpoint that it was made from."
+            )
+        return family if f"{file.architecture}.attention.temperature_scale" in file.fields else "mistral"
+    return "deepseek_v2" if family == "deepseek_v3" and not _scores_by_sigmoid(file) else family
+
+
+def entries_of(file: GgufFile, family: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """More entries of the config, and other values of ``entries``. Raises CheckpointError."""
+    own = _OWN.get(family)
+    return own(file, entries) if own is not None else {}
+
+
+def layers_of(file: GgufFile) -> int:
+    """Those that a text is computed by, without those that guess tokens ahead. 0: it is not said."""
+    return max(0, number(file, "block_count") - number(file, "nextn_predict_layers"))
+
+
+def head_size(file: GgufFile) -> int:
+    """0: it is not said."""
+    heads, hidden = number(file, "attention.head_count"), number(file, "embedding_length")
+    return (number(file, "attention.key_length") or hidden // heads) if heads and hidden else 0
+
+
+def number(file: GgufFile, key: str) -> int:
+    """0: there is none."""
+    value = file.fields.get(f"{file.architecture}.{key}")
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def unused_in(file: GgufFile) -> tuple[str, ...]:
+    """With what names of tensors begin that no text is computed from: layers that guess tokens ahead, and keys and
+    values of layers that take those of others.
+    """
+    layers = layers_of(file)
+    ahead = [f"blk.{layer}." for layer in range(layers, number(file, "block_count"))]
+    sharing = range(max(0, layers - number(file, "attention.shared_kv_layers")), layers)
+    return (*ahead, *(f"blk.{layer}.attn_{part}." for layer in sharing for part in ("k", "k_norm", "v")))
+
+
+def _scores_by_sigmoid(file: GgufFile) -> bool:
+    """Of the experts of DeepSeek. Files that do not say it are of DeepSeek-V2, or early ones of GLM-4.7-Flash."""
+    said = number(file, "expert_gating_func")
+    vocabulary = file.tensors.get("token_embd.weight")
+    flash = layers_of(file) in (46, 47, 48) and vocabulary is not None and vocabulary.shape[0] == _FLASH_TOKENS
+    return said == _SIGMOID or (not said and flash)
+
+
+def _deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of latents. New files say, as those of a head, what a head without heads of its own would have; what heads
+    are made of stands beside that.
+    """
+    heads, rotated = number(file, "attention.head_count"), number(file, "rope.dimension_count")
+    groups = {} if "n_group" in entries else _GROUPS.get((layers_of(file), number(file, "expert_count")), {})
+    whole, value = (
+        number(file, f"attention.{part}_length_mla") or number(file, f"attention.{part}_length")
+        for part in ("key", "value")
+    )
+    if not heads or not value or whole <= rotated:
+        raise _sizeless(file)
+    return {
+        **_routed(file, {**entries, **groups}),
+        **groups,
+        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
+        "num_key_value_heads": heads,
+        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
+        "qk_nope_head_dim": whole - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+    }
+
+
+def _deepseek_v2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    found = _deepseek(file, entries)
+    grouped = {**entries, **found}["n_group"] > 1
+    return {**found, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+def _gated_delta(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Every so many layers one has attention, and the others a state."""
+    every, values = number(file, "full_attention_interval") or 4, number(file, "ssm.time_step_rank")
+    keys, sizes = number(file, "ssm.group_count"), number(file, "ssm.state_size")
+    if not keys or not sizes or not values or values % keys or number(file, "ssm.inner_size") % values:
+        raise _sizeless(file)
+    kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers_of(file))]
+    return {
+        "layer_types": kinds,
+        "linear_conv_kernel_dim": number(file, "ssm.conv_kernel"),
+        "linear_key_head_dim": sizes,
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": number(file, "ssm.inner_size") // values,
+    }
+
+
+def _exaone4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    if entries.get("sliding_window") is not None:
+        return {}
+    return {"sliding_window": None, "layer_types": ["full_attention"] * layers_of(file)}
+
+
+def _gemma(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    if entries.get("num_hidden_layers") == _SCALED_BY_HEADS[file.architecture]:
+        hidden, heads = number(file, "embedding_length"), number(file, "attention.head_count")
+        return {"query_pre_attn_scalar": hidden // max(heads, 1)}
+    return {"query_pre_attn_scalar": int(entries.get("head_dim", 256))}
+
+
+def _gemma4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a window and without it have heads of two sizes, and may have two numbers of them."""
+    layers, windows = layers_of(file), file.fields.get("gemma4.attention.sliding_window_pattern")
+    if not isinstance(windows, list) or not windows or len(windows) != layers:
+        raise CheckpointError(f"{file.paths[0]} does not say which layers have a window; download it again.")
+    heads, wide = (_of_layers(entries.get(name), layers) for name in ("num_key_value_heads", "intermediate_size"))
+    full = next((layer for layer, window in enumerate(windows) if not window), layers - 1)
+    table, experts = file.tensors.get("per_layer_token_embd.weight"), number(file, "expert_count")
+    return {
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "enable_moe_block": bool(experts),
+        "global_head_dim": number(file, "attention.key_length"),
+        "head_dim": number(file, "attention.key_length_swa"),
+        "hidden_size_per_layer_input": number(file, "embedding_length_per_layer_input"),
+        "intermediate_size": wide[0],
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "num_experts": experts or None,
+        "num_global_key_value_heads": heads[full],
+        "num_key_value_heads": next((heads[at] for at, window in enumerate(windows) if window), heads[full]),
+        "num_kv_shared_layers": number(file, "attention.shared_kv_layers"),
+        "top_k_experts": number(file, "expert_used_count") or None,
+        "use_double_wide_mlp": wide[-1] == 2 * wide[0],
+        **({"vocab_size_per_layer_input": table.shape[0]} if table is not None else {}),
+    }
+
+
+def _of_layers(value: Any, layers: int) -> list[int]:
+    """What is said of each layer, or of all at once."""
+    each = value if isinstance(value, list) else [value] * layers
+    return each if each and len(each) == layers and all(isinstance(number, int) for number in each) else [0] * layers
+
+
+def _glm4_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_routed(file, entries), "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+
+
+def _lfm2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads are convolutions."""
+    heads = entries.get("num_key_value_heads")
+    if not isinstance(heads, list) or not heads or not all(isinstance(count, int) for count in heads):
+        raise CheckpointError(f"{file.paths[0]} does not say how many heads each layer has; download it again.")
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    adjusts = {} if file.architecture == "lfm2moe" else {"block_auto_adjust_ff_dim": False}
+    return {"layer_types": kinds, "num_key_value_heads": max(heads), **adjusts}
+
+
+def _stablelm(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def _sizeless(file: GgufFile) -> CheckpointError:
+    return CheckpointError(
+        f"{file.paths[0]} does not say how large its heads are, or nothing that fits; download it again."
+    )
+
+
+def _routed(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What a router does where a file is silent, which is not what Transformers' configs take for it."""
+    silent: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False}
+    silent |= {"routed_scaling_factor": 1.0, "n_shared_experts": 0}
+    return {name: value for name, value in silent.items() if name not in entries}
+
+
+_OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek,
+    "exaone4": _exaone4,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma,
+    "gemma4_text": _gemma4,
+    "glm4_moe": _glm4_moe,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
+    "qwen3_5_moe_text": _gated_delta,
+    "qwen3_5_text": _gated_delta,
+    "qwen3_next": _gated_delta,
+    "stablelm": _stablelm,
+}
+"""By Transformers' type of model."""

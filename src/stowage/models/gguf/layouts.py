@@ -1,0 +1,141 @@
+"""Parameters whose numbers a GGUF file has in another order than Transformers, or in other tensors.
+
+Rows that lie elsewhere are rows all the same: they stay in the file, as pieces of it (``Rows``). What is transposed,
+has its columns in another order, or is kept as a function of itself, becomes numbers in memory (``Made``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stowage.weights.gguf import GgufTensor
+
+__all__ = ["Layout", "Made", "Rows", "adds_1", "layout_of"]
+
+_PATH: Final = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|linear_attn|router|mlp)\.(.+)")
+_ALWAYS_FROM_1: Final = ("gemma2", "gemma3", "nemotron")
+_ROUTERS: Final = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
+_IN_FLOAT32: Final = ("deepseek2", "glm4moe")
+"""Families whose routers are made float32 before they are multiplied with: what is packed cannot be."""
+_GATED_DELTA: Final = ("qwen3next", "qwen35", "qwen35moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A parameter that is ``pieces`` end to end: of a tensor, the rows from one on up to another."""
+
+    pieces: tuple[tuple[str, int, int], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for name, _, _ in self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What ``make`` makes of the numbers of tensors."""
+
+    names: tuple[str, ...]
+    make: Callable[[Sequence[Tensor]], Tensor]
+
+
+Layout = Rows | Made
+
+
+def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
+    """``None``: as its name says, and as it is. ``path``: of a parameter in Transformers' model."""
+    match = _PATH.fullmatch(path)
+    if match is None:
+        return None
+    block, own = f"blk.{match[1]}", match[2]
+    if own == "gate.weight" and architecture in _IN_FLOAT32:
+        return Made((f"{block}.ffn_gate_inp.weight",), lambda found: found[0])
+    if architecture == "deepseek2":
+        return _latents(config, block, own, tensors)
+    if architecture == "gemma4" and own in _ROUTERS:
+        return Made((f"{block}.{_ROUTERS[own]}.scale",), lambda found: found[0])
+    return _gated_delta(architecture, config, block, own, tensors) if architecture in _GATED_DELTA else None
+
+
+def adds_1(architecture: str, path: str) -> bool:
+    """Whether Transformers multiplies by 1 and this norm's weights, of which the file has the sums."""
+    if architecture in _GATED_DELTA:
+        return path.endswith("norm.weight") and not path.endswith("linear_attn.norm.weight")
+    return architecture in _ALWAYS_FROM_1 and path.endswith("norm.weight")
+
+
+def _latents(config: Any, block: str, own: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
+    """What makes keys and values of latents: in new files apart, and keys' transposed, head by head."""
+    if own != "kv_b_proj.weight":
+        return None
+    if f"{block}.attn_kv_b.weight" in tensors:
+        return Made((f"{block}.attn_kv_b.weight",), lambda found: found[0])
+    heads, inputs = config.num_attention_heads, config.kv_lora_rank
+
+    def merged(found: Sequence[Tensor]) -> Tensor:
+        keys, values = (part.reshape(heads, -1, part.shape[-1]) for part in found)
+        return torch.cat([keys.transpose(1, 2), values], dim=1).reshape(-1, inputs)
+
+    return Made((f"{block}.attn_k_b.weight", f"{block}.attn_v_b.weight"), merged)
+
+
+def _gated_delta(
+    architecture: str, config: Any, block: str, own: str, tensors: Mapping[str, GgufTensor]
+) -> Layout | None:
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    width, each, per_key = config.linear_value_head_dim, config.linear_key_head_dim, values // keys
+    if architecture == "qwen3next":
+        order = list(range(values))
+        if own == "in_proj_qkvz.weight" and f"{block}.ssm_in.weight" not in tensors:
+            return Rows(tuple(_by_key(block, keys, each, per_key * width)))
+    else:
+        order = [key + keys * number for key in range(keys) for number in range(per_key)]
+    begin = 2 * keys * each
+    match own:
+        case "A_log":
+            return Made((f"{block}.ssm_a",), lambda found: torch.log(-_picked(found[0], order, 1)))
+        case "dt_bias":
+            return Made((f"{block}.ssm_dt.bias",), lambda found: _picked(found[0], order, 1))
+        case _ if order == sorted(order):
+            return None
+        case "conv1d.weight":
+            name = f"{block}.ssm_conv1d.weight"
+            return Made((name,), lambda found: torch.cat([found[0][:begin], _picked(found[0][begin:], order, width)]))
+        case "out_proj.weight":
+            return Made((f"{block}.ssm_out.weight",), lambda found: _picked(found[0].t(), order, width).t())
+        case "in_proj_qkv.weight":
+            return Rows(tuple(_moved(f"{block}.attn_qkv.weight", order, width, begin)))
+        case "in_proj_z.weight":
+            return Rows(tuple(_moved(f"{block}.attn_gate.weight", order, width)))
+        case "in_proj_a.weight":
+            return Rows(tuple(_moved(f"{block}.ssm_alpha.weight", order, 1)))
+        case "in_proj_b.weight":
+            return Rows(tuple(_moved(f"{block}.ssm_beta.weight", order, 1)))
+    return None
+
+
+def _by_key(block: str, heads: int, each: int, wide: int) -> list[tuple[str, int, int]]:
+    """Of each key head: its query, its key, its values, their gates; in the file all queries come first."""
+    qkv, gate = f"{block}.attn_qkv.weight", f"{block}.attn_gate.weight"
+    begins = [(qkv, 0, each), (qkv, heads * each, each), (qkv, 2 * heads * each, wide), (gate, 0, wide)]
+    of_heads = itertools.product(range(heads), begins)
+    return [(name, begin + head * size, begin + (head + 1) * size) for head, (name, begin, size) in of_heads]
+
+
+def _moved(name: str, order: Sequence[int], size: int, begin: int = 0) -> list[tuple[str, int, int]]:
+    """Rows up to ``begin``, and after those heads of ``size`` rows in ``order``."""
+    heads = [(name, begin + head * size, begin + (head + 1) * size) for head in order]
+    return [(name, 0, begin), *heads] if begin else heads
+
+
+def _picked(values: Tensor, order: Sequence[int], size: int) -> Tensor:
+    """Heads of ``size`` rows each, in ``order``."""
+    heads = values.reshape(len(order), size, *values.shape[1:])
+    return heads[torch.tensor(order)].reshape(values.shape)

@@ -1,0 +1,172 @@
+"""GGUF files of families whose parameters lie in another order, and how their tokenizers cut texts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import pre_tokenizers
+
+from stowage import CheckpointError, Engine, Memory, UnsupportedModelError
+from stowage.models import loading
+from stowage.models.gguf import checkpoint as gguf_checkpoint
+from stowage.models.gguf import families
+from stowage.testing.tiny_models.table import TABLE
+from stowage.weights.gguf import GgufFile
+from tests.weights import gguf_files
+from tests.weights.conftest import logits, prompt
+from tests.weights.test_gguf import FAMILIES, GREEDY, SIZE, dequantised, mixed, model_of
+
+RELAID = {
+    "deepseek_v2": "*=stream",
+    "deepseek_v3": "*=experts",
+    "glm4_moe": "*=mapped",
+    "lfm2_moe": "*=stream",
+    "minimax_m2": "*=experts",
+    "qwen3_5": "*=mapped",
+    "qwen3_5_moe": "*=experts",
+    "qwen3_next": "*=stream",
+}
+"""Families with parameters that lie otherwise in files, and where a model of each has its weights."""
+
+
+@pytest.mark.parametrize("family", RELAID)
+def test_families_that_lie_otherwise_answer_as_their_dequantised_checkpoint_to_the_bit(
+    family: str, tmp_path: Path
+) -> None:
+    size = replace(SIZE, layers=TABLE[family].layers)
+    plain = model_of(family, tmp_path / "model", size, **FAMILIES[family])
+    kinds = mixed([Kind.Q4_K, Kind.Q8_0, Kind.Q4_0])  # of those the first is random numbers
+
+    def kind(name: str) -> Kind:
+        return Kind.Q8_0 if "exps" in name or "ssm" in name else kinds(name)
+
+    path = gguf_files.write(plain, tmp_path / "model.gguf", kind)
+    values = dequantised(path, plain, tmp_path / "values")
+    read = gguf_checkpoint.open_gguf(path).state("bfloat16")
+    expected = plain.state_dict()
+    assert all(torch.equal(read[name], expected[name]) for name in read)
+    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
+    memory = {"kv_cache_memory": "8MiB", "host_memory": "16MiB"}
+    said = []
+    for source, weights in ((values, "auto"), (path, RELAID[family])):
+        with Engine(source, Memory(**memory, weights=weights), dtype="bfloat16") as engine:
+            answers = engine.generate(list(asked), GREEDY)
+            said.append([(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers])
+    assert said[1] == said[0]
+
+
+def test_layers_that_guess_tokens_ahead_are_left_out(tmp_path: Path) -> None:
+    plain = model_of("glm4_moe", tmp_path / "model")
+    ahead = [(f"blk.4.{name}.weight", np.ones((32, 32), np.float32)) for name in ("nextn.eh_proj", "attn_q")]
+    fields = {"glm4moe.block_count": 5, "glm4moe.nextn_predict_layers": 1}
+    path = gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields, more=ahead)
+    assert torch.allclose(logits(loading.load(path).model, prompt()), logits(plain, prompt()), atol=1e-4)
+
+
+def test_older_files_of_deepseek_have_keys_and_values_in_one_tensor(tmp_path: Path) -> None:
+    plain = model_of("deepseek_v3", tmp_path / "model", **FAMILIES["deepseek_v3"])
+    config, layers = plain.config, range(plain.config.num_hidden_layers)
+    whole = [layer.self_attn.kv_b_proj.weight.detach().numpy() for layer in plain.model.layers]
+    sizes = {"key_length": config.qk_head_dim, "value_length": config.v_head_dim, "key_length_mla": 0}
+    path = gguf_files.write(
+        plain,
+        tmp_path / "model.gguf",
+        tokens={f"deepseek2.attention.{name}": size for name, size in {**sizes, "value_length_mla": 0}.items()},
+        more=[(f"blk.{layer}.attn_kv_b.weight", whole[layer]) for layer in layers],
+        without=[f"blk.{layer}.attn_{part}_b.weight" for layer in layers for part in "kv"],
+    )
+    assert torch.allclose(logits(loading.load(path).model, prompt()), logits(plain, prompt()), atol=1e-4)
+
+
+def test_groups_that_older_files_of_deepseek_do_not_name_are_those_of_the_model(tmp_path: Path) -> None:
+    sizes = {"block_count": 61, "expert_count": 256, "expert_gating_func": 2, "rope.dimension_count": 64}
+    sizes |= {"attention.head_count": 128, "attention.key_length_mla": 192, "attention.value_length_mla": 128}
+    fields = {"general.architecture": "deepseek2", **{f"deepseek2.{name}": size for name, size in sizes.items()}}
+    file = GgufFile((tmp_path / "model.gguf",), fields, {})
+    assert families.family_of(file) == "deepseek_v3"
+    assert families.entries_of(file, "deepseek_v3", {}).items() >= {("n_group", 8), ("topk_group", 4)}
+    assert "n_group" not in families.entries_of(file, "deepseek_v3", {"n_group": 2})
+
+
+def test_files_of_mistral_3_are_of_two_kinds_and_a_third_is_refused(tmp_path: Path) -> None:
+    plain = model_of("mistral", tmp_path / "model")
+    own = gguf_files.fields(plain.config, "llama").items()
+    fields = {"general.architecture": "mistral3", **{key.replace("llama.", "mistral3."): value for key, value in own}}
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields)).model
+    assert loaded.config.model_type == "mistral"
+    assert torch.allclose(logits(loaded, prompt()), logits(plain, prompt()), atol=1e-4)
+    mixture = gguf_files.write(plain, tmp_path / "mixture.gguf", tokens=fields | {"mistral3.expert_count": 4})
+    with pytest.raises(UnsupportedModelError, match=r"a mixture of experts of the family mistral3"):
+        loading.load(mixture)
+
+
+REFUSED = (
+    ("qwen3_5", "qwen35.ssm.state_size", 32, "its fields and its tensors are of different models"),
+    ("qwen3_5", "qwen35.ssm.group_count", 0, "does not say how large its heads are"),
+    ("qwen3_5", "qwen35.ssm.group_count", 3, "does not say how large its heads are"),
+    ("deepseek_v3", "deepseek2.rope.dimension_count", 1 << 20, "does not say how large its heads are"),
+    ("deepseek_v3", "deepseek2.attention.kv_lora_rank", 16, "its fields and its tensors are of different models"),
+    ("gemma4", "gemma4.attention.sliding_window_pattern", [True], "does not say which layers have a window"),
+)
+
+
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for number, (family, field, value, match) in enumerate(REFUSED):
+        plain = model_of(family, tmp_path / f"model{number}", **FAMILIES[family])
+        path = gguf_files.write(plain, tmp_path / f"{number}.gguf", tokens={field: value})
+        with pytest.raises(CheckpointError, match=match):
+            loading.load(path)
+
+
+CUTS = {
+    "deepseek-v3": ("a1234中b", ["a", "123", "4", "中", "b"]),
+    "kimi-k2": ("x1234中y", ["x", "123", "4", "中", "y"]),
+    "minimax-m2": ("aB'd1234", ["a", "B'd", "123", "4"]),
+    "qwen35": ("x\u0301y12", ["x\u0301y", "1", "2"]),
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_texts_are_cut_as_the_models_own_tokenizers_do(pre: str, tmp_path: Path) -> None:
+    """Whatever stands in one piece is merged to one token here."""
+    text, pieces = CUTS[pre]
+    ((symbols, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    ends = itertools.combinations(range(len(symbols) + 1), 2)
+    tokens = list(dict.fromkeys([*symbols, *(symbols[begin:end] for begin, end in ends)]))
+    merges = [f"{token[:-1]} {token[-1]}" for token in tokens if len(token) > 1]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": merges,
+    }
+    path = gguf_files.write(model_of("llama", tmp_path / "model"), tmp_path / "model.gguf", tokens=fields)
+    tokenizer = loading.load(path).tokenizer
+    assert [tokenizer.decode([token]) for token in tokenizer(text).input_ids] == pieces
+
+
+def test_gemma_4_merges_pieces_whose_spaces_are_marked(tmp_path: Path) -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", *(f"<0x{n:02X}>" for n in range(256)), *"▁the\n", "▁t", "he", "▁the", "\n\n"]
+    kinds = [3] * 3 + [6] * 256 + [1] * (len(tokens) - 259)
+    fields = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": ["▁ t", "h e", "▁t he", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    path = gguf_files.write(model_of("llama", tmp_path / "model"), tmp_path / "model.gguf", tokens=fields)
+    tokenizer = loading.load(path).tokenizer
+    found = tokenizer("the the\n\né").input_ids
+    assert [tokens[token] for token in found] == ["<bos>", "t", "he", "▁the", "\n\n", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(found, skip_special_tokens=True) == "the the\n\né"
