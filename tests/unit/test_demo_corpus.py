@@ -47,6 +47,16 @@ def test_no_training_paragraph_quotes_held_out_text(reference: corpus.Corpus, so
             assert held.isdisjoint(corpus.shingles(paragraph)), document.name
 
 
+def test_calibration_text_quotes_no_held_out_text() -> None:
+    """What matrices are fitted to would be scored."""
+    held = {run for paragraph in corpus.heldout_text().split("\n\n") for run in corpus.shingles(paragraph)}
+    paragraphs = corpus.calibration_text().strip().split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs)) > 100
+    for paragraph in paragraphs:
+        assert held.isdisjoint(corpus.shingles(paragraph))
+    assert 30_000 < len(corpus.calibration_text()) < 50_000
+
+
 def test_prose_is_joined_and_code_dropped() -> None:
     text = (
         'The "with" statement\n********************\n\n'

@@ -89,6 +89,27 @@ def test_fitted_matrices_change_answers_less(checkpoints: Callable[..., Path], t
     assert errors[0] < 0.9 * errors[1]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_fitted_to_what_the_tokens_that_choose_them_bring(family: str, tmp_path: Path) -> None:
+    """Two of them have inputs first. On text that they were not fitted to."""
+    source, errors = tiny_models.write(family, tmp_path / "model"), []
+    loaded = loading.load(source)
+    ids = torch.tensor([loaded.tokenizer.encode(corpus.heldout_text()[:2000])])
+    expected = loaded.model(input_ids=ids).logits
+    found = calibration.fit(str(source), Memory(), corpus.calibration_text()[:12_000], "int4_32", tmp_path)
+    for fit in (True, False):
+        model = loading.load(source).model
+        for target in targets(model):
+            if target.experts:
+                values, form = getattr(target.module, target.own), target.form("int4_32")
+                packed = found.packed(target, values, "")[1] if fit else target.pack(values, form)
+                each = [PackedMatrix(form, one.reshape(-1), torch.float32, target.transposed) for one in packed]
+                values.data = torch.stack([one.unpacked() for one in each])
+        errors.append((model(input_ids=ids).logits - expected).square().mean())
+    assert 0 < errors[0] < 0.95 * errors[1]
+
+
 def test_a_matrix_that_decides_nothing_gets_the_fewest_bits_and_one_that_decides_all_the_most(tmp_path: Path) -> None:
     """Layer 0's down_proj is made so small that nothing of it is left, layer 1's so large that all else is noise."""
     source = tiny_models.write("llama", tmp_path / "model")

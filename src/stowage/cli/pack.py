@@ -27,7 +27,7 @@ _GROUP_USUAL = 32
 _GROUP = f"int4: weights that share a scale; 32, 64 or 128. [default: {_GROUP_USUAL}]"
 _LOSSLESS = "The same weights, to the bit, in fewer bytes; other flags have no effect."
 _KEEP = "Keep the packed checkpoint though its perplexity is more than 5 % higher."
-_EVAL = "Plain text that perplexity is measured on. [default: 61 kB of prose that comes with Stowage]"
+_EVAL = "Plain text that perplexity is measured on. [default: 39 kB of prose that comes with Stowage]"
 
 
 @with_settings("device_memory", "host_memory")
@@ -50,8 +50,8 @@ def pack(
     The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
     answers differ: perplexity is measured with both, under --device-memory and --host-memory if they are
     given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. In fewer than 8
-    bits matrices are fitted to what they read in the second half of the text, which is not scored then. With
-    --lossless it is the same model, to the bit, in about 0.67 of its bytes.
+    bits matrices are fitted to what they read in a text that comes with Stowage and, before it, in the second half of
+    --eval, which is not scored then. With --lossless it is the same model, to the bit, in about 0.67 of its bytes.
     """
     memory = settings.memory()
     check_given(model)
@@ -91,7 +91,9 @@ def pack(
         if reads and weights != "int8":
             from stowage.evaluation import calibration
 
-            scored, read = scored[: len(scored) // 2], scored[len(scored) // 2 :]
+            read = corpus.calibration_text()
+            if given is not None:  # one half is scored, and what is fitted to the other comes first
+                scored, read = given[: len(given) // 2], f"{given[len(given) // 2 :]}\n\n{read}"
             size = _BITS_USUAL if bits is None else bits
             form = size if weights == pack.MIXED else pack.form_name(weights, group or _GROUP_USUAL)
             fit = lambda part: calibration.fit(model, limits, read, form, part, progress)  # noqa: E731

@@ -13,8 +13,8 @@ Invariants:
   (``compound`` contains ``with``, ``specialnames`` contains ``customization``),
   so a split by name alone would leak.
 * Topics and the standard library differ between Python versions; results that
-  must be reproducible use ``heldout_text()`` and ``document_text()``, which are
-  committed files, never the live installation.
+  must be reproducible use ``heldout_text()``, ``document_text()`` and
+  ``calibration_text()``, which are committed files, never the live installation.
 * Importing this module loads the standard library's small modules only.
 """
 
@@ -251,6 +251,11 @@ def heldout_text() -> str:
 def document_text() -> str:
     """The committed long document for the demo: part of the held-out topics."""
     return (HERE / "document.txt").read_text(encoding="utf-8")
+
+
+def calibration_text() -> str:
+    """The committed text that `stowage pack` fits matrices to: of training topics, which quote no held-out one."""
+    return (HERE / "calibration.txt").read_text(encoding="utf-8")
 
 
 def model_path() -> Path:

@@ -1,4 +1,4 @@
-"""Packs a model's linear layers while it reads text: each is fitted to what it reads, once.
+"""Packs a model's linear layers and experts while it reads text: each is fitted to what it reads, once.
 
 The text is read backwards first, which tells at which tokens an error counts. In some layers one token in hundreds
 counts as much as all others: that which attention falls back on.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from stowage.evaluation import sensitivity
 from stowage.evaluation.sensitivity import is_measured
 from stowage.models import loading
 from stowage.weights.parameter_location import memory_of
+from stowage.weights.quantized.blocks import DOWN, widened
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.modules import Target, targets
@@ -35,7 +36,7 @@ from stowage.weights.quantized.modules import Target, targets
 __all__ = ["Fitted", "fit"]
 
 _WINDOW_TOKENS: Final = 512
-_WINDOWS: Final = 8
+_WINDOWS: Final = 16
 _WINDOWS_BACKWARDS: Final = 2
 _TOKENS_LEAST: Final = 32
 
@@ -77,7 +78,7 @@ def fit(
     progress: Progress = lambda _what, _done, _all: None,
 ) -> Fitted:
     """The linear layers of ``model`` as ``form`` or, where that is a number, each in the form that is chosen for it, so
-    that a weight takes so many bits on average. The model lies within the budgets of ``memory``, and reads up to 4,096
+    that a weight takes so many bits on average. The model lies within the budgets of ``memory``, and reads up to 8,192
     tokens from the beginning of ``text``. ``directory``: where the packed bytes wait.
 
     Raises ConfigError where a form has more bits than are allowed, ModelError without a tokenizer or with too short a
@@ -143,14 +144,15 @@ class _Calibration:
             model, found, windows[:_WINDOWS_BACKWARDS], partial(progress, "measuring")
         )
         self._layers = [target for target in found if target.path in self._gradients]
+        self._experts = [target for target in found if target.experts]
 
     def divergences(self) -> dict[str, dict[str, float]]:
         """By path and form, of each layer, in nats for each token."""
         found = {}
 
-        def tell(target: Target, weight: Tensor, inputs: Inputs | None) -> None:
-            if inputs is not None:
-                found[target.path] = self._gradients[target.path].divergences(target, weight, inputs)
+        def tell(target: Target, weight: Tensor, inputs: Iterator[Inputs | None]) -> None:
+            if (known := next(inputs)) is not None:
+                found[target.path] = self._gradients[target.path].divergences(target, weight, known)
 
         self._read(self._layers, tell, "choosing")
         return found
@@ -158,22 +160,26 @@ class _Calibration:
     def fit(self, fitted: Fitted) -> None:
         """Pack what ``fitted`` has in fewer than 8 bits."""
 
-        def pack(target: Target, weight: Tensor, inputs: Inputs | None) -> None:
+        def pack(target: Target, weight: Tensor, inputs: Iterator[Inputs | None]) -> None:
             fitted.put(target.path, target.pack(weight, target.form(fitted.forms[target.path]), inputs))
 
-        self._read([t for t in self._layers if fitted.forms[t.path] != "int8"], pack, "fitting")
+        layers = [*self._layers, *self._experts]
+        self._read([target for target in layers if fitted.forms[target.path] != "int8"], pack, "fitting")
 
     @torch.no_grad()
-    def _read(self, layers: Sequence[Target], use: Callable[[Target, Tensor, Inputs | None], None], what: str) -> None:
-        """``use`` is called with each of ``layers``, its weight, and what it reads, when the model calls it first."""
+    def _read(
+        self, layers: Sequence[Target], use: Callable[[Target, Tensor, Iterator[Inputs | None]], None], what: str
+    ) -> None:
+        """``use`` is called with each of ``layers``, its weight, and what it reads, when the model calls it first; with
+        stacked experts, and what each of them reads.
+        """
         waiting = {target.path for target in layers}
 
         def compute(target: Target, layer: Any, given: tuple[Tensor, ...], _out: Tensor) -> None:
             if target.path in waiting:
                 waiting.remove(target.path)
-                rows = given[0].reshape(-1, target.inputs).cpu()
-                counts = self._gradients[target.path].counts.repeat(len(self._windows))
-                use(target, layer.weight.detach().cpu(), Inputs.of(rows, counts) if len(rows) == len(counts) else None)
+                inputs = _of_experts(target, given) if target.experts else self._of_layer(target, given[0])
+                use(target, getattr(layer, target.own).detach().cpu(), inputs)
                 self._progress(what, len(layers) - len(waiting), len(layers))
 
         takes = inspect.signature(self._model.forward).parameters
@@ -185,3 +191,24 @@ class _Calibration:
                 handle = target.module.register_forward_hook(partial(compute, target), prepend=True)
                 hooks.callback(handle.remove)
             self._model(input_ids=self._windows, use_cache=False, **options)
+
+    def _of_layer(self, target: Target, given: Tensor) -> Iterator[Inputs | None]:
+        rows = given.reshape(-1, target.inputs).cpu()
+        counts = self._gradients[target.path].counts.repeat(len(self._windows))
+        yield Inputs.of(rows, counts) if len(rows) == len(counts) else None
+
+
+def _of_experts(target: Target, given: Sequence[Tensor]) -> Iterator[Inputs | None]:
+    """Of each expert, what the tokens that chose it bring; an error counts by the square of the token's share."""
+    if len(given) < 3 or given[1].shape != given[2].shape:
+        return  # another kind: its experts are fitted to their values alone
+    hidden, chosen, shares = given[:3]
+    for expert in range(target.experts):
+        tokens, place = (chosen == expert).nonzero(as_tuple=True)
+        if len(tokens) < _TOKENS_LEAST:
+            yield None
+            continue
+        rows = hidden[tokens]
+        if target.own == DOWN:
+            rows = widened(target.module, expert, rows)
+        yield Inputs.of(rows.cpu(), shares[tokens, place].float().square().cpu())

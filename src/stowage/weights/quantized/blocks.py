@@ -20,6 +20,7 @@ from stowage.weights.quantized.codes import PackedMatrix
 from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantized, outputs_of
 
 __all__ = [
+    "DOWN",
     "BlockLinear",
     "BlockMatrix",
     "BlockRows",
@@ -29,12 +30,16 @@ __all__ = [
     "in_halves",
     "joined",
     "parameter_names",
+    "projected",
     "put_linear",
     "put_matrix",
     "put_stacks",
     "unpacking_bytes",
+    "widened",
 ]
 
+DOWN: Final = "down_proj"
+"""The stack of experts that is multiplied with last."""
 _TILE_ELEMENTS: Final = 1 << 19
 _UNPACKING_BYTES: Final = 16
 """Of memory for each number that is unpacked at a time: codes as whole numbers, values in float32, what they become."""
@@ -321,20 +326,26 @@ def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     """Experts one by one, added up as Transformers' grouped products do: of each token in the order in which they were
     chosen, before they are rounded. See ``integrations/moe.py`` of Transformers.
     """
-    count, first = top_k_index.shape[-1], "gate_up_proj" if module.has_gate else "up_proj"
+    count = top_k_index.shape[-1]
     chosen = top_k_index.reshape(-1)
     out = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
     experts = sorted({expert for expert in chosen.tolist() if 0 <= expert < module.num_experts})  # others are no choice
     for expert in module.arriving(experts) if hasattr(module, "arriving") else experts:
         rows = (chosen == expert).nonzero()[:, 0]
-        wide = _projected(module, first, expert, hidden_states[rows // count])
-        inner = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
-        out[rows] = _projected(module, "down_proj", expert, inner)
+        out[rows] = projected(module, DOWN, expert, widened(module, expert, hidden_states[rows // count]))
     weighted = out * top_k_weights.reshape(-1, 1)
     return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-def _projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
+def widened(module: Any, expert: int, x: Tensor) -> Tensor:
+    """What one of the experts ``module`` makes of ``x`` (tokens, inputs) before its last product."""
+    wide = projected(module, "gate_up_proj" if module.has_gate else "up_proj", expert, x)
+    inner: Tensor = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
+    return inner
+
+
+def projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
+    """``x`` (tokens, inputs) by the stack ``own`` of experts ``module``, one of them: (tokens, outputs)."""
     weight = getattr(module, own)[expert]
     if isinstance(weight, PackedMatrix):
         weight = weight.by_outputs()  # as a linear layer, for which there are kernels

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -131,16 +131,17 @@ class Target:
         piece = PAGE_BYTES if form.nbytes % PAGE_BYTES == 0 else form.nbytes
         return (self.experts, form.nbytes // piece, piece)
 
-    def pack(self, values: Tensor, form: Form, inputs: Inputs | None = None) -> Tensor:
-        """The bytes of ``values``, in the shape that they have in the file. ``inputs``: of a linear layer, where they
-        are known. Raises CheckpointError.
+    def pack(self, values: Tensor, form: Form, inputs: Iterable[Inputs | None] = ()) -> Tensor:
+        """The bytes of ``values``, in the shape that they have in the file. ``inputs``: what it reads, where that is
+        known; of stacked experts, what each reads. Raises CheckpointError.
         """
+        each = iter(inputs)
         if not self.experts:
-            return form.pack(values, inputs).view(self.shape(form))
+            return form.pack(values, next(each, None)).view(self.shape(form))
         packed = torch.empty(self.shape(form), dtype=torch.uint8)
         for expert in range(self.experts):
             one = values[expert].t() if self.transposed else values[expert]
-            packed[expert] = form.pack(one).view(packed.shape[1:])
+            packed[expert] = form.pack(one, next(each, None)).view(packed.shape[1:])
         return packed
 
 
