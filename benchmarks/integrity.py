@@ -240,7 +240,7 @@ def against(share: float, goal: float) -> str:
 @contextmanager
 def protected(protection: Protection) -> Iterator[None]:
     """Engines that are made inside have disk tiers with that protection."""
-    with mock.patch.object(opening.keys, "protection", lambda *_: protection):
+    with mock.patch.object(opening.key_file, "protection", lambda *_: protection):
         yield
 
 

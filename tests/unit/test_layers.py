@@ -1,4 +1,4 @@
-"""Who may import whom, and what no file may do. Reads the source; imports none of it."""
+"""Who may import whom, what no file may do, and that what others name is there. Reads the source; imports none."""
 
 import ast
 import functools
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forbidden import forbidden_in
+from tests.named import Source
 
 SOURCE = Path(__file__).parents[2] / "src" / "stowage"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -279,3 +280,43 @@ def test_good_habits_are_left_alone(line: str, tmp_path: Path) -> None:
 def test_every_room_is_a_package() -> None:
     """A folder without __init__.py works from a checkout and is left out of a wheel."""
     assert {path.parent for path in FILES} == {path.parent for path in SOURCE.rglob("__init__.py")}
+
+
+def test_what_tests_and_benchmarks_name_is_there() -> None:
+    """Methods that they replace, too: simulators' planted bugs run long after `make static`."""
+    source = Source(ROOT / "src", "stowage")
+    assert [line for path in EVERYTHING if SOURCE not in path.parents for line in source.unknown(path)] == []
+
+
+PACKAGE = """
+from other import Foreign
+LIMIT = 1
+class Base:
+    def read(self): self.kept = 1
+class Reader(Base):
+    size: int
+    def write(self): ...
+class Odd(Foreign): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("patch.setattr(Reader, 'write', 1); patch.setattr(Reader, 'read', 1); Reader.size; Reader.kept", []),
+        ("part.LIMIT; part.Reader.write; patch.setattr('pack.part.LIMIT', 1); pack.part; Odd.anything", []),
+        ("patch.setattr(part, '_more', 1, raising=False); Reader.__name__; unknown.name", []),
+        ("patch.setattr(Reader, '_read', 1)", ["Reader has no _read"]),
+        ("patch.setattr(part.Reader, '_read', 1)", ["part.Reader has no _read"]),
+        ("patch.setattr('pack.part._LIMIT', 1)", ["'pack.part' has no _LIMIT"]),
+        ("honest = Reader._read", ["Reader has no _read"]),
+        ("mock.patch.object(part.gone, 'name')", ["part has no gone"]),
+    ],
+)
+def test_a_name_that_is_not_there_is_found(line: str, missing: list[str], tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("from pack.part import Reader\n")
+    (tmp_path / "pack" / "part.py").write_text(PACKAGE)
+    test = tmp_path / "test.py"
+    test.write_text(f"import pack\nfrom pack import Reader, part\nfrom pack.part import Odd\n{line}\n")
+    assert [told.partition(" ")[2] for told in Source(tmp_path, "pack").unknown(test)] == missing
