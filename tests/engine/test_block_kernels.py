@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from stowage.executor import kernels
+from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.weights.quantized.blocks import BlockMatrix
-from stowage.weights.quantized.formats import Spec, dequantized
+from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from tests.block_formats import SPECS, parts_of
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
@@ -76,6 +77,35 @@ def test_experts_are_taken_one_by_one_and_several_threads_change_nothing() -> No
                 assert torch.equal(kernels.linear_blocks(x, BlockMatrix(spec, own, torch.bfloat16)), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_rows_that_are_looked_up_are_those_of_the_unpacked_matrix(name: str, dtype: torch.dtype) -> None:
+    plainly = name in ("f32", "f16", "bf16")
+    for inputs in (256, 1024 + 768, *((75, 1024 + 3) if plainly else ())):
+        spec = Spec(name, 37, inputs)
+        matrix = BlockMatrix(spec, parts_of(spec, seed=inputs), dtype)
+        values = dequantized(spec, matrix.parts, dtype)
+        ids = torch.tensor([[0, 36, 7], [7, 1, 2]])
+        with RowInvariance(linear=True, exact=False):
+            assert torch.equal(torch.nn.functional.embedding(ids.t(), matrix), values[ids.t()]), inputs
+        assert torch.equal(kernels.look_up(ids[:, 1:], matrix), values[ids[:, 1:]]), inputs
+        assert kernels.look_up(ids[:0], matrix).shape == (0, 3, inputs)
+        for wrong in (37, -1, 1 << 40):
+            with pytest.raises(IndexError, match="does not have"):
+                kernels.look_up(torch.tensor([3, wrong]), matrix)
+
+
+def test_rows_of_what_is_away_or_in_several_tensors_are_left_to_the_reference() -> None:
+    spec, ids = Spec("q8_0", 8, 64), torch.tensor([1])
+    assert kernels.looks_up(ids, BlockMatrix(spec, parts_of(spec), torch.float32))
+    assert not kernels.looks_up(ids.int(), BlockMatrix(spec, parts_of(spec), torch.float32))
+    away = {part: values[:1].expand(values.shape) for part, values in parts_of(spec).items()}
+    assert not kernels.looks_up(ids, BlockMatrix(spec, away, torch.float32))
+    other = Spec("mxfp4", 8, 64)
+    assert not kernels.looks_up(ids, BlockMatrix(other, parts_of(other), torch.float32))
+    assert not kernels.looks_up(ids, torch.zeros(8, 64))
 
 
 def test_no_number_is_no_number() -> None:

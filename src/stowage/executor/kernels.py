@@ -31,6 +31,7 @@ from stowage.native import is_built as is_built
 from stowage.native import is_wanted
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import PackedMatrix
+from stowage.weights.quantized.formats import BLOCKS
 
 KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -142,6 +143,31 @@ def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) ->
     ``takes_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
     """
     return linear_of(x, of_blocks(matrix), bias)
+
+
+def looks_up(ids: Tensor, weight: object) -> bool:
+    """Whether ``look_up`` can do it."""
+    if not isinstance(weight, BlockMatrix) or weight.spec.name not in BLOCKS or weight.transposed:
+        return False
+    rows = weight.parts[""]
+    on_cpu = ids.device.type == rows.device.type == "cpu"
+    return on_cpu and weight.is_here and ids.dtype is torch.int64 and weight.values_dtype in DTYPES
+
+
+def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
+    """The rows of ``ids`` (any shape) of a matrix in a format of one tensor: (..., inputs). See ``looks_up``.
+
+    Raises:
+        IndexError: the matrix has no such row.
+    """
+    rows, ids = matrix.parts[""], ids.contiguous()
+    inputs, half = matrix.spec.inputs, matrix.values_dtype is torch.bfloat16
+    out = torch.empty((*ids.shape, inputs), dtype=matrix.values_dtype)
+    _kernel.look_up(
+        *(ids.data_ptr(), ids.numel(), rows.data_ptr(), out.data_ptr()),
+        *(rows.shape[0], inputs, rows.stride(0), _FORMATS[matrix.spec.name], half),
+    )
+    return out
 
 
 @dataclass(frozen=True, slots=True)

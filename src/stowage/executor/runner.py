@@ -58,7 +58,7 @@ class Runner:
         max_num_seqs: int = 1,
         int8: bool = False,
     ) -> None:
-        self._model = model
+        self._model, self._dtype, self._device = model, model.dtype, model.device
         self._layout = layout
         self._pools = pools
         self._strategies = strategies
@@ -166,7 +166,8 @@ class Runner:
             logits = [self._forward(forward) for forward in forwards]
             sizes = [w.count if w.every_logit else 1 for w in part]
             whole = torch.cat(logits) if part[0].every_logit and len(logits) > 1 else logits[-1]
-            found.update(zip(map(id, part), torch.split(whole, sizes), strict=True))
+            rows = torch.split(whole, sizes) if len(part) > 1 else [whole]
+            found.update(zip(map(id, part), rows, strict=True))
         return [found[id(w)] for w in work]
 
     def _forward(self, forward: Forward) -> Tensor:
@@ -192,10 +193,10 @@ class Runner:
 
     def _step(self, work: Sequence[Work]) -> ForwardStep:
         step = build(
-            *(work, self._pools, self._strategies, self._model.dtype),
+            *(work, self._pools, self._strategies, self._dtype),
             native=self._reads_natively,
             paged=self._paged,
-            device=self._model.device,
+            device=self._device,
         )
         step.kernels = self._kernels
         return step

@@ -94,6 +94,11 @@ def linear(
 ) -> None:
     """`layers`: of each w, scales, y, outputs, w_row."""
 
+def look_up(
+    ids: int, count: int, w: int, y: int, outputs: int, inputs: int, w_row: int, format: int, narrow: int, /
+) -> None:
+    """Raises IndexError for an id that is no output."""
+
 def attention(
     q: int,
     out: int,

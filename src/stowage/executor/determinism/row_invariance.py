@@ -2,6 +2,7 @@
 
     linear layers, stacked experts    -> the kernels (``kernels``), which sum every row by itself; several layers with
                                          the same input at once (``fused.linear``); many rows only where deterministic
+    embeddings in published formats   -> the kernels
     functions of single numbers       -> (deterministic only) as many numbers at a time as torch computes alike
     other products of matrices        -> (deterministic only) with rows filled up to what matrix kernels take at a time
 
@@ -55,6 +56,7 @@ class RowInvariance(TorchFunctionMode):
         self._fused = FusedLinear()
         if linear:
             self._special[F.linear] = self._linear
+            self._special[F.embedding] = _embedding
             multiply = kernels.linear if exact else kernels.product
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
@@ -143,6 +145,12 @@ def _matrix(input: Tensor, weight: Any, exact: bool, int8: bool) -> kernels.Matr
         return kernels.of_plain(*parts)
     parts = weight.int4_parts()
     return None if parts is None else kernels.of_int4(input.dtype, *parts, weight.form.group)
+
+
+def _embedding(input: Tensor, weight: Any, *rest: Any, **options: Any) -> Tensor:
+    if kernels.looks_up(input, weight):
+        return kernels.look_up(input, weight)
+    return F.embedding(input, weight, *rest, **options)
 
 
 def _quicker_packed(input: Tensor) -> bool:

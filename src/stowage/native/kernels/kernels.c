@@ -359,6 +359,7 @@ static PyObject *trust_tiles(PyObject *self, PyObject *nothing)
 
 static PyMethodDef methods[] = {
     {"linear", FAST(linear), METH_FASTCALL, "y = x w^T of one or more w; addresses and sizes."},
+    {"look_up", FAST(look_up), METH_FASTCALL, "Rows of a matrix in a format as numbers; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
     {"norm", norm, METH_VARARGS, "Root mean square norm; addresses and sizes."},
     {"run_program", run_program, METH_VARARGS, "Several of these; their numbers, the buffers' addresses, threads."},

@@ -243,3 +243,48 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
         return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
+
+/* Inputs that are decoded at a time: a multiple of every block. */
+enum { LOOKED_UP = 1024 };
+
+/* `count` rows of a matrix in a format, of outputs `ids`, to job->y; 0: there is no such output. */
+static int look_up_rows(const Linear *job, const int64_t *ids, int64_t count)
+{
+    float values[LOOKED_UP + 256];
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= job->outputs)
+            return 0;
+        for (int64_t k = 0, end; k < job->inputs; k = end) {
+            end = k + LOOKED_UP < job->inputs ? k + LOOKED_UP : job->inputs;
+            base_decode(job, ids[i], k, end, values);
+            if (job->narrow)
+                base_narrow(values, (uint16_t *)job->y + i * job->inputs + k, end - k);
+            else
+                memcpy((float *)job->y + i * job->inputs + k, values, (size_t)(end - k) * 4);
+        }
+    }
+    return 1;
+}
+
+static PyObject *look_up(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    (void)self;
+    int64_t value[9];
+    if (count != 9) {
+        PyErr_SetString(PyExc_TypeError, "look_up takes ids, their number, w, y, outputs, inputs, w_row, format, narrow");
+        return NULL;
+    }
+    if (read_numbers(args, count, value) < 0)
+        return NULL;
+    Linear job = {.w = address(value[2]), .y = address(value[3]), .outputs = value[4], .inputs = value[5],
+                  .w_row = value[6], .format = (int)value[7], .narrow = (int)value[8], .form = FLOAT32, .group = 32};
+    int there;
+    Py_BEGIN_ALLOW_THREADS
+    there = look_up_rows(&job, address(value[0]), value[1]);
+    Py_END_ALLOW_THREADS
+    if (!there) {
+        PyErr_SetString(PyExc_IndexError, "a row is asked for that the matrix does not have");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
