@@ -20,6 +20,7 @@ import stowage
 from stowage import Engine, Memory, SamplingParams
 from stowage.cli.app import app
 from stowage.testing import tiny_models
+from tests.engine.conftest import LOGPROB_BOUND
 
 SIZE = tiny_models.TinySize(hidden=256, layers=3)
 MEMORY = {"kv_cache_memory": "8MiB", "block_size": 16}
@@ -196,7 +197,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
         (done,) = engine.generate(PROMPTS[:1], scored)
         found = torch.tensor([p.logprob for p in done.prompt_logprobs[1:] if p is not None])
     rows = expected[:-1].gather(1, torch.tensor(PROMPTS[0][1:])[:, None])[:, 0]
-    assert (found - rows).abs().max() < 1e-4
+    assert (found - rows).abs().max() < LOGPROB_BOUND
 
 
 def edited(directory: Path, **config: Any) -> None:
@@ -295,7 +296,7 @@ def test_the_text_of_a_model_that_takes_pictures(family: str, tmp_path: Path) ->
         (done,) = engine.generate(PROMPTS[:1], scored)
     found = torch.tensor([p.logprob for p in done.prompt_logprobs[1:] if p is not None])
     rows = expected[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    assert (found - rows).abs().max() < 1e-4
+    assert (found - rows).abs().max() < LOGPROB_BOUND
 
 
 def test_packed_weights_and_a_hard_budget(world: Path, tmp_path: Path) -> None:

@@ -57,9 +57,7 @@ def model_of(family: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON | OTHERS[family]))
-        for name, parameter in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", ".D")):
-                parameter.data.copy_(torch.rand_like(parameter) + 0.2)
+        tiny_models.vary(model)
     return model.eval()
 
 

@@ -52,9 +52,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, decoder: Path) -> Path:
     torch.manual_seed(0)
     vocab = json.loads((decoder / "config.json").read_text())["vocab_size"]
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    BertModel(BertConfig(vocab_size=vocab, max_position_embeddings=80, initializer_range=0.3, **small)).save_pretrained(
-        made
-    )
+    model = BertModel(BertConfig(vocab_size=vocab, max_position_embeddings=80, initializer_range=0.3, **small))
+    tiny_models.vary(model)
+    model.save_pretrained(made)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(decoder / name, made)
     return pipeline(made, {"pooling_mode_mean_tokens": True})

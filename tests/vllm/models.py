@@ -248,13 +248,13 @@ def write(family: Family, directory: Path, seed: int = 0) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from stowage.testing import tiny_models
+
     fields = {name: value for name, value in {**_SIZES, **family.fields}.items() if value is not None}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **fields))
-        for name, parameter in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", ".D")):  # constant otherwise: states would hardly matter
-                parameter.data.copy_(torch.rand_like(parameter) + 0.2)
+        tiny_models.vary(model)
     model = model.to(getattr(torch, family.dtype))
     model.config.dtype = getattr(torch, family.dtype)
     model.save_pretrained(directory)

@@ -11,6 +11,8 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from stowage.testing import tiny_models
+
 _BERT = {
     "hidden_size": 256,
     "num_hidden_layers": 3,
@@ -108,9 +110,7 @@ GENERATES: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = dict.fr
 def build(name: str) -> Any:
     torch.manual_seed(7)
     model = TABLE[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():  # what begins as zeros or ones shows nothing
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+    tiny_models.vary(model)
     return model.eval()
 
 

@@ -131,6 +131,8 @@ def write(
             published |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         elif quantiser is not None and values.dim() == 2 and not any(part in name for part in without):
             parts, meant = quantiser(values.float())
+            if f"{base}.bias" in state:  # it keeps its own
+                parts.pop("bias", None)
             published |= {f"{base}.{part}": tensor for part, tensor in parts.items()}
         else:
             published[name] = meant = values

@@ -119,7 +119,9 @@ def whole_with(row: Outer, text: str) -> object:
     size = TinySize(layers=2, context_tokens=512)
     other = replace(row, text=text, changed=lambda size: {})
     with without_timm():
-        return AutoModelForMultimodalLM.from_config(outer_config(other, size, {})).eval()
+        model = AutoModelForMultimodalLM.from_config(outer_config(other, size, {})).eval()
+    tiny_models.vary(model)
+    return model
 
 
 PAIRS = [(row, text) for row in tiny_models.OUTER.values() for text in row.others]

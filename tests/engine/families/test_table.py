@@ -16,6 +16,14 @@ from stowage.testing.tiny_models import TinySize
 MEMORY = Memory(kv_cache_memory="8MiB")
 
 
+@pytest.mark.parametrize("family", "llama gemma4 gpt_oss ernie4_5_moe afmoe deepseek_v3 deepseek_v4 rwkv".split())
+def test_every_weight_of_a_tiny_model_matters(family):
+    """None is what a forgotten one would be: a norm of ones, or a bias, a correction or a table of zeros."""
+    weights = tiny_models.build(family).state_dict()
+    assert [name for name, weight in weights.items() if weight.numel() > 1 and len(weight.unique()) == 1] == []
+    assert not {0.0, 1.0} & {weight.item() for weight in weights.values() if weight.numel() == 1}
+
+
 def test_what_is_proved_is_what_is_tested():
     assert {family.model_type for family in tiny_models.TABLE.values()} == families.PROVED
     assert {family.model_type for family in tiny_models.REFUSED.values()} == families.REFUSED.keys()

@@ -8,7 +8,7 @@ of its KV cache.
 Never reaches for a network; the same arguments give the same bytes.
 """
 
-from stowage.testing.tiny_models.checkpoint import build, config, write
+from stowage.testing.tiny_models.checkpoint import build, config, vary, write
 from stowage.testing.tiny_models.family import VOCAB_LEAST, Family, TinySize
 from stowage.testing.tiny_models.table import ALONE, FAMILIES, HYBRIDS, KINDS, OUTER, REFUSED, TABLE
 from stowage.testing.tiny_models.vocabulary import CHAT_TEMPLATE, SPECIAL_TOKENS, tokenizer
@@ -29,5 +29,6 @@ __all__ = [
     "build",
     "config",
     "tokenizer",
+    "vary",
     "write",
 ]

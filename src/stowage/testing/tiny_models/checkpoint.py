@@ -54,24 +54,38 @@ def build(family: str, size: TinySize | None = None, *, seed: int = 0, **overrid
     with torch.random.fork_rng(), without_timm():
         torch.manual_seed(seed)
         model = (AutoModelForMultimodalLM if family in OUTER else AutoModelForCausalLM).from_config(settings)
-        _spread(model)
+        vary(model)
     return model.eval()
 
 
-_SPREAD = tuple(
+_WIDE = tuple(
     "A_log dt_bias .A .D .sinks .temp position_bias gate_preact.weight igate_preact.bias proj_up_gate.weight".split()
 )
+_LEARNED_BUFFERS = ("e_score_correction_bias", "expert_bias", "balancing_biases", "layer_scalar")
+_NOISE = 0.1
 
 
-def _spread(model: Any) -> None:
-    """Give state-space parameters and expert biases values that matter: a model's own initialisation leaves some of
-    them constant.
+def vary(model: Any) -> None:
+    """Give every weight of a new model a value that matters, from torch's generator. Transformers starts norms at one,
+    biases, a router's corrections and some matrices at zero: code that left one of them out would compute the same.
     """
     import torch
 
     for name, parameter in model.named_parameters():
-        if name.endswith(_SPREAD):
+        if name.endswith(_WIDE):
             parameter.data.copy_(torch.rand_like(parameter) + 0.2)
+        elif parameter.dim() == 1 or name.endswith("bias") or _constant(parameter):
+            parameter.data.add_(torch.randn_like(parameter), alpha=_NOISE)
+    for name, buffer in model.named_buffers():
+        if name.endswith(_LEARNED_BUFFERS):
+            buffer.add_(torch.rand_like(buffer), alpha=_NOISE)
+        elif name.endswith(".tid2eid"):  # the experts of each token
+            ranked = torch.rand(len(buffer), model.config.n_routed_experts).argsort(1)
+            buffer.copy_(ranked[:, : buffer.shape[1]])
+
+
+def _constant(tensor: Any) -> bool:
+    return not tensor.is_meta and bool((tensor == tensor.flatten()[0]).all())
 
 
 def write(
