@@ -70,7 +70,7 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 	$(PY) -m stowage.demo
 
 test: $(ENV_STAMP) ## run the whole test suite
-	$(PY) -m stowage.testing.sim --seeds 400 --complete --jobs $(JOBS)
+	$(PY) -m stowage.testing.sim --seeds 200 --complete --jobs $(JOBS)
 	$(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)
 
 check: static ## formatter, linter, types, layers and the fast tests
