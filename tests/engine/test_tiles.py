@@ -31,6 +31,7 @@ from stowage import Engine, Memory, SamplingParams
 from stowage.core.geometry import Kind
 from stowage.executor import kernels
 from stowage.executor.determinism import cuts
+from stowage.executor.replay.programs import program
 from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.testing import tiny_models
 from tests.engine.conftest import random_prompt
@@ -62,7 +63,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def kernel(compiled: Any) -> Iterator[Any]:
     """The same, trusted, as what `kernels` computes linear layers with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_kernel", compiled)
+        for module in (kernels, program):
+            patch.setattr(module, "_kernel", compiled)
         compiled.trust_tiles()
         try_scoring(compiled)
         yield compiled
