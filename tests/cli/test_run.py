@@ -227,6 +227,8 @@ def test_a_chat_model_gets_its_template(call: Stowage, tiny_llama: Path, tmp_pat
     flags = ["--kv-cache-memory", "8MiB", "--max-new-tokens", "6", "--prompt", "one", "--json"]
     told = call("run", tiny_llama, *flags)
     assert told.exit_code == 0 and "--raw gives the text as it is" in told.stderr
+    chat = call("run", tiny_llama, *flags, "--chat")
+    assert json.loads(chat.stdout)["prompt_tokens"] == json.loads(told.stdout)["prompt_tokens"]
     raw = call("run", tiny_llama, *flags, "--raw")
     (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
     own = call("run", tiny_llama, *flags, "--chat-template", tmp_path / "own.jinja")

@@ -50,7 +50,9 @@ def run(
     ] = None,
     raw: Annotated[
         bool,
-        typer.Option("--raw", help="Give the text as it is, without a chat template.", rich_help_panel=CHAT_GROUP),
+        typer.Option(
+            "--raw/--chat", help="Give the text as it is, without a chat template.", rich_help_panel=CHAT_GROUP
+        ),
     ] = False,
     chat_template: ChatTemplate = None,
     adapter: Adapter = "",
