@@ -51,7 +51,7 @@ def run(
     raw: Annotated[
         bool,
         typer.Option(
-            "--raw/--chat", help="Give the text as it is, without a chat template.", rich_help_panel=CHAT_GROUP
+            "--raw/--chat", help="Give the text as it is, or (default) in a chat template.", rich_help_panel=CHAT_GROUP
         ),
     ] = False,
     chat_template: ChatTemplate = None,
