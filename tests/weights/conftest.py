@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import stowage
+from stowage.evaluation import pack as packing
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps
@@ -140,3 +141,17 @@ def assert_cached_one_by_one(model: Any, whole: Any) -> None:
 
 def bytes_of(model: Any) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.fixture(scope="session")
+def packs(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a tiny model, packed."""
+    root, made = tmp_path_factory.mktemp("packed"), dict[tuple[str, str], Path]()
+
+    def pack(family: str, form: str = "int8") -> Path:
+        if (family, form) not in made:
+            made[family, form] = root / f"{family}-{form}"
+            packing.pack(str(checkpoints(family)), made[family, form], form, 32)
+        return made[family, form]
+
+    return pack

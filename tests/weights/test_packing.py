@@ -1,0 +1,133 @@
+"""What cannot be packed, what is no whole packed directory, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stowage
+from stowage import CheckpointError, ConfigError, UnsupportedModelError
+from stowage.errors import DirectoryError
+from stowage.evaluation import pack as packing
+from stowage.models import loading
+from stowage.testing import tiny_models
+from stowage.weights.quantized import modules
+from tests.weights.conftest import logits, prompt
+
+
+def test_what_cannot_be_packed_is_refused_with_the_way_out(
+    checkpoints: Callable[..., Path], packs: Callable[..., Path], tmp_path: Path
+) -> None:
+    llama, out = checkpoints("llama"), tmp_path / "out"
+
+    def changed(name: str, **fields: Any) -> str:
+        shutil.copytree(llama, tmp_path / name)
+        config = json.loads((llama / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | fields))
+        return str(tmp_path / name)
+
+    tied = tiny_models.build("gpt2")
+    tied.config.tie_word_embeddings = True
+    tied.lm_head.weight = tied.transformer.wte.weight
+    tied.save_pretrained(tmp_path / "gpt2")
+    pickled = changed("pickled")
+    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
+    quantised = changed("quantised", quantization_config={"quant_method": "fp8"})
+    cases: list[tuple[str, str, int, type[Exception], str]] = [
+        (str(packs("llama")), "int8", 64, UnsupportedModelError, "packed already"),
+        (quantised, "int8", 64, UnsupportedModelError, r"quantised already \(fp8\)"),
+        (str(tmp_path / "gpt2"), "int8", 64, UnsupportedModelError, "no linear layers"),
+        (pickled, "int8", 64, CheckpointError, "pickle"),
+        (str(llama), "int3", 64, ConfigError, "int8, int4"),
+        (str(llama), "int4", 100, ConfigError, "32, 64, 128"),
+    ]
+    for model, form, group, error, match in cases:
+        with pytest.raises(error, match=match):
+            packing.pack(model, out, form, group)
+        assert not out.exists()
+        assert not out.with_name("out.part").exists()
+    out.mkdir()
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        packing.pack(str(llama), out, "int8")
+
+
+def test_a_packed_directory_that_is_not_whole_is_refused(packs: Callable[..., Path], tmp_path: Path) -> None:
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(packs("llama"), tmp_path / name))
+
+    newer = copied("newer")
+    config = json.loads((newer / "config.json").read_text())
+    config["quantization_config"]["version"] = 1
+    (newer / "config.json").write_text(json.dumps(config))
+    unmarked = copied("unmarked")
+    del config["quantization_config"]
+    (unmarked / "config.json").write_text(json.dumps(config))
+    without, other, wider = copied("without"), copied("other"), copied("wider")
+    resized = json.loads((wider / "config.json").read_text())
+    resized["intermediate_size"] *= 2
+    (wider / "config.json").write_text(json.dumps(resized))
+    (without / modules.FILE).rename(without / "model.safetensors")
+    shutil.copyfile(packs("qwen3_moe", "int4") / modules.FILE, other / modules.FILE)
+    cut = copied("cut")
+    os.truncate(cut / modules.FILE, (cut / modules.FILE).stat().st_size - 64)
+    for path, match in (
+        (newer, "reads version 2"),
+        (unmarked, "config.json does not say so"),
+        (without, "is missing"),
+        (other, "no such matrix"),
+        (wider, "different checkpoints"),
+        (cut, "damaged"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            loading.load(path)
+
+
+def test_bytes_of_another_kind_are_not_offloaded(tmp_path: Path) -> None:
+    """Nothing would tell that they are away."""
+    model = tiny_models.build("llama")
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = torch.nn.Parameter(torch.zeros(linear.weight.shape, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="does not know"):
+        stowage.offload(model, weights="*=stream", disk=f"{tmp_path}:16MiB")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stowage.evaluation import pack as packing
+source, directory = sys.argv[1:]
+def progress(what, done, _all):
+    if done == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+packing.pack(source, Path(directory), "int8", progress=progress)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing_that_looks_whole(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    out, part = tmp_path / "out", tmp_path / "out.part"
+    arguments = [sys.executable, "-c", KILLED, str(checkpoints("llama")), str(out)]
+    done = subprocess.run(arguments, env=os.environ | {"PYTHONPATH": "src"}, timeout=300, check=False)
+    assert done.returncode == -9
+    assert not out.exists()
+    assert part.exists()
+    with pytest.raises(CheckpointError):
+        loading.load(part)
+    lock = os.open(part / ".packing", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(DirectoryError, match="another process"):
+        packing.pack(str(checkpoints("llama")), out, "int8")
+    os.close(lock)
+    packing.pack(str(checkpoints("llama")), out, "int8")
+    assert not part.exists()
+    assert torch.isfinite(logits(loading.load(out).model, prompt())).all()
