@@ -1,5 +1,6 @@
-"""Names that tests, benchmarks and scripts use of Stowage's modules and classes, and that are not there any more: a
-test that replaces a method, or a simulator's planted bug, is written against a name that a change may take away.
+"""Names that tests, benchmarks and scripts use of a package's modules and classes, and that are not there any more: a
+test that imports a helper, replaces a method, or plants a simulator's bug, is written against a name that a change may
+take away.
 
 Reads the source; imports none of it. What it cannot follow (a class whose base is another package's, an object) it
 leaves alone.
@@ -20,10 +21,10 @@ Found = ast.ClassDef | Path | None
 
 
 class Source:
-    """The modules below a folder that holds the package ``name``."""
+    """The modules of packages, each by its name and the folder that holds it."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, **packages: Path) -> None:
+        self._packages = packages
         self._homes: dict[ast.ClassDef, Path] = {}
 
     def unknown(self, path: Path) -> list[str]:
@@ -34,6 +35,8 @@ class Source:
         local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         told = []
         for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                told += self._not_there(path, node)
             owner, attribute = _named(node)
             if owner is None or _first(owner) in local:
                 continue
@@ -42,10 +45,18 @@ class Source:
                 told.append(f"{path}:{owner.lineno} {ast.unparse(owner)} has no {attribute}")
         return told
 
+    def _not_there(self, path: Path, node: ast.ImportFrom) -> list[str]:
+        home = self._module(node.module or "")
+        if home is None:
+            return []
+        names = (alias.name for alias in node.names if alias.name != "*")
+        return [f"{path}:{node.lineno} {node.module} has no {name}" for name in names if not self._has(home, name)]
+
     def _module(self, dotted: str) -> Path | None:
-        if dotted.split(".")[0] != self._name:
+        package = dotted.split(".")[0]
+        if package not in self._packages:
             return None
-        place = self._folder.joinpath(*dotted.split("."))
+        place = self._packages[package].joinpath(*dotted.split("."))
         return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.exists()), None)
 
     @functools.cache  # noqa: B019 - lives as long as the tests

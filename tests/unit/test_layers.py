@@ -284,7 +284,7 @@ def test_every_room_is_a_package() -> None:
 
 def test_what_tests_and_benchmarks_name_is_there() -> None:
     """Methods that they replace, too: simulators' planted bugs run long after `make static`."""
-    source = Source(ROOT / "src", "stowage")
+    source = Source(stowage=ROOT / "src", tests=ROOT, benchmarks=ROOT)
     assert [line for path in EVERYTHING if SOURCE not in path.parents for line in source.unknown(path)] == []
 
 
@@ -311,6 +311,10 @@ class Odd(Foreign): ...
         ("patch.setattr('pack.part._LIMIT', 1)", ["'pack.part' has no _LIMIT"]),
         ("honest = Reader._read", ["Reader has no _read"]),
         ("mock.patch.object(part.gone, 'name')", ["part has no gone"]),
+        (
+            "from pack.part import LIMIT, Gone as G; from pack import other",
+            ["pack.part has no Gone", "pack has no other"],
+        ),
     ],
 )
 def test_a_name_that_is_not_there_is_found(line: str, missing: list[str], tmp_path: Path) -> None:
@@ -319,4 +323,4 @@ def test_a_name_that_is_not_there_is_found(line: str, missing: list[str], tmp_pa
     (tmp_path / "pack" / "part.py").write_text(PACKAGE)
     test = tmp_path / "test.py"
     test.write_text(f"import pack\nfrom pack import Reader, part\nfrom pack.part import Odd\n{line}\n")
-    assert [told.partition(" ")[2] for told in Source(tmp_path, "pack").unknown(test)] == missing
+    assert [told.partition(" ")[2] for told in Source(pack=tmp_path).unknown(test)] == missing
