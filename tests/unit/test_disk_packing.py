@@ -256,19 +256,75 @@ def test_packing_that_holds_up_what_waits_is_left_alone(monkeypatch: pytest.Monk
     assert packed() > 60, "nobody waits"
 
 
-def test_now_and_then_one_is_packed_all_the_same_so_that_rates_are_measured_anew() -> None:
-    counters = Counters()
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of chunks that were packed, or that this was tried with."""
+    lengths: list[int] = []
+    pack_frames = lossless.pack_frames
+
+    def watched(payloads: list[memoryview], most: list[int], step: int, room: memoryview) -> list[int]:
+        lengths.extend(payload.nbytes for payload, some in zip(payloads, most, strict=True) if some)
+        return pack_frames(payloads, most, step, room)
+
+    monkeypatch.setattr(lossless, "pack_frames", watched)
+    return lengths
+
+
+def of_numbers(count: int, length: int) -> list[memoryview]:
+    buffers = aligned([length] * count)
+    for number, buffer in enumerate(buffers):
+        buffer[:] = numbers(key(number), length)
+    return buffers
+
+
+def of_noise(count: int, length: int) -> list[memoryview]:
+    buffers = aligned([length] * count)
+    for number, buffer in enumerate(buffers):
+        buffer[:] = hashlib.shake_128(key(number)).digest(length)
+    return buffers
+
+
+def test_where_loads_get_slower_one_in_32_is_packed_so_that_rates_are_measured_anew(tried: list[int]) -> None:
     rates = PackingRates(time.monotonic)
     loaded(rates, packed=True, read_s=70.0, unpack_s=500.0)
-    packer = Packer(counters, rates)
-    buffers = aligned([64 << 10] * 400)
-    for number, buffer in enumerate(buffers):
-        buffer[:] = numbers(key(number), buffer.nbytes)
+    packer = Packer(Counters(), rates)
+    buffers = of_numbers(100, 64 << 10)
     packed = [is_packed(packer, buffer) for buffer in buffers]
-    assert not any(packed[:32]) and 5 < sum(packed) < 20
+    assert [number for number, one in enumerate(packed) if one] == [31, 63, 95]
+    assert len(tried) == 3, "what is written as it is was not packed before"
     for _ in range(100):
         loaded(rates, packed=True, read_s=70.0, unpack_s=1.0)
-    assert sum(is_packed(packer, buffer) for buffer in buffers) > 350
+    assert all(is_packed(packer, buffer) for buffer in buffers)
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_noise_is_hardly_tried_after_the_first_megabytes(tried: list[int], is_auto: bool) -> None:
+    packer = Packer(Counters(), PackingRates(time.monotonic), is_auto=is_auto)
+    assert not any(is_packed(packer, buffer) for buffer in of_noise(80, MIB))
+    assert len(tried) < 16
+    assert sum(is_packed(packer, buffer) for buffer in of_numbers(80, MIB)) > 40, "other bytes come"
+
+
+def test_short_chunks_that_save_no_page_do_not_keep_others_from_being_packed(tried: list[int]) -> None:
+    packer = Packer(Counters(), PackingRates(time.monotonic))
+    short, long = of_numbers(500, PAGE_BYTES), of_numbers(10, 64 << 10)
+    assert not any(is_packed(packer, buffer) for buffer in short) and not tried
+    assert all(is_packed(packer, buffer) for buffer in long)
+    noise = of_noise(200, 2 * PAGE_BYTES)
+    assert not any(is_packed(packer, buffer) for buffer in noise) and len(tried) == len(long) + len(noise)
+    assert all(is_packed(packer, buffer) for buffer in long), "these are few bytes"
+
+
+def test_what_takes_fewer_bytes_is_written_so_though_it_packed_worse_than_others(tried: list[int]) -> None:
+    rates = PackingRates(time.monotonic)
+    loaded(rates, packed=False, read_s=100.0)
+    loaded(rates, packed=True, read_s=87.5, unpack_s=10.0)
+    packer = Packer(Counters(), rates)
+    half = np.random.default_rng(0).standard_normal(MIB // 2, np.float32).astype(np.float16)
+    (buffer,) = aligned([MIB])
+    buffer[:] = half.tobytes()
+    packed = [is_packed(packer, buffer) for _ in range(40)]
+    assert packed.count(True) == len(tried) and all(packed[:5]) and not any(packed[12:39]), "0.86 is too much"
 
 
 @pytest.mark.skipif(not is_built(), reason="no compiled code")

@@ -2,8 +2,9 @@
 
 Packed payloads are whole pages, so that direct I/O takes them from where they are. They lie one behind the other in
 memory that is used again and again: a buffer is lent until all chunks in it are written. Some threads pack what comes
-next while what was packed is written. Whether packing pays is decided by measure, as loading against computing is:
-packed chunks have to be loaded sooner than others, and where stores queue up, packing has to keep up with the disk.
+next while what was packed is written. Whether packing pays is decided before it is begun, by measure, as loading
+against computing is: chunks that pack as those before them did have to be loaded sooner than others, and where stores
+queue up, packing has to keep up with the disk. What was packed and takes fewer bytes is written so.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ GROUP_BYTES: Final = 8 << 20
 """Chunks of so many bytes, or a longer one, are packed together."""
 MEMORY_BYTES: Final = 96 << 20
 """That packed chunks lie in until they are written. It is used again: new memory is slow."""
-HOPELESS: Final = 32
-"""So many chunks in a row that did not pay, and only one in as many is tried."""
+PROBED: Final = 32
+"""Where packing does not pay, one chunk in so many is packed all the same: bytes and rates may be others by now."""
+USUAL_SHARE: Final = 0.7
+"""Of their bytes that keys and values take packed (docs/benchmarks.md, "Lossless compression")."""
 _NEW_SHARE: Final = 0.1
 """How much a new measurement counts."""
+_NEW_CHUNK_MAX: Final = 0.5
+"""How much a long chunk counts at most for what the next one is taken to be."""
 _MEASURED_BYTES: Final = 1 << 20
 """Packing less at a time says little."""
 _UNPACKING_OF_PACKING: Final = 0.6
@@ -199,7 +204,8 @@ class Packer:
         self._is_auto = is_auto
         self._free: list[memoryview] = []
         self._lent_bytes = 0
-        self._failed = 0
+        self._share = USUAL_SHARE
+        self._left_alone = 0
 
     @classmethod
     def wanted(
@@ -218,42 +224,45 @@ class Packer:
     def begin(self, payloads: list[memoryview]) -> Packing:
         """Payloads to be packed together: by `finish`, or by another thread before that."""
         buffer = self._buffer(sum(round_up(payload.nbytes) for payload in payloads))
-        return Packing(payloads, [self._is_tried() for _ in payloads], buffer, self._rates)
+        return Packing(payloads, [self._is_tried(payload.nbytes) for payload in payloads], buffer, self._rates)
 
     def finish(self, packing: Packing) -> tuple[memoryview | None, list[memoryview], list[bool]]:
         """What is to be written of each payload, and whether that is packed. The memory that packed ones lie in, to be
         given back, if there are any.
         """
         payloads, packed = packing.payloads, packing.packed()
-        paying = [
-            self._pays(payload, part.nbytes, is_tried)
-            for payload, part, is_tried in zip(payloads, packed, packing.tried, strict=True)
-        ]
-        if not any(paying):
+        for payload, part, is_tried in zip(payloads, packed, packing.tried, strict=True):
+            if is_tried:  # counts by its bytes, as trying it costs: a group of noise, and hardly another chunk is tried
+                share = part.nbytes / payload.nbytes if part.nbytes else 1.0
+                self._share += min(_NEW_CHUNK_MAX, payload.nbytes / GROUP_BYTES) * (share - self._share)
+        is_packed = [part.nbytes > 0 for part in packed]
+        if not any(is_packed):
             self.give_back(packing.buffer)
-            return None, payloads, paying
-        written = [part if pays else payload for payload, part, pays in zip(payloads, packed, paying, strict=True)]
-        self._counters.add("packed", sum(paying))
+            return None, payloads, is_packed
+        written = [part if part.nbytes else payload for payload, part in zip(payloads, packed, strict=True)]
+        self._counters.add("packed", sum(is_packed))
         saved = sum(payload.nbytes for payload in payloads) - sum(part.nbytes for part in written)
         self._counters.add("packed_bytes_saved", saved)
-        return packing.buffer, written, paying
+        return packing.buffer, written, is_packed
 
-    def _is_tried(self) -> bool:
-        """Whether the next one is worth trying."""
-        holds_up = self._is_auto and self._is_late() and not self._rates.keeps_up()
-        if not holds_up and self._failed < HOPELESS:
-            return True
-        self._failed += 1
-        return self._failed % HOPELESS == 0
-
-    def _pays(self, payload: memoryview, packed_bytes: int, is_tried: bool) -> bool:
-        if not is_tried:
+    def _is_tried(self, raw_bytes: int) -> bool:
+        """Whether the next one is worth packing, or is one of the few that are packed to see whether it is now."""
+        if not _most(raw_bytes):
             return False
-        saves = packed_bytes > 0
-        pays = saves and (not self._is_auto or self._rates.pays(payload.nbytes, packed_bytes))
-        is_probe = saves and self._failed > HOPELESS  # packed all the same: whoever reads it measures anew
-        self._failed = 0 if pays else self._failed + (self._failed < HOPELESS)
-        return pays or is_probe
+        if self._pays(raw_bytes):
+            self._left_alone = 0
+            return True
+        self._left_alone += 1
+        return self._left_alone % PROBED == 0
+
+    def _pays(self, raw_bytes: int) -> bool:
+        """As far as chunks before it tell."""
+        packed_bytes = round(raw_bytes * self._share)
+        if packed_bytes > lossless.worth_bytes(raw_bytes):
+            return False
+        if not self._is_auto:
+            return True
+        return self._rates.pays(raw_bytes, packed_bytes) and (not self._is_late() or self._rates.keeps_up())
 
     @property
     def is_full(self) -> bool:
