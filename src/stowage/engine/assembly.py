@@ -255,7 +255,7 @@ def _pools(layout: ModelLayout, counts: Mapping[int, int], device: torch.device,
     """Raises ``BudgetError`` where the device has not so much memory."""
     try:
         return [BlockPool(b, counts[b.group.index], device) for b in layout.blocks]
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         raise BudgetError(
             f"a KV pool of {format_size(nbytes)} cannot be had: {device.type} has not so much free memory. Give a "
             "smaller --kv-cache-memory, such as 1GiB."

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.errors import BudgetError
 from stowage.models.layout import TENSOR_ALIGNMENT_BYTES, BlockLayout
+from stowage.native.memory import pages
 
 PLANNED_CONTEXT_TOKENS = 8192
 PADDING_BLOCK = 0
@@ -263,9 +264,9 @@ def _longest(layouts: Sequence[BlockLayout], device_bytes: int, limit_tokens: in
 
 
 def _zeros(rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that is zero. The CPU's is given page by page when it is first written: torch writes all of it at once,
-    which takes a second for 2 GiB.
+    """Memory that is zero. The CPU's is given page by page when it is first written, in huge ones: torch writes all of
+    it at once, which takes a second for 2 GiB.
     """
     if device.type != "cpu":
         return torch.zeros((rows, row_bytes), dtype=torch.uint8, device=device)
-    return torch.from_numpy(np.zeros((rows, row_bytes), dtype=np.uint8))
+    return torch.frombuffer(pages(rows * row_bytes), dtype=torch.uint8).view(rows, row_bytes)

@@ -79,6 +79,7 @@ def load(
         return _in_memory(model, tokenizer, budget, device, whole)
     from stowage.models.gguf import checkpoint as gguf_file
     from stowage.weights.quantized.published import fill
+    from stowage.weights.resident import ResidentMemory
 
     directory = find(str(model))
     if (gguf := gguf_file.file_in(directory)) is not None:
@@ -90,9 +91,10 @@ def load(
         layout.refuse_unsupported(part.config)
     name = identity.of_checkpoint(found.named[0].parent, found.named)
     if budget is None:
-        built, source = found.build(), None
+        built, source, memory = found.build(), None, ResidentMemory(device)
+        memory.settle(built)
         if found.spans:
-            fill(built, found.files, found.spans)
+            fill(built, found.files, found.spans, memory)
         built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
     else:
         built, source = _placed(found, budget(part.config), name)

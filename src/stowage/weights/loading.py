@@ -21,12 +21,13 @@ from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
-from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, copy_of, phase_of
+from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, phase_of
 from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, place
 from stowage.weights.quantized.blocks import unpacking_bytes
 from stowage.weights.quantized.codes import form_of, workspace_bytes
 from stowage.weights.quantized.modules import packed_forms
 from stowage.weights.repacked import Image
+from stowage.weights.resident import ResidentMemory
 from stowage.weights.source import WeightSource
 
 __all__ = ["Budget", "adopt", "load"]
@@ -78,6 +79,7 @@ class _Loading(Building):
         self.budget, self.segments = budget, segments
         self.image: Image | None = None
         self.host_buffers = HostBuffers()
+        self.resident = ResidentMemory(budget.device)
         self.held: set[str] = set()
         self.placement: Placement | None = None
         self.deliveries: dict[str, Delivery] = {}
@@ -113,9 +115,9 @@ class _Loading(Building):
             _refuse_wrapped(path, values)
         stays = bool(segments) and not self._held_in_memory(path, delivery, segments, values.dtype.itemsize)
         if segments and not stays:
-            values = read_segments(segments, torch.empty(values.shape, dtype=values.dtype))
+            values = read_segments(segments, self.resident.empty(values.shape, values.dtype))
         if delivery is Delivery.RESIDENT:
-            values = values if segments else copy_of(values)
+            values = values if segments else self.resident.copy(values)
             return nn.Parameter(values.to(self.budget.device), parameter.requires_grad)
         if stays:
             aligned = len(segments) == 1 and segments[0].offset % values.dtype.itemsize == 0
@@ -144,10 +146,14 @@ class _Loading(Building):
         if read:
             return ParameterLocation(shape, dtype, host=values, phase=phase)
         if delivery is Delivery.PREFETCH:
-            return ParameterLocation(shape, dtype, host=copy_of(values), phase=phase)
+            return ParameterLocation(shape, dtype, host=self.resident.copy(values), phase=phase)
         location = ParameterLocation(shape, dtype, tuple(self.locator.find(path, as_bytes(values)) or ()), phase=phase)
         if delivery is Delivery.MAPPED:
-            return location if location.mappable else ParameterLocation(shape, dtype, host=copy_of(values), phase=phase)
+            return (
+                location
+                if location.mappable
+                else ParameterLocation(shape, dtype, host=self.resident.copy(values), phase=phase)
+            )
         if not location.segments or (delivery is Delivery.ROWS and len(location.segments) > 1):
             self.image = self.image or _new_image(path, location.nbytes, self.budget)
             return ParameterLocation(shape, dtype, (self.image.add(as_bytes(values)),))

@@ -30,6 +30,7 @@ from stowage.weights.quantized.blocks import (
     put_stacks,
 )
 from stowage.weights.quantized.formats import Spec, dequantized
+from stowage.weights.resident import ResidentMemory
 
 __all__ = ["METHOD", "Kept", "Part", "Plan", "fill", "mark"]
 
@@ -144,15 +145,15 @@ class Plan:
         return {**shown, **self.values}
 
 
-def fill(model: Any, files: Sequence[Path], spans: Mapping[str, Sequence[Span]]) -> None:
-    """All parameters of ``model`` that stay as they lie in ``files``, into memory. Raises CheckpointError."""
+def fill(model: Any, files: Sequence[Path], spans: Mapping[str, Sequence[Span]], memory: ResidentMemory) -> None:
+    """All parameters of ``model`` that stay as they lie in ``files``, into ``memory``. Raises CheckpointError."""
     checkpoint, done = Checkpoint(files), set[int]()
     try:
         segments = checkpoint.segments(spans)
         for name, parameter in model.named_parameters():
             if name in segments and id(parameter) not in done:
                 done.add(id(parameter))
-                parameter.data = read_segments(segments[name], torch.empty(parameter.shape, dtype=parameter.dtype))
+                parameter.data = read_segments(segments[name], memory.empty(parameter.shape, parameter.dtype))
     finally:
         checkpoint.close()
 
