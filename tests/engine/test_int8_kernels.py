@@ -167,6 +167,30 @@ def test_zeros_tiny_numbers_and_what_is_no_number() -> None:
     kernels._kernel.use_instructions(None)
 
 
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_takes_nothing_from_the_next_one(name: str, scale: float) -> None:
+    """Its last blocks are no whole group, and are read together with what follows."""
+    spec = Spec(name, 10, 128 + 64)
+    raw = parts_of(spec)[""]
+    poisoned = raw.clone()
+    poisoned.view(10, 6, -1)[3::3, :2, :2] = torch.tensor([scale]).half().view(torch.uint8)
+    x = inputs(8, spec.inputs, torch.float32)
+    whole = kernels.linear_of(x, kernels.int8_product(x, BlockMatrix(spec, {"": raw}, torch.float32)))
+    matrix = kernels.int8_product(x, BlockMatrix(spec, {"": poisoned}, torch.float32))
+    for instructions in INSTRUCTIONS:
+        try:
+            kernels._kernel.use_instructions(instructions)
+        except ValueError:
+            continue
+        for rows in (1, 3, 8):
+            found = kernels.linear_of(x[:rows], matrix)
+            assert not found[:, 3::3].isfinite().any()
+            kept = [at for at in range(10) if at not in (3, 6, 9)]
+            assert torch.equal(found[:, kept], whole[:rows, kept]), instructions
+    kernels._kernel.use_instructions(None)
+
+
 def test_threads_strides_and_biases_change_nothing() -> None:
     spec = Spec("q4_k", 300, 512)
     x = inputs(9, 1024, torch.bfloat16)[:, ::2]

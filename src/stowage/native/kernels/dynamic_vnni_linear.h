@@ -64,19 +64,35 @@ static void dynamic_begin(const Linear *job, int64_t n, int64_t wide, int64_t mo
     }
 }
 
-/* Sums of up to 8 rows and 4 outputs to where they belong. */
-static void dynamic_finish_few(const Linear *job, int64_t n, int64_t wide, const __m512 *kept)
+/* The sums of one row and `wide` outputs, of four, to where they belong. */
+static inline ALWAYS void dynamic_store(const Linear *job, int64_t at, int64_t wide, __m128 sums)
 {
-    for (int r = 0; r < job->rows; r++) {
-        float sums[4];
-        __m128 sum = _mm_add_ps(_mm512_castps512_ps128(kept[r]), _mm512_extractf32x4_ps(kept[r], 1));
-        sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(kept[r], 2));
-        _mm_storeu_ps(sums, _mm_add_ps(sum, _mm512_extractf32x4_ps(kept[r], 3)));
-        if (job->narrow)
-            avx512_narrow(sums, (uint16_t *)job->y + r * job->outputs + n, wide);
-        else
-            memcpy((float *)job->y + r * job->outputs + n, sums, (size_t)wide * 4);
+    __mmask8 there = (__mmask8)((1 << wide) - 1);
+    if (!job->narrow) {
+        _mm_mask_storeu_ps((float *)job->y + at, there, sums);
+        return;
     }
+    __m128i bits = (__m128i)sums, odd = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1)); /* as `narrow` */
+    bits = _mm_srli_epi32(_mm_add_epi32(bits, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff))), 16);
+    bits = _mm_cvtepi32_epi16(_mm_mask_mov_epi32(bits, _mm_cmp_ps_mask(sums, sums, _CMP_UNORD_Q), _mm_set1_epi32(0x7fc0)));
+    if (wide == 4)
+        _mm_storel_epi64((__m128i *)((uint16_t *)job->y + at), bits);
+    else
+        _mm_mask_storeu_epi16((uint16_t *)job->y + at, there, bits);
+}
+
+/* Sums of up to 8 rows and 4 outputs, whose columns are `kept`, to where they belong. Those that are no numbers of any. */
+static inline ALWAYS int dynamic_finish_few(const Linear *job, int64_t n, int64_t wide, const __m512 *kept)
+{
+    int none = 0;
+    for (int r = 0; r < job->rows; r++) {
+        __m128 sums = _mm_add_ps(_mm512_castps512_ps128(kept[r]), _mm512_extractf32x4_ps(kept[r], 1));
+        sums = _mm_add_ps(sums, _mm512_extractf32x4_ps(kept[r], 2));
+        sums = _mm_add_ps(sums, _mm512_extractf32x4_ps(kept[r], 3));
+        none |= _mm_cmp_ps_mask(sums, sums, _CMP_UNORD_Q);
+        dynamic_store(job, r * job->outputs + n, wide, sums);
+    }
+    return none;
 }
 
 static inline int dynamic_way(int64_t rows)
@@ -142,27 +158,39 @@ static int dynamic_few(const Linear *job, int64_t begin, int64_t end)
     return 1;
 }
 
-/* The same of formats whose scales are in the blocks: a row of weights from its begin to its end. */
+/* The same of formats whose scales are in the blocks: a row of weights from its begin to its end.
+ *
+ * A last group that is no whole one goes on in the next row, whose blocks are multiplied by inputs that are zeros. That
+ * changes nothing unless a scale there is no number, or infinite: then, and where no row follows, the blocks are copied
+ * to where others are zeros. */
 static void dynamic_few_here(const Linear *job, int64_t begin, int64_t end)
 {
     const DynamicWays *ways = dynamic_ways + job->format;
     const DynamicInputs *x = (const DynamicInputs *)job->packed;
-    DynamicFew few = ways->few[dynamic_way(job->rows)];
-    int64_t x_row = dynamic_groups(job->inputs), whole = job->inputs / DYNAMIC_GROUP;
-    uint8_t last[4][DYNAMIC_GROUP + 64] = {0}; /* a group that is no whole one, and zeros */
+    int way = dynamic_way(job->rows);
+    DynamicFew few = ways->few[way];
+    int64_t x_row = dynamic_groups(job->inputs), whole = job->inputs / DYNAMIC_GROUP, tail = whole / ways->per * ways->bytes;
+    uint8_t last[4][DYNAMIC_GROUP + 64] = {0};
     size_t left = (size_t)(job->inputs % DYNAMIC_GROUP / DYNAMIC_BLOCK * ways->bytes / 4);
+    const uint8_t *w = (const uint8_t *)job->w, *after = w + job->outputs * job->w_row;
     for (int64_t n = begin; n < end; n += 4) {
         const uint8_t *at[4], *last_at[4];
         int64_t wide = end - n < 4 ? end - n : 4;
-        for (int64_t i = 0; i < 4; i++) {
-            at[i] = (const uint8_t *)job->w + (n + (i < wide ? i : 0)) * job->w_row;
-            last_at[i] = left ? memcpy(last[i], at[i] + whole / ways->per * ways->bytes, left) : NULL;
+        for (int64_t i = 0; i < 4; i++)
+            at[i] = w + (n + (i < wide ? i : 0)) * job->w_row;
+        for (int copied = at[wide - 1] + tail + ways->bytes > after;; copied = 1) {
+            __m512 kept[DYNAMIC_FEW];
+            for (int r = 0; r < 1 << way; r++)
+                kept[r] = _mm512_setzero_ps();
+            few(x, x_row, at, whole, at[0] + DYNAMIC_AHEAD, NULL, kept);
+            if (left) {
+                for (int64_t i = 0; i < 4; i++)
+                    last_at[i] = copied ? memcpy(last[i], at[i] + tail, left) : at[i] + tail;
+                few(x + whole, x_row, last_at, 1, last_at[0], NULL, kept);
+            }
+            if (!dynamic_finish_few(job, n, wide, kept) || copied || !left)
+                break;
         }
-        __m512 kept[DYNAMIC_FEW] = {0};
-        few(x, x_row, at, whole, at[0] + DYNAMIC_AHEAD, NULL, kept);
-        if (left)
-            few(x + whole, x_row, last_at, 1, last_at[0], NULL, kept);
-        dynamic_finish_few(job, n, wide, kept);
     }
 }
 
