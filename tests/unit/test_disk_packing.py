@@ -88,6 +88,18 @@ def test_one_that_saves_no_page_lies_as_it_is(tmp_path: Path, monkeypatch: pytes
         assert client.stats()["packed"] == 0
 
 
+def test_what_was_unpacked_leaves_the_caches_before_the_disk_fills_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[int] = []
+    monkeypatch.setattr("stowage.storage.disk.loader.leave_caches", lambda memory: gone.append(memory.nbytes))
+    with Client(tmp_path / "c", compression="on", segment_bytes=16 * MIB) as client:
+        assert client.store(KEYS, LENGTHS).ok.all() and client.load(KEYS, LENGTHS).ok.all()
+        found = client.tier._index.find(KEYS)
+    packed_bytes = sum(-(-length // PAGE_BYTES) * PAGE_BYTES for length in found.lengths[found.packed].tolist())
+    assert sum(gone) == packed_bytes > 0, "all that was staged, and nothing else"
+
+
 def test_damage_is_found_before_anything_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Client(tmp_path / "c", compression="on", segment_bytes=16 * MIB) as client:
         assert client.store(KEYS[:3], LENGTHS[:3]).ok.all()

@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 
-from stowage.native import staging
+from stowage.native import is_wanted, staging
 from stowage.native.staging import Staging
 
 ROOM = 4 * mmap.PAGESIZE
@@ -67,3 +67,17 @@ def test_where_there_is_no_memory_nothing_is_lent(monkeypatch: pytest.MonkeyPatc
             memory.lend(1)
     memory.check()
     assert memory.may_lend and memory.lend(staging.STAGED_BYTES)
+
+
+@pytest.mark.parametrize("first, after", [(0, 0), (0, ROOM), (1, 2), (63, 65), (777, ROOM - 5)])
+def test_what_leaves_the_caches_keeps_its_bytes(first: int, after: int) -> None:
+    raw = bytes(range(256)) * (ROOM // 256)
+    memory = memoryview(bytearray(raw))
+    staging.leave_caches(memory[first:after])
+    assert bytes(memory) == raw
+
+
+@pytest.mark.skipif(not is_wanted(), reason="no compiled code")
+def test_only_memory_that_may_be_written_leaves_the_caches() -> None:
+    with pytest.raises(BufferError):
+        staging.leave_caches(memoryview(b"constant"))

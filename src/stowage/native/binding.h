@@ -28,6 +28,7 @@ int add_policy(PyObject *module);
 int add_tables(PyObject *module);
 int add_checksums(PyObject *module);
 int add_copies(PyObject *module);
+int add_caches(PyObject *module);
 int add_gather(PyObject *module);
 int add_kernels(PyObject *module);
 int add_lossless(PyObject *module);

@@ -1,23 +1,29 @@
-"""Memory that packed bytes are read into until they are unpacked, and how far reading goes ahead of unpacking."""
+"""Memory that packed bytes are read into until they are unpacked, and how far reading goes ahead of unpacking.
+
+A device that is a processor of a virtual machine's host fills memory more slowly while its lines lie in a cache that is
+not its own: 1.6 instead of 2.5 GB/s here, for as long as the host has it run there (docs/benchmarks.md, "Lossless
+compression"). So bytes leave the caches once they are unpacked.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
+from stowage.native import extension, is_wanted
 from stowage.native.memory import pages
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "leave_caches"]
 
 READING_BYTES: Final = 5 << 20
 """Of what lies packed, before no more is asked for at a time: two runs, or a few chunks. A disk is busy with that."""
 STAGED_BYTES: Final = 8 << 20
 """That are lent, before no more are. With less a disk waits for processors; with more, what was read has left the cache
-when it is unpacked, and what is read next goes to memory that is in none: a fifth slower."""
+when it is unpacked."""
 
 
 class Staging:
     """Lent for one run each, mostly of up to ``room_bytes``. Not for several threads at once. What came back last is
-    lent first: it is in a cache.
+    lent first, so that no more is used than is needed.
     """
 
     def __init__(self, room_bytes: int) -> None:
@@ -55,3 +61,11 @@ class Staging:
     def check(self) -> None:
         """What is being read is lent."""
         assert 0 <= self._reading_bytes <= self._lent_bytes
+
+
+def leave_caches(memory: memoryview) -> None:
+    """What lies there is read by no processor soon, and by a device next. Without the interpreter's lock. Does nothing
+    without compiled code, or where a processor has no instruction for it.
+    """
+    if is_wanted():
+        extension.leave_caches(memory)

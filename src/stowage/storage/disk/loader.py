@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.native.staging import Staging
+from stowage.native.staging import Staging, leave_caches
 from stowage.storage.disk.bundle import Bundle, Flight, Share
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, Plan, Run, make_plan
 from stowage.storage.disk.reader import Fetched, Reader, Result
@@ -334,6 +334,7 @@ class Loader:
         at_once, began_s = self._rates.begin_unpack(), self._rates.timer()
         try:
             self._serve_fetched(reader, shares, run, fetched)
+            leave_caches(memory[: run.packed_bytes])
         finally:
             self._rates.end_unpack(at_once, run, self._rates.timer() - began_s)
             with self._lock:
