@@ -1,5 +1,6 @@
 """Calling the command: inside this process (fast), or in one of its own (exit status, loaded modules)."""
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -25,8 +26,8 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.fixture(autouse=True)
-def _own_log() -> Iterator[None]:
+@contextlib.contextmanager
+def own_log() -> Iterator[None]:
     """Commands configure the log of the whole process."""
     logger = logging.getLogger("stowage")
     handlers, level = list(logger.handlers), logger.level
@@ -35,11 +36,18 @@ def _own_log() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    with own_log():
+        yield
+
+
+def invoke(*arguments: str | Path, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, [str(item) for item in arguments], input=stdin)
+
+
 @pytest.fixture
 def call() -> Stowage:
-    def invoke(*arguments: str | Path, stdin: str = "") -> Result:
-        return CliRunner().invoke(app, [str(item) for item in arguments], input=stdin)
-
     return invoke
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from stowage.demo import corpus
 from stowage.errors import ModelError
+from stowage.evaluation import calibration
 from stowage.evaluation.pack import Perplexity, refuse_lossy
-from tests.cli.conftest import Stowage
+from tests.cli.conftest import Stowage, invoke, own_log
 
 KEYS = {
     "directory",
@@ -26,21 +27,23 @@ KEYS = {
 }
 
 
-def packed(call: Stowage, path: Path, *forms: str) -> dict[str, dict[str, Any]]:
-    """What is told of the demo's model in each of ``forms``, which lie in directories of ``path``."""
-    told = {}
-    for form in forms:
-        asked = ["--weights", form, "--eval-tokens", "600", "--json"]
-        done = call("pack", corpus.model_path(), path / form, *asked)
-        assert done.exit_code == 0, done.output
-        told[form] = json.loads(done.stdout)
-    return told
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What is told of the demo's model in each form, which lies in the directory that is named there."""
+    found, path = {}, tmp_path_factory.mktemp("packed")
+    with own_log(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_WINDOWS", 4)  # of text that is read: a quarter says as much of so small a model
+        for form in ("int8", "int4", "q4_k", "mxfp4", "mixed"):
+            asked = ["--weights", form, "--eval-tokens", "600", "--json"]
+            done = invoke("pack", corpus.model_path(), path / form, *asked)
+            assert done.exit_code == 0, done.output
+            found[form] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.slow
-def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_path: Path) -> None:
+def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, told: dict[str, dict[str, Any]]) -> None:
     """The demo's model knows English, so that errors in its weights can be seen: more in 4 bits, few in both."""
-    told = packed(call, tmp_path, "int8", "int4")
     for one in told.values():
         assert one.keys() == KEYS
         assert one["perplexity"]["tokens"] == 598
@@ -49,26 +52,30 @@ def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, tmp_pat
     grown = [abs(one["after"] / one["before"] - 1) for one in (int8, int4)]  # so few tokens may find errors to be luck
     assert 0 < grown[0] < 0.0005 < grown[1] < 0.01
     assert told["int4"]["bytes_after"] < told["int8"]["bytes_after"] < told["int8"]["bytes_before"]
-    answered = call("run", tmp_path / "int8", "--prompt", "hello", "--max-new-tokens", "4", "--kv-cache-memory", "2MiB")
+    answered = call(
+        "run", told["int8"]["directory"], "--prompt", "hello", "--max-new-tokens", "4", "--kv-cache-memory", "2MiB"
+    )
     assert answered.exit_code == 0
     assert answered.stdout.strip()
 
 
 @pytest.mark.slow
-def test_formats_of_gguf_files_are_written_and_what_they_cost_is_told(call: Stowage, tmp_path: Path) -> None:
-    told = packed(call, tmp_path, "q4_k", "mxfp4")
+def test_formats_of_gguf_files_are_written_and_what_they_cost_is_told(
+    call: Stowage, told: dict[str, dict[str, Any]]
+) -> None:
     lost = {form: one["perplexity"]["after"] / one["perplexity"]["before"] - 1 for form, one in told.items()}
     assert abs(lost["q4_k"]) < 0.01
     assert lost["q4_k"] < lost["mxfp4"] < 0.03
     assert told["mxfp4"]["bits"] == 4.25
     assert "mxfp4_block" in told["mxfp4"]["tensors"]
-    plan = call("plan", tmp_path / "mxfp4", "--json")
+    plan = call("plan", told["mxfp4"]["directory"], "--machine", "typical-cpu", "--json")
     assert plan.exit_code == 0, plan.output
 
 
 @pytest.mark.slow
-def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(call: Stowage, tmp_path: Path) -> None:
-    told = packed(call, tmp_path, "int4", "mixed")
+def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(
+    call: Stowage, told: dict[str, dict[str, Any]]
+) -> None:
     mixed = told["mixed"]
     assert 4.9 < mixed["bits"] <= 5.0
     assert len(mixed["tensors"]) > len(told["int4"]["tensors"])
@@ -77,7 +84,7 @@ def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(c
     said = []
     for rules in ("auto", "*=stream"):
         asked = ["--prompt", "hello", "--max-new-tokens", "9", "--kv-cache-memory", "2MiB", "--weights", rules]
-        said.append(call("run", tmp_path / "mixed", *asked).stdout)
+        said.append(call("run", mixed["directory"], *asked).stdout)
     assert said[0] == said[1]
     assert said[0].strip()
 
