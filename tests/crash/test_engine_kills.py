@@ -22,7 +22,7 @@ from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.testing import tiny_models
 from tests.disk_client import used_bytes
-from tests.nursery import Child, Nursery, wait_until
+from tests.nursery import QUICKLY, Child, Nursery, wait_until
 from tests.syscall_trap import Board
 
 KILLS = int(os.environ.get("STOWAGE_KILLS", "16"))
@@ -108,7 +108,7 @@ class WorkerPool:
 
     def run(self) -> None:
         board_path, answers_path = self.directory / "board", self.directory / "answers"
-        with Nursery(__name__, warm=build_model) as nursery:
+        with Nursery(__name__, build_model, QUICKLY) as nursery:
             nursery.start(answer_plainly, answers_path).wait()
             board = Board(board_path)
             for round_ in range(self.kills):

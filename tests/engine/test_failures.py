@@ -24,6 +24,7 @@ from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
 from tests.engine.conftest import assert_same, greedy, random_prompt
+from tests.nursery import QUICKLY
 
 PROMPT = random_prompt(500)
 FAMILIES = ("llama", "gemma3", "nemotron_h")
@@ -302,7 +303,7 @@ def test_killed_process_leaves_nothing_but_its_store(engines, references, checkp
     """F5: after ``kill -9`` a restart finds what was stored, and there is nothing in shared memory."""
     before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "."])}
-    command = [sys.executable, "-c", _VICTIM, str(checkpoints("llama")), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", QUICKLY + _VICTIM, str(checkpoints("llama")), str(tmp_path / "cache")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as victim:
         assert victim.stdout is not None and victim.stdout.readline().strip() == "stored"
         time.sleep(0.3)

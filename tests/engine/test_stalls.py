@@ -28,7 +28,7 @@ from stowage.testing import tiny_models
 from stowage.testing.faults import FaultyFileSystem, Hang
 from tests import syscall_trap
 from tests.engine.conftest import greedy, random_prompt
-from tests.nursery import Nursery, wait_until
+from tests.nursery import QUICKLY, Nursery, wait_until
 from tests.syscall_trap import Board
 
 STALL_S = 30.0
@@ -239,7 +239,7 @@ Play = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    with Nursery(__name__, warm=build_model) as started:
+    with Nursery(__name__, build_model, QUICKLY) as started:
         yield started
 
 

@@ -27,6 +27,7 @@ from stowage.models.files import check_given
 from stowage.models.hub import find_config
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models.vocabulary import tokenizer
+from tests.nursery import QUICKLY
 
 SOURCE = Path(stowage.__file__).parents[1]
 MODELS = Path(transformers.__file__).parent / "models"
@@ -285,5 +286,5 @@ request = engine.submit([1, 2, 3], stowage.SamplingParams(max_new_tokens=4000, i
 @pytest.mark.slow
 def test_a_program_ends_with_an_engine_that_it_left_open(tmp_path: Path) -> None:
     model = tiny_models.write("llama", tmp_path / "model", max_position_embeddings=4096)
-    said = run(LEFT_OPEN, model)
+    said = run(QUICKLY + LEFT_OPEN, model)
     assert said.split() == ["False", "True"]

@@ -17,7 +17,7 @@ from tests.machines import machine
 from tests.machines.machine import Machine, live
 from tests.machines.network import MACHINES, Loopback, Namespaces, Network, obstacle
 from tests.machines.stores import Store, opened
-from tests.nursery import Nursery
+from tests.nursery import QUICKLY, Nursery
 
 Start = Callable[..., Machine]
 Open = Callable[[str], Store]
@@ -25,7 +25,7 @@ Open = Callable[[str], Store]
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.machines.machine", machine.warm) as made:
+    with Nursery("tests.machines.machine", machine.warm, QUICKLY) as made:
         yield made
 
 

@@ -12,14 +12,14 @@ import pytest
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.testing import tiny_models
-from tests.nursery import Nursery
+from tests.nursery import QUICKLY, Nursery
 from tests.server import process
 from tests.server.process import Server
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.server.process", process.warm) as made:
+    with Nursery("tests.server.process", process.warm, QUICKLY) as made:
         yield made
 
 

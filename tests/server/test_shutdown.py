@@ -17,7 +17,7 @@ import stowage
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from tests.engine.conftest import random_prompt
-from tests.nursery import wait_until
+from tests.nursery import QUICKLY, wait_until
 from tests.server.wire import answer, closed, connected, request, until
 
 TEXT = "/v1/completions"
@@ -191,7 +191,7 @@ def test_an_engine_that_has_failed_ends_the_server(tiny_llama, tmp_path) -> None
     """With a status on which supervisors start it anew, unlike that of wrong use."""
     arguments = ["serve", str(tiny_llama), "--host", "127.0.0.1", "--port", "0", "--json", "--kv-cache-memory", "8MiB"]
     environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _FAILING, *arguments]
+    command = [sys.executable, "-c", QUICKLY + _FAILING, *arguments]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as served:

@@ -15,6 +15,7 @@ import pytest
 
 import stowage
 from stowage.testing import tiny_models
+from tests.nursery import QUICKLY
 
 SOURCE = Path(stowage.__file__).parents[1]
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
@@ -114,6 +115,7 @@ def test_only_the_engine_has_a_team(spins, teams, tmp_path):
     """
     tiny_models.write("llama", tmp_path / "model")
     program = f"""
+{QUICKLY}
 from stowage import Engine, Memory, SamplingParams
 compute()
 engine = Engine({str(tmp_path / "model")!r}, Memory(kv_cache_memory="8MiB"))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import stowage
 from stowage.weights import grouping
+from tests.nursery import QUICKLY
 from tests.weights.architectures import GENERATES, TABLE, build, inputs
 from tests.weights.conftest import bytes_of
 from tests.weights.test_parity import PEAK
@@ -159,7 +160,7 @@ def test_the_budget_of_an_encoder_and_decoder_is_hard(tmp_path: Path) -> None:
     shape = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 8, "num_heads": 8, "vocab_size": 4096}
     transformers.T5ForConditionalGeneration(transformers.T5Config(**shape)).save_pretrained(tmp_path)
     total = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    script = PEAK.replace("[None], use_cache", "[None], decoder_input_ids=torch.arange(4)[None], use_cache")
+    script = QUICKLY + PEAK.replace("[None], use_cache", "[None], decoder_input_ids=torch.arange(4)[None], use_cache")
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), str(int(total * 0.45)), "0"],
         capture_output=True,

@@ -22,6 +22,7 @@ from stowage.evaluation import pack as packing
 from stowage.models import loading
 from stowage.testing import tiny_models
 from stowage.weights.quantized import modules
+from tests.nursery import QUICKLY
 from tests.weights.conftest import logits, prompt
 
 
@@ -116,7 +117,7 @@ packing.pack(source, Path(directory), "int8", progress=progress)
 @pytest.mark.slow
 def test_a_killed_process_leaves_nothing_that_looks_whole(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     out, part = tmp_path / "out", tmp_path / "out.part"
-    arguments = [sys.executable, "-c", KILLED, str(checkpoints("llama")), str(out)]
+    arguments = [sys.executable, "-c", QUICKLY + KILLED, str(checkpoints("llama")), str(out)]
     done = subprocess.run(arguments, env=os.environ | {"PYTHONPATH": "src"}, timeout=300, check=False)
     assert done.returncode == -9
     assert not out.exists()

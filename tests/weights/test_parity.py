@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import stowage
 from stowage.testing import tiny_models
 from stowage.weights.placement import Delivery
+from tests.nursery import QUICKLY
 from tests.weights.conftest import bytes_of, logits, prompt
 
 FAMILIES = (
@@ -195,7 +196,7 @@ def test_budgets_are_hard(host_share: float, large: Path) -> None:
     device, host = int(total * 0.45), int(total * host_share)
     environment = os.environ | {"PYTHONPATH": "src", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(large), str(device), str(host)],
+        [sys.executable, "-c", QUICKLY + PEAK, str(large), str(device), str(host)],
         capture_output=True,
         text=True,
         env=environment,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from stowage.testing import tiny_models
+from tests.nursery import QUICKLY
 
 MIB = 1 << 20
 KEEP_NOTHING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -52,7 +53,7 @@ def test_an_engine_never_takes_more_than_its_budgets(tmp_path: Path) -> None:
     device, kv, host = 60 * MIB, 16 * MIB, 20 * MIB
     assert total > device - kv
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), str(device), str(kv), str(host)],
+        [sys.executable, "-c", QUICKLY + CHILD, str(tmp_path), str(device), str(kv), str(host)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": "src", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | KEEP_NOTHING,
