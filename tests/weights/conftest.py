@@ -25,6 +25,10 @@ from stowage.weights import grouping
 
 @pytest.fixture(autouse=True)
 def _tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_tiny_units(monkeypatch)
+
+
+def take_tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of tiny models are worth delivering too."""
     monkeypatch.setattr(grouping, "SMALL_BYTES", 256)
     monkeypatch.setattr(grouping, "LEAF_BYTES", 1024)

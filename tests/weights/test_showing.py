@@ -28,7 +28,7 @@ from stowage.weights import saving
 from stowage.weights.away import AwayParameter, absent
 from stowage.weights.placement import Delivery
 from tests.families import all_of
-from tests.weights.conftest import bytes_of, logits, prompt
+from tests.weights.conftest import bytes_of, logits, prompt, take_tiny_units
 
 PLACEMENTS = {
     "streamed": ("llama", "*=stream"),
@@ -57,16 +57,30 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.fixture(params=PLACEMENTS)
-def placed(
-    request: pytest.FixtureRequest, checkpoints: Callable[..., Path], plain: Callable[..., Any]
-) -> tuple[str, Any]:
-    family, rules = PLACEMENTS[request.param]
+def place(name: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> tuple[str, Any]:
+    family, rules = PLACEMENTS[name]
     if not rules:
         model = stowage.offload(checkpoints(family), device_memory=int(bytes_of(plain(family)) * 0.7))
         assert Delivery.ROWS in model.stowage.placement.deliveries
         return family, model
     return family, stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
+
+
+@pytest.fixture(params=PLACEMENTS)
+def placed(
+    request: pytest.FixtureRequest, checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> tuple[str, Any]:
+    return place(request.param, checkpoints, plain)
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def lasting(
+    request: pytest.FixtureRequest, checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> tuple[str, Any]:
+    """One model for all the questions that must leave it as it was."""
+    with pytest.MonkeyPatch.context() as patch:
+        take_tiny_units(patch)
+        return place(request.param, checkpoints, plain)
 
 
 @pytest.mark.parametrize("family", all_of(family for family in tiny_models.FAMILIES if family not in NEVER_STREAMED))
@@ -185,8 +199,8 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", READS)
-def test_a_weight_that_is_away_is_read_by_nobody(how: str, placed: tuple[str, Any]) -> None:
-    _, model = placed
+def test_a_weight_that_is_away_is_read_by_nobody(how: str, lasting: tuple[str, Any]) -> None:
+    _, model = lasting
     logits(model, prompt())
     away = {name: p for name, p in model.named_parameters() if isinstance(p, AwayParameter)}
     assert away
@@ -214,9 +228,9 @@ MADE_BELOW_PYTHON: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("how", MADE_BELOW_PYTHON)
 @pytest.mark.filterwarnings("ignore:To copy construct")
-def test_what_torch_makes_of_it_without_asking_holds_no_number(how: str, placed: tuple[str, Any]) -> None:
+def test_what_torch_makes_of_it_without_asking_holds_no_number(how: str, lasting: tuple[str, Any]) -> None:
     """These copy what they are given before Python is asked."""
-    _, model = placed
+    _, model = lasting
     logits(model, prompt())
     away = [p for p in model.parameters() if isinstance(p, AwayParameter)]
     assert away
@@ -260,9 +274,9 @@ WISHES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
 
 @pytest.mark.parametrize("wish", WISHES)
 def test_what_cannot_be_given_is_refused_with_the_way_out(
-    wish: str, placed: tuple[str, Any], plain: Callable[..., Any], tmp_path: Path
+    wish: str, lasting: tuple[str, Any], plain: Callable[..., Any], tmp_path: Path
 ) -> None:
-    family, model = placed
+    family, model = lasting
     ask, way_out = WISHES[wish]
     if (
         wish == "of a part"
