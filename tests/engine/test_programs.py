@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -153,9 +153,17 @@ POINTWISE: dict[str, Function] = {
 }
 
 
+MIXED = [
+    (what, types)
+    for at, what in enumerate(POINTWISE)
+    for number, types in enumerate(permutations(kernels.DTYPES, 2))
+    if EXHAUSTIVE or (at + number) % 3 == 0
+]
+"""Two of the six mixtures of types for each function, and six functions for each mixture; or all."""
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("types", [(a, b) for a in kernels.DTYPES for b in kernels.DTYPES])
-@pytest.mark.parametrize("what", POINTWISE)
+@pytest.mark.parametrize(("what", "types"), [*((what, (a, a)) for what in POINTWISE for a in kernels.DTYPES), *MIXED])
 def test_numbers_one_by_one(what: str, types: tuple[torch.dtype, torch.dtype], instructions: str) -> None:
     more = ((1, 1), (3, 5), (9, 64)) if EXHAUSTIVE or types[0] is types[1] else ()
     for rows, width in ((2, 257), (70, 600), *more):

@@ -21,6 +21,7 @@ from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 
 KINDS = ("llama", "gemma2", "llama4", "gpt_oss", "mixtral", "deepseek_v3", "gpt2", "qwen3_next", "lfm2", "nemotron_h")
+IN_EVERY_DTYPE = ("llama", "qwen3_next")
 pytestmark = pytest.mark.skipif(
     not kernels.wanted(torch.device("cpu"), torch.float32), reason="lists are for the kernels, which are not used here"
 )
@@ -42,8 +43,16 @@ def steps_of_an_engine(model: Any) -> RecordedSteps:
         return runner.steps
 
 
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(
+            family, dtype, marks=() if dtype is torch.bfloat16 or family in IN_EVERY_DTYPE else pytest.mark.every_family
+        )
+        for family in KINDS
+        for dtype in kernels.DTYPES
+    ],
+)
 def test_a_list_gives_the_model_s_own_bits(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step that is made from a list is computed by the model too: which prompts meet in a step is not the same
     twice.

@@ -60,7 +60,7 @@ def is_as_wanted(wanted: StructuredOutputs, text: str) -> bool:
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted.kind)
 def test_every_answer_is_as_it_must_be(wanted, ignore_eos, opened):
     """Of a model that would say anything: random weights, high temperature."""
-    prompts = [random_prompt(20 + seed, seed=seed) for seed in range(12)]
+    prompts = [random_prompt(20 + seed, seed=seed) for seed in range(6)]
     for seed, temperature in ((1, 0.0), (2, 1.0), (3, 5.0)):
         params = SamplingParams(
             400, temperature=temperature, seed=seed, structured_outputs=wanted, ignore_eos=ignore_eos

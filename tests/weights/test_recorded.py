@@ -43,6 +43,8 @@ CASES = [
     for dtype in ("float32", "bfloat16", "float16")
 ]
 BUDGETS = ("*=stream", "*=mapped", "last 1 of 2=stream,*=prefetch", "*=experts")
+IN_EVERY_BUDGET = (("llama", "bfloat16"), ("mixtral", "bfloat16"), ("qwen3_next", "bfloat16"))
+"""The others take turns: every second budget."""
 SIZES: dict[str, Any] = {"kv_cache_memory": "8MiB", "host_memory": "64MiB", "max_num_seqs": 3}
 
 
@@ -77,7 +79,7 @@ def test_recorded_steps_give_the_bits_of_unrecorded_ones_and_of_weights_in_memor
         in_memory = steps_of(engine)
         assert in_memory is None or not in_memory.why or family in UNRECORDED
     placed = 0
-    for budget in BUDGETS:
+    for budget in BUDGETS if (family, dtype) in IN_EVERY_BUDGET else BUDGETS[TRIED.index(family) % 2 :: 2]:
         try:
             engine = Engine(directory, Memory(**SIZES, weights=budget))
         except stowage.StowageError:  # it has no experts of that kind, or on disk they have another form

@@ -48,7 +48,7 @@ def test_models_that_go_leave_nothing(how: str, family: str, rules: str, checkpo
     gc.collect()
     mapped = Path("/proc/self/maps")
     before = threads(), descriptors(), mapped.read_text().count(str(checkpoints(family)))
-    for _ in range(3):
+    for _ in range(2):
         model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
         logits(model, prompt())
         if how == "closed":
