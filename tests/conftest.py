@@ -9,10 +9,13 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from stowage import openmp
+
 _STATE: Final = tempfile.TemporaryDirectory(prefix="stowage-state-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only spins
+openmp.wait_briefly()  # as commands do: two threads here, and as many in each other process, are more than the cores
 os.environ["XDG_STATE_HOME"] = _STATE.name  # what is remembered of models: by these tests, of their own
 
 # Shared machines stall for seconds at a time: an example that is slow once is not a failure.
