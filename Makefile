@@ -69,9 +69,9 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 		echo "SmolLM2 is not to be had here: the demo asks the small model of this repository instead." >&2
 	$(PY) -m stowage.demo
 
-test: $(ENV_STAMP) ## run the whole test suite
+test: $(ENV_STAMP) ## run the whole test suite; BUT=exhaustive leaves out what `make exhaustive` has run
 	$(PY) -m stowage.testing.sim --seeds 200 --complete --jobs $(JOBS)
-	$(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)
+	$(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)$(if $(BUT)," and not $(BUT)")
 
 check: static ## formatter, linter, types, layers and the fast tests
 	$(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY)
