@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Final
 
 from stowage.testing.sim.fault_profile import FAULTS
@@ -58,8 +59,7 @@ def report_of(engine: bool, first: int) -> Report:
     faults: Sequence[str] = FAULTS
     happenings: Sequence[str] = BRANCHES
     if engine:
-        from stowage.testing import engine_sim  # with torch, which worlds of the disk do without
-
+        engine_sim = _worlds_of_the_engine()
         faults, happenings = engine_sim.FAULTS, engine_sim.HAPPENINGS
     return Report(first, [*(f"fault {fault}" for fault in faults), *happenings])
 
@@ -70,13 +70,22 @@ def run_some(first: int, seeds: int, engine: bool = False) -> Report:
     play: Callable[[int], Result] = simulate
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     if engine:
-        from stowage.testing import engine_sim
-
+        engine_sim = _worlds_of_the_engine()
         play, around = engine_sim.simulate, engine_sim.one_thread
     with quiet(), around():
         for seed in range(first, first + seeds):
             _run_one(seed, report, play)
     return report
+
+
+def _worlds_of_the_engine() -> ModuleType:
+    """With torch, which worlds of the disk do without, and Transformers as commands import it: in half the time."""
+    from stowage.models.quick_import import import_transformers
+
+    import_transformers()
+    from stowage.testing import engine_sim
+
+    return engine_sim
 
 
 @contextlib.contextmanager
