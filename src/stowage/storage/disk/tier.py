@@ -58,7 +58,7 @@ class DiskTier:
     another one are left alone until their turn to go. `compression`: whether chunks are packed without loss where that
     pays; whatever is there is read in either form. Loads of chunks here and there wait for others that may lie
     between, at most `patience_s` of their bytes. Memory: up to 4 MiB of staging for the writer and for each reader,
-    what is being written packed (up to about 64 MiB) or read packed (about 8 MiB), and what `Index` says per chunk.
+    what is being written packed (up to about 64 MiB) or read packed (about 16 MiB), and what `Index` says per chunk.
 
     Raises DirectoryError for a directory that cannot be trusted or used, BudgetError for a limit that is too small.
     """
