@@ -5,9 +5,9 @@
 Formats of whole numbers are measured with activations in 8 bits too.
 
 Random matrices of 2,048 x 2,048, as many as take ``--mib`` in bfloat16, so that a pass over them comes from memory and
-not from a cache. A round passes over each format in turn, so that other load on the machine hits all of them; what is
-told is the median of the rounds. ``share``: bytes of the weights per second, against reading the same bytes once with
-as many threads.
+not from a cache; they lie where the engine's weights do. A round passes over each format in turn, so that other load on
+the machine hits all of them; what is told is the median of the rounds. ``share``: bytes of the weights per second,
+against what as many threads read in the same rounds, summing numbers: the rate of memory changes by the minute.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from benchmarks._report import describe_machine, median_spread, write_result  # 
 from stowage.executor import kernels  # noqa: E402
 from stowage.weights.quantized.blocks import BlockMatrix  # noqa: E402
 from stowage.weights.quantized.formats import Spec  # noqa: E402
+from stowage.weights.resident import ResidentMemory  # noqa: E402
 
 SIDE = 2048
 ROWS = (1, 8, 512)
+READING = "reading"
 SPECS = (
     *(Spec(name, SIDE, SIDE) for name in ("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
     Spec("fp8", SIDE, SIDE, 128, 128),
@@ -39,7 +41,7 @@ SPECS = (
 )
 
 
-def random_matrix(spec: Spec) -> BlockMatrix:
+def random_matrix(spec: Spec, memory: ResidentMemory) -> BlockMatrix:
     """Of bytes whose scales are usual numbers: what is computed takes as long whatever they are then."""
     parts = {}
     for part, (shape, dtype) in spec.tensors().items():
@@ -49,7 +51,7 @@ def random_matrix(spec: Spec) -> BlockMatrix:
             parts[part] = torch.randint(115, 125, shape, dtype=dtype)
         else:
             parts[part] = torch.randint(0, 48, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
-    return BlockMatrix(spec, parts, torch.bfloat16)
+    return BlockMatrix(spec, {part: memory.copy(values) for part, values in parts.items()}, torch.bfloat16)
 
 
 def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
@@ -58,12 +60,15 @@ def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
     """
     count = max(1, (mib << 20) // (2 * SIDE * SIDE))
     some = torch.empty(1, SIDE, dtype=torch.bfloat16)
-    plain = [kernels.of_plain(torch.randn(SIDE, SIDE).bfloat16()) for _ in range(count)]
+    memory = ResidentMemory()
+    plain = [kernels.of_plain(memory.copy(torch.randn(SIDE, SIDE).bfloat16())) for _ in range(count)]
+    values = memory.copy(torch.ones(mib << 17, dtype=torch.int64))
     found: dict[str, tuple[int, Callable[[Tensor], None]]] = {
-        "bfloat16": (count * 2 * SIDE * SIDE, lambda x: _all(x, plain))
+        READING: (values.nbytes, lambda x: _sum(values)),
+        "bfloat16": (count * 2 * SIDE * SIDE, lambda x: _all(x, plain)),
     }
     for spec in SPECS:
-        blocks = [random_matrix(spec) for _ in range(count)]
+        blocks = [random_matrix(spec, memory) for _ in range(count)]
         label = f"{spec.name}, {spec.group}" if spec.group else spec.name
         exact = [kernels.of_blocks(one) for one in blocks]
         found[label] = (count * spec.nbytes, lambda x, own=exact: _all(x, own))
@@ -73,22 +78,14 @@ def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
     return found
 
 
+def _sum(values: Tensor) -> None:
+    assert int(values.sum()) == len(values)
+
+
 def _all(x: Tensor, matrices: Sequence[kernels.Matrix | None]) -> None:
     for matrix in matrices:
         assert matrix is not None
         kernels.linear_of(x, matrix)
-
-
-def bytes_read_per_s(mib: int) -> float:
-    """Summing what lies in memory, with torch's threads."""
-    values = torch.ones(mib << 17, dtype=torch.int64)
-    values.sum()
-    taken = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        values.sum()
-        taken.append(time.perf_counter() - begin)
-    return values.nbytes / min(taken)
 
 
 def measure(rounds: int, mib: int) -> dict[str, object]:
@@ -102,7 +99,7 @@ def measure(rounds: int, mib: int) -> dict[str, object]:
                 run(x)
                 if turn:
                     seconds.setdefault((name, rows), []).append(time.perf_counter() - begin)
-    limit = bytes_read_per_s(mib)
+    limit = found.pop(READING)[0] / median_spread(seconds[READING, 1]).median
     table: dict[str, object] = {}
     for name, (nbytes, _) in found.items():
         spreads = {rows: median_spread(seconds[name, rows]) for rows in ROWS}

@@ -16,6 +16,24 @@ def levels(found: list[checks.Check]) -> dict[str, str]:
     return {check.name: check.level for check in found}
 
 
+@pytest.mark.parametrize(
+    ("said", "level"),
+    [
+        ("always [madvise] never\n", "ok"),
+        ("[always] madvise never\n", "ok"),
+        ("always madvise [never]\n", "note"),
+        (None, "ok"),
+    ],
+)
+def test_huge_pages(said: str | None, level: str, tmp_path: Path) -> None:
+    path = tmp_path / "enabled"
+    if said is not None:
+        path.write_text(said)
+    found = checks.check_huge_pages(path)
+    assert found.level == level
+    assert (f"echo madvise > {path}" in found.fix) == (level == "note")
+
+
 def test_this_machine_has_no_problem(call: Stowage, tmp_path: Path) -> None:
     result = call(
         "doctor", "--kv-cache-memory", "1MiB", "--host-memory", "1MiB", "--disk", f"{tmp_path}/kv:1MiB", "--json"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _DIRECT_BYTES = 4096
 _SHARED_S = 5.0
 _DRIVER = Path("/proc/driver/nvidia/version")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def machine_checks(settings: Settings) -> list[Check]:
         check_python(),
         check_cores(),
         check_instructions(_processor_flags()),
+        check_huge_pages(_HUGE_PAGES),
         check_device(settings["device"], _DRIVER.exists()),
         *check_disk(settings["disk"]),
         *check_protection(settings["disk_protection"], settings["disk_key_file"]),
@@ -126,6 +128,19 @@ def _processor_flags() -> frozenset[str]:
         return frozenset()
     found = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(found, []))
+
+
+def check_huge_pages(enabled: Path) -> Check:
+    """Whether weights and the KV cache can lie in huge pages. ``enabled``: Linux's file, with the choice in brackets."""
+    name = "huge pages"
+    try:
+        choice = enabled.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
+    except OSError:
+        return Check(name, "ok", "not offered by this system")
+    if choice != "never":
+        return Check(name, "ok", choice)
+    fix = f"As root: echo madvise > {enabled}. Decoding on the CPU takes 10 to 20 % longer without."
+    return Check(name, "note", "turned off", fix)
 
 
 def check_device(name: str, has_driver: bool) -> Check:
