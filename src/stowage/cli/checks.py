@@ -131,7 +131,7 @@ def _processor_flags() -> frozenset[str]:
 
 
 def check_huge_pages(enabled: Path) -> Check:
-    """Whether weights and the KV cache can lie in huge pages. ``enabled``: Linux's file, with the choice in brackets."""
+    """Whether weights and the KV cache can lie in huge pages. ``enabled``: Linux's file, its choice in brackets."""
     name = "huge pages"
     try:
         choice = enabled.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
