@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from stowage.cache.store import TieredStore
 from stowage.config.memory import Memory
+from stowage.evaluation import runs
 from stowage.evaluation.parity import DIFFERENT, OK, SHORT, UNUSED, Report, verify
 from stowage.executor import kernels
 from stowage.testing import tiny_models
@@ -54,6 +56,39 @@ def test_text_is_for_people_and_no_directory_of_a_dead_run_stays(
     assert result.exit_code == 0 and "Parity: offloading changed no bit of an answer." in result.stdout
     os.close(descriptor)
     assert list((tmp_path / "temporary").iterdir()) == [running]
+
+
+def test_a_directory_that_another_run_takes_for_a_left_one_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for those between the making of one and its locking, and removes it before it is opened, or after."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    make, open_, made, opened = tempfile.mkdtemp, os.open, list[Path](), list[int]()
+
+    def other_run(times: int, done: list[Any]) -> None:
+        if len(done) == times:
+            with monkeypatch.context() as once:
+                once.setattr("tempfile.mkdtemp", make)
+                once.setattr("os.open", open_)
+                with runs.temporary_directory():
+                    pass
+
+    def making(prefix: str) -> str:
+        made.append(Path(make(prefix=prefix)))
+        other_run(1, made)
+        return str(made[-1])
+
+    def opening(path: Path, flags: int, **more: Any) -> int:
+        opened.append(open_(path, flags, **more))
+        other_run(1, opened)
+        return opened[-1]
+
+    monkeypatch.setattr("tempfile.mkdtemp", making)
+    monkeypatch.setattr("os.open", opening)
+    with runs.temporary_directory() as directory:
+        assert [path.is_dir() for path in made] == [False, False, True]
+        assert directory == made[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

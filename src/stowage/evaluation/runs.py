@@ -69,8 +69,26 @@ def temporary_directory() -> Iterator[Path]:
         with suppress(OSError), _locked(old) as mine:
             if mine:
                 shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _locked(Path(name)):
-        yield Path(name)
+    directory, descriptor = _own_directory()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _own_directory() -> tuple[Path, int]:
+    """A new one, and what holds its lock. Until that is held, another run may take it for one that was left behind."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if directory.exists():
+            return directory, descriptor
+        os.close(descriptor)
 
 
 @contextmanager
