@@ -91,10 +91,9 @@ def load(
         layout.refuse_unsupported(part.config)
     name = identity.of_checkpoint(found.named[0].parent, found.named)
     if budget is None:
-        built, source, memory = found.build(), None, ResidentMemory(device)
-        memory.settle(built)
+        built, source = found.build(), None
         if found.spans:
-            fill(built, found.files, found.spans, memory)
+            fill(built, found.files, found.spans, ResidentMemory(device))
         built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
     else:
         built, source = _placed(found, budget(part.config), name)

@@ -1,22 +1,20 @@
-"""Memory for weights that stay in a computer's own: huge pages, one tensor after the other.
+"""Memory for weights that are copied into a computer's own, and stay: huge pages, one tensor after the other.
 
 A step reads every weight once, and in pages of 4 KiB the processor looks up more addresses than it can hide: decoding
-took 10 to 20 % longer so. Huge pages are a matter of speed only: where the system has none, memory is as ever.
+took 10 to 20 % longer so. Huge pages are a matter of speed only: where the system has none, memory is as ever. What
+Transformers shows of a mapped file stays there: other processes have the same memory, and nothing is copied at start.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stowage.native.memory import HUGE_BYTES, pages
-from stowage.weights.away import plain, point
+from stowage.native.memory import pages
 from stowage.weights.parameter_location import ALIGNED_BYTES, copy_of, phase_of
 
 __all__ = ["ResidentMemory"]
@@ -60,22 +58,3 @@ class ResidentMemory:
         if self._passes or phase % values.dtype.itemsize:
             return copy_of(values)
         return self.empty(values.shape, values.dtype, phase).copy_(values)
-
-    def settle(self, model: Any) -> None:
-        """Move the parameters of ``model`` here, one by one: each that has memory of the computer for itself. If all of
-        them are smaller than a huge page, they stay where they are.
-        """
-        if self._passes:
-            return
-        found = {id(parameter): parameter for parameter in model.parameters() if _is_movable(parameter)}
-        shown = [one for one in chain(found.values(), model.buffers()) if one.device.type == "cpu"]
-        shared = Counter(one.untyped_storage().data_ptr() for one in shown)
-        alone = [one for one in found.values() if shared[one.untyped_storage().data_ptr()] == 1]
-        if sum(one.nbytes for one in alone) >= HUGE_BYTES:
-            for parameter in alone:
-                point(parameter, self.copy(plain(parameter)))
-
-
-def _is_movable(parameter: nn.Parameter) -> bool:
-    plainly = type(parameter) is nn.Parameter and type(plain(parameter)) is Tensor
-    return plainly and parameter.device.type == "cpu" and parameter.is_contiguous()
