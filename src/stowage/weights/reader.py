@@ -27,7 +27,7 @@ import numpy as np
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
 from stowage.native.memory import HUGE_BYTES, pages
-from stowage.native.staging import Staging, leave_caches
+from stowage.native.staging import Staging
 from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import PackedTensor
 
@@ -321,7 +321,6 @@ def _fetch(work: _Work, packed: _PackedPart) -> None:
 def _unpack(work: _Work, packed: _PackedPart) -> None:
     part, read = packed.part, packed.part.read
     unpacked = _done(work, part, partial(packed.source.unpack, read.offset, read.into, packed.staged))
-    leave_caches(packed.staged[: packed.nbytes])
     with work.lock:
         work.staging.give_back(packed.staged, packed.nbytes)
         work.call()
