@@ -28,6 +28,13 @@ def keys_of(*names: object) -> list[bytes]:
     return [key(name) for name in names]
 
 
+def numbers(chunk: bytes, length: int) -> bytes:
+    """bfloat16 as keys and values have them, other ones for each chunk."""
+    seed = int.from_bytes(chunk[:8], "little")
+    drawn = np.random.default_rng(seed).standard_normal(length // 2 + 1, np.float32)
+    return (drawn.view(np.uint32) >> 16).astype("<u2").tobytes()[:length]
+
+
 def payload(chunk: bytes, length: int) -> bytes:
     """The only bytes that may ever be read under that key."""
     return hashlib.shake_128(chunk).digest(length)
