@@ -294,16 +294,12 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
     given = x.float() if form in _FORMS.values() else x
     out = x.new_empty((heads, rows, outputs), dtype=x.dtype if halves else torch.float32)
     at, w, y = given.data_ptr(), weight.data_ptr(), out.data_ptr()
-    step, w_step, y_step = (
-        one.element_size() * count
-        for one, count in ((given, inputs), (weight, outputs * inputs), (out, rows * outputs))
-    )
+    step, w_step, y_step = given[:1, :1].nbytes, weight[:1].nbytes, out[:1].nbytes
     threads = torch.get_num_threads()
-    for head in range(heads if rows else 0):  # calls for one are quicker than tensors of it
-        there = at + head * step, w + head * w_step, y + head * y_step
+    for head in range(heads if rows else 0):  # as `_multiply` calls it; tensors of each head take longer than this
         _kernel.linear(
-            *(there[0], rows, inputs, heads * inputs, 0, form, halves, threads),
-            *(there[1], 0, there[2], outputs, inputs, 0, 0, 1, 0),
+            *(at + head * step, rows, inputs, heads * inputs, 0, form, halves, threads),
+            *(w + head * w_step, 0, y + head * y_step, outputs, inputs, 0, 0, 1, 0),
         )
     return out.transpose(0, 1).to(x.dtype).contiguous()
 

@@ -2,7 +2,7 @@
 
 A device that is a processor of a virtual machine's host fills memory more slowly while its lines lie in a cache that is
 not its own: 1.6 instead of 2.5 GB/s here, for as long as the host has it run there (docs/benchmarks.md, "Lossless
-compression"). So bytes leave the caches once they are unpacked.
+compression"). So chunks' bytes leave the caches once they are unpacked; streamed weights came no sooner for it.
 """
 
 from __future__ import annotations

@@ -148,12 +148,10 @@ class _Loading(Building):
         if delivery is Delivery.PREFETCH:
             return ParameterLocation(shape, dtype, host=self.resident.copy(values), phase=phase)
         location = ParameterLocation(shape, dtype, tuple(self.locator.find(path, as_bytes(values)) or ()), phase=phase)
+        if delivery is Delivery.MAPPED and not location.mappable:
+            return ParameterLocation(shape, dtype, host=self.resident.copy(values), phase=phase)
         if delivery is Delivery.MAPPED:
-            return (
-                location
-                if location.mappable
-                else ParameterLocation(shape, dtype, host=self.resident.copy(values), phase=phase)
-            )
+            return location
         if not location.segments or (delivery is Delivery.ROWS and len(location.segments) > 1):
             self.image = self.image or _new_image(path, location.nbytes, self.budget)
             return ParameterLocation(shape, dtype, (self.image.add(as_bytes(values)),))
