@@ -38,6 +38,12 @@ class Described:
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what needs values: numbers are zero, nothing is found, a split gives all to its first part."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._whole: set[Any] = set()
+        """Operators that are not made of others."""
+        self._made: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         of = args[0] if args else None
@@ -54,9 +60,41 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _ATEN.split_with_sizes.default:
             rest = of.shape[args[2] if len(args) > 2 else 0] - sum(args[1])
             args = (of, [args[1][0] + rest, *args[1][1:]], *args[2:])
-        with self:
-            parts = func.decompose(*args, **kwargs)
-        return func(*args, **kwargs) if parts is NotImplemented else parts
+        if func not in self._whole:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            self._whole.add(func)
+        return self._computed(func, args, kwargs)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` returns. torch finds it in Python, which takes most of a forward's time, and most layers ask
+        for what an earlier one has asked for: a new tensor is made as the last time. Views and what is written in place
+        share memory with an argument, and are asked for anew.
+        """
+        if any(one.alias_info is not None for one in (*func._schema.arguments, *func._schema.returns)):
+            return func(*args, **kwargs)
+        asked = (func, _signature(args), _signature(kwargs))
+        made = self._made.get(asked)
+        if made is None:
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.is_meta:
+                self._made[asked] = (out.shape, out.stride(), out.dtype)
+            return out
+        shape, stride, dtype = made
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _signature(given: Any) -> Any:
+    """All of an operator's arguments that its result's shape and type depend on, to be looked up by."""
+    if isinstance(given, torch.Tensor):
+        return given.shape, given.stride(), given.dtype, given.device
+    if isinstance(given, (tuple, list)):
+        return tuple(map(_signature, given))
+    if isinstance(given, dict):
+        return tuple((name, _signature(value)) for name, value in given.items())
+    return type(given), given  # 1, 1.0 and True are equal, and promote differently
 
 
 def describe(config: Any, dtype: torch.dtype) -> Described:
@@ -68,7 +106,7 @@ def describe(config: Any, dtype: torch.dtype) -> Described:
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with probing.refusing(), _NoValues():  # type: ignore[no-untyped-call]
+    with probing.refusing(), _NoValues():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         if config.model_type in ALONE:
