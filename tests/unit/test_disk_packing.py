@@ -87,6 +87,20 @@ def test_what_was_unpacked_leaves_the_caches_before_the_disk_fills_it_again(
     assert sum(gone) == packed_bytes > 0, "all that was staged, and nothing else"
 
 
+def test_what_is_read_unpacked_packed_and_written_is_measured(tmp_path: Path) -> None:
+    keys, length = [key(n) for n in range(32)], MIB
+    with Client(tmp_path / "c", compression="on") as client:
+        rates = client.tier._storer._rates
+        for part in (keys[:16], keys[16:]):
+            assert client.store(part, [length] * 16).ok.all() and client.load(part, [length] * 16).ok.all()
+        stored = int(client.tier._index.find(keys).lengths.sum())
+        assert rates.reading.measured_bytes(True) == stored and not rates.reading.measured_bytes(False)
+        assert rates.unpacking.measured_bytes() == 32 * MIB
+        assert rates.writing.measured_bytes() >= stored
+        assert rates.packing.measured_bytes() == 16 * MIB, "the first ones were packed into new memory"
+        assert all(meter.seconds() > 0 for meter in (rates.reading, rates.unpacking, rates.writing, rates.packing))
+
+
 def test_damage_is_found_before_anything_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Client(tmp_path / "c", compression="on", segment_bytes=16 * MIB) as client:
         assert client.store(KEYS[:3], LENGTHS[:3]).ok.all()

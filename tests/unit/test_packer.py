@@ -6,7 +6,6 @@ import hashlib
 import threading
 import time
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ import pytest
 from stowage.core import lossless
 from stowage.native import is_built
 from stowage.storage.disk.counters import Counters
-from stowage.storage.disk.packing import GROUP_BYTES, Packer, PackingRates
+from stowage.storage.disk.packing import GROUP_BYTES, Packer
+from stowage.storage.disk.packing_rates import JUDGED_BYTES, PackingRates
 from stowage.storage.disk.write_queue import GROUPS_AHEAD, WriteQueue
 from stowage.storage.format.segment import PAGE_BYTES
 from stowage.storage.protocol import Transfer
@@ -33,53 +33,15 @@ class StoppedClock:
         return self.now_s
 
 
-def loaded(rates: PackingRates, packed: bool, read_s: float, unpack_s: float = 0.0, readers: int = 1) -> None:
-    """A run of a hundred bytes, read and unpacked by one of so many readers."""
-    lengths = [70 if packed else 100]
-    run: Any = SimpleNamespace(packed=[packed], lengths=lengths, buffers=[memoryview(bytearray(100))])
-    rates.begin_read()
-    rates.end_read(readers, run, read_s)
-    if packed:
-        rates.begin_unpack()
-        rates.end_unpack(readers, run, unpack_s)
-
-
-def test_packing_stops_where_it_makes_loads_slower() -> None:
-    rates = PackingRates(time.monotonic)
-    assert rates.pays(100, 70), "nothing was measured"
-    loaded(rates, packed=True, read_s=70.0, unpack_s=80.0)
-    assert rates.pays(100, 70) and not rates.pays(100, 101), "80 s instead of 100: it is read meanwhile"
-    for _ in range(100):
-        loaded(rates, packed=True, read_s=70.0, unpack_s=130.0)
-    assert not rates.pays(100, 70), "130 s instead of 100"
-
-
-def test_what_several_readers_unpack_at_once_is_shared_among_them() -> None:
-    rates = PackingRates(time.monotonic)
-    loaded(rates, packed=False, read_s=100.0)
-    for _ in range(100):
-        loaded(rates, packed=True, read_s=280.0, unpack_s=320.0, readers=4)
-    assert rates.pays(100, 70), "each waits for the others' bytes: 80 s instead of 100"
-
-
-def test_a_slow_time_long_ago_does_not_make_packing_look_good() -> None:
-    rates = PackingRates(time.monotonic)
-    loaded(rates, packed=False, read_s=1000.0)
-    for _ in range(100):
-        loaded(rates, packed=True, read_s=70.0, unpack_s=130.0)
-    assert not rates.pays(100, 70)
-
-
-def test_before_anything_was_loaded_storing_tells() -> None:
-    rates = PackingRates(time.monotonic)
-    rates.end_pack(rates.begin_pack(), 100 << 20, 1.0)
-    assert rates.pays(100, 70) and rates.keeps_up(), "nothing was written"
-    rates.end_write(rates.begin_write(), 100 << 20, 3.0)
-    assert rates.pays(100, 70) and rates.keeps_up()
-    rates = PackingRates(time.monotonic)
-    rates.end_pack(rates.begin_pack(), 100 << 20, 3.0)
-    rates.end_write(rates.begin_write(), 100 << 20, 1.0)
-    assert not rates.pays(100, 70) and not rates.keeps_up()
+def rates_by(read_s: float, unpack_s: float) -> PackingRates:
+    """Enough was loaded to tell: what a byte took to be read and unpacked."""
+    clock = StoppedClock()
+    rates = PackingRates(clock)
+    for meter, byte_s in ((rates.reading, read_s), (rates.unpacking, unpack_s)):
+        begun = meter.begin(JUDGED_BYTES)
+        clock.now_s += byte_s * JUDGED_BYTES
+        meter.end(begun, JUDGED_BYTES)
+    return rates
 
 
 def is_packed(packer: Packer, buffer: memoryview) -> bool:
@@ -91,29 +53,36 @@ def is_packed(packer: Packer, buffer: memoryview) -> bool:
 
 
 def test_packing_that_holds_up_what_waits_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stowage.storage.disk.packing_rates.JUDGED_BYTES", 4 * MIB)
     clock, waiting = StoppedClock(), [True]
     rates = PackingRates(clock)
-
+    new_memory_s = [100.0 * MIB]
     pack_frames = lossless.pack_frames
 
     def slowly(payloads: list[memoryview], most: list[int], step: int, room: memoryview) -> list[int]:
         clock.now_s += sum(payload.nbytes for payload, some in zip(payloads, most, strict=True) if some)
+        if new_memory_s:
+            clock.now_s += new_memory_s.pop()
         return pack_frames(payloads, most, step, room)
 
     monkeypatch.setattr(lossless, "pack_frames", slowly)
     packer = Packer(Counters(), rates, lambda: waiting[0])
-    buffers = aligned([1 << 20] * 100)
-    for number, buffer in enumerate(buffers):
-        buffer[:] = numbers(key(number), buffer.nbytes)
+    buffers = of_numbers(100, MIB)
 
     def packed() -> int:
         return sum(is_packed(packer, buffer) for buffer in buffers)
 
-    rates.end_write(rates.begin_write(), 1, 0.5)
-    loaded(rates, packed=True, read_s=70.0, unpack_s=10.0)
-    assert packed() < 6, "it takes twice as long as writing, and stores wait"
+    def written(byte_s: float) -> None:
+        begun = rates.writing.begin(MIB)
+        clock.now_s += MIB * byte_s
+        rates.writing.end(begun, MIB)
+
+    written(1.5)
+    assert packed() == 100, "the memory that was new is not what packing takes"
+    written(0.5)
+    assert packed() <= 4, "it takes twice as long as writing, and stores wait"
     waiting[0] = False
-    assert packed() > 60, "nobody waits"
+    assert packed() == 100, "nobody waits"
 
 
 @pytest.fixture
@@ -144,17 +113,11 @@ def of_noise(count: int, length: int) -> list[memoryview]:
     return buffers
 
 
-def test_where_loads_get_slower_one_in_32_is_packed_so_that_rates_are_measured_anew(tried: list[int]) -> None:
-    rates = PackingRates(time.monotonic)
-    loaded(rates, packed=True, read_s=70.0, unpack_s=500.0)
-    packer = Packer(Counters(), rates)
-    buffers = of_numbers(100, 64 << 10)
-    packed = [is_packed(packer, buffer) for buffer in buffers]
-    assert [number for number, one in enumerate(packed) if one] == [31, 63, 95]
-    assert len(tried) == 3, "what is written as it is was not packed before"
-    for _ in range(100):
-        loaded(rates, packed=True, read_s=70.0, unpack_s=1.0)
-    assert all(is_packed(packer, buffer) for buffer in buffers)
+def test_where_loads_would_be_slower_chunks_are_not_even_tried(tried: list[int]) -> None:
+    packer = Packer(Counters(), rates_by(read_s=1.0, unpack_s=5.0))
+    assert not any(is_packed(packer, buffer) for buffer in of_numbers(100, 64 << 10)) and not tried
+    packer = Packer(Counters(), rates_by(read_s=1.0, unpack_s=5.0), is_auto=False)
+    assert all(is_packed(packer, buffer) for buffer in of_numbers(100, 64 << 10)), "always packed"
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
@@ -176,15 +139,12 @@ def test_short_chunks_that_save_no_page_do_not_keep_others_from_being_packed(tri
 
 
 def test_what_takes_fewer_bytes_is_written_so_though_it_packed_worse_than_others(tried: list[int]) -> None:
-    rates = PackingRates(time.monotonic)
-    loaded(rates, packed=False, read_s=100.0)
-    loaded(rates, packed=True, read_s=87.5, unpack_s=10.0)
-    packer = Packer(Counters(), rates)
+    packer = Packer(Counters(), PackingRates(time.monotonic))
     half = np.random.default_rng(0).standard_normal(MIB // 2, np.float32).astype(np.float16)
     (buffer,) = aligned([MIB])
     buffer[:] = half.tobytes()
     packed = [is_packed(packer, buffer) for _ in range(40)]
-    assert packed.count(True) == len(tried) and all(packed[:5]) and not any(packed[12:39]), "0.86 is too much"
+    assert all(packed) and len(tried) == len(packed), "0.86"
 
 
 @pytest.mark.skipif(not is_built(), reason="no compiled code")

@@ -322,21 +322,23 @@ class Loader:
             self._worker_pool.wake()
 
     def _fetch(self, reader: Reader, run: Run, memory: memoryview | None) -> Fetched:
-        at_once, began_s = self._rates.begin_read(), self._rates.timer()
+        nbytes = sum(run.lengths)
+        begun = self._rates.reading.begin(nbytes)
         try:
             return reader.fetch(run, memory)
         finally:
-            self._rates.end_read(at_once, run, self._rates.timer() - began_s)
+            self._rates.reading.end(begun, nbytes, run.form)
 
     def _serve_arrived(
         self, reader: Reader, shares: list[Share], run: Run, fetched: Fetched, memory: memoryview
     ) -> None:
-        at_once, began_s = self._rates.begin_unpack(), self._rates.timer()
+        raw_bytes = sum([buffer.nbytes for buffer in run.buffers])
+        begun = self._rates.unpacking.begin(raw_bytes)
         try:
             self._serve_fetched(reader, shares, run, fetched)
             leave_caches(memory[: run.packed_bytes])
         finally:
-            self._rates.end_unpack(at_once, run, self._rates.timer() - began_s)
+            self._rates.unpacking.end(begun, raw_bytes, run.form)
             with self._lock:
                 self._staging.give_back(memory, run.packed_bytes)
 

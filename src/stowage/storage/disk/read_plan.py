@@ -69,6 +69,11 @@ class Run:
         return self.offsets[-1] + round_up(self.lengths[-1])
 
     @property
+    def form(self) -> bool | None:
+        """Whether its chunks are packed. None: some are."""
+        return self.packed[0] if len(set(self.packed)) == 1 else None
+
+    @property
     def packed_bytes(self) -> int:
         """Of whole pages, what lies packed."""
         return sum(round_up(length) for length, is_packed in zip(self.lengths, self.packed, strict=True) if is_packed)

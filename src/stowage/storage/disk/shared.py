@@ -9,7 +9,7 @@ from stowage.storage.disk.catalog import Catalog
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
 from stowage.storage.disk.index import Index
-from stowage.storage.disk.packing import PackingRates
+from stowage.storage.disk.packing_rates import PackingRates
 from stowage.storage.disk.system import System
 from stowage.storage.protocol import Outcome
 

@@ -298,7 +298,7 @@ class Storer:
         while ahead := stream.ahead(1):
             active = self._make_ready(stream, ahead.payloads[0].nbytes)
             known = self._open[active]
-            line = WritePipeline(stream, active, self._rates, partial(self._another, stream), self._close)
+            line = WritePipeline(stream, active, self._rates.writing, partial(self._another, stream), self._close)
             whole: list[Entries] = []
             gathered = 0
             try:

@@ -24,7 +24,7 @@ from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
 from stowage.storage.disk.index import Index
 from stowage.storage.disk.loader import Loader, patience_s
-from stowage.storage.disk.packing import PackingRates
+from stowage.storage.disk.packing_rates import PackingRates
 from stowage.storage.disk.shared import Shared
 from stowage.storage.disk.storer import Storer
 from stowage.storage.disk.system import System

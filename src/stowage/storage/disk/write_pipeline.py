@@ -20,7 +20,8 @@ from typing import Final
 import numpy as np
 
 from stowage.storage.disk.files import pages
-from stowage.storage.disk.packing import Packing, PackingRates
+from stowage.storage.disk.packing import Packing
+from stowage.storage.disk.packing_rates import Meter
 from stowage.storage.disk.write_jobs import COMPUTING, PACKING, PAGE, REQUEST, Job, JobRunner
 from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.disk.writer import ActiveSegment, Batch, Page
@@ -76,9 +77,9 @@ class _Payloads:
 class _Part:
     """The batches that go into one segment. `end` and `chunks`: of the segment, with all of them."""
 
-    def __init__(self, active: ActiveSegment, rates: PackingRates) -> None:
+    def __init__(self, active: ActiveSegment, writing: Meter) -> None:
         self.active = active
-        self._rates = rates
+        self._writing = writing
         self.end = active.end
         self.chunks = active.chunks
         self._batches: deque[Batch] = deque()  # whose header page was not made
@@ -99,11 +100,12 @@ class _Part:
 
     def write(self, piece: _Piece) -> Report:
         """In any thread."""
-        at_once, began_s = self._rates.begin_write(), self._rates.timer()
+        nbytes = piece.end - piece.offset
+        begun = self._writing.begin(nbytes)
         try:
             self.active.write(piece.buffers, piece.offset)
         finally:
-            self._rates.end_write(at_once, piece.end - piece.offset, self._rates.timer() - began_s)
+            self._writing.end(begun, nbytes)
         return partial(self._wrote, piece.end)
 
     def _wrote(self, end: int) -> list[Whole]:
@@ -163,15 +165,15 @@ class WritePipeline:
         self,
         stream: WriteQueue,
         active: ActiveSegment,
-        rates: PackingRates,
+        writing: Meter,
         another: Callable[[int], ActiveSegment | None],
         sealed: Callable[[ActiveSegment], None],
     ) -> None:
         self._stream = stream
         self._another = another
         self._sealed = sealed
-        self._rates = rates
-        self._parts = deque([_Part(active, rates)])
+        self._writing = writing
+        self._parts = deque([_Part(active, writing)])
         self._piece = _Piece(0, 0)
         self._payloads = _Payloads()
         self._odd: Batch | None = None  # it ended the pieces, because its payloads cannot go this way
@@ -203,7 +205,7 @@ class WritePipeline:
             if odd is None:
                 return
             yield last.active, last.active.append_batch(odd)
-            self._parts = deque([_Part(last.active, self._rates)])
+            self._parts = deque([_Part(last.active, self._writing)])
 
     def _jobs(self) -> Jobs:
         """What is to be written. None while the stream has nothing more and something is being written: what is
@@ -256,7 +258,7 @@ class WritePipeline:
         if active is None:
             self._is_stuck = True
             return False
-        self._parts.append(_Part(active, self._rates))
+        self._parts.append(_Part(active, self._writing))
         return True
 
     def _cut(self, batch: Batch) -> Jobs:
