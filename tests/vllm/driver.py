@@ -6,6 +6,7 @@ and its worker live in this one process, so that a test can overwrite the KV cac
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ __all__ = ["run", "warm"]
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # eager engines compile one function of sampling, in as long as they take to start
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -334,7 +336,8 @@ class Driver(Inspection):
         return sorted(os.listdir("/dev/shm"))
 
     def close(self) -> None:
-        """End the engine as vLLM does when it is told to stop."""
+        """End the engine as vLLM does when it is told to stop, and the process, whose garbage nobody needs to find."""
+        gc.unfreeze = lambda: None  # vLLM looks through all that is imported, several times
         self.close_engine()
 
 
