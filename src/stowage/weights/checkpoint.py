@@ -124,10 +124,13 @@ class Checkpoint:
     def mappings(self) -> list[tuple[int, int, int, int]]:
         """Where this process has the files mapped: begin, end, offset, inode. Empty where the system does not say."""
         inodes = {(os.fstat(file.fd).st_ino, os.fstat(file.fd).st_dev) for file in self.files}
+        numbers = {str(inode) for inode, _ in inodes}
         found = []
         with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 area, _, offset, device, inode = line.split(maxsplit=5)[:5]
+                if inode not in numbers:  # most are of no file that matters here
+                    continue
                 major, minor = (int(part, 16) for part in device.split(":"))
                 if (int(inode), os.makedev(major, minor)) in inodes:
                     begin, end = (int(part, 16) for part in area.split("-"))

@@ -27,6 +27,9 @@ class Locator:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._heads: dict[bytes, list[tuple[str, Segment]]] | None = None
+        self._mappings: list[tuple[int, int, int, int]] = []
+        self._held: list[NDArray[np.uint8]] = []
+        """Of each of those mappings a tensor, which keeps it where it is: so it need not be asked for again."""
 
     def find(self, name: str, raw: NDArray[np.uint8]) -> list[Segment] | None:
         """The segments whose bytes, end to end, are ``raw`` (uint8, one dimension); ``None`` if there are none.
@@ -34,7 +37,15 @@ class Locator:
         ``name`` of the parameter decides between tensors with the same bytes: those of its own layer.
         """
         address = int(raw.__array_interface__["data"][0])
-        mapped = self._checkpoint.mapped_at(address, raw.nbytes, self._checkpoint.mappings())
+        mapped = self._checkpoint.mapped_at(address, raw.nbytes, self._mappings)
+        if mapped is None:
+            around = [
+                one for one in self._checkpoint.mappings() if one[0] <= address and address + raw.nbytes <= one[1]
+            ]
+            mapped = self._checkpoint.mapped_at(address, raw.nbytes, around)
+            if mapped is not None:
+                self._mappings += around
+                self._held.append(raw)
         return [mapped] if mapped is not None else self._matched(name, raw)
 
     def _matched(self, name: str, raw: NDArray[np.uint8]) -> list[Segment] | None:
