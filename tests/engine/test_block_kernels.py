@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
+from stowage.weights.quantized.stacks import BlockStack, Stacking, stacked_linear
 from tests.block_formats import SPECS, parts_of
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
@@ -63,20 +64,62 @@ def test_codes_that_lie_by_inputs_have_scales_of_any_group(instructions: None, n
             assert torch.equal(found, kernels.linear(x[:rows], plain)), (spec, rows)
 
 
-def test_experts_are_taken_one_by_one_and_several_threads_change_nothing() -> None:
-    spec = Spec("mxfp4", 384, 512)
-    parts = {part: torch.stack([values, values.flip(0)]) for part, values in parts_of(spec).items()}
-    x = torch.randn(9, 512).bfloat16()
+EXPERTS = 5
+RUNS = [(3, 4, 9), (0, 0, 1), (4, 9, 10), (1, 1, 4)]
+"""Of experts in any order, of which one has no rows."""
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_of_several_experts_are_one_call(spec: Spec, int8: bool) -> None:
+    """Of one stack or of two with the same rows, which may lie further apart than they are long."""
+    pieces = [stacked_parts(spec, seed) for seed in (0, 7)]
+    x = torch.randn(10, spec.inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
     before = torch.get_num_threads()
     try:
-        for expert in range(2):
-            own: dict[str, Tensor] = {part: values[expert] for part, values in parts.items()}
-            expected = kernels.linear(x, dequantized(spec, own, torch.bfloat16))
-            for threads in (1, 3):
-                torch.set_num_threads(threads)
-                assert torch.equal(kernels.linear_blocks(x, BlockMatrix(spec, own, torch.bfloat16)), expected)
+        for threads, count in ((1, 1), (3, 2)):
+            torch.set_num_threads(threads)
+            stack = BlockStack(Stacking(spec, pieces=count), pieces[:count], torch.bfloat16)
+            known = kernels.of_stack(x, stack, int8)
+            assert known is not None
+            found = kernels.stacked(x, known, RUNS)
+            for out, parts in zip(found, pieces, strict=False):
+                for expert, begin, end in RUNS:
+                    own = {part: values[expert].contiguous() for part, values in parts.items()}
+                    matrix = BlockMatrix(spec, own, torch.bfloat16)
+                    alone = kernels.int8_product(x, matrix) if int8 else None
+                    expected = kernels.linear_of(x[begin:end], alone or kernels.of_blocks(matrix))
+                    assert torch.equal(out[begin:end], expected), (count, expert)
     finally:
         torch.set_num_threads(before)
+
+
+def stacked_parts(spec: Spec, seed: int) -> dict[str, Tensor]:
+    """Parts of some experts with gaps between them."""
+    each = [parts_of(spec, seed + 100 * expert) for expert in range(EXPERTS)]
+    return {part: torch.stack([own[part] for own in each for _ in range(2)])[::2] for part in each[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choices_of_experts_give_each_row_its_own(dtype: torch.dtype) -> None:
+    """In a mode or without, by kernels or not; what is no expert's number gives zeros, and takes none."""
+    spec = Spec("mxfp4", 96, 64)
+    module = nn.Module()
+    module.stack = BlockStack(Stacking(spec), [stacked_parts(spec, 0)], dtype)
+    module.stack_bias = torch.randn(EXPERTS, 96).to(dtype)
+    module.num_experts, module.has_bias = EXPERTS, True
+    x = torch.randn(7, 64).to(dtype)
+    for chosen in ([4, 0, 5, 0, -1, 2, 4], [0, 1, 2, 3, 4, 4, 4], [5] * 7, [3, 2, 1, 0, 4, 5, 6]):
+        expected = torch.zeros(7, 96, dtype=dtype)
+        for row, expert in enumerate(chosen):
+            if 0 <= expert < EXPERTS:
+                plain = module.stack[expert].unpacked()
+                expected[row] = (x[row : row + 1] @ plain.t() + module.stack_bias[expert])[0]
+        for mode in (RowInvariance(linear=True, exact=True), RowInvariance(linear=False, exact=False)):
+            with mode:
+                found = stacked_linear(x, module, "stack", torch.tensor(chosen))
+            assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2), chosen
+            assert torch.equal(found[expected == 0], expected[expected == 0])
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -20,8 +20,9 @@ from stowage.planner import model_config as planner_config
 from stowage.planner.model import read_model
 from stowage.testing import tiny_models
 from stowage.weights.quantized import codes, modules
-from stowage.weights.quantized.blocks import BlockLinear, BlockStack
+from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.modules import PackedLinear, PackedStack
+from stowage.weights.quantized.stacks import BlockStack
 from tests.weights.conftest import bytes_of, logits, prompt
 
 CASES = [

@@ -27,8 +27,10 @@ from stowage.testing import tiny_models
 from stowage.weights.placement import Delivery
 from stowage.weights.prefetcher import Prefetcher
 from tests.engine.test_adapters import adapter_of
+from tests.weights import published_files
 from tests.weights.conftest import needs_kernels
 from tests.weights.test_failures import flip
+from tests.weights.test_published import EXPERTS
 
 FAMILIES = ("llama", "gemma3", "mixtral", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt2")
 UNRECORDED = ("phi4_mini", "aria", "dbrx", "longcat_flash")
@@ -98,6 +100,20 @@ def test_recorded_steps_give_the_bits_of_unrecorded_ones_and_of_weights_in_memor
             if placed == 1:  # wherever weights lie, models give the same bits: tests/weights/test_engine.py
                 assert answers(unrecorded(engine)) == expected, budget
     assert placed
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq"])
+def test_steps_of_experts_as_published_are_recorded(name: str, tmp_path: Path) -> None:
+    family, method, quantiser = EXPERTS[name]
+    published, _ = published_files.write(family, tmp_path, method, quantiser)
+    with Engine(published, Memory(**SIZES), dtype="bfloat16") as engine:
+        expected = answers(unrecorded(engine))
+    for budget in ("auto", "*=experts", "*=stream"):
+        with Engine(published, Memory(**SIZES, weights=budget), dtype="bfloat16") as engine:
+            assert answers(engine) == expected, budget
+            steps = steps_of(engine)
+            assert steps is not None and not steps.why and steps.counters.replayed_steps > 8, budget
 
 
 @pytest.fixture

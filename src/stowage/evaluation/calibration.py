@@ -28,10 +28,10 @@ from stowage.evaluation import sensitivity
 from stowage.evaluation.sensitivity import is_measured
 from stowage.models import loading
 from stowage.weights.parameter_location import memory_of
-from stowage.weights.quantized.blocks import DOWN, widened
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.modules import Target, targets
+from stowage.weights.quantized.stacks import DOWN, widened
 
 __all__ = ["Fitted", "fit"]
 

@@ -24,7 +24,7 @@ from stowage.weights.gradients import Gradients
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.passes import Passes
 from stowage.weights.placement import Delivery, Placement
-from stowage.weights.quantized.blocks import computes_one_by_one
+from stowage.weights.quantized.stacks import computes_one_by_one
 from stowage.weights.reader import Read, Readers
 from stowage.weights.repacked import Image
 from stowage.weights.ring import Ring

@@ -15,7 +15,7 @@ was seen not to depend on other rows; ``trial`` makes sure of that with the very
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from stowage.executor import kernels
 from stowage.executor.fused.linear import FusedLinear
-from stowage.weights.quantized.blocks import BlockMatrix, BlockRows
+from stowage.weights.quantized.blocks import BlockMatrix, BlockRows, joined
 from stowage.weights.quantized.codes import PackedMatrix
+from stowage.weights.quantized.stacks import BlockStack, Run, one_by_one, stacked_linear
 
 _GRAIN = 32768
 """Numbers that torch gives a thread at least (``at::internal::GRAIN_SIZE``)."""
@@ -57,6 +58,8 @@ class RowInvariance(TorchFunctionMode):
         if linear:
             self._special[F.linear] = self._linear
             self._special[F.embedding] = _embedding
+            stacked = partial(_stacked, partial(_linear, exact=exact, int8=int8), int8)
+            self._special[stacked_linear] = partial(stacked_linear, multiply=stacked)
             multiply = kernels.linear if exact else kernels.product
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
@@ -228,6 +231,17 @@ def _grouped(
             out[begin:end] = multiply(rows, experts[expert]) if ours else _filled(rows, weight[expert])
             begin = end
     return out
+
+
+def _stacked(
+    linear: Callable[..., Tensor], int8: bool, x: Tensor, module: Any, own: str, runs: Iterable[Run]
+) -> Tensor:
+    """See ``stacked_linear``: by the kernels, or ``linear`` one expert after the other."""
+    stack = getattr(module, own)
+    if not isinstance(stack, BlockStack) or (matrices := kernels.of_stack(x, stack, int8)) is None:
+        return one_by_one(x, module, own, runs, linear)
+    outs = kernels.stacked(x, matrices, runs)
+    return outs[0] if len(outs) == 1 else joined(outs, -1, stack.how.in_turn)
 
 
 def _whole_vectors(function: Any) -> Callable[..., Any]:

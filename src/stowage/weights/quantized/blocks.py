@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -20,26 +20,19 @@ from stowage.weights.quantized.codes import PackedMatrix
 from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantized, outputs_of
 
 __all__ = [
-    "DOWN",
     "BlockLinear",
     "BlockMatrix",
     "BlockRows",
-    "BlockStack",
-    "Stacking",
-    "computes_one_by_one",
     "in_halves",
     "joined",
     "parameter_names",
-    "projected",
+    "parts_of",
     "put_linear",
     "put_matrix",
-    "put_stacks",
+    "register",
     "unpacking_bytes",
-    "widened",
 ]
 
-DOWN: Final = "down_proj"
-"""The stack of experts that is multiplied with last."""
 _TILE_ELEMENTS: Final = 1 << 19
 _UNPACKING_BYTES: Final = 16
 """Of memory for each number that is unpacked at a time: codes as whole numbers, values in float32, what they become."""
@@ -90,10 +83,10 @@ class BlockMatrix(PackedMatrix):
         """See PackedMatrix."""
         return BlockMatrix(self.spec, self.parts, self.values_dtype)
 
-    def int8_parts(self) -> None:
+    def int8parts_of(self) -> None:
         """It is in no form of ours."""
 
-    def int4_parts(self) -> None:
+    def int4parts_of(self) -> None:
         """It is in no form of ours."""
 
     @torch.no_grad()
@@ -166,7 +159,7 @@ class BlockLinear(nn.Module):
         self.spec, self.dtype, self.heads = spec, dtype, heads
         self.in_features, self.out_features = spec.inputs, spec.outputs
         self._names, self.block_specs = parameter_names(spec), (spec,)
-        _register(self, spec, "", ())
+        register(self, spec, "", ())
         self.register_parameter("bias", bias)
         self._is_hf_initialized = True  # Transformers would fill what it knows with random numbers
 
@@ -179,7 +172,7 @@ class BlockLinear(nn.Module):
 
     @property
     def matrix(self) -> BlockMatrix:
-        return BlockMatrix(self.spec, _parts(self, self._names), self.dtype)
+        return BlockMatrix(self.spec, parts_of(self, self._names), self.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -188,35 +181,6 @@ class BlockLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.spec.name}"
-
-
-class BlockStack:
-    """Parts with experts in front, as what a model's loop over experts takes one matrix after the other from; of each
-    piece, whose matrices are one below the other.
-    """
-
-    __slots__ = ("dtype", "how", "pieces")
-
-    def __init__(self, how: Stacking, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> None:
-        self.how, self.pieces, self.dtype = how, pieces, dtype
-
-    def __getitem__(self, expert: Tensor | int) -> BlockMatrix | BlockRows:
-        number = int(expert)
-        own = [{part: values[number] for part, values in parts.items()} for parts in self.pieces]
-        matrices = [BlockMatrix(self.how.spec, parts, self.dtype, self.how.transposed) for parts in own]
-        return matrices[0] if len(matrices) == 1 else BlockRows(matrices, self.how.in_turn)
-
-
-@dataclass(frozen=True, slots=True)
-class Stacking:
-    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other or (``in_turn``) a row of
-    each after the other; ``transposed``: whether the module takes a matrix for (inputs, outputs).
-    """
-
-    spec: Spec
-    transposed: bool = False
-    pieces: int = 1
-    in_turn: bool = False
 
 
 def unpacking_bytes(model: nn.Module) -> int:
@@ -260,7 +224,7 @@ def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, look
     embedding (``looks_up``: it computes with rows of its table, and with nothing else), a router.
     """
     delattr(module, own)
-    _register(module, spec, "", ())
+    register(module, spec, "", ())
     if not isinstance(module, nn.Embedding):  # those may have a scale that Transformers makes when the rest is loaded
         module._is_hf_initialized = True  # type: ignore[assignment]  # see above
     plain: Any = type(module)
@@ -270,97 +234,19 @@ def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, look
 @functools.lru_cache(maxsize=256)
 def _with_matrix(plain: Any, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool) -> type[nn.Module]:
     names = parameter_names(spec)
-    matrix = property(lambda self: BlockMatrix(spec, _parts(self, names), dtype))
+    matrix = property(lambda self: BlockMatrix(spec, parts_of(self, names), dtype))
     members = {own: matrix, "looks_up": looks_up, "block_specs": () if looks_up else (spec,)}
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
-def put_stacks(module: nn.Module, stacks: Mapping[str, Stacking], dtype: torch.dtype) -> None:
-    """Parameters without values yet in the place of those stacks of experts of ``module`` that are named. The module
-    multiplies with one expert after the other then.
-    """
-    plain: Any = type(module)
-    for own, how in stacks.items():
-        experts = len(getattr(module, own))
-        delattr(module, own)
-        for piece in [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]:
-            _register(module, how.spec, piece, (experts,))
-    module._is_hf_initialized = True  # type: ignore[assignment]  # see above
-    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items(), key=lambda pair: pair[0])))
-
-
-@functools.lru_cache(maxsize=256)
-def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacking], ...]) -> type[nn.Module]:
-    def stack_of(own: str, how: Stacking) -> property:
-        each = [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]
-        names = [parameter_names(how.spec, piece) for piece in each]
-        return property(lambda self: BlockStack(how, [_parts(self, n) for n in names], dtype))
-
-    members: dict[str, Any] = {own: stack_of(own, how) for own, how in stacks}
-    own_loop = getattr(plain.forward, "__wrapped__", plain.forward)
-
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        whole = _forward_grouped if _is_grouped(self) else own_loop
-        result: Tensor = whole(self, hidden_states, top_k_index, top_k_weights)
-        return result
-
-    members["forward"], members["bears_gaps"] = forward, True  # it takes one expert at a time
-    members["block_specs"] = tuple(how.spec for _, how in stacks)
-    return type(f"Block{plain.__name__}", (plain,), members)
-
-
-def computes_one_by_one(module: nn.Module) -> bool:
-    """Whether ``module`` takes experts one by one from stacks of this kind, in any order. Where it has a function
-    ``arriving``, it asks that for the order.
-    """
-    return bool(getattr(type(module), "bears_gaps", False)) and _is_grouped(module)
-
-
-def _is_grouped(module: Any) -> bool:
-    """Whether Transformers would multiply with these experts by grouped or batched products."""
-    known = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "config"))
-    return known and getattr(module.config, "_experts_implementation", None) in ("grouped_mm", "batched_mm")
-
-
-def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Experts one by one, added up as Transformers' grouped products do: of each token in the order in which they were
-    chosen, before they are rounded. See ``integrations/moe.py`` of Transformers.
-    """
-    count = top_k_index.shape[-1]
-    chosen = top_k_index.reshape(-1)
-    out = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
-    experts = sorted({expert for expert in chosen.tolist() if 0 <= expert < module.num_experts})  # others are no choice
-    for expert in module.arriving(experts) if hasattr(module, "arriving") else experts:
-        rows = (chosen == expert).nonzero()[:, 0]
-        out[rows] = projected(module, DOWN, expert, widened(module, expert, hidden_states[rows // count]))
-    weighted = out * top_k_weights.reshape(-1, 1)
-    return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
-
-
-def widened(module: Any, expert: int, x: Tensor) -> Tensor:
-    """What one of the experts ``module`` makes of ``x`` (tokens, inputs) before its last product."""
-    wide = projected(module, "gate_up_proj" if module.has_gate else "up_proj", expert, x)
-    inner: Tensor = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
-    return inner
-
-
-def projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
-    """``x`` (tokens, inputs) by the stack ``own`` of experts ``module``, one of them: (tokens, outputs)."""
-    weight = getattr(module, own)[expert]
-    if isinstance(weight, PackedMatrix):
-        weight = weight.by_outputs()  # as a linear layer, for which there are kernels
-    elif module.is_transposed:
-        weight = weight.t()
-    out = nn.functional.linear(x, weight)
-    return out.add_(getattr(module, f"{own}_bias")[expert]) if module.has_bias else out
-
-
-def _register(module: nn.Module, spec: Spec, own: str, before: tuple[int, ...]) -> None:
+def register(module: nn.Module, spec: Spec, own: str, before: tuple[int, ...]) -> None:
+    """Parameters of ``spec``, called after ``own``, without values yet; ``before``: their first sizes."""
     names = parameter_names(spec, own)
     for part, (shape, dtype) in spec.tensors().items():
         empty = torch.empty((*before, *shape), dtype=dtype, device="meta")
         module.register_parameter(names[part], nn.Parameter(empty, requires_grad=False))
 
 
-def _parts(module: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+def parts_of(module: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of ``module`` whose names are ``names``, by part."""
     return {part: module._parameters[name] for part, name in names.items()}  # type: ignore[misc]

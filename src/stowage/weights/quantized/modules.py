@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from stowage.errors import CheckpointError
 from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.quantized import quantizer
-from stowage.weights.quantized.blocks import Stacking, put_linear, put_stacks
+from stowage.weights.quantized.blocks import put_linear
 from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix, form_of
 from stowage.weights.quantized.fitting import Inputs
+from stowage.weights.quantized.stacks import Stacking, put_stacks
 
 __all__ = [
     "FILE",

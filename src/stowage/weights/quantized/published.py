@@ -20,16 +20,9 @@ from stowage.weights.away import absent
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
 from stowage.weights.grouping import looks_up
 from stowage.weights.quantized import quantizer
-from stowage.weights.quantized.blocks import (
-    Stacking,
-    in_halves,
-    joined,
-    parameter_names,
-    put_linear,
-    put_matrix,
-    put_stacks,
-)
+from stowage.weights.quantized.blocks import in_halves, joined, parameter_names, put_linear, put_matrix
 from stowage.weights.quantized.formats import Spec, dequantized
+from stowage.weights.quantized.stacks import Stacking, put_stacks
 from stowage.weights.resident import ResidentMemory
 
 __all__ = ["METHOD", "Kept", "Part", "Plan", "fill", "mark"]

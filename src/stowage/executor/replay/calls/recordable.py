@@ -40,7 +40,8 @@ ALLOWED = (
     eq ne gt ge lt le greater greater_equal less less_equal logical_not logical_and logical_or
     __and__ __or__ __invert__ where masked_fill
     mean sum prod var amax amin max min cumsum norm histc topk sort argsort gather scatter index_select
-    matmul mm bmm addmm baddbmm __matmul__ linear einsum conv1d _grouped_mm grouped_mm scaled_dot_product_attention
+    matmul mm bmm addmm baddbmm __matmul__ linear stacked_linear einsum conv1d _grouped_mm grouped_mm
+    scaled_dot_product_attention
     softmax log_softmax silu gelu relu relu6 softplus leaky_relu hardtanh elu mish logsigmoid glu
     embedding layer_norm rms_norm group_norm dropout
     """.split()

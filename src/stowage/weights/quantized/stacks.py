@@ -1,0 +1,216 @@
+"""Stacked experts in the format in which they were published, and how a module computes with those that are chosen.
+
+    few tokens    the rows of each expert by its own matrix, all in one call (``stacked_linear``), which can be recorded
+    many tokens   one expert after the other, so that no more than its own rows are widened at a time
+
+Either way a token's experts are added up as Transformers' grouped products do it, and where experts come one by one
+(``arriving``), those that are there are computed with first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from stowage.weights.quantized.blocks import BlockMatrix, BlockRows, parameter_names, parts_of, register
+from stowage.weights.quantized.codes import PackedMatrix
+from stowage.weights.quantized.formats import Spec
+
+__all__ = [
+    "DOWN",
+    "BlockStack",
+    "Run",
+    "Stacking",
+    "computes_one_by_one",
+    "one_by_one",
+    "projected",
+    "put_stacks",
+    "stacked_linear",
+    "weight_of",
+    "widened",
+]
+
+DOWN: Final = "down_proj"
+"""The stack of experts that is multiplied with last."""
+Run = tuple[int, int, int]
+"""An expert, and from where to where rows are its own."""
+_ROWS_FEW: Final = 512
+"""Choices of experts, of all tokens of a forward, that are computed in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other or (``in_turn``) a row of
+    each after the other; ``transposed``: whether the module takes a matrix for (inputs, outputs).
+    """
+
+    spec: Spec
+    transposed: bool = False
+    pieces: int = 1
+    in_turn: bool = False
+
+
+class BlockStack:
+    """Parts with experts in front, as what a model's loop over experts takes one matrix after the other from; of each
+    piece, whose matrices are one below the other.
+    """
+
+    __slots__ = ("dtype", "how", "pieces")
+
+    def __init__(self, how: Stacking, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> None:
+        self.how, self.pieces, self.dtype = how, pieces, dtype
+
+    def __getitem__(self, expert: Tensor | int) -> BlockMatrix | BlockRows:
+        number = int(expert)
+        own = [{part: values[number] for part, values in parts.items()} for parts in self.pieces]
+        matrices = [BlockMatrix(self.how.spec, parts, self.dtype, self.how.transposed) for parts in own]
+        return matrices[0] if len(matrices) == 1 else BlockRows(matrices, self.how.in_turn)
+
+
+def put_stacks(module: nn.Module, stacks: Mapping[str, Stacking], dtype: torch.dtype) -> None:
+    """Parameters without values yet in the place of those stacks of experts of ``module`` that are named. The module
+    multiplies with one expert after the other then.
+    """
+    plain: Any = type(module)
+    for own, how in stacks.items():
+        experts = len(getattr(module, own))
+        delattr(module, own)
+        for piece in [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]:
+            register(module, how.spec, piece, (experts,))
+    module._is_hf_initialized = True  # type: ignore[assignment]  # see above
+    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items(), key=lambda pair: pair[0])))
+
+
+@functools.lru_cache(maxsize=256)
+def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacking], ...]) -> type[nn.Module]:
+    def stack_of(own: str, how: Stacking) -> property:
+        each = [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]
+        names = [parameter_names(how.spec, piece) for piece in each]
+        return property(lambda self: BlockStack(how, [parts_of(self, n) for n in names], dtype))
+
+    members: dict[str, Any] = {own: stack_of(own, how) for own, how in stacks}
+    own_loop = getattr(plain.forward, "__wrapped__", plain.forward)
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        whole = _forward_grouped if _is_grouped(self) else own_loop
+        result: Tensor = whole(self, hidden_states, top_k_index, top_k_weights)
+        return result
+
+    members["forward"], members["bears_gaps"] = forward, True  # it takes one expert at a time
+    members["block_specs"] = tuple(how.spec for _, how in stacks)
+    return type(f"Block{plain.__name__}", (plain,), members)
+
+
+def computes_one_by_one(module: nn.Module) -> bool:
+    """Whether ``module`` takes experts one by one from stacks of this kind, in any order. Where it has a function
+    ``arriving``, it asks that for the order.
+    """
+    return bool(getattr(type(module), "bears_gaps", False)) and _is_grouped(module)
+
+
+def _is_grouped(module: Any) -> bool:
+    """Whether Transformers would multiply with these experts by grouped or batched products."""
+    known = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "config"))
+    return known and getattr(module.config, "_experts_implementation", None) in ("grouped_mm", "batched_mm")
+
+
+def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts that each token chose, added up as Transformers' grouped products do: of each token in the order in
+    which they were chosen, before they are rounded. See ``integrations/moe.py`` of Transformers.
+    """
+    product = _of_few if top_k_index.numel() <= _ROWS_FEW else _of_many
+    weighted = product(module, hidden_states, top_k_index) * top_k_weights.reshape(-1, 1)
+    return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _of_few(module: Any, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
+    """What the chosen experts make of each token, (tokens x experts per token, outputs): all at once."""
+    chosen = top_k_index.reshape(-1)
+    rows = hidden_states.repeat_interleave(top_k_index.shape[-1], dim=0)
+    wide = stacked_linear(rows, module, _first(module), chosen)
+    return stacked_linear(_gated(module, wide), module, DOWN, chosen)
+
+
+def _of_many(module: Any, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
+    """The same, one expert after the other."""
+    chosen = top_k_index.reshape(-1)
+    out = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
+    for expert in _in_turn(module, {e for e in chosen.tolist() if 0 <= e < module.num_experts}):
+        rows = (chosen == expert).nonzero()[:, 0]
+        wide = widened(module, expert, hidden_states[rows // top_k_index.shape[-1]])
+        out[rows] = projected(module, DOWN, expert, wide)
+    return out
+
+
+def one_by_one(x: Tensor, module: Any, own: str, runs: Iterable[Run], linear: Any = nn.functional.linear) -> Tensor:
+    """``x`` (rows, inputs), each run of rows by its expert of the stack ``own``: (rows, outputs), without biases."""
+    found = {begin: linear(x[begin:end], weight_of(module, own, expert)) for expert, begin, end in runs}
+    return torch.cat([found[begin] for begin in sorted(found)] or [linear(x, weight_of(module, own, 0))])
+
+
+def stacked_linear(
+    x: Tensor, module: Any, own: str, chosen: Tensor, multiply: Callable[..., Tensor] = one_by_one
+) -> Tensor:
+    """``x`` (rows, inputs), each row by its own expert of the stack ``own`` of ``module``, plus its bias:
+    (rows, outputs). ``chosen`` (rows): which expert; numbers that are none of the module's give zeros. A mode of torch
+    has its own ``multiply``.
+    """
+    if has_torch_function((x,)):
+        found: Tensor = handle_torch_function(stacked_linear, (x,), x, module, own, chosen)
+        return found
+    numbers = chosen.tolist()
+    order = sorted((row for row, e in enumerate(numbers) if 0 <= e < module.num_experts), key=numbers.__getitem__)
+    spans: dict[int, tuple[int, int]] = {}
+    for at, row in enumerate(order):
+        spans[numbers[row]] = (spans.get(numbers[row], (at, at))[0], at + 1)
+    in_order = order == list(range(len(numbers)))
+    runs = ((expert, *spans[expert]) for expert in _in_turn(module, spans))
+    out = multiply(x if in_order else x[order], module, own, runs)
+    if module.has_bias:
+        out += getattr(module, f"{own}_bias")[[numbers[row] for row in order]]
+    if in_order:
+        return out
+    whole = out.new_zeros(len(numbers), out.shape[1])
+    whole[order] = out
+    return whole
+
+
+def _in_turn(module: Any, experts: Iterable[int]) -> Iterable[int]:
+    """``experts`` in the order in which they are computed: as they come, where they come one by one."""
+    ordered = sorted(experts)
+    return module.arriving(ordered) if hasattr(module, "arriving") else ordered
+
+
+def widened(module: Any, expert: int, x: Tensor) -> Tensor:
+    """What one of the experts ``module`` makes of ``x`` (tokens, inputs) before its last product."""
+    return _gated(module, projected(module, _first(module), expert, x))
+
+
+def _first(module: Any) -> str:
+    """The stack of experts that is multiplied with first."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _gated(module: Any, wide: Tensor) -> Tensor:
+    inner: Tensor = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
+    return inner
+
+
+def projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
+    """``x`` (tokens, inputs) by the stack ``own`` of experts ``module``, one of them: (tokens, outputs)."""
+    out = nn.functional.linear(x, weight_of(module, own, expert))
+    return out.add_(getattr(module, f"{own}_bias")[expert]) if module.has_bias else out
+
+
+def weight_of(module: Any, own: str, expert: int) -> Any:
+    """The matrix of one expert of the stack ``own``, as a linear layer has it, for which there are kernels."""
+    weight = getattr(module, own)[expert]
+    if isinstance(weight, PackedMatrix):
+        return weight.by_outputs()
+    return weight.t() if module.is_transposed else weight
