@@ -213,8 +213,9 @@ class Runner:
         sequence.
         """
         shape = (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0])
-        given = (step.ids, step.positions, step.logit_rows)
-        forward, bound = partial(self._call, step, shape, batched), partial(self._bound, states, fresh)
+        positions = step.positions.view(shape)
+        given = (step.ids, positions, step.logit_rows)
+        forward, bound = partial(self._call, step, positions, batched), partial(self._bound, states, fresh)
         singles = not fresh and step.decodes == step.ids.shape[0]
         token = current.set(step)
         try:
@@ -255,11 +256,11 @@ class Runner:
         is_away = any(w.sequence.tables[pool.group.index].is_away for w in work)
         return by_rows or is_away or not pool.layout.layers[0].latent
 
-    def _call(self, step: ForwardStep, shape: tuple[int, int], batched: bool) -> Tensor:
-        rows = 1 if batched else step.logit_rows
+    def _call(self, step: ForwardStep, positions: Tensor, batched: bool) -> Tensor:
+        shape, rows = positions.shape, 1 if batched else step.logit_rows
         out = self._model(
             input_ids=step.ids.view(shape),
-            position_ids=step.positions.view(shape),
+            position_ids=positions,
             **{self._cache_name: self._cache},
             use_cache=True,
             attention_mask=torch.ones(shape, device=step.ids.device)

@@ -26,6 +26,7 @@ from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.backend import CaptureError, StepShape
 from stowage.executor.replay.cache import ReplayCache, Rules
 from stowage.executor.replay.calls.call_list import RecordedCalls, listed
+from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.calls.recording import recorded
 from stowage.executor.replay.programs.program import Arena
 from stowage.executor.replay.programs.writer import with_programs
@@ -45,13 +46,17 @@ RULES: Final = Rules(
     first_ends_all=True,
 )
 
+_POSITIONS: Final = 1
+"""Which of the tensors that a step is given has its tokens' positions."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
     """A step of single tokens, as the model computes it.
 
     Args:
-        given: the tensors that every step has of its own, one number for each token in the first.
+        given: the tensors that every step has of its own, one number for each token in the first; the second has their
+            positions, (1, tokens), or (tokens, 1) where states are ``gathered``.
         forward: the model's own code, while ``bound`` is open.
         bound: gives the recurrent states as ``forward`` sees and changes them.
         states: the same where they lie.
@@ -75,6 +80,7 @@ class CallBackend:
         self._mode = mode
         self._weights = weights
         self._arena = Arena()
+        self._tables = PositionTables()
 
     def shape(self, step: ModelStep) -> StepShape:
         """See ``ReplayBackend``."""
@@ -93,6 +99,7 @@ class CallBackend:
         kept = [one for one in (*self._model.parameters(), *self._model.buffers()) if id(one) not in moving]
         with step.bound() as states:
             logits, written = recorded(step.forward, step.given, states, kept, self._mode)
+        written = self._tables.looked_up(written, written.given[_POSITIONS], along=0 if step.gathered else 1)
         try:
             return (with_programs(written, self._arena) if kernels.is_built() else listed(written)), logits
         except AwayError as error:

@@ -1,0 +1,220 @@
+"""What a step computes of its tokens' positions alone, the cosines and sines of rotary embeddings above all: looked up.
+
+    positions -> float, times frequencies, cat, cos, times, to bfloat16   ->   a row of a table for each token
+                                           sin, times, to bfloat16
+
+These are some dozen calls of a step that compute next to nothing. The table of a model is made by those very calls, for
+many positions at once, so its rows have their bits if a row depends on its own position only: that is tried before the
+table is used, with positions in another order and among others, and by each recording with its own numbers. Calls that
+fail stay as they are. Positions beyond what the table may take are computed as they were written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stowage.executor.replay.calls.call_list import PART, WHOLE, WrittenCall, WrittenStep
+from stowage.executor.replay.calls.recordable import ALLOWED, flat
+
+__all__ = ["PositionTables"]
+
+_BYTES_MOST: Final = 8 << 20
+"""Of a model's table: 16,384 positions of heads of 128 numbers in bfloat16."""
+_ROWS_LEAST: Final = 256
+_CALLS_LEAST: Final = 4
+"""Fewer calls take no longer than looking up what they give."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Those of a step that depend on the value ``positions`` alone; ``results``: what others ask of them."""
+
+    calls: tuple[WrittenCall, ...]
+    values: tuple[Any, ...]
+    positions: int
+    results: tuple[int, ...]
+
+    def __call__(self, positions: Tensor) -> list[Tensor]:
+        values = list(self.values)
+        values[self.positions] = positions
+        for call in self.calls:
+            values[call.result] = call.function(*(values[index] for index in call.arguments))
+        return [values[index] for index in self.results]
+
+
+class PositionTables:
+    """The table of one model, of which the first recording that can makes it. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._made_by: _Calls | None = None
+        self._along = 1
+        self._dims: list[int] = []
+        """Along which dimension of each result there is a row for each position."""
+        self._results: list[Tensor] = []
+        """The table, a tensor for each result: rows of positions from 0 on."""
+        self._row_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return sum(one.nbytes for one in self._results)
+
+    def looked_up(self, step: WrittenStep, positions: int, along: int) -> WrittenStep:
+        """``step`` with one call in the place of all that depend on the value ``positions`` alone, a tensor of two
+        dimensions, the tokens ``along`` one of them. As it was, where that call would not give the same numbers.
+        """
+        own, fixed = _depending(step, positions)
+        if len(own) < _CALLS_LEAST:
+            return step
+        calls = tuple(step.calls[number] for number in sorted(own | fixed))
+        found = _Calls(calls, step.values, positions, _asked(step, own))
+        if not self._serves(found, step, along):
+            return step
+        together, first = len(step.values), min(own)
+        asked = [WrittenCall(itemgetter(n), (together,), index, PART) for n, index in enumerate(found.results)]
+        rest = [call for number, call in enumerate(step.calls) if number > first and number not in own]
+        made = [*step.calls[:first], WrittenCall(_LookUp(self, found), (positions,), together), *asked, *rest]
+        objects = step.objects | {together: tuple(step.objects[index] for index in found.results)}
+        return replace(step, calls=_needed(made, step.result), values=(*step.values, None), objects=objects)
+
+    def rows(self, calls: _Calls, positions: Tensor) -> list[Tensor]:
+        """What ``calls`` give for ``positions``."""
+        if not self._reaches(int(positions.max())):
+            return calls(positions)
+        wanted = positions.view(-1)
+        return [one.index_select(dim, wanted) for one, dim in zip(self._results, self._dims, strict=True)]
+
+    def _serves(self, calls: _Calls, step: WrittenStep, along: int) -> bool:
+        """Whether the table has what ``calls`` gave in ``step``."""
+        here = step.objects[calls.positions]
+        found: list[Any] = [step.objects.get(index) for index in calls.results]
+        if not found or not all(isinstance(one, Tensor) for one in found):
+            return False
+        if self._made_by is None and not self._begin(calls, here, found, along):
+            return False
+        if len(found) != len(self._dims) or not self._reaches(int(here.max())):
+            return False
+        return all(_same(*pair) for pair in zip(self.rows(calls, here), found, strict=True))
+
+    def _begin(self, calls: _Calls, here: Tensor, found: Sequence[Any], along: int) -> bool:
+        """Whether each row is its own position's: others beside it, and in another order, make no difference."""
+        count = here.numel()
+        order = torch.cat([here.reshape(-1).flip(0), here.new_zeros(1)])
+        try:
+            tried = calls(order.unsqueeze(1 - along))
+        except (RuntimeError, TypeError, IndexError):  # it was written down for so many tokens
+            return False
+        dims = [_dim(one, other, count) for one, other in zip(found, tried, strict=True)]
+        for one, other, dim in zip(found, tried, dims, strict=True):
+            if dim < 0 or not _same(one, other.narrow(dim, 0, count).flip(dim)):
+                return False
+        self._made_by, self._along, self._dims = calls, along, dims
+        self._results = [one.narrow(dim, 0, 0) for one, dim in zip(tried, dims, strict=True)]
+        self._row_bytes = sum(one.nbytes for one in found) // count
+        return True
+
+    def _reaches(self, position: int) -> bool:
+        """Whether there is a row for ``position``, now or already."""
+        if position < self._results[0].shape[self._dims[0]]:
+            return True
+        rows = max(_ROWS_LEAST, 1 << position.bit_length())
+        if rows * self._row_bytes > _BYTES_MOST or self._made_by is None:
+            return False
+        self._results = self._made_by(torch.arange(rows).unsqueeze(1 - self._along))
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _LookUp:
+    """A call of a list: the table's rows."""
+
+    tables: PositionTables
+    calls: _Calls
+
+    def __call__(self, positions: Tensor) -> list[Tensor]:
+        return self.tables.rows(self.calls, positions)
+
+
+def _depending(step: WrittenStep, positions: int) -> tuple[set[int], set[int]]:
+    """The calls of ``step`` that depend on ``positions`` and on nothing else that is the step's own, and those that
+    they need which are the same in every step. Views that only others look at are not among them.
+    """
+    unknown = ({*step.given, *step.states} | {call.result for call in step.calls}) - {positions}
+    changed = {_storage(one) for call in step.calls if not _is_pure(call) for one in _tensors(step, call)}
+    changed.discard(_storage(step.objects[positions]))  # what a step is given it may not change
+    depends = {positions}
+    found: list[int] = []
+    for number, call in enumerate(step.calls):
+        if not _is_pure(call) or not unknown.isdisjoint(call.arguments):
+            continue
+        if any(_storage(one) in changed for one in _tensors(step, call)):
+            continue
+        unknown.discard(call.result)
+        found.append(number)
+        if not depends.isdisjoint(call.arguments):
+            depends.add(call.result)
+    own: set[int] = set()
+    fixed: set[int] = set()
+    wanted: set[int] = set()
+    for number in reversed(found):
+        call = step.calls[number]
+        if call.result in wanted or (call.result in depends and not _is_view(step, call)):
+            (own if call.result in depends else fixed).add(number)
+            wanted.update(call.arguments)
+    return own, fixed
+
+
+def _asked(step: WrittenStep, numbers: set[int]) -> tuple[int, ...]:
+    """The results of the calls ``numbers`` that others need."""
+    others = {index for n, call in enumerate(step.calls) if n not in numbers for index in call.arguments}
+    others.add(step.result)
+    return tuple(index for index in (step.calls[number].result for number in sorted(numbers)) if index in others)
+
+
+def _needed(calls: Sequence[WrittenCall], result: int) -> tuple[WrittenCall, ...]:
+    """``calls`` without those that only give what nothing needs any more."""
+    wanted, kept = {result}, []
+    for call in reversed(calls):
+        if not _is_pure(call) or call.result in wanted:
+            wanted.update(call.arguments)
+            kept.append(call)
+    return tuple(reversed(kept))
+
+
+def _is_pure(call: WrittenCall) -> bool:
+    """Whether it does nothing but give a result, which depends on its arguments alone."""
+    return call.name in ALLOWED or call.name in (PART, WHOLE)
+
+
+def _is_view(step: WrittenStep, call: WrittenCall) -> bool:
+    found = step.objects.get(call.result)
+    return isinstance(found, Tensor) and _storage(found) in map(_storage, _tensors(step, call))
+
+
+def _tensors(step: WrittenStep, call: WrittenCall) -> list[Tensor]:
+    """Those among its arguments."""
+    values = [step.objects.get(index, step.values[index]) for index in call.arguments]
+    return [value for value in flat(values) if isinstance(value, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+def _dim(one: Tensor, more: Tensor, count: int) -> int:
+    """The dimension in which ``one`` has ``count`` rows and ``more`` one more, if that is all; else -1."""
+    if one.dim() != more.dim() or one.dtype is not more.dtype:
+        return -1
+    other = [dim for dim in range(one.dim()) if one.shape[dim] != more.shape[dim]]
+    fits = len(other) == 1 and one.shape[other[0]] == count and more.shape[other[0]] == count + 1
+    return other[0] if fits else -1
