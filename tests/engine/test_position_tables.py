@@ -127,6 +127,13 @@ def of_so_many(positions: Tensor) -> tuple[Tensor, Tensor]:
     return cos * torch.ones(1, positions.numel(), 1), sin
 
 
+def complex_numbers(positions: Tensor) -> Tensor:
+    """As Llama 4 has them: torch multiplies those in ways that round differently."""
+    angles = rotary(positions)[0].float()
+    turns = torch.polar(torch.ones_like(angles), angles) * 1.1
+    return torch.view_as_real(turns).flatten(-2)[..., : 2 * WIDTH].bfloat16()
+
+
 @pytest.mark.parametrize("rows", [among_others, in_a_row, seen_by_all, of_so_many])
 def test_rows_that_depend_on_others_are_computed(rows: Any) -> None:
     def forward(x: Tensor, positions: Tensor) -> Tensor:
@@ -136,6 +143,17 @@ def test_rows_that_depend_on_others_are_computed(rows: Any) -> None:
     tables = PositionTables()
     plain, quick = written(tables, forward, torch.tensor([[11, 5, 7]]))
     assert len(quick.calls) == len(plain.calls) and not tables.nbytes
+    assert_same(plain, quick, torch.tensor([[2, 200, 3]]))
+
+
+def test_complex_numbers_are_computed() -> None:
+    def forward(x: Tensor, positions: Tensor) -> Tensor:
+        return (x * complex_numbers(positions).unsqueeze(1)).flatten()
+
+    tables = PositionTables()
+    plain, quick = written(tables, forward, torch.tensor([[11, 5, 7]]))
+    assert any(call.function is torch.view_as_real for call in quick.calls)
+    assert tables.nbytes, "what they are made of is looked up"
     assert_same(plain, quick, torch.tensor([[2, 200, 3]]))
 
 

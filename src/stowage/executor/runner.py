@@ -214,7 +214,7 @@ class Runner:
         """
         shape = (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0])
         positions = step.positions.view(shape)
-        given = (step.ids, positions, step.logit_rows)
+        given = (step.ids, positions, step.logit_rows, step.positions)
         forward, bound = partial(self._call, step, positions, batched), partial(self._bound, states, fresh)
         singles = not fresh and step.decodes == step.ids.shape[0]
         token = current.set(step)

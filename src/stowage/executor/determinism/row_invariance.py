@@ -52,7 +52,7 @@ class RowInvariance(TorchFunctionMode):
 
     def __init__(self, *, linear: bool, exact: bool, int8: bool = False) -> None:
         super().__init__()
-        self._exact, self._int8 = exact, int8
+        self.exact, self._int8 = exact, int8
         self._special: dict[Any, Callable[..., Any]] = {}
         self._fused = FusedLinear()
         if linear:
@@ -101,17 +101,17 @@ class RowInvariance(TorchFunctionMode):
 
     def by_kernels(self, input: Tensor, weight: Any) -> bool:
         """Whether ``alone`` of these is a call of ``kernels.linear``."""
-        ours = self._exact or kernels.has_few_rows(input)
+        ours = self.exact or kernels.has_few_rows(input)
         return ours and type(weight) is Parameter and kernels.takes(input, weight)
 
     def matrix(self, input: Tensor, weight: Any) -> kernels.Matrix | None:
         """``weight`` as the kernels read it, where ``alone`` is one call of theirs that can be repeated."""
         stays = type(weight) in (Parameter, PackedMatrix, BlockMatrix)
-        return _matrix(input, weight, self._exact, self._int8) if stays else None
+        return _matrix(input, weight, self.exact, self._int8) if stays else None
 
     def alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """A linear layer that is computed by itself."""
-        return _linear(input, weight, bias, exact=self._exact, int8=self._int8)
+        return _linear(input, weight, bias, exact=self.exact, int8=self._int8)
 
 
 def mode_of(model: Any, *, exact: bool, int8: bool = False) -> RowInvariance | None:

@@ -99,7 +99,8 @@ class CallBackend:
         kept = [one for one in (*self._model.parameters(), *self._model.buffers()) if id(one) not in moving]
         with step.bound() as states:
             logits, written = recorded(step.forward, step.given, states, kept, self._mode)
-        written = self._tables.looked_up(written, written.given[_POSITIONS], along=0 if step.gathered else 1)
+        if self._mode is not None and self._mode.exact:
+            written = self._tables.looked_up(written, written.given[_POSITIONS], along=0 if step.gathered else 1)
         try:
             return (with_programs(written, self._arena) if kernels.is_built() else listed(written)), logits
         except AwayError as error:

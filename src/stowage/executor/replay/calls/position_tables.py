@@ -6,7 +6,8 @@
 These are some dozen calls of a step that compute next to nothing. The table of a model is made by those very calls, for
 many positions at once, so its rows have their bits if a row depends on its own position only: that is tried before the
 table is used, with positions in another order and among others, and by each recording with its own numbers. Calls that
-fail stay as they are. Positions beyond what the table may take are computed as they were written down.
+fail stay as they are; so do those of complex numbers, and of modes in which bits may depend on what lies beside them.
+Positions beyond what the table may take are computed as they were written down.
 """
 
 from __future__ import annotations
@@ -153,7 +154,9 @@ def _depending(step: WrittenStep, positions: int) -> tuple[set[int], set[int]]:
     for number, call in enumerate(step.calls):
         if not _is_pure(call) or not unknown.isdisjoint(call.arguments):
             continue
-        if any(_storage(one) in changed for one in _tensors(step, call)):
+        if any(_storage(one) in changed or _is_complex(one) for one in _tensors(step, call)):
+            continue
+        if _is_complex(step.objects.get(call.result)):
             continue
         unknown.discard(call.result)
         found.append(number)
@@ -195,6 +198,11 @@ def _is_pure(call: WrittenCall) -> bool:
 def _is_view(step: WrittenStep, call: WrittenCall) -> bool:
     found = step.objects.get(call.result)
     return isinstance(found, Tensor) and _storage(found) in map(_storage, _tensors(step, call))
+
+
+def _is_complex(found: Any) -> bool:
+    """Whether it is a tensor of complex numbers: torch multiplies them in ways that round differently."""
+    return isinstance(found, Tensor) and found.is_complex()
 
 
 def _tensors(step: WrittenStep, call: WrittenCall) -> list[Tensor]:
