@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.executor.fused import experts
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from stowage.weights.quantized.stacks import BlockStack, Stacking, stacked_linear
@@ -80,9 +81,9 @@ def test_rows_of_several_experts_are_one_call(spec: Spec, int8: bool) -> None:
         for threads, count in ((1, 1), (3, 2)):
             torch.set_num_threads(threads)
             stack = BlockStack(Stacking(spec, pieces=count), pieces[:count], torch.bfloat16)
-            known = kernels.of_stack(x, stack, int8)
+            known = experts.of_stack(x, stack, int8)
             assert known is not None
-            found = kernels.stacked(x, known, RUNS)
+            found = experts.stacked(x, known, RUNS)
             for out, parts in zip(found, pieces, strict=False):
                 for expert, begin, end in RUNS:
                     own = {part: values[expert].contiguous() for part, values in parts.items()}

@@ -17,7 +17,7 @@ they are those of torch's OpenMP runtime.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +32,6 @@ from stowage.native import is_wanted
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import PackedMatrix
 from stowage.weights.quantized.formats import BLOCKS
-from stowage.weights.quantized.stacks import BlockStack, Run
 
 KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -272,20 +271,24 @@ def _multiply(x: Tensor, layers: list[tuple[Matrix, Tensor]], form: int, narrow:
     """``x`` times each layer's matrix into its own tensor: of float32, or (``narrow``) of the type of ``x``."""
     inputs = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, inputs)
-    if form in _FORMS.values():
-        rows = rows.float()
+    rows = as_taken(rows, form)
     if rows.stride(1) != 1 or layers[0][0].form:
         rows = rows.contiguous()
     if not rows.numel():
         return
     each: list[int] = []
     for matrix, out in layers:
-        each += _words(matrix, out.data_ptr())
+        each += words_of(matrix, out.data_ptr())
     group, threads = layers[0][0].group, torch.get_num_threads()
     _kernel.linear(rows.data_ptr(), rows.shape[0], inputs, rows.stride(0), group, form, narrow, threads, *each)
 
 
-def _words(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0)) -> tuple[int, ...]:
+def as_taken(x: Tensor, form: int) -> Tensor:
+    """``x`` in the type in which the kernel takes the inputs of a product that it calls ``form``."""
+    return x.float() if form in _FORMS.values() else x
+
+
+def words_of(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0)) -> tuple[int, ...]:
     """What the kernel is told of ``matrix``, whose codes, scales and zero points lie ``further`` by so many bytes, and
     of the address of its outputs.
     """
@@ -299,7 +302,7 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
     weight, x = weight.contiguous(), x.contiguous()
     (rows, heads, inputs), outputs = x.shape, weight.shape[1]
     form, halves = form_of(x, of_plain(weight[0]))
-    given = x.float() if form in _FORMS.values() else x
+    given = as_taken(x, form)
     out = x.new_empty((heads, rows, outputs), dtype=x.dtype if halves else torch.float32)
     at, w, y = given.data_ptr(), weight.data_ptr(), out.data_ptr()
     step, w_step, y_step = given[:1, :1].nbytes, weight[:1].nbytes, out[:1].nbytes
@@ -310,52 +313,6 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
             *(w + head * w_step, 0, y + head * y_step, outputs, inputs, 0, 0, 1, 0),
         )
     return out.transpose(0, 1).to(x.dtype).contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Matrices alike, one for each expert: the first, and how many bytes after its codes, scales and zero points those
-    of the next one begin.
-    """
-
-    first: Matrix
-    apart: tuple[int, ...]
-
-
-def of_stack(x: Tensor, stack: BlockStack, int8: bool = False) -> list[Stack] | None:
-    """The pieces of ``stack`` as ``stacked`` takes them for inputs ``x``; ``None``: it does not. ``int8``: where they
-    are of whole numbers, inputs are rounded to 8 bits.
-    """
-    found = []
-    for parts in stack.pieces:
-        one = BlockMatrix(stack.how.spec, {part: values[0] for part, values in parts.items()}, stack.dtype)
-        matrix = int8_product(x, one) if int8 else None
-        if matrix is None:
-            if not takes_blocks(x, one):
-                return None
-            matrix = of_blocks(one)
-        each = next(iter(parts.values())), parts.get("scales"), parts.get("zeros")
-        apart = tuple(0 if part is None else part.stride(0) * part.element_size() for part in each)
-        found.append(Stack(matrix, apart))
-    return found
-
-
-def stacked(x: Tensor, stacks: Sequence[Stack], runs: Iterable[Run]) -> list[Tensor]:
-    """``x`` ``[rows, inputs]``, for each ``(expert, begin, end)`` of ``runs`` those rows times that expert's matrix of
-    each stack: ``[rows, outputs]`` of every stack. Every row is in a run.
-    """
-    form, halves = form_of(x, stacks[0].first)
-    given = (x.float() if form in _FORMS.values() else x).contiguous()
-    outs = [x.new_empty((len(x), stack.first.outputs), dtype=x.dtype if halves else torch.float32) for stack in stacks]
-    inputs, group, threads = x.shape[-1], stacks[0].first.group, torch.get_num_threads()
-    at, step = given.data_ptr(), given[:1].nbytes
-    for expert, begin, end in runs:
-        each: list[int] = []
-        for stack, out in zip(stacks, outs, strict=True):
-            further = [expert * apart for apart in stack.apart]
-            each += _words(stack.first, out.data_ptr() + begin * out[:1].nbytes, further)
-        _kernel.linear(at + begin * step, end - begin, inputs, inputs, group, form, halves, threads, *each)
-    return outs if halves else [out.to(x.dtype) for out in outs]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, more: float, *, rounded: bool) -> Tensor:

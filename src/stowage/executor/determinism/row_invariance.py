@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from stowage.executor import kernels
+from stowage.executor.fused import experts
 from stowage.executor.fused.linear import FusedLinear
 from stowage.weights.quantized.blocks import BlockMatrix, BlockRows, joined
 from stowage.weights.quantized.codes import PackedMatrix
@@ -218,8 +219,8 @@ def _grouped(
     """``input`` ``[rows, in]``, sorted by expert, times ``weight`` ``[experts, in, out]``; ``offs``: where each
     expert's rows end.
     """
-    experts = weight.transpose(-2, -1)
-    ours = offs is not None and bias is None and out_dtype is None and kernels.takes(input, experts[0])
+    turned = weight.transpose(-2, -1)
+    ours = offs is not None and bias is None and out_dtype is None and kernels.takes(input, turned[0])
     if not ours and not exact:
         return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
     assert offs is not None and bias is None and out_dtype is None, "experts are called otherwise than they were"
@@ -228,7 +229,7 @@ def _grouped(
     for expert, end in enumerate(offs.tolist()):
         if end > begin:
             rows = input[begin:end]
-            out[begin:end] = multiply(rows, experts[expert]) if ours else _filled(rows, weight[expert])
+            out[begin:end] = multiply(rows, turned[expert]) if ours else _filled(rows, weight[expert])
             begin = end
     return out
 
@@ -238,9 +239,9 @@ def _stacked(
 ) -> Tensor:
     """See ``stacked_linear``: by the kernels, or ``linear`` one expert after the other."""
     stack = getattr(module, own)
-    if not isinstance(stack, BlockStack) or (matrices := kernels.of_stack(x, stack, int8)) is None:
+    if not isinstance(stack, BlockStack) or (matrices := experts.of_stack(x, stack, int8)) is None:
         return one_by_one(x, module, own, runs, linear)
-    outs = kernels.stacked(x, matrices, runs)
+    outs = experts.stacked(x, matrices, runs)
     return outs[0] if len(outs) == 1 else joined(outs, -1, stack.how.in_turn)
 
 
