@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import stowage
+from stowage.testing import tiny_models
 
 _RUN = """
 import sys
@@ -39,6 +40,27 @@ def test_a_command_leaves_compiler_and_symbols_out_and_gives_them_to_who_asks(ti
     done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line.split() for line in done.stdout.splitlines()[-3:]] == [["loaded"], ["1.0"], ["True", "True"]]
+
+
+_PLAN = """
+import sys
+from stowage.cli import main
+sys.argv = ["stowage", "plan", {model!r}, "--machine", "typical-cpu"]
+try: main()
+except SystemExit as end: assert not end.code, end.code
+heavy = "torch._dynamo.convert_frame", "torch.distributed.tensor", "accelerate"
+print("\\nloaded", *(name for name in heavy if name in sys.modules))
+"""
+
+
+def test_a_plan_leaves_the_compiler_out(tmp_path: Path) -> None:
+    """Of a model whose forward without weights asks for symbols, too."""
+    (tmp_path / "config.json").write_text(tiny_models.config("qwen3_moe").to_json_string())
+    environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", _PLAN.format(model=str(tmp_path))]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded"
 
 
 _END = """

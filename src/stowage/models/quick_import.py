@@ -125,6 +125,9 @@ class _Basic:
     def __mro_entries__(self, bases: Any) -> tuple[Any, ...]:
         return (_own("sympy").Basic,)
 
+    def __or__(self, other: Any) -> Any:  # in what functions say of their types
+        return _own("sympy").Basic | other
+
     def __getattr__(self, name: str) -> Any:
         return getattr(_own("sympy").Basic, name)
 
