@@ -45,7 +45,7 @@ def test_a_command_leaves_compiler_and_symbols_out_and_gives_them_to_who_asks(ti
 _PLAN = """
 import sys
 from stowage.cli import main
-sys.argv = ["stowage", "plan", {model!r}, "--machine", "typical-cpu"]
+sys.argv = ["stowage", "plan", {model!r}, "--dtype", "bfloat16", "--machine", "typical-cpu"]
 try: main()
 except SystemExit as end: assert not end.code, end.code
 heavy = "torch._dynamo.convert_frame", "torch.distributed.tensor", "accelerate"
