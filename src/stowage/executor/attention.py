@@ -117,13 +117,13 @@ def _paged(
 def _paged_latent(
     module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.AttentionRuns, scores: Scores
 ) -> Tensor:
-    rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
-    weight = module.kv_b_proj.weight.view(query.shape[1], nope + width, rank)
-    absorbed = kernels.per_head(query[..., :nope], weight[:, :nope].transpose(1, 2))
+    rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
+    for_queries, for_values = current.get().latent_weights.of(module, query.shape[1])
+    absorbed = kernels.per_head(query[..., :nope], for_queries)
     wide = torch.cat((absorbed, query[..., nope:]), dim=-1)
     elsewhere = None if away is None else (away[0], away[0][..., :rank])
     mixed = kernels.attend(wide, views[0], views[0][..., :rank], runs, scores.scale, away=elsewhere)
-    return kernels.per_head(mixed, weight[:, nope:])
+    return kernels.per_head(mixed, for_values)
 
 
 def _tabled(module: Any, query: Tensor, views: Views, tables: Tables, scores: Scores) -> Tensor:

@@ -25,6 +25,7 @@ from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.block_table import AWAY
 from stowage.executor.decode_attention import Attend, Tables
 from stowage.executor.kernels import AttentionRuns
+from stowage.executor.latent_weights import LatentWeights
 from stowage.executor.sequence_state import SequenceState
 from stowage.models.layout import visible
 
@@ -110,6 +111,7 @@ class ForwardStep:
     of_layer: dict[int, GroupStep] = field(default_factory=dict)
     kernels: bool = False
     """Whether recurrent layers are computed by them, too."""
+    latent_weights: LatentWeights = field(default_factory=LatentWeights)
     written: int | None = None
     """The layer whose keys were written and not read yet."""
 

@@ -298,14 +298,16 @@ def words_of(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0)) -> tu
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` ``[rows, heads, inputs]`` times each head's own ``weight`` ``[heads, outputs, inputs]``, of one type."""
-    weight, x = weight.contiguous(), x.contiguous()
+    """``x`` ``[rows, heads, inputs]`` times each head's own ``weight`` ``[heads, outputs, inputs]``, of one type, whose
+    heads may lie apart.
+    """
+    x, weight = x.contiguous(), weight if weight[0].is_contiguous() else weight.contiguous()
     (rows, heads, inputs), outputs = x.shape, weight.shape[1]
     form, halves = form_of(x, of_plain(weight[0]))
     given = as_taken(x, form)
     out = x.new_empty((heads, rows, outputs), dtype=x.dtype if halves else torch.float32)
     at, w, y = given.data_ptr(), weight.data_ptr(), out.data_ptr()
-    step, w_step, y_step = given[:1, :1].nbytes, weight[:1].nbytes, out[:1].nbytes
+    step, w_step, y_step = given[:1, :1].nbytes, weight.stride(0) * weight.element_size(), out[:1].nbytes
     threads = torch.get_num_threads()
     for head in range(heads if rows else 0):  # as `_multiply` calls it; tensors of each head take longer than this
         _kernel.linear(

@@ -25,6 +25,7 @@ from stowage.executor.determinism.slices import RowSlices
 from stowage.executor.device import paged_kernel
 from stowage.executor.forwards import Forward, Forwards, ForwardShape
 from stowage.executor.fused import norms, recurrent_layers
+from stowage.executor.latent_weights import LatentWeights
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.cache import ReplayCache
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
@@ -78,6 +79,7 @@ class Runner:
         self._mode_of_pieces: AbstractContextManager[Any] = self._mode
         self._in_one_shape = self._exact and model.device.type != "cpu"
         self._slices = RowSlices(self._piece_tokens)
+        self._latent_weights = LatentWeights(keeps=weights is None)
         if self._in_one_shape:
             self._mode_of_pieces = self._slices
         elif self._piece_tokens:  # one shape has one way to be computed: the quickest
@@ -198,7 +200,7 @@ class Runner:
             paged=self._paged,
             device=self._device,
         )
-        step.kernels = self._kernels
+        step.kernels, step.latent_weights = self._kernels, self._latent_weights
         return step
 
     def _recorded(self, inputs: Inputs) -> Tensor:
