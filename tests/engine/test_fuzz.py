@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def test_what_is_planted_is_found(plant: Any, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    level = logging.getLogger("stowage").level
     assert main(["--seed", "3", "--cases", "1", "--family", "llama"]) == 0
+    assert logging.getLogger("stowage").level == level, "what comes next is logged again"
     assert "1 cases: " in capsys.readouterr().out
     flipped(monkeypatch)
     assert main(["--seed", "0", "--cases", "6", "--family", "llama"]) == 1

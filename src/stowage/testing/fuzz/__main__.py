@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import shutil
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from stowage.testing import tiny_models
 from stowage.testing.fuzz.case import draw, run
+from stowage.testing.sim.runner import quiet
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,10 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.family or ()) - set(tiny_models.FAMILIES)
     if unknown:
         parser.error(f"no such family: {', '.join(sorted(unknown))}")
-    logging.getLogger("stowage").setLevel(logging.CRITICAL)  # trouble is what some cases are made of
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    return _play(options)
+    with quiet():  # trouble is what some cases are made of
+        return _play(options)
 
 
 def _play(options: argparse.Namespace) -> int:
