@@ -128,6 +128,7 @@ def test_matrices_are_what_their_formats_mean_and_are_multiplied_with_in_pieces(
     assert bool(expected.isfinite().all()) and expected.std() > 0
     matrix: Any = BlockMatrix(spec, parts, torch.float32)
     assert matrix.is_here and torch.equal(matrix.unpacked(), expected)
+    assert matrix.int8_parts() is matrix.int4_parts() is None, "it is in no form of ours"
     x, bias = torch.randn(3, spec.inputs), torch.randn(spec.outputs)
     exact = torch.nn.functional.linear(x, expected, bias)
     assert torch.allclose(torch.nn.functional.linear(x, matrix, bias), exact, rtol=1e-4, atol=1e-5 * exact.abs().max())

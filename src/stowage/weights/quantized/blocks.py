@@ -83,10 +83,10 @@ class BlockMatrix(PackedMatrix):
         """See PackedMatrix."""
         return BlockMatrix(self.spec, self.parts, self.values_dtype)
 
-    def int8parts_of(self) -> None:
+    def int8_parts(self) -> None:
         """It is in no form of ours."""
 
-    def int4parts_of(self) -> None:
+    def int4_parts(self) -> None:
         """It is in no form of ours."""
 
     @torch.no_grad()
