@@ -23,6 +23,7 @@ from stowage.executor import kernels, streamed_attention
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.batch import DecodeStep, PrefillStep, current
 from stowage.executor.decode_attention import Tables
+from stowage.executor.latent_weights import absorbed
 from stowage.executor.replay.calls.recording import one_call
 from stowage.models import probing
 
@@ -119,8 +120,8 @@ def _paged_latent(
 ) -> Tensor:
     rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
     for_queries, for_values = current.get().latent_weights.of(module, query.shape[1])
-    absorbed = kernels.per_head(query[..., :nope], for_queries)
-    wide = torch.cat((absorbed, query[..., nope:]), dim=-1)
+    seen = kernels.per_head(query[..., :nope], for_queries)
+    wide = torch.cat((seen, query[..., nope:]), dim=-1)
     elsewhere = None if away is None else (away[0], away[0][..., :rank])
     mixed = kernels.attend(wide, views[0], views[0][..., :rank], runs, scores.scale, away=elsewhere)
     return kernels.per_head(mixed, for_values)
@@ -131,7 +132,7 @@ def _tabled(module: Any, query: Tensor, views: Views, tables: Tables, scores: Sc
 
 
 def _tabled_latent(module: Any, query: Tensor, views: Views, tables: Tables, scores: Scores) -> Tensor:
-    wide, weight = _absorbed(module, query)
+    wide, weight = absorbed(module, query)
     mixed = tables.read(wide, views[0], views[0][..., : module.kv_lora_rank], scores)
     return torch.einsum("bhr,hvr->bhv", mixed, weight)
 
@@ -161,18 +162,8 @@ def _latents(views: Views, blocks: Tensor, keys: int) -> Tensor:
     return _gather(views[0], blocks, keys).squeeze(-2)
 
 
-def _absorbed(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
-    """The query as latents see it ``[tokens, heads, latent + rope]``, and what expands a mixed latent into a value
-    ``[heads, value_dim, latent]``.
-    """
-    rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
-    weight = module.kv_b_proj.weight.view(query.shape[1], nope + width, rank)
-    absorbed = torch.einsum("bhn,hnr->bhr", query[..., :nope], weight[:, :nope])
-    return torch.cat((absorbed, query[..., nope:]), dim=-1), weight[:, nope:]
-
-
 def _decode_latent(module: Any, query: Tensor, views: Views, step: DecodeStep, scores: Scores) -> Tensor:
-    wide, weight = _absorbed(module, query)
+    wide, weight = absorbed(module, query)
     rows = _latents(views, step.blocks, step.keys)[:, None]
     # the value is the latent alone; the rope columns ride along, because equal widths take the fused kernel
     mixed = attend(wide[:, None], rows, rows, step.bias, scores)[:, 0, :, : module.kv_lora_rank]

@@ -18,6 +18,7 @@ from torch import Tensor
 from stowage.executor.attention_scores import SCORES_BYTES_MAX, Scores
 from stowage.executor.batch import StreamStep
 from stowage.executor.block_table import AWAY
+from stowage.executor.latent_weights import absorbed
 
 PIECE_KEYS_MAX = 4096
 """Of one layer, that are brought at once: longer pieces are no quicker."""
@@ -42,7 +43,7 @@ def attend(module: Any, query: Tensor, views: Views, away: Views, step: StreamSt
 
 def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: StreamStep, scores: Scores) -> Tensor:
     """The same over latents: absorbed for a single token, expanded piece by piece for a run (see ``attention``)."""
-    rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
+    rank, width = module.kv_lora_rank, module.v_head_dim
     heads, block_tokens = query.shape[1], views[0].shape[1]
 
     def rows(first: int, end: int) -> Tensor:
@@ -60,11 +61,9 @@ def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: S
         latents = rows(first, end)
         return latents, latents[..., :rank]
 
-    weight = module.kv_b_proj.weight.view(heads, nope + width, rank)
-    absorbed = torch.einsum("bhn,hnr->bhr", query[..., :nope], weight[:, :nope])
-    wide = torch.cat((absorbed, query[..., nope:]), dim=-1)
+    wide, weight = absorbed(module, query)
     mixed = _attend(wide, absorb, step, block_tokens, 1, rank, scores)
-    return torch.einsum("bhr,hvr->bhv", mixed, weight[:, nope:])
+    return torch.einsum("bhr,hvr->bhv", mixed, weight)
 
 
 def _gather(view: Tensor, away: Tensor, addresses: Tensor) -> Tensor:
