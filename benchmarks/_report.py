@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stowage.planner.probe import cpu_name
+
 __all__ = ["RESULTS", "Spread", "describe_machine", "median_spread", "read_result", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,7 +41,7 @@ def describe_machine() -> dict[str, Any]:
     """The machine and how busy it is, as far as a number may depend on it. No name, no path, no user."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / (1 << 30), 1),
         "system": f"{platform.system()} {platform.machine()}",
@@ -47,14 +49,6 @@ def describe_machine() -> dict[str, Any]:
         "load_1_min": round(os.getloadavg()[0], 2),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def write_result(name: str, data: Mapping[str, Any]) -> Path:

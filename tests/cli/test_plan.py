@@ -119,6 +119,23 @@ def test_nothing_is_measured_twice(call: Stowage, model: Path, tmp_path: Path, m
     assert not measured
 
 
+def test_what_was_measured_on_busy_cores_is_told_and_measured_again(
+    call: Stowage, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = dataclasses.replace(TYPICAL_CPU, measured=True, waited_share=0.46, key=probe.machine_key())
+    quiet = dataclasses.replace(busy, waited_share=0.02)
+    probe._remember(busy)
+    said = " ".join(call("plan", model, "--device-memory", "1GiB").stdout.split())
+    assert "46% of the time was waiting for them" in said and "stowage probe" in said
+    found = [busy, quiet]
+    monkeypatch.setattr(probe, "measure", lambda *_, **__: (probe._remember(found[0]), found.pop(0))[1])
+    again = call("probe")
+    assert again.exit_code == 0 and "46% of the time" in again.stderr
+    assert "waiting" not in call("probe").stderr
+    assert call("probe").exit_code == 0 and not found
+    assert "waiting" not in call("plan", model, "--device-memory", "1GiB").stdout
+
+
 def test_a_budget_that_cannot_work_says_what_would(call: Stowage, model: Path) -> None:
     result = call("plan", model, "--device-memory", "1MiB", "--machine", "typical-cpu")
     assert result.exit_code == 2

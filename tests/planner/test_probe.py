@@ -1,6 +1,8 @@
 """Measuring the machine: real files, real copies, a real torch; no number is judged but that there is one."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +84,42 @@ def test_a_copied_file_of_another_machine_is_not_taken(tmp_path: Path, monkeypat
 def test_a_place_that_takes_no_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="no file can be made"):
         quick_measure(tmp_path / "nowhere")
+
+
+def test_time_spent_waiting_for_a_core_is_told(tmp_path: Path) -> None:
+    for thread, line in {"1": "600 100 3", "2": "100 200 9", "3": "", "4": "-"}.items():
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(line + "\n")
+    (tmp_path / "5").mkdir()
+    assert compute.waited_share(tmp_path) == 0.3
+    assert compute.waited_share(tmp_path / "nowhere") == 0.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system counts no waiting")
+def test_a_thread_that_shares_its_core_waits() -> None:
+    """Two programs on one core: each waits for about half of its time."""
+    core = str(min(os.sched_getaffinity(0)))
+    code = (
+        "import time; from stowage.planner.compute import waited_share; end = time.perf_counter() + 1\n"
+        "while time.perf_counter() < end: pass\n"
+        "print(waited_share())"
+    )
+    spinning = "import time; end = time.perf_counter() + 30\nwhile time.perf_counter() < end: pass"
+    other = subprocess.Popen(["taskset", "-c", core, sys.executable, "-c", spinning])
+    try:
+        done = subprocess.run(
+            ["taskset", "-c", core, sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+    finally:
+        other.kill()
+        other.wait()
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0.1
+
+
+def test_processors_of_one_name_are_told_apart() -> None:
+    name = probe.cpu_name()
+    assert name and ("cpu family" not in Path("/proc/cpuinfo").read_text() or "family" in name)
 
 
 def test_a_torch_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

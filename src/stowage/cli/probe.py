@@ -20,14 +20,20 @@ def probe(
 ) -> None:
     """Measure this machine: memory, disk, and what torch computes.
 
-    Takes less than a minute. The result is remembered, and `stowage plan` uses it.
+    Takes less than a minute. The result is remembered, and `stowage plan` uses it. What was measured while others took
+    the cores is measured again.
     """
     from stowage.planner.probe import measure, remembered, rows
 
     measured = directory.expanduser().absolute() if directory is not None else None
     machine = None if refresh else remembered(measured)
-    if machine is None:
+    if machine is None or machine.busy:
         machine = measure(measured, say=lambda text: note(f"measuring {text}"))
+    if machine.busy:
+        note(
+            f"Others took the cores meanwhile: {machine.waited_share:.0%} of the time was waiting for them, so this "
+            "machine is faster than that. When it is quiet, measure again: stowage probe"
+        )
     if json:
         print_json(machine.to_json())
         return

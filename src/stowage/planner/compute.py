@@ -1,5 +1,5 @@
 """How fast torch computes here what a model asks of it. Run as a program of its own: it imports torch, and prints one
-JSON object on stdout.
+JSON object on stdout. It says, too, whether others took the cores meanwhile.
 
 Owns the measurements. Matrices are used one after the other, together larger than caches, as a model's layers are.
 """
@@ -62,6 +62,7 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
             say(f"matrix products in {name}")
             found["products"][name] = products(dtype, device, wait)
             found["attention"][name] = attention(dtype, device, wait)
+        found["waited_share"] = waited_share()
         if cuda:
             say("layers")
             found["layer_s"] = layer_s(device, wait)
@@ -74,6 +75,20 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
         say("forwards")
         found |= forwards.measure()
     return found
+
+
+def waited_share(tasks: Path = Path("/proc/self/task")) -> float:
+    """Of the time in which this process's threads could have run, the share that they waited for a core; 0 where the
+    system does not say it (``schedstat`` in https://docs.kernel.org/scheduler/sched-stats.html).
+    """
+    ran_ns = waited_ns = 0
+    for file in tasks.glob("*/schedstat"):
+        try:
+            ran, waited, _ = map(int, file.read_text(encoding="ascii").split())
+        except (OSError, ValueError):
+            continue
+        ran_ns, waited_ns = ran_ns + ran, waited_ns + waited
+    return waited_ns / max(ran_ns + waited_ns, 1)
 
 
 def multiplier(dtype: Any, device: Any) -> Callable[[Any, Any], Any]:

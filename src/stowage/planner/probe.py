@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -109,12 +110,19 @@ def machine_key(directory: Path | None = None) -> str:
 
 
 def cpu_name() -> str:
+    """With its family and model: virtual machines call processors of several generations alike (`AMD EPYC`)."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return "unknown processor"
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "unknown processor")
+        return platform.processor() or "unknown processor"
+    said: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        said.setdefault(name.strip(), value.strip())
+    name = said.get("model name") or platform.processor() or "unknown processor"
+    if "cpu family" not in said or "model" not in said:
+        return name
+    return f"{name} (family {said['cpu family']}, model {said['model']})"
 
 
 def _file_of(key: str) -> Path:

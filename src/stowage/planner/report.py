@@ -111,6 +111,11 @@ def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
     if solution.cache_bytes:
         found.append("Experts are taken to be chosen evenly; real text prefers some, and a cache has more of them.")
     found += solution.model.notes
+    if solution.machine.busy:
+        found.append(
+            f"It was measured while others took the cores ({solution.machine.waited_share:.0%} of the time was "
+            "waiting for them), so it is faster than this says. When it is quiet: stowage probe"
+        )
     if not solution.machine.measured:
         found.append(f"Speeds are {solution.machine.name}: for real ones run `stowage probe` on the machine.")
     return found
