@@ -1,5 +1,6 @@
 """Measuring the machine: real files, real copies, a real torch; no number is judged but that there is one."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from stowage.errors import DirectoryError, StowageError
 from stowage.planner import compute, forwards, probe, storage, weight_speeds
 from stowage.planner.machine import TYPICAL_CPU, Machine
+from stowage.weights.checkpoint import File
 
 SMALL = 4 << 20
 
@@ -167,6 +169,29 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all(0 <= loss <= 1 for loss in found["overlap_loss"].values())
         assert 0 <= found["mapped_byte_s"] < 1e-6
     assert heard[0] == "matrix products in bfloat16"
+
+
+def test_weights_are_streamed_from_the_disk_and_not_from_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has just been read through it."""
+    for name, value in {"_OUT": 64, "_IN": 32, "_UNIT_BYTES": 1 << 14, "_ROUNDS": 1}.items():
+        monkeypatch.setattr(weight_speeds, name, value)
+    with storage.written(tmp_path, 1 << 20) as (path, _), contextlib.closing(File.open(path)) as file:
+        storage.forget(file.fd)
+        if file._cached_bytes(1 << 20, 0) or file.direct < 0:
+            pytest.skip("the file system keeps files in memory")
+        path.read_bytes()
+        assert file._cached_bytes(1 << 20, 0)
+        cached: list[int] = []
+
+        def multiply(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+            cached.append(file._cached_bytes(1 << 20, 0))
+            return torch.nn.functional.linear(rows, matrix)
+
+        assert weight_speeds.measure(path, multiply)["stream_bytes_per_s"] > 0
+        *streamed, _ = cached[: cached.index(1 << 20)] if 1 << 20 in cached else cached
+        assert len(streamed) > 64 and not any(streamed)
 
 
 def test_a_file_that_cannot_be_read_past_the_cache_is_read_through_it(

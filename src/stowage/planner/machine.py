@@ -15,7 +15,7 @@ from typing import Any
 from stowage.errors import ConfigError
 from stowage.planner.model_config import ITEM_BYTES
 
-VERSION = 4
+VERSION = 5
 _BUSY_SHARE = 0.1
 """On two quiet cores threads wait 1 to 3 % of their time, beside one program that computes 46 to 52 %."""
 CPU, CUDA = "cpu", "cuda"

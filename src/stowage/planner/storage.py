@@ -108,8 +108,13 @@ def read_bytes_per_s(path: Path, depth: int, *, direct: bool = True) -> float:
         os.close(descriptor)
 
 
-def _read_once(descriptor: int, nbytes: int, depth: int) -> float:
+def forget(descriptor: int) -> None:
+    """Empty the page cache of the file, as far as it is written and nobody has touched it where it is mapped."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_once(descriptor: int, nbytes: int, depth: int) -> float:
+    forget(descriptor)
     view = pages(_READ_INTO_BYTES)
     view[:] = bytes(len(view))
 
