@@ -35,6 +35,7 @@ from stowage.executor.static_steps import Inputs, StaticSteps
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import cache_name, takes_rows
+from stowage.native.memory import keep_freed
 from stowage.weights.source import WeightSource
 
 
@@ -71,6 +72,8 @@ class Runner:
         self._exact = exact is not None
         self._piece_tokens = exact.grid if exact is not None and exact.alone else 0
         self._kernels = kernels.wanted(model.device, model.dtype)
+        if model.device.type == "cpu":
+            keep_freed()
         if self._kernels:
             norms.install(model)
             recurrent_layers.install(model)

@@ -1,4 +1,4 @@
-"""Memory in huge pages: where disks and kernels want it.
+"""Memory in huge pages, where disks and kernels want it; and memory that is freed, which is kept for the next tensors.
 
 A direct read of 1 MiB into small pages is 256 parts for the kernel, and takes up to three times as long as into one
 huge page. Huge pages are a matter of speed only: where the system has none, memory is as ever.
@@ -6,14 +6,18 @@ huge page. Huge pages are a matter of speed only: where the system has none, mem
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from functools import cache
 from typing import Final
 
 import numpy as np
 
-__all__ = ["HUGE_BYTES", "anonymous", "in_huge_pages", "pages"]
+__all__ = ["HUGE_BYTES", "anonymous", "in_huge_pages", "keep_freed", "pages"]
 
 HUGE_BYTES: Final = 2 << 20
+_LARGEST_KEPT: Final = (32 << 20) - (64 << 10)
+"""Just below ``DEFAULT_MMAP_THRESHOLD_MAX`` of glibc, with room for a chunk's header."""
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
@@ -39,3 +43,20 @@ def pages(nbytes: int) -> memoryview:
     begin = -int(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]) % HUGE_BYTES
     in_huge_pages(mapping, begin, huge)
     return memoryview(mapping)[begin : begin + nbytes]
+
+
+@cache
+def keep_freed() -> None:
+    """Let the C library keep up to 64 MiB that are freed, for what is asked for next.
+
+    Layers make tensors of some MiB and free them again. glibc gives such memory back to the system, which fills it with
+    zeros for the next tensor, page by page, until a piece of 32 MiB was freed once: its thresholds follow the largest
+    piece so far (``mallopt(3)``, M_MMAP_THRESHOLD). So one is freed, whose pages were never touched. Whoever has set
+    thresholds keeps them, and other C libraries forget it.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+    library.free(library.malloc(_LARGEST_KEPT))
