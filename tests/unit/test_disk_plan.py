@@ -146,19 +146,24 @@ def test_transfers_are_one_stream_and_end_one_by_one() -> None:
     assert stream.ahead(5).keys == first.keys, "they stay there"
     stream.take(4)
     assert stream.ahead(9).keys == [b"\3\0", b"\3\1"]
+    stream.payloads_written(3)
     stream.written(2)
     assert stream.settled() == []
     stream.take(1)
+    stream.payloads_written(1)
     stream.written(2)
     done = stream.settled()
     assert [writing.transfer.id for writing in done] == [1, 2] and all(writing.ok.all() for writing in done)
     assert stream.settled() == []
     (left,) = stream.unfinished
     assert left.transfer.id == 3 and not left.ok.any()
+    with pytest.raises(AssertionError, match="than were written"):
+        stream.written(1)
+    stream.payloads_written(1)
     stream.written(1)
     assert left.ok.tolist() == [True, False], "what failed after this fails alone"
     with pytest.raises(AssertionError, match="than were taken"):
-        stream.written(1)
+        stream.payloads_written(1)
     with pytest.raises(AssertionError, match="than there is"):
         stream.take(2)
 
@@ -173,6 +178,7 @@ def test_what_cannot_be_written_is_refused_and_holds_nobody_up() -> None:
     stream = waiting.stream
     assert stream.ahead(9).keys == [b"\1\0", b"\4\0"] and stream.refused == 4
     stream.take(2)
+    stream.payloads_written(2)
     stream.written(1)
     done = stream.settled()
     assert [(writing.transfer.id, writing.ok.tolist()) for writing in done] == [

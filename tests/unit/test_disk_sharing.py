@@ -16,7 +16,7 @@ import pytest
 from stowage.storage.disk import least_limit_bytes
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
-from stowage.storage.disk.write_jobs import Job, run_parallel
+from stowage.storage.disk.write_jobs import Job, ParallelJobs
 from stowage.testing.faults import FaultyFileSystem
 from tests.disk_client import Client, aligned, keys_of, only_segment, segments, used_bytes
 
@@ -175,11 +175,12 @@ def test_others_are_followed_without_a_pause_in_writing_unless_all_is_gone(tmp_p
                 assert going_on.wait(30)
             return super().pwritev(fd, buffers, offset)
 
-    def counted(jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
-        streams.append(1)
-        return run_parallel(jobs)
+    class Counted(ParallelJobs):
+        def __call__(self, jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
+            streams.append(1)
+            return super().__call__(jobs)
 
-    system = System(files=Slow(), timer=lambda: time.monotonic() + later_s[0], run_jobs=counted)
+    system = System(files=Slow(), timer=lambda: time.monotonic() + later_s[0], job_runner=Counted)
     with Client(tmp_path / "c", refresh_s=1e6, system=system) as client:
         first = client.begin("store", client.transfer(keys[:1], aligned([5000])))
         assert begun.wait(30)

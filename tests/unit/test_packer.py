@@ -177,6 +177,7 @@ def test_other_threads_pack_what_comes_next_and_it_stays_in_its_order() -> None:
             assert bytes(raw) == numbers(chunk, length)
         stream.take(len(chunks))
         begun = stream.pack_ahead()
+        stream.payloads_written(len(chunks))
         stream.written(len(chunks))
     for thread in threads:
         thread.join()
@@ -197,11 +198,14 @@ def test_no_more_is_packed_than_there_is_memory_for_and_all_of_it_comes_back(mon
     for number in range(2):
         assert stream.ahead(5).keys == [keys[number]]
         stream.take(1)
-    assert not stream.ahead(5) and not stream.pack_ahead(), "what was taken has to be written first"
-    stream.written(1)
+    assert not stream.ahead(5) and not stream.pack_ahead(), "the payloads that were taken have to be written first"
+    stream.payloads_written(1)
     assert stream.ahead(1).keys == [keys[2]] and packer.is_full
-    stream.written(1)
+    stream.payloads_written(1)
     assert len(stream.pack_ahead()) == 1
+    stream.written(2)
+    with pytest.raises(AssertionError):
+        stream.written(1)
     stream.give_up()
     assert len(WriteQueue(lambda: None, lambda _: True, packer).pack_ahead()) == 0 and not packer.is_full
     again = [packer.begin(buffers[:1]) for _ in range(2)]

@@ -75,7 +75,7 @@ class Storer:
         self._clock = shared.system.clock
         self._timer = shared.system.timer
         self._finish = shared.finish
-        self._run_jobs = shared.system.run_jobs
+        self._run_jobs = shared.system.job_runner()
         self._staging = pages(STAGING_BYTES)
         self._compactor = Compactor(shared)
         self._rates = shared.rates
@@ -163,15 +163,16 @@ class Storer:
             if done:
                 self._seal()
                 self._catalog.refresh()  # so that the last statistics are right
-                return None
-            if self._limit_changed:
-                self._shrink()
-            self._refresh_when_due()
+            else:
+                if self._limit_changed:
+                    self._shrink()
+                self._refresh_when_due()
         except OSError:
             self._counters.add("read_errors")
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
             self._counters.fault("following the cache directory failed")
         if done:
+            self._run_jobs.close()
             return None
         if transfer is not None:
             self._serve(transfer)

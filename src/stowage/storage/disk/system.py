@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from stowage.storage.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
-from stowage.storage.disk.write_jobs import JobRunner, run_parallel
+from stowage.storage.disk.write_jobs import JobRunner, ParallelJobs
 
 __all__ = [
     "Ahead",
@@ -135,6 +135,6 @@ class System:
     random_bytes: Callable[[int], bytes] = os.urandom
     worker_pool: Callable[[str, Sequence[Turn]], WorkerPool] = ThreadWorkerPool
     ahead: Ahead = some_at_once
-    run_jobs: JobRunner = run_parallel
+    job_runner: Callable[[], JobRunner] = ParallelJobs
     worth_a_thread_bytes: int = 1 << 20
     """Packing less takes no longer than giving it to another thread."""

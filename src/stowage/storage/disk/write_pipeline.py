@@ -140,11 +140,10 @@ class _Part:
     def _finish(self) -> list[Whole]:
         return [(self.active, self.active.finish(self._pages.popleft()))]
 
-    def finish_rest(self) -> Iterator[Whole]:
-        """Writes the header pages that can be; where the disk fails, those before count. Pages that were being written
+    def write_left(self) -> Iterator[Whole]:
+        """Writes header pages that were made; where the disk fails, those before count. Pages that were being written
         when something else failed are written again. Raises OSError.
         """
-        self.pages()
         while self._pages:
             yield from self.write_page(self._pages[0])()
 
@@ -195,7 +194,8 @@ class WritePipeline:
             except OSError as error:
                 failure = error  # it was a later batch's, maybe: those before it are kept
             for part in self._parts:
-                yield from part.finish_rest()
+                self._make_pages(part)
+                yield from part.write_left()
             if failure is not None:
                 raise failure
             *left, last = self._parts
@@ -204,18 +204,27 @@ class WritePipeline:
             odd, self._odd = self._odd, None
             if odd is None:
                 return
-            yield last.active, last.active.append_batch(odd)
+            entries = last.active.append_batch(odd)
+            self._stream.payloads_written(len(entries))
+            yield last.active, entries
             self._parts = deque([_Part(last.active, self._writing)])
 
     def _jobs(self) -> Jobs:
         """What is to be written. None while the stream has nothing more and something is being written: what is
         reported then may bring more.
+
+        The first batch is written before more is packed, which takes all cores. From then on packing comes first, and
+        whenever there may be memory for it again: this thread would have to pack what no other one has begun.
         """
+        batch = self._next()
+        if batch is not None:
+            yield from self._cut(batch)
         while True:
             yield from self._pack()
             while (batch := self._next()) is not None:
                 yield from self._pack()
                 yield from self._cut(batch)
+                yield from self._pack()
             yield from self._hash()
             yield from self._write()
             if self._goes_on():
@@ -313,8 +322,14 @@ class WritePipeline:
         while len(self._parts) > 1 and self._parts[0].is_whole:
             yield Job(PAGE, partial(self._seal, self._parts.popleft().active))
         part = self._parts[0]
-        for page in part.pages():
+        for page in self._make_pages(part):
             yield Job(PAGE, partial(part.write_page, page))
+
+    def _make_pages(self, part: _Part) -> list[Page]:
+        """What they stand for may be overwritten in memory."""
+        made = part.pages()
+        self._stream.payloads_written(sum(len(page.entries) for page in made))
+        return made
 
     def _seal(self, active: ActiveSegment) -> Report:
         """In any thread."""

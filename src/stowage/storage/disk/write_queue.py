@@ -60,8 +60,8 @@ class Chunks:
 @dataclass(slots=True, eq=False)
 class PendingStore:
     """A transfer, and those of its chunks that can be written: they stand at `indices` in it. So many of them were
-    `taken`, and so many `written`. The first `ready` are in the form in which they are written; up to `begun` they are
-    being packed.
+    `taken`, and so many `written`, payloads before the rest. The first `ready` are in the form in which they are
+    written; up to `begun` they are being packed.
     """
 
     transfer: Transfer
@@ -69,13 +69,14 @@ class PendingStore:
     chunks: Chunks
     indices: list[int]
     taken: int = 0
+    payloads_written: int = 0
     written: int = 0
     ready: int = 0
     begun: int = 0
     packing: deque[tuple[int, Packing]] = field(default_factory=deque)
     """Groups of chunks after `ready`: each up to so many chunks."""
     buffers: deque[tuple[int, memoryview]] = field(default_factory=deque)
-    """What packed payloads lie in: each until so many chunks are written."""
+    """What packed payloads are in: each until so many payloads are written."""
 
 
 class WriteQueue:
@@ -211,16 +212,26 @@ class WriteQueue:
             count -= some
         assert count == 0, "more than there is"
 
-    def written(self, count: int) -> None:
-        """The oldest so many of those are there."""
+    def payloads_written(self, count: int) -> None:
+        """Nobody needs the payloads of the oldest so many of those: they are on the disk, and hashed. What they were
+        packed into is used again, sooner than they are `written`: packing would have to wait for it.
+        """
         for writing in self.unfinished:
-            some = min(count, writing.taken - writing.written)
+            some = min(count, writing.taken - writing.payloads_written)
+            writing.payloads_written += some
+            count -= some
+            while self._packer is not None and writing.buffers and writing.buffers[0][0] <= writing.payloads_written:
+                self._packer.give_back(writing.buffers.popleft()[1])
+        assert count == 0, "more than were taken"
+
+    def written(self, count: int) -> None:
+        """The oldest so many of those can be found."""
+        for writing in self.unfinished:
+            some = min(count, writing.payloads_written - writing.written)
             writing.ok[writing.indices[writing.written : writing.written + some]] = True
             writing.written += some
             count -= some
-            while self._packer is not None and writing.buffers and writing.buffers[0][0] <= writing.written:
-                self._packer.give_back(writing.buffers.popleft()[1])
-        assert count == 0, "more than were taken"
+        assert count == 0, "more than were written"
 
     def settled(self) -> list[PendingStore]:
         """Transfers of which nothing is left to be written, in their order. Each comes out once."""

@@ -144,7 +144,7 @@ class Host:
             random_bytes=chance.randbytes,
             worker_pool=self._worker_pool,
             ahead=one_by_one,
-            run_jobs=SimJobRunner(self.process),
+            job_runner=lambda: SimJobRunner(self.process),
             worth_a_thread_bytes=1,
         )
         return _WatchedTier(

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from stowage.storage.disk.write_jobs import Job, Kind, run_serial
+from stowage.storage.disk.write_jobs import Job, Kind, SerialJobs
 from stowage.testing.sim.loop import Process, Task
 
 __all__ = ["SimJobRunner"]
@@ -33,7 +33,7 @@ class _Doing(Generic[R]):
 
 
 class SimJobRunner:
-    """Implements Together (`write_workers`). Every job is a task of the process, begun when chance will."""
+    """Implements JobRunner. Every job is a task of the process, begun when chance will."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -43,7 +43,7 @@ class SimJobRunner:
     def __call__(self, jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]:
         owner = self._loop.current
         if owner is None:  # outside of tasks time stands still
-            yield from run_serial(jobs)
+            yield from SerialJobs()(jobs)
             return
         lanes: dict[Kind, deque[_Doing[R]]] = {}
         try:
@@ -73,6 +73,9 @@ class SimJobRunner:
                 doing.dropped = True
             while not all(doing.ended for doing in left):
                 self._wait()
+
+    def close(self) -> None:
+        """Tasks end with their jobs."""
 
     def _begin(self, job: Job[R], owner: Task) -> _Doing[R]:
         doing = _Doing(job, [])
