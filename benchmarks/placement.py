@@ -6,7 +6,8 @@ A Llama-like checkpoint (hidden 2048, 14 layers, vocabulary 32,000: 1.9 GB in bf
 measured anew, as `stowage probe --refresh` does; then, for each case, what is predicted from config.json, the headers
 of the weights and those speeds alone is held against what an engine does in a process of its own: a prompt of 128
 tokens, and eight of them at once, and their answers. No number of a run is known to a prediction. `--add`: to the
-rounds in the result's file, so that one round at a time can be run on a machine that others use.
+rounds in the result's file, so that one round at a time can be run on a machine that others use. Another model is given
+by `--checkpoint`, for the case `resident` alone: `--cases resident --checkpoint FILE.gguf --name placement_gguf`.
 
 Cases: `resident` (all in memory), `mapped` (a view over the file, page cache warm), `stream` (layers and output layer
 read from disk for every step), `half` and `quarter` (every second or fourth layer read), `mixed` (of four layers one is
@@ -143,9 +144,10 @@ def main() -> None:
     parser.add_argument("--dtype", default=models.native_dtype())
     parser.add_argument("--directory", type=Path, default=Path.home() / ".cache")
     parser.add_argument("--checkpoint", type=Path, default=None, help="of an earlier run; it is made where it is not")
+    parser.add_argument("--name", default="placement", help="of the result's file")
     parser.add_argument("--add", action="store_true", help="to the rounds that the result's file has")
     asked = parser.parse_args()
-    file = RESULTS / "placement.json"
+    file = RESULTS / f"{asked.name}.json"
     rounds: list[dict[str, Any]] = json.loads(file.read_text())["rounds"] if asked.add and file.exists() else []
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
         path = asked.checkpoint or Path(name) / "model"
@@ -161,8 +163,13 @@ def main() -> None:
             rounds.append(found)
             report([found])
     print(f"medians of {len(rounds)} rounds")
-    settings = {"dtype": asked.dtype, "layers": LAYERS, "bytes": model.total_bytes, "prompt_tokens": PROMPT_TOKENS}
-    write_result("placement", {**settings, "results": report(rounds), "rounds": rounds})
+    settings = {
+        "dtype": asked.dtype,
+        "layers": len(model.layers),
+        "bytes": model.total_bytes,
+        "prompt_tokens": PROMPT_TOKENS,
+    }
+    write_result(asked.name, {**settings, "results": report(rounds), "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,11 @@ from stowage.errors import ConfigError
 from stowage.planner.machine import TYPICAL, TYPICAL_CPU, TYPICAL_GPU, Machine, from_json
 
 MEASURED = replace(
-    TYPICAL_CPU, products={"float32": {1: 4e9, 8: 2e9, 32: 1e9}}, attention={}, overlap_loss={128: 0.2, 8: 0.8}
+    TYPICAL_CPU,
+    products={"float32": {1: 4e9, 8: 2e9, 32: 1e9}},
+    attention={},
+    overlap_loss={128: 0.2, 8: 0.8},
+    formats={"float32": {"q4_0": {1: 0.25, 9: 1.25}, "q8_0": {1: 0.5}}},
 )
 
 
@@ -40,6 +44,24 @@ def test_a_type_that_was_not_measured_takes_as_much_longer_as_it_is_wider() -> N
     assert only.multiply_s("float32", 4e9, 1) == pytest.approx(2.0)
     assert only.multiply_s("float16", 4e9, 1) == pytest.approx(1.0)
     assert only.cache_bytes_per_s("float32") == pytest.approx(8e9)
+
+
+@pytest.mark.parametrize(
+    ("shares", "rows", "times"),
+    [
+        ({}, 1, 1.0),
+        ({"q4_0": 1.0}, 1, 0.25),
+        ({"q4_0": 1.0}, 5, 0.75),
+        ({"q4_0": 1.0}, 100, 1.25),
+        ({"q4_0": 0.5, "q8_0": 0.25}, 1, 0.5),
+        ({"q4_0": 0.5, "never measured": 0.5}, 1, 0.625),
+    ],
+)
+def test_products_in_formats_take_their_shares_of_what_was_measured(
+    shares: dict[str, float], rows: float, times: float
+) -> None:
+    assert MEASURED.format_times("float32", shares, rows) == pytest.approx(times)
+    assert MEASURED.format_times("bfloat16", shares, rows) == 1.0
 
 
 @pytest.mark.parametrize(("rows", "loss"), [(1, 0.8), (8, 0.8), (68, 0.5), (128, 0.2), (1000, 0.2)])
@@ -73,6 +95,8 @@ def changed(**fields: Any) -> str:
         (changed(products={}), "nothing of matrix products"),
         (changed(products={"bfloat16": {"1": 0}}), "not above 0"),
         (changed(disk_read={"1": -1.0}), "not above 0"),
+        (changed(formats={"bfloat16": {"q4_0": {"1": 0.0}}}), "not above 0"),
+        (changed(formats={"bfloat16": ["q4_0"]}), "is not what"),
         (changed(memcpy_one=float("nan")), "not above 0"),
         (changed(link_in=0), "link_in must be above 0"),
         (changed(surprise=1), "is not what"),

@@ -358,6 +358,9 @@ def test_a_quantised_checkpoint_is_planned_in_published_bytes(tmp_path: Path) ->
     experts = sum(layer.experts * layer.expert_bytes for layer in model.layers)
     assert experts < 0.3 * 2 * sum(layer.experts * layer.expert_parameters for layer in model.layers)
     assert "as they are published (mxfp4)" in model.notes[0]
+    assert model.format_names == ("mxfp4",)
+    assert model.format_shares("experts") == {"mxfp4": pytest.approx(1.0, abs=0.02)}, "biases are plain numbers"
+    assert model.format_shares("dense") == {}
     (tmp_path / "config.json").write_text(json.dumps(entries | {"quantization_config": {"quant_method": "hqq"}}))
     model = read_model(tmp_path, "bfloat16")
     assert model.total_bytes == 2 * model.total_parameters

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from stowage.errors import DirectoryError, StowageError
-from stowage.planner import compute, forwards, probe, storage, weight_speeds
-from stowage.planner.machine import TYPICAL_CPU, Machine
+from stowage.executor import kernels
+from stowage.planner import compute, format_speed, forwards, probe, storage, weight_speeds
+from stowage.planner.machine import INT8, TYPICAL_CPU, Machine
 from stowage.weights.checkpoint import File
+from stowage.weights.quantized.codes import FORMS
+from stowage.weights.quantized.formats import FORMATS, PLAIN
 
 SMALL = 4 << 20
 
@@ -144,6 +147,8 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(forwards, name, value)
     for name, value in {"_OUT": 64, "_IN": 32, "_UNIT_BYTES": 1 << 14, "_ROUNDS": 1}.items():
         monkeypatch.setattr(weight_speeds, name, value)
+    for name, value in {"_OUTPUTS": 256, "_INPUTS": 512, "_BYTES": 1 << 20, "_PASS_S": 0.0, "_ROUNDS": 2}.items():
+        monkeypatch.setattr(format_speed, name, value)
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(256)) * 512)
     for name, value in {
@@ -165,6 +170,12 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         besides = ("step_s", "mixture_s", "expert_s", "elements_per_s", "stream_bytes_per_s")
         assert min(found[name] for name in besides) > 0
         assert found["sequence_s"] >= 0
+        assert set(found["formats"]) == set(found["products"])
+        names = {name for name in FORMATS if name not in PLAIN} | set(FORMS)
+        for measured in found["formats"].values():
+            assert set(measured) == (names | {name + INT8 for name in names - {"fp8"}} if kernels.is_built() else set())
+            assert all(set(times) == set(format_speed.ROWS) for times in measured.values())
+            assert all(times > 0 for rates in measured.values() for times in rates.values())
         assert set(found["overlap_loss"]) == set(weight_speeds.ROWS)
         assert all(0 <= loss <= 1 for loss in found["overlap_loss"].values())
         assert 0 <= found["mapped_byte_s"] < 1e-6

@@ -377,3 +377,24 @@ def test_without_a_disk_speed_nothing_is_said_to_come_from_it_in_time() -> None:
     made = model([8] * 4)
     on = replace(machine("cpu"), disk_read={})
     assert solved(made, on, 0).prediction.tokens_per_s == 0.0
+
+
+def test_parts_in_formats_are_computed_as_quickly_as_was_measured() -> None:
+    """Of two layers with eight experts each: all of the experts, half of the rest, and nothing of the head."""
+    made = model([4, 4], experts=8)
+    measured = {made.dtype: {"quick": {1: 0.25, 128: 0.5}, "slow": {1: 3.0}}}
+    on = replace(TYPICAL_CPU, step_s=0.0, layer_s=0.0, formats=measured)
+    plain = decode_step(made, on, replace(WORK, batch=1), Away()).compute_s
+
+    def saved_s(part: str, parameters: int, name: str = "quick") -> float:
+        other = replace(made, formats={part: {name: parameters}})
+        return plain - decode_step(other, on, replace(WORK, batch=1), Away()).compute_s
+
+    each_s = on.multiply_s(made.dtype, MIB, 1)
+    assert saved_s("dense", 4 * MIB) == pytest.approx(0.75 * 4 * each_s)
+    assert saved_s("experts", 16 * MIB) == pytest.approx(0.75 * 4 * each_s), "two of eight in each layer are met"
+    assert saved_s("head", 3 * MIB) == pytest.approx(0.75 * 3 * each_s)
+    assert saved_s("head", 3 * MIB, "slow") == pytest.approx(-2 * 3 * each_s)
+    assert saved_s("head", 3 * MIB, "never measured") == 0.0
+    quicker = replace(made, formats={"dense": {"quick": 8 * MIB}})
+    assert prompt_s(quicker, on, WORK, Away(), 1) < prompt_s(made, on, WORK, Away(), 1)

@@ -241,6 +241,7 @@ def test_its_bytes_are_what_is_planned_and_placed(tmp_path: Path) -> None:
     taken = sum(p.nbytes for p in whole.parameters())
     assert planned.total_bytes == taken < 0.35 * sum(p.numel() for p in plain.parameters()) * 2
     assert planned.total_parameters == sum(p.numel() for p in plain.parameters())
+    assert planned.format_shares("dense") == planned.format_shares("head") == {"q4_0": pytest.approx(1, abs=0.01)}
     model = stowage.offload(path, weights="*=stream")
     assert model.stowage.stats()["stream_bytes"] == sum(p.nbytes for p in whole.parameters() if p.dtype is torch.uint8)
     model.stowage.close()

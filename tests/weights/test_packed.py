@@ -225,6 +225,9 @@ def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
     assert plan.total_bytes == bytes_of(loading.load(packs(family, form)).model)
     assert plan.parameters_by_kind() == original.parameters_by_kind()
     assert plan.prompt_pair_operations(100) == original.prompt_pair_operations(100)
+    shares = plan.format_shares("experts" if plan.layers[0].experts else "dense")
+    assert set(shares) <= set(codes.FORMS) and sum(shares.values()) == pytest.approx(1, abs=0.01)
+    assert not original.format_names
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

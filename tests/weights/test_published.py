@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from stowage import BudgetError, CheckpointError, Engine, Memory, SamplingParams
 from stowage.executor import kernels
 from stowage.models import loading
 from stowage.planner import format_speed
+from stowage.planner.machine import INT8, TYPICAL_CPU
 from stowage.planner.model import read_model
 from stowage.weights.quantized.blocks import BlockLinear
-from stowage.weights.quantized.formats import FORMATS
 from tests.weights import published_files as files
 from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
 
@@ -184,23 +185,19 @@ def test_a_small_budget_streams_published_bytes(tmp_path: Path) -> None:
     model.stowage.close()
 
 
-def test_the_planner_says_which_formats_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_speed.kernels, "wanted", lambda device, dtype: dtype is torch.bfloat16)
-    monkeypatch.setattr(format_speed, "speeds", lambda formats, dtype, int8: dict.fromkeys(formats, 1.0) | {"fp8": 2.0})
-    assert format_speed.slower_than_plain(["bf16"], "bfloat16") == ()
-    (said,) = format_speed.slower_than_plain(["fp8", "int4"], "bfloat16")
+def test_the_planner_says_which_formats_are_slower() -> None:
+    known = {"fp8": {1: 2.0, 128: 1.0}, "int4": {1: 0.4}, "int4" + INT8: {1: 1.25}}
+    machine = replace(TYPICAL_CPU, formats={"bfloat16": known}, measured=True)
+    (said,) = format_speed.notes(["fp8", "int4"], "bfloat16", machine)
     assert said.startswith("fp8 is computed at 0.50 of the speed of bfloat16")
-    (said,) = format_speed.slower_than_plain(["fp8", "int4"], "float16")
-    assert said.startswith("fp8, int4: unpacked without kernels at every step")
-
-
-@pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
-def test_every_format_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_speed, "_OUTPUTS", 256)
-    monkeypatch.setattr(format_speed, "_INPUTS", 512)
-    names = [name for name in FORMATS if name not in ("f32", "f16", "bf16")]
-    for int8 in (False, True):
-        assert all(times > 0 for times in format_speed.speeds(names, torch.bfloat16, int8=int8).values())
+    (said,) = format_speed.notes(["fp8", "int4"], "float16", machine)
+    assert said.startswith("fp8, int4: predicted as if they were as quick as float16; it has no kernels for them")
+    (said,) = format_speed.notes(["awq"], "bfloat16", machine)
+    assert said.startswith("awq: predicted as if they were as quick as bfloat16; that was not measured")
+    rounded = format_speed.with_int8({"dense": {"fp8": 5, "int4": 6}}, "bfloat16", machine)
+    assert rounded == {"dense": {"fp8": 5, "int4" + INT8: 6}}
+    (_, said) = format_speed.notes(list(rounded["dense"]), "bfloat16", machine)
+    assert said.startswith("int4 with --int8-activations is computed at 0.80 of the speed")
 
 
 def test_other_types_are_run_in_too(tmp_path: Path) -> None:

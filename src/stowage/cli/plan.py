@@ -79,15 +79,6 @@ def plan(
 
     quiet_libraries()
     found = read_model(model, dtype)
-    if machine is None and found.formats:
-        from stowage.planner.format_speed import slower_than_plain
-
-        slower = slower_than_plain(found.formats, found.dtype, int8=int8_activations)
-        found = replace(found, notes=(*found.notes, *slower))
-    if int8_activations and found.formats:
-        from stowage.executor.int8_activations import note_of
-
-        found = replace(found, notes=(*found.notes, note_of(found.formats)))
     work = Workload(
         parse_tokens(max_model_len),
         max_num_seqs,
@@ -97,6 +88,8 @@ def plan(
     )
     budgets = _budgets(found, model, device_memory, host_memory, disk)
     on = _machine(machine)
+    if found.formats or int8_activations:
+        found = _with_formats(found, on, int8=int8_activations)
     solution = solve(found, on, budgets, work)
     if disk is None and not solution.used_bytes("disk"):  # it was there for weights, which do not need it
         solution = replace(solution, budgets=replace(budgets, disk_bytes=0))
@@ -125,6 +118,20 @@ def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None
         size("--host-memory", host, memory_bytes),
         model.total_bytes if disk is None else size("--disk", disk, disk_total_bytes(whole)),
     )
+
+
+def _with_formats(model: "Model", machine: "Machine", *, int8: bool) -> "Model":
+    """With what is told of its formats; ``int8``: with their products with activations in 8 bits."""
+    from stowage.executor.int8_activations import note_of
+    from stowage.planner import format_speed
+
+    told: tuple[str, ...] = ()
+    if int8:
+        ours = [name for name in model.format_names if format_speed.is_ours(name)]
+        told = (note_of(set(model.format_names) - set(ours), packed=bool(ours)),)
+        model = replace(model, formats=format_speed.with_int8(model.formats, model.dtype, machine))
+    slower = format_speed.notes(model.format_names, model.dtype, machine)
+    return replace(model, notes=(*model.notes, *slower, *told))
 
 
 def _machine(name: str | None) -> "Machine":

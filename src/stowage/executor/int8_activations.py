@@ -15,10 +15,10 @@ from typing import Any, Final
 from stowage.errors import ConfigError
 from stowage.executor import kernels
 from stowage.weights.quantized.codes import form_of
+from stowage.weights.quantized.formats import PLAIN
 
 INT8_NAME: Final = "int8-activations/1"
 """Raised when the way of rounding changes."""
-_PLAIN: Final = frozenset(("f32", "f16", "bf16"))
 
 
 def check_int8(model: Any) -> None:
@@ -49,7 +49,7 @@ def note_of(formats: Iterable[str], *, packed: bool = False) -> str:
     others = set(formats) - kernels.INTEGER_FORMATS
     if not packed and others == set(formats):
         return "--int8-activations changes nothing: this model has no weights in an integer format."
-    beside = f"; weights in {', '.join(sorted(others))} are multiplied as ever" if others - _PLAIN else ""
+    beside = f"; weights in {', '.join(sorted(others))} are multiplied as ever" if others - PLAIN else ""
     return (
         "Activations are rounded to 8 bits: answers are close to those of the published weights, and not the same"
         f"{beside}."

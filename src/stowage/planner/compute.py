@@ -72,6 +72,11 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
             say("reading while computing")
             found |= weight_speeds.measure(file, multiplier(torch.bfloat16, device))
     if not cuda:
+        from stowage.planner import format_speed  # with torch
+
+        say("formats")
+        with torch.inference_mode():
+            found["formats"] = {name: format_speed.measure(getattr(torch, name)) for name in found["products"]}
         say("forwards")
         found |= forwards.measure()
     return found

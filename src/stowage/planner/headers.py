@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ from stowage.errors import CheckpointError
 from stowage.planner.model_config import ITEM_BYTES, LOSSLESS, PACKED, Fields
 from stowage.planner.shapes import (
     ATTENTION,
+    DENSE,
+    EXPERTS,
+    HEAD,
     MLP,
     NORMS,
     RECURRENT,
@@ -51,7 +55,8 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.|(?:moe|^mlp)\.(?:in|out)put_linear\.")
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One entry of a header. ``nbytes``: in the file. ``packed``: how many weights are in it where its shape does not
-    say so; 0 for a tensor of any other kind.
+    say so; 0 for a tensor of any other kind. ``format``: in which they are, by the names of ``Machine.formats``; empty
+    for plain numbers.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Tensor:
     shape: tuple[int, ...]
     nbytes: int
     packed: int = 0
+    format: str = ""
 
     @property
     def elements(self) -> int:
@@ -115,7 +121,13 @@ def _tensor(name: str, entry: Mapping[str, Any], data_bytes: int, packed: Any) -
         raise ValueError(f"{name} has another size than its shape")
     if not isinstance(packed, int) or not 0 <= packed <= 2 * (end - begin):
         raise ValueError(f"{name} cannot hold {packed!r} weights")
-    return Tensor(name, dtype, shape, end - begin, packed)
+    return Tensor(name, dtype, shape, end - begin, packed, _form_of(name) if packed else "")
+
+
+def _form_of(name: str) -> str:
+    from stowage.weights.quantized.codes import form_of  # with torch, which headers do not need
+
+    return form_of(name)
 
 
 def read_tensors(directory: Path) -> list[Tensor]:
@@ -126,7 +138,12 @@ def read_tensors(directory: Path) -> list[Tensor]:
 
 def of_plan(plan: Plan) -> list[Tensor]:
     """The parameters of a model that is computed from as it was published."""
-    kept = [Tensor(path, "U8", (1, one.nbytes), one.nbytes, one.elements) for path, one in plan.kept.items()]
+    from stowage.weights.quantized.formats import PLAIN
+
+    kept = []
+    for path, one in plan.kept.items():
+        name = one.spec.name if one.spec is not None and one.spec.name not in PLAIN else ""
+        kept.append(Tensor(path, "U8", (1, one.nbytes), one.nbytes, one.elements, name))
     values = [Tensor(path, "U8", tuple(v.shape), v.nbytes, v.numel()) for path, v in plan.values.items()]
     return kept + values
 
@@ -137,7 +154,9 @@ def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> 
     for tensor in model:
         spec, experts = specs.get(tensor.name, (None, 0))
         nbytes = spec.nbytes * max(1, experts) if spec is not None else 0
-        found.append(Tensor(tensor.name, "U8", (1, nbytes), nbytes, tensor.elements) if nbytes else tensor)
+        if spec is not None:
+            tensor = Tensor(tensor.name, "U8", (1, nbytes), nbytes, tensor.elements, spec.name)
+        found.append(tensor)
     return found
 
 
@@ -145,10 +164,13 @@ def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> 
 class _Sum:
     parameters: int = 0
     nbytes: int = 0
+    formats: Counter[str] = field(default_factory=Counter)
 
     def add(self, tensor: Tensor, item_bytes: int) -> None:
         """``item_bytes`` of one element in memory; 0: as in the file. What is packed stays as it is."""
         self.parameters += tensor.elements
+        if tensor.format:
+            self.formats[tensor.format] += tensor.elements
         self.nbytes += tensor.elements * item_bytes if item_bytes and tensor.floating else tensor.nbytes
 
 
@@ -173,6 +195,10 @@ def measured(model: Model, tensors: list[Tensor], dtype: str = "") -> Model:
         )
     embedding, head = ends.get("embedding", _Sum()), ends.get("head", _Sum())
     rest = ends.get("rest", _Sum())
+    formats = {DENSE: Counter[str](), EXPERTS: Counter[str](), HEAD: (embedding if model.tied else head).formats}
+    for sums in layers.values():
+        for kind, found in sums.items():
+            formats[EXPERTS if kind == "experts" else DENSE] += found.formats
     return replace(
         model,
         layers=grown,
@@ -184,6 +210,7 @@ def measured(model: Model, tensors: list[Tensor], dtype: str = "") -> Model:
         rest_bytes=rest.nbytes,
         head_reads=model.head_reads if model.tied else head.parameters,
         source="headers",
+        formats={part: dict(counts) for part, counts in formats.items() if counts},
     )
 
 

@@ -16,6 +16,8 @@ from stowage.errors import ConfigError
 from stowage.planner.model_config import ITEM_BYTES
 
 VERSION = 5
+INT8 = " with int8 activations"
+"""Ends the name of a format whose products round activations to 8 bits."""
 _BUSY_SHARE = 0.1
 """On two quiet cores threads wait 1 to 3 % of their time, beside one program that computes 46 to 52 %."""
 CPU, CUDA = "cpu", "cuda"
@@ -27,12 +29,14 @@ class Machine:
 
     ``products``: by type, then rows: parameters of a matrix that are multiplied with so many rows in one second, when
     the matrix comes from memory. ``attention``: operations of causal attention over a long prompt, by type.
-    ``disk_read``: by number of 1 MiB reads in flight, past the page cache. ``link_in``, ``link_out``: to and from a
-    device with memory of its own; 0 where the device computes from ordinary memory. ``stream_bytes_per_s``: weights
-    from the disk through a ring, 0 where only reads were measured; ``overlap_loss``: by rows that are computed at once:
-    by what share of the time that reading takes computing takes longer when both go on (0: not at all, 1: one waits for
-    the other). Few rows wait for memory, as reading does; many hardly. ``mapped_byte_s``: seconds by which a byte of a
-    file that is mapped and in the page cache takes longer than one in memory, whose pages are larger.
+    ``formats``: by type, then format (of ``weights.quantized.formats``, or packed by us), then rows: how many times
+    as long such a product takes. ``disk_read``: by number of 1 MiB reads in flight, past the page cache. ``link_in``,
+    ``link_out``: to and from a device with memory of its own; 0 where the device computes from ordinary memory.
+    ``stream_bytes_per_s``: weights from the disk through a ring, 0 where only reads were measured; ``overlap_loss``:
+    by rows that are computed at once: by what share of the time that reading takes computing takes longer when both
+    go on (0: not at all, 1: one waits for the other). Few rows wait for memory, as reading does; many hardly.
+    ``mapped_byte_s``: seconds by which a byte of a file that is mapped and in the page cache takes longer than one in
+    memory, whose pages are larger.
 
     What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
     ``sequence_s`` for each further sequence in it; ``mixture_s`` for each layer with experts, ``expert_s`` for each
@@ -49,6 +53,7 @@ class Machine:
     attention: Mapping[str, float]
     memcpy_one: float
     memcpy_all: float
+    formats: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
     disk_read: Mapping[int, float] = field(default_factory=dict)
     disk_read_buffered: float = 0.0
     disk_write: float = 0.0
@@ -75,6 +80,7 @@ class Machine:
         if self.kind == CUDA and not self.link_in:
             raise ConfigError("the machine's file says nothing of the link to its device: link_in must be above 0.")
         speeds = [rate for rates in self.products.values() for rate in rates.values()] + [*self.attention.values()]
+        speeds += [times for each in self.formats.values() for rates in each.values() for times in rates.values()]
         speeds += [self.memcpy_one, self.memcpy_all, *self.disk_read.values()]
         if not all(isfinite(rate) and rate > 0 for rate in speeds):
             raise ConfigError(
@@ -117,6 +123,16 @@ class Machine:
             points.append((size, max(1 / rates[size], points[-1][1] if points else 0.0)))
         largest = points[-1][0]
         return parameters * _between(points, rows) * max(1.0, rows / largest) * slower
+
+    def format_times(self, dtype: str, shares: Mapping[str, float], rows: float) -> float:
+        """How many times as long as in ``dtype`` a product takes, of whose parameters ``shares`` are in formats. What
+        was not measured takes as long.
+        """
+        known = self.formats.get(dtype, {})
+        longer = (
+            share * (_between(sorted(known[name].items()), rows) - 1) for name, share in shares.items() if name in known
+        )
+        return 1 + sum(longer)
 
     def cache_bytes_per_s(self, dtype: str) -> float:
         """How fast a decoding step reads keys and values: as it reads weights."""
@@ -164,8 +180,12 @@ def from_json(text: str) -> Machine:
                 "the machine's file is of another version of Stowage; measure it: stowage probe --refresh"
             )
         products = {name: by_number(rates) for name, rates in found.pop("products").items()}
+        formats = {
+            dtype: {name: by_number(times) for name, times in each.items()}
+            for dtype, each in found.pop("formats").items()
+        }
         reads, losses = by_number(found.pop("disk_read")), by_number(found.pop("overlap_loss"))
-        return Machine(products=products, disk_read=reads, overlap_loss=losses, **found)
+        return Machine(products=products, formats=formats, disk_read=reads, overlap_loss=losses, **found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             "the machine's file is not what `stowage probe --json` prints. Make one: stowage probe --json > FILE"

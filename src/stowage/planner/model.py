@@ -74,8 +74,7 @@ def _gguf(path: Path, dtype: str) -> Model | None:
 
 
 def _planned(model: Model, plan: Plan) -> Model:
-    formats = {kept.spec.name for kept in plan.kept.values() if kept.spec is not None}
-    return replace(headers.measured(model, headers.of_plan(plan)), formats=tuple(sorted(formats)))
+    return headers.measured(model, headers.of_plan(plan))
 
 
 def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
@@ -97,8 +96,7 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
     except UnsupportedModelError as error:
         return replace(model, notes=(f"it is planned as expanded to {model.dtype}: {error}",))
     note = f"weights are counted as they are published ({method.name}), which the files may do otherwise in places."
-    formats = tuple(sorted({spec.name for spec, _ in specs.values()}))
-    return replace(headers.measured(model, counted, model.dtype), source="config", notes=(note,), formats=formats)
+    return replace(headers.measured(model, counted, model.dtype), source="config", notes=(note,))
 
 
 def shape(config: Any, dtype: str) -> Model:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stowage.planner.machine import Machine
-from stowage.planner.shapes import MLP, SHARED, Layer, Model
+from stowage.planner.shapes import DENSE, EXPERTS, HEAD, MLP, SHARED, Layer, Model
 
 STEP_TOKENS = 1024
 BLOCK_TOKENS = 16
@@ -137,15 +137,21 @@ def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, pro
 def _products_s(model: Model, machine: Machine, tokens: int, logits: int) -> float:
     """All matrix products of a forward, and what layers cost besides."""
     dense = sum(layer.multiplied for layer in model.layers)
-    seconds = machine.multiply_s(model.dtype, dense, tokens)
-    seconds += machine.multiply_s(model.dtype, model.head_reads, logits)
+    seconds = _multiply_s(model, machine, DENSE, dense, tokens)
+    seconds += _multiply_s(model, machine, HEAD, model.head_reads, logits)
     for layer, count in _alike(model):
         met = layer.distinct_experts(tokens)
         if met:
             rows = max(1.0, tokens * layer.experts_per_token / met)
-            seconds += count * machine.multiply_s(model.dtype, met * layer.expert_parameters, rows)
+            seconds += count * _multiply_s(model, machine, EXPERTS, met * layer.expert_parameters, rows)
             seconds += count * (machine.mixture_s + met * machine.expert_s)
     return seconds + _besides_s(model, machine, tokens, logits)
+
+
+def _multiply_s(model: Model, machine: Machine, part: str, parameters: float, rows: float) -> float:
+    """``parameters`` of a part of the model, whose share in each format is that of the whole part."""
+    times = machine.format_times(model.dtype, model.format_shares(part), rows)
+    return machine.multiply_s(model.dtype, parameters, rows) * times
 
 
 def _besides_s(model: Model, machine: Machine, tokens: int, sequences: int) -> float:

@@ -65,6 +65,10 @@ def measure(
         disk_write=written_bytes_per_s,
         key=machine_key(directory),
         products={name: by_number(rates) for name, rates in computed.pop("products").items()},
+        formats={
+            dtype: {name: by_number(times) for name, times in each.items()}
+            for dtype, each in computed.pop("formats", {}).items()
+        },
         overlap_loss=by_number(computed.pop("overlap_loss", {})),
         memcpy_one=memcpy_one,
         memcpy_all=memcpy_all,

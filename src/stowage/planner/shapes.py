@@ -7,7 +7,7 @@ memory, in the type that the model is run in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import comb, exp, lcm, log1p
 
@@ -15,6 +15,7 @@ from stowage.core.geometry import Kind
 
 ATTENTION, MLP, RECURRENT, ROUTER, SHARED = "attention", "mlp", "recurrent", "router", "shared experts"
 EXPERTS = "experts"
+DENSE, HEAD = "dense", "head"
 NORMS = "norms"
 
 
@@ -136,8 +137,24 @@ class Model:
     head_bytes: int = 0
     source: str = "config"
     notes: tuple[str, ...] = ()
-    formats: tuple[str, ...] = ()
-    """In which block formats matrices were published, by the names of ``weights.quantized.formats``."""
+    formats: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of ``DENSE`` parts of layers, ``EXPERTS`` and the ``HEAD``: how many parameters lie in which format, by the names
+    of ``Machine.formats``. What is in none is plain numbers.
+    """
+
+    def format_shares(self, part: str) -> dict[str, float]:
+        """Of the parameters of a part, how many lie in which format."""
+        whole = {
+            DENSE: sum(layer.multiplied for layer in self.layers),
+            EXPERTS: sum(layer.experts * layer.expert_parameters for layer in self.layers),
+            HEAD: self.head_reads,
+        }[part]
+        return {name: count / whole for name, count in self.formats.get(part, {}).items()} if whole else {}
+
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        """Of all parts."""
+        return tuple(sorted({name for counts in self.formats.values() for name in counts}))
 
     @property
     def total_parameters(self) -> int:

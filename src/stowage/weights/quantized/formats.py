@@ -35,7 +35,7 @@ from torch import Tensor
 
 from stowage.errors import CheckpointError
 
-__all__ = ["BLOCKS", "FORMATS", "OUTPUTS_TOGETHER", "BlockFormat", "Spec", "dequantized", "outputs_of"]
+__all__ = ["BLOCKS", "FORMATS", "OUTPUTS_TOGETHER", "PLAIN", "BlockFormat", "Spec", "dequantized", "outputs_of"]
 
 _SUPER: Final = 256
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -88,6 +88,8 @@ FORMATS: Final[Mapping[str, BlockFormat]] = {
         BlockFormat("awq", 8, 4),
     )
 }
+PLAIN: Final = frozenset(("f32", "f16", "bf16"))
+"""Those of single numbers."""
 BLOCKS: Final = tuple(name for name, each in FORMATS.items() if each.ggml >= 0)
 """Those of one tensor of bytes."""
 
