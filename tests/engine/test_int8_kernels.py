@@ -211,6 +211,15 @@ def test_threads_strides_and_biases_change_nothing() -> None:
     assert torch.equal(kernels.linear_of(x, matrix, bias), (whole + bias).bfloat16())
 
 
+def test_rows_beyond_those_that_are_rounded_at_a_time() -> None:
+    spec, x = Spec("q4_0", 40, 256), inputs(517, 256, torch.bfloat16)
+    matrix = kernels.int8_product(x, BlockMatrix(spec, parts_of(spec), torch.bfloat16))
+    assert matrix is not None
+    found = kernels.linear_of(x, matrix)
+    for begin, end in ((0, 2), (509, 514), (512, 513), (516, 517)):
+        assert torch.equal(kernels.linear_of(x[begin:end], matrix), found[begin:end]), (begin, end)
+
+
 def test_other_formats_are_multiplied_as_ever() -> None:
     for spec in (Spec("fp8", 16, 128, 128, 128), Spec("bf16", 16, 128)):
         x = inputs(2, 128, torch.bfloat16)

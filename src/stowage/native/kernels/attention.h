@@ -71,6 +71,29 @@ static inline ALWAYS NAME(vec) NAME(larger)(NAME(vec) a, NAME(vec) b)
     return (NAME(vec))(((NAME(ints))a & higher) | ((NAME(ints))b & ~higher));
 }
 
+/* The largest of a vector's numbers. */
+static inline ALWAYS float NAME(highest)(NAME(vec) v)
+{
+#if LANES >= 8 /* in registers: what is stored comes back late */
+#if LANES == 16
+    __m256 eight = _mm256_max_ps(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1)),
+                                 _mm512_castps512_ps256((__m512)v));
+#else
+    __m256 eight = (__m256)v;
+#endif
+    __m128 low = _mm256_castps256_ps128(eight), four = _mm_max_ps(_mm256_extractf128_ps(eight, 1), low);
+    __m128 two = _mm_max_ps(_mm_movehl_ps(four, four), four);
+    return _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(two), two));
+#else
+    float peaks[LANES];
+    NAME(store)(peaks, v);
+    for (int wide = LANES / 2; wide > 0; wide /= 2)
+        for (int i = 0; i < wide; i++)
+            peaks[i] = peaks[i + wide] > peaks[i] ? peaks[i + wide] : peaks[i];
+    return peaks[0];
+#endif
+}
+
 /* Scores of one row become weights; what the row has already shrinks to the new largest score. Keys that it does not
  * see weigh nothing. */
 static void NAME(soften)(const Attention *job, int row, int first, int end, float *weights, Scratch *s)
@@ -80,7 +103,7 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
     for (int i = end; i < KEYS; i++)
         weights[i] = -INFINITY;
     float peak = s->peak[row];
-    NAME(vec) highest = NAME(fill)(peak);
+    NAME(vec) most = NAME(fill)(peak);
     for (int i = 0; i < KEYS; i += LANES) {
         NAME(vec) v = NAME(load)(weights + i) * job->scale;
         if (job->softcap > 0) { /* cap * tanh(v / cap), by e^(-2|x|) */
@@ -93,15 +116,11 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
             bent = (NAME(vec))((NAME(ints))bent | sign);
             v = (NAME(vec))(((NAME(ints))bent & seen) | ((NAME(ints))v & ~seen));
         }
-        highest = NAME(larger)(v, highest);
+        most = NAME(larger)(v, most);
         NAME(store)(weights + i, v);
     }
-    float peaks[LANES], shrink[LANES];
-    NAME(store)(peaks, highest);
-    for (int wide = LANES / 2; wide > 0; wide /= 2)
-        for (int i = 0; i < wide; i++)
-            peaks[i] = peaks[i + wide] > peaks[i] ? peaks[i + wide] : peaks[i];
-    peak = peaks[0];
+    float shrink[LANES];
+    peak = NAME(highest)(most);
     shrink[0] = 1.0f; /* what e^0 is to the bit */
     if (peak - s->peak[row] != 0.0f)
         NAME(store)(shrink, NAME(exponential)(NAME(fill)(s->peak[row] - peak)));

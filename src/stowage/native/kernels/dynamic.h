@@ -10,7 +10,7 @@
 
 #include "formats_common.h"
 
-enum { DYNAMIC_BLOCK = 32, DYNAMIC_GROUP = 128, DYNAMIC_ROWS = 256 }; /* rows that are rounded at a time */
+enum { DYNAMIC_BLOCK = 32, DYNAMIC_GROUP = 128, DYNAMIC_ROWS = 512 }; /* rows that are rounded at a time */
 
 /* BIASED: codes less a bias. LEAST: and a least value. TWO: as BIASED; the first 16 weights have their own scale. */
 typedef enum { DYNAMIC_NONE = 0, BIASED = 1, LEAST = 2, TWO = 3 } DynamicKind;
