@@ -105,7 +105,7 @@ def test_scales_of_any_type_for_any_number_of_blocks(scale_dtype: torch.dtype, z
             assert_means(x, matrix, dequantized(spec, parts), spec)
 
 
-@pytest.mark.parametrize("outputs", [8, 128, 136, 264, 1000])
+@pytest.mark.parametrize("outputs", [8, 128, 136, 264, 1000, 2312])
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_strips_of_outputs_whose_codes_lie_by_inputs(name: str, outputs: int) -> None:
     spec = Spec(name, outputs, 288, 32, scale_dtype=torch.float16)

@@ -6,7 +6,7 @@
  * outputs in two registers: of GPTQ 32 in their order, of AWQ those of every fourth word of eight, whose low halves of
  * bytes go to the first register.
  */
-enum { DYNAMIC_STRIP = 128, DYNAMIC_PARTS = 4 };
+enum { DYNAMIC_STRIP = 128, DYNAMIC_PARTS = 4, DYNAMIC_STRIPS = 4 }; /* strips that take turns, of one row */
 
 /* A strip, from a group on. `across`: bytes from an input's codes (of GPTQ: eight inputs') to those of the next.
  * `left`: outputs that are there. */
@@ -91,21 +91,35 @@ static inline ALWAYS void dynamic_parts_awq(int rows, int parts, const DynamicSt
     }
 }
 
-/* Blocks [b, end) of a group of a strip and of R rows, P parts at a time: sums of every fourth block go on from those `kept`. `far`: where what is
- * fetched meanwhile begins. */
-#define STRIP(format, LINES, R, P)                                                                                     \
+/* What is fetched meanwhile: lines of memory in rows, `left` of which are left of the row before the next one begins. */
+typedef struct {
+    const uint8_t *at;
+    int64_t across, lines, left;
+} DynamicFar;
+
+static inline ALWAYS void dynamic_fetch(DynamicFar *far, int lines)
+{
+    for (int i = 0; i < lines; i++, far->at += 64) {
+        if (far->left-- == 0) {
+            far->at += far->across - 64 * far->lines;
+            far->left = far->lines - 1;
+        }
+        FETCH_FAR(far->at);
+    }
+}
+
+/* Blocks [b, end) of a group of a strip and of R rows, P parts at a time: sums of every fourth block go on from those
+ * `kept`. */
+#define STRIP(format, R, P)                                                                                            \
     static void dynamic_strip_##format##R(const DynamicStrip *strip, int b, int end, const DynamicStripScales *scales,  \
-                                          const DynamicInputs *x, int64_t x_row, const uint8_t *far, float *kept)      \
+                                          const DynamicInputs *x, int64_t x_row, DynamicFar *far, float *kept)         \
     {                                                                                                                  \
         for (; b < end; b++) {                                                                                         \
-            const uint8_t *fetched = far + 32 / (LINES) * b * strip->across;                                           \
-            UNROLLED for (int i = 0; i < 32 / (LINES); i++, fetched += strip->across)                                  \
-                UNROLLED for (int line = 0; line < (LINES); line++)                                                    \
-                    FETCH_FAR(fetched + 64 * line);                                                                    \
             UNROLLED for (int first = 0; first < DYNAMIC_PARTS; first += P) {                                          \
                 __m512i sums[P * R][2];                                                                                \
                 UNROLLED for (int i = 0; i < P * R; i++)                                                               \
                     sums[i][0] = sums[i][1] = _mm512_setzero_si512();                                                  \
+                dynamic_fetch(far, 8 * P);                                                                             \
                 dynamic_parts_##format(R, P, strip, first, b, x, x_row, sums);                                         \
                 UNROLLED for (int i = 0; i < P * R; i++)                                                               \
                     UNROLLED for (int c = 0; c < 2; c++) {                                                             \
@@ -122,12 +136,12 @@ static inline ALWAYS void dynamic_parts_awq(int rows, int parts, const DynamicSt
             }                                                                                                          \
         }                                                                                                              \
     }
-STRIP(gptq, 8, 1, 1) STRIP(gptq, 8, 2, 1) STRIP(gptq, 8, 4, 1) STRIP(gptq, 8, 8, 1)
-STRIP(awq, 1, 1, 4) STRIP(awq, 1, 2, 4) STRIP(awq, 1, 4, 2) STRIP(awq, 1, 8, 1)
+STRIP(gptq, 1, 1) STRIP(gptq, 2, 1) STRIP(gptq, 4, 1) STRIP(gptq, 8, 1)
+STRIP(awq, 1, 4) STRIP(awq, 2, 4) STRIP(awq, 4, 2) STRIP(awq, 8, 1)
 #undef STRIP
 
 typedef void (*DynamicStripWay)(const DynamicStrip *, int, int, const DynamicStripScales *, const DynamicInputs *, int64_t,
-                                const uint8_t *, float *);
+                                DynamicFar *, float *);
 static const DynamicStripWay dynamic_strips[2][4] = {
     {dynamic_strip_gptq1, dynamic_strip_gptq2, dynamic_strip_gptq4, dynamic_strip_gptq8},
     {dynamic_strip_awq1, dynamic_strip_awq2, dynamic_strip_awq4, dynamic_strip_awq8}};
@@ -188,39 +202,65 @@ static void dynamic_finish_strip(const Linear *job, int64_t n, int64_t wide, con
     }
 }
 
-/* Outputs [begin, end) of up to 8 rows, in the way of so many; 0: there is no memory for it. */
+/* Group `g` of the inputs of a strip: its blocks, which may have different scales. */
+static void dynamic_group(const Linear *job, int way, int64_t n, int64_t wide, int64_t g, DynamicStripScales *scales,
+                          const DynamicInputs *x, DynamicFar *far, float *kept)
+{
+    int gptq = job->format == GPTQ;
+    int64_t groups = dynamic_groups(job->inputs), blocks = job->inputs / DYNAMIC_BLOCK, each = job->group / DYNAMIC_BLOCK;
+    int64_t across = gptq ? 4 * job->outputs : job->outputs / 2, end = 4 * g + 4 < blocks ? 4 * g + 4 : blocks;
+    DynamicStrip strip = {(const uint8_t *)job->w + (gptq ? 4 * n : n / 2) + g * (gptq ? 16 : 128) * across, across, (int)wide};
+    for (int64_t b = 4 * g, stop; b < end; b = stop) {
+        stop = (b / each + 1) * each;
+        stop = stop < end ? stop : end;
+        if (b % each == 0)
+            dynamic_strip_scales(job, n, wide, b / each, scales);
+        dynamic_strips[!gptq][way](&strip, (int)(b - 4 * g), (int)(stop - 4 * g), scales, x + g, groups, far, kept);
+    }
+}
+
+/* Outputs [begin, end) of up to 8 rows, in the way of so many; 0: there is no memory for it.
+ *
+ * Groups of several strips take turns, so that memory is read in rows that are as long as all of them; a group is
+ * fetched while the one before it is multiplied. */
 static int dynamic_by_inputs(const Linear *job, int64_t begin, int64_t end, int way)
 {
-    int64_t groups = dynamic_groups(job->inputs), rows = 1 << way, blocks = job->inputs / DYNAMIC_BLOCK;
-    int64_t each = job->group / DYNAMIC_BLOCK, kept_bytes = rows * 4 * (int64_t)sizeof(DynamicStripScales) / 2;
+    int64_t groups = dynamic_groups(job->inputs), rows = 1 << way, strips = DYNAMIC_STRIPS >> way > 0 ? DYNAMIC_STRIPS >> way : 1;
+    int64_t strip_floats = rows * 4 * DYNAMIC_STRIP, kept_bytes = strips * strip_floats * (int64_t)sizeof(float);
+    int64_t scales_bytes = strips * (int64_t)sizeof(DynamicStripScales);
     int gptq = job->format == GPTQ;
-    char *memory = aligned_alloc(64, (size_t)(kept_bytes + rows * groups * (int64_t)sizeof(DynamicInputs)));
+    char *memory = aligned_alloc(64, (size_t)(kept_bytes + scales_bytes + rows * groups * (int64_t)sizeof(DynamicInputs)));
     if (memory == NULL)
         return 0;
     float *kept = (float *)memory;
+    DynamicStripScales *scales = (DynamicStripScales *)(memory + kept_bytes);
     const DynamicInputs *x = (const DynamicInputs *)job->packed;
     if (gptq) {
-        dynamic_reorder(x, rows * groups, 1, (DynamicInputs *)(memory + kept_bytes));
-        x = (const DynamicInputs *)(memory + kept_bytes);
+        DynamicInputs *reordered = (DynamicInputs *)(memory + kept_bytes + scales_bytes);
+        dynamic_reorder(x, rows * groups, 1, reordered);
+        x = reordered;
     }
-    int64_t across = gptq ? 4 * job->outputs : job->outputs / 2, group_bytes = (gptq ? 16 : 128) * across;
-    for (int64_t n = begin; n < end; n += DYNAMIC_STRIP) {
-        int64_t wide = end - n < DYNAMIC_STRIP ? end - n : DYNAMIC_STRIP;
+    int64_t across = gptq ? 4 * job->outputs : job->outputs / 2, most = strips * DYNAMIC_STRIP;
+    for (int64_t n = begin; n < end; n += most) {
+        int64_t wide = end - n < most ? end - n : most, lines = gptq ? (wide + 15) / 16 : (wide + 127) / 128;
         const uint8_t *first = (const uint8_t *)job->w + (gptq ? 4 * n : n / 2);
-        const uint8_t *next = first + (gptq ? 4 : 1) * DYNAMIC_STRIP / (gptq ? 1 : 2);
-        DynamicStripScales scales;
+        DynamicFar far = {first, across, lines, lines};
         memset(kept, 0, (size_t)kept_bytes);
-        for (int64_t b = 0, stop; b < blocks; b = stop) {
-            int64_t g = b / 4, own = b / each;
-            stop = (own + 1) * each < 4 * g + 4 ? (own + 1) * each : 4 * g + 4;
-            stop = stop < blocks ? stop : blocks;
-            if (b % each == 0)
-                dynamic_strip_scales(job, n, wide, own, &scales);
-            DynamicStrip strip = {first + g * group_bytes, across, (int)wide};
-            const uint8_t *far = g + 1 < groups ? strip.at + group_bytes : next;
-            dynamic_strips[!gptq][way](&strip, (int)(b % 4), (int)(stop - 4 * g), &scales, x + g, groups, far, kept);
+        if (n == begin)
+            dynamic_fetch(&far, (int)(lines * (gptq ? 16 : 128)));
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t next = g + 1 < groups ? (g + 1) * (gptq ? 16 : 128) * across : n + most < end ? (gptq ? 4 : 1) * most / (gptq ? 1 : 2) : 0;
+            far = (DynamicFar){first + next, across, lines, lines};
+            for (int64_t s = 0; s * DYNAMIC_STRIP < wide; s++) {
+                int64_t left = wide - s * DYNAMIC_STRIP;
+                dynamic_group(job, way, n + s * DYNAMIC_STRIP, left < DYNAMIC_STRIP ? left : DYNAMIC_STRIP, g, scales + s,
+                              x, &far, kept + s * strip_floats);
+            }
         }
-        dynamic_finish_strip(job, n, wide, kept);
+        for (int64_t s = 0; s * DYNAMIC_STRIP < wide; s++) {
+            int64_t left = wide - s * DYNAMIC_STRIP;
+            dynamic_finish_strip(job, n + s * DYNAMIC_STRIP, left < DYNAMIC_STRIP ? left : DYNAMIC_STRIP, kept + s * strip_floats);
+        }
     }
     free(memory);
     return 1;

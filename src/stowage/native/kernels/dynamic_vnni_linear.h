@@ -118,6 +118,22 @@ static void dynamic_lay(const Linear *job, const DynamicLaying *how, int64_t n, 
     dynamic_deal(scales[0], scales[1], dynamic_groups(depth) * 4, to);
 }
 
+/* Fetch scales and zero points of four outputs that come DYNAMIC_AHEAD bytes of codes after n. */
+static inline void dynamic_fetch_scales(const Linear *job, const DynamicLaying *how, int64_t n)
+{
+    n += (DYNAMIC_AHEAD / job->w_row + 4) / 4 * 4;
+    if (n >= job->outputs || job->scales == NULL)
+        return;
+    int64_t bytes = 4 * how->all * how->size;
+    for (int64_t i = 0; i < bytes; i += 64) {
+        FETCH_FAR((const char *)job->scales + n / 4 * bytes + i);
+        if (job->format == PACKED4)
+            FETCH_FAR((const char *)job->zeros + n / 4 * bytes + i);
+    }
+    for (int64_t i = 0; job->zeros != NULL && job->format != PACKED4 && n % 8 == 0 && i < 4 * how->all; i += 64)
+        FETCH_FAR((const char *)job->zeros + n / 8 * 4 * how->all + i);
+}
+
 /* Outputs [begin, end) of up to 8 rows. 0: there is no memory for it. */
 static int dynamic_few(const Linear *job, int64_t begin, int64_t end)
 {
@@ -140,6 +156,7 @@ static int dynamic_few(const Linear *job, int64_t begin, int64_t end)
     for (int64_t n = begin; n < end; n += 4) {
         int64_t wide = end - n < 4 ? end - n : 4;
         __m512 kept[DYNAMIC_FEW];
+        dynamic_fetch_scales(job, &laying, n);
         for (int i = 0; i < 1 << way; i++)
             kept[i] = _mm512_setzero_ps();
         for (int64_t k = 0, stop; k < job->inputs; k = stop) {

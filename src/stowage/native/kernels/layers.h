@@ -199,7 +199,8 @@ static int multiply_together(const int64_t *value, int layers)
     long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
     int rounds = common.form >= DYNAMIC, tiled = !rounds && common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW;
     int step = tiled || rounds || shares.job[0].format != PLAIN ? 32 : 12;
-    int64_t pieces = (common.rows > FEW ? 8 : 4) * threads; /* with few rows memory is waited for: it likes long runs */
+    int across = rounds && (shares.job[0].format == GPTQ || shares.job[0].format == AWQ); /* a run is as long as a piece is wide */
+    int64_t pieces = (common.rows > FEW ? 8 : across ? 2 : 4) * threads; /* few rows wait for memory: it likes long runs */
     shares.each = threads > 1 ? ((outputs - 1) / pieces / step + 1) * step : outputs;
     count_shares(&shares, layers);
     if (rounds)
