@@ -24,16 +24,14 @@ def probe(
     the cores is measured again.
     """
     from stowage.planner.probe import measure, remembered, rows
+    from stowage.planner.report import busy_hint
 
     measured = directory.expanduser().absolute() if directory is not None else None
     machine = None if refresh else remembered(measured)
     if machine is None or machine.busy:
         machine = measure(measured, say=lambda text: note(f"measuring {text}"))
     if machine.busy:
-        note(
-            f"Others took the cores meanwhile: {machine.waited_share:.0%} of the time was waiting for them, so this "
-            "machine is faster than that. When it is quiet, measure again: stowage probe"
-        )
+        note(busy_hint(machine))
     if json:
         print_json(machine.to_json())
         return

@@ -83,21 +83,18 @@ def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ..
     known = machine.formats.get(dtype, {})
     found, unknown = [], sorted(name for name in formats if name not in known)
     if unknown:
-        why = "it has no kernels for them" if machine.measured and not known else "that was not measured"
-        found.append(f"{', '.join(unknown)}: predicted as if they were as quick as {dtype}; {why} for this machine.")
+        why = "that was not measured for this machine."
+        if machine.measured and not known:
+            why = "it has no kernels for them, so they are unpacked at every step, which is much slower."
+        found.append(f"{', '.join(unknown)}: predicted as if they were as quick as {dtype}; {why}")
     for name in sorted(set(formats) - set(unknown)):
         times = machine.format_times(dtype, {name: 1.0}, 1)
         if times > _LEAST:
             found.append(
-                f"{said(name)} is computed at {1 / times:.2f} of the speed of {dtype} on this processor, for one token "
+                f"{name} is computed at {1 / times:.2f} of the speed of {dtype} on this processor, for one token "
                 "from memory; it takes fewer bytes of memory and of a disk."
             )
     return tuple(found)
-
-
-def said(name: str) -> str:
-    """A format's name for people."""
-    return f"{name.removesuffix(INT8)} with --int8-activations" if name.endswith(INT8) else name
 
 
 def _times(

@@ -153,8 +153,8 @@ def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> 
     found = []
     for tensor in model:
         spec, experts = specs.get(tensor.name, (None, 0))
-        nbytes = spec.nbytes * max(1, experts) if spec is not None else 0
         if spec is not None:
+            nbytes = spec.nbytes * max(1, experts)
             tensor = Tensor(tensor.name, "U8", (1, nbytes), nbytes, tensor.elements, spec.name)
         found.append(tensor)
     return found

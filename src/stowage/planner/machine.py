@@ -16,7 +16,7 @@ from stowage.errors import ConfigError
 from stowage.planner.model_config import ITEM_BYTES
 
 VERSION = 5
-INT8 = " with int8 activations"
+INT8 = " with --int8-activations"
 """Ends the name of a format whose products round activations to 8 bits."""
 _BUSY_SHARE = 0.1
 """On two quiet cores threads wait 1 to 3 % of their time, beside one program that computes 46 to 52 %."""
@@ -171,6 +171,11 @@ def by_number(found: Mapping[str, float]) -> dict[int, float]:
     return {int(number): float(value) for number, value in found.items()}
 
 
+def by_format(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, dict[int, float]]]:
+    """The same of ``Machine.formats``."""
+    return {dtype: {name: by_number(times) for name, times in each.items()} for dtype, each in found.items()}
+
+
 def from_json(text: str) -> Machine:
     """The inverse of ``to_json``. Raises ``ConfigError``."""
     try:
@@ -180,10 +185,7 @@ def from_json(text: str) -> Machine:
                 "the machine's file is of another version of Stowage; measure it: stowage probe --refresh"
             )
         products = {name: by_number(rates) for name, rates in found.pop("products").items()}
-        formats = {
-            dtype: {name: by_number(times) for name, times in each.items()}
-            for dtype, each in found.pop("formats").items()
-        }
+        formats = by_format(found.pop("formats"))
         reads, losses = by_number(found.pop("disk_read")), by_number(found.pop("overlap_loss"))
         return Machine(products=products, formats=formats, disk_read=reads, overlap_loss=losses, **found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -22,7 +22,6 @@ from stowage.planner.shapes import Attention, Kept, Layer, Model
 if TYPE_CHECKING:
     from stowage.models.meta_forward import Described
     from stowage.models.multimodal import TextPart
-    from stowage.weights.quantized.published import Plan
 
 _WAY_OUT = "With the checkpoint's *.safetensors files beside config.json any model's sizes are read from their headers."
 
@@ -70,11 +69,7 @@ def _gguf(path: Path, dtype: str) -> Model | None:
     refuse_unsupported(found.config)
     chosen = run_dtype(str(found.config.dtype).removeprefix("torch."), dtype)
     plan = found.plan(chosen)
-    return _planned(shape(found.config, chosen), plan)
-
-
-def _planned(model: Model, plan: Plan) -> Model:
-    return headers.measured(model, headers.of_plan(plan))
+    return headers.measured(shape(found.config, chosen), headers.of_plan(plan))
 
 
 def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
@@ -89,7 +84,7 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
         assert method is not None, "the config says that it is quantised"
         if files:
             plan = plan_of(files, part, method, getattr(torch, model.dtype), read=False)
-            return _planned(model, plan)
+            return headers.measured(model, headers.of_plan(plan))
         plain = meta_model(part)
         specs = specs_of(plain, method, getattr(torch, model.dtype))
         counted = headers.of_specs(specs, _parameters(plain))

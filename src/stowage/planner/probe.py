@@ -20,7 +20,7 @@ from typing import Any
 from stowage.errors import ConfigError, StowageError
 from stowage.models.remembered import default_state_directory
 from stowage.planner import storage
-from stowage.planner.machine import Machine, by_number, from_json
+from stowage.planner.machine import Machine, by_format, by_number, from_json
 
 DEPTHS = (1, 4, 8)
 _TIMEOUT_S = 600.0
@@ -65,10 +65,7 @@ def measure(
         disk_write=written_bytes_per_s,
         key=machine_key(directory),
         products={name: by_number(rates) for name, rates in computed.pop("products").items()},
-        formats={
-            dtype: {name: by_number(times) for name, times in each.items()}
-            for dtype, each in computed.pop("formats", {}).items()
-        },
+        formats=by_format(computed.pop("formats", {})),
         overlap_loss=by_number(computed.pop("overlap_loss", {})),
         memcpy_one=memcpy_one,
         memcpy_all=memcpy_all,

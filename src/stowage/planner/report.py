@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stowage.config.memory import format_size
+from stowage.planner.machine import Machine
 from stowage.planner.predict import Step
 from stowage.planner.shapes import Model
 from stowage.planner.solve import DEVICE, TIERS, Alternative, Placed, Solution
@@ -112,13 +113,18 @@ def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
         found.append("Experts are taken to be chosen evenly; real text prefers some, and a cache has more of them.")
     found += solution.model.notes
     if solution.machine.busy:
-        found.append(
-            f"It was measured while others took the cores ({solution.machine.waited_share:.0%} of the time was "
-            "waiting for them), so it is faster than this says. When it is quiet: stowage probe"
-        )
+        found.append(busy_hint(solution.machine))
     if not solution.machine.measured:
         found.append(f"Speeds are {solution.machine.name}: for real ones run `stowage probe` on the machine.")
     return found
+
+
+def busy_hint(machine: Machine) -> str:
+    """Of a machine that was measured while it was busy."""
+    return (
+        f"It was measured while others took the cores ({machine.waited_share:.0%} of the time was waiting for them), "
+        "so it is faster than this says. When it is quiet: stowage probe"
+    )
 
 
 def _limit(solution: Solution) -> str:

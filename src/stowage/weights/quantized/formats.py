@@ -88,7 +88,7 @@ FORMATS: Final[Mapping[str, BlockFormat]] = {
         BlockFormat("awq", 8, 4),
     )
 }
-PLAIN: Final = frozenset(("f32", "f16", "bf16"))
+PLAIN: Final[Mapping[str, torch.dtype]] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Those of single numbers."""
 BLOCKS: Final = tuple(name for name, each in FORMATS.items() if each.ggml >= 0)
 """Those of one tensor of bytes."""
@@ -193,12 +193,9 @@ def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) ->
 
 
 def _of_blocks(spec: Spec, raw: Tensor) -> Tensor:
-    if spec.name in _PLAIN:
-        return raw.contiguous().view(_PLAIN[spec.name]).float()
+    if spec.name in PLAIN:
+        return raw.contiguous().view(PLAIN[spec.name]).float()
     return _IN_BLOCKS[spec.name](raw.reshape(-1, spec.format.nbytes))
-
-
-_PLAIN: Final = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def _half(raw: Tensor) -> Tensor:
