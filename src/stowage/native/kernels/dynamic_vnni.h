@@ -43,20 +43,31 @@ static inline ALWAYS __m512i dynamic_sums(const __m512i v[4], int size, __m512i 
 }
 
 /* The sums of 16 codes of each of four blocks. */
-static inline ALWAYS __m128i dynamic_totals(const int8_t *codes)
+static inline ALWAYS __m128i dynamic_totals(__m512i codes)
 {
-    __m512i fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(codes));
+    __m512i fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
     __m512i twos = _mm512_add_epi32(fours, _mm512_shuffle_epi32(fours, 0xb1));
     twos = _mm512_add_epi32(twos, _mm512_shuffle_epi32(twos, 0x4e));
     return _mm512_castsi512_si128(
         _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), twos));
 }
 
+/* The whole numbers nearest to 16 of each of four blocks, v[0], v[2], ..., times `by`: side by side. Sums of what was
+ * stored in parts, and is read as a whole, would wait for memory. */
+static inline ALWAYS __m512i dynamic_nearest(const __m512 *v, const __m512 *by)
+{
+    __m512i n[4];
+    UNROLLED for (int b = 0; b < 4; b++)
+        n[b] = _mm512_cvtps_epi32(_mm512_mul_ps(v[2 * b], by[b]));
+    __m512i quarters = _mm512_packs_epi16(_mm512_packs_epi32(n[0], n[1]), _mm512_packs_epi32(n[2], n[3]));
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), quarters);
+}
+
 /* As `dynamic_round`. */
 static void dynamic_round_quickly(const void *from, int half, int64_t inputs, int bias, DynamicInputs *to)
 {
     for (int64_t k = 0; k < inputs; k += DYNAMIC_GROUP, to++) {
-        __m512 values[8];
+        __m512 values[8], by[4];
         __m512i peaks[4], size = _mm512_set1_epi32(0x7fffffff);
         UNROLLED for (int i = 0; i < 8; i++) {
             int64_t at = k + 16 * i;
@@ -77,16 +88,19 @@ static void dynamic_round_quickly(const void *from, int half, int64_t inputs, in
         __mmask8 none = _mm_cmpge_epi32_mask(peak, _mm_set1_epi32(0x7f800000));
         __m128 most = _mm_set1_ps(127), scale = _mm_maskz_div_ps((__mmask8)~small, (__m128)peak, most);
         scale = _mm_mask_mov_ps(scale, none, _mm_set1_ps(NAN));
-        float inverse[4];
-        _mm_storeu_ps(inverse, _mm_maskz_div_ps((__mmask8) ~(small | none), most, (__m128)peak));
-        UNROLLED for (int i = 0; i < 8; i++) {
-            __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], _mm512_set1_ps(inverse[i / 2])));
-            if (none >> i / 2 & 1)
-                codes = _mm512_setzero_si512();
-            _mm_storeu_si128((__m128i *)(to->codes[i % 2] + i / 2 * 16), _mm512_cvtsepi32_epi8(codes));
-        }
-        __m128i first = dynamic_totals(to->codes[0]), all = _mm_add_epi32(first, dynamic_totals(to->codes[1]));
+        __m512 inverse = _mm512_castps128_ps512(_mm_maskz_div_ps((__mmask8) ~(small | none), most, (__m128)peak));
+        UNROLLED for (int b = 0; b < 4; b++)
+            by[b] = _mm512_permutexvar_ps(_mm512_set1_epi32(b), inverse);
+        __m512i codes[2] = {dynamic_nearest(values, by), dynamic_nearest(values + 1, by)};
+        for (int b = 0; none && b < 4; b++) /* what is no number times 0 is none either */
+            if (none >> b & 1) {
+                codes[0] = _mm512_mask_mov_epi32(codes[0], (__mmask16)(15 << 4 * b), _mm512_setzero_si512());
+                codes[1] = _mm512_mask_mov_epi32(codes[1], (__mmask16)(15 << 4 * b), _mm512_setzero_si512());
+            }
+        __m128i first = dynamic_totals(codes[0]), all = _mm_add_epi32(first, dynamic_totals(codes[1]));
         __m128i less = _mm_set1_epi32(-bias);
+        _mm512_storeu_si512(to->codes[0], codes[0]);
+        _mm512_storeu_si512(to->codes[1], codes[1]);
         _mm_storeu_ps(to->scale, scale);
         _mm_storeu_si128((__m128i *)to->less, _mm_mullo_epi32(all, less));
         _mm_storeu_ps(to->sum, _mm_mul_ps(scale, _mm_cvtepi32_ps(all)));
