@@ -249,13 +249,13 @@ def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_pat
     required the engine says that it has none.
     """
     forget_trials(monkeypatch, tmp_path)
-    honest = kernels.linear
+    honest = kernels.linear_of
 
-    def other_with_few_rows(x, weight, bias=None):
-        out = honest(x, weight, bias)
+    def other_with_few_rows(x, matrix, bias=None):
+        out = honest(x, matrix, bias)
         return out * (1 + 1e-6) if out.numel() // out.shape[-1] < 3 else out
 
-    monkeypatch.setattr(kernels, "linear", other_with_few_rows)
+    monkeypatch.setattr(kernels, "linear_of", other_with_few_rows)
     memory = Memory(kv_cache_memory="8MiB", host_memory="8MiB", disk=f"{tmp_path / 'cache'}:64MiB")
     with pytest.raises(UnsupportedModelError, match="are not exact: token"):
         Engine(checkpoints("llama"), memory, deterministic=True)

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from stowage.executor import kernels as native
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.weights.away import absent, come, go
+from stowage.weights.quantized.blocks import BlockLinear
+from stowage.weights.quantized.formats import Spec
+from tests.block_formats import parts_of
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
 
@@ -169,3 +172,66 @@ def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, b
         asked.clear()
         assert torch.equal(native.product(x, layer.weight, layer.bias), ours if few else layer(x))
         assert asked == [rows] * few
+
+
+class BlockNet(Net):
+    """The same with matrices in block formats, of which one has codes without a bias."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        for own, name, outputs in (("first", "q4_0", 30), ("second", "q8_0", 7), ("third", "q4_1", 30)):
+            spec = Spec(name, outputs, 96)
+            layer = BlockLinear(spec, None, dtype)
+            for part, tensor in parts_of(spec, seed=outputs).items():
+                setattr(layer, layer._names[part], nn.Parameter(tensor, requires_grad=False))
+            setattr(self, own, layer)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_matrices_in_block_formats_and_inputs_that_are_rounded_once(dtype, int8, calls):
+    """Of many rows too, if they are rounded."""
+    net = BlockNet(dtype)
+    mode = RowInvariance(linear=True, exact=True, int8=int8)
+    layers = [net.first, net.second, net.third]
+    for rows, together in ((3, [1, 1, 1]), (2, [3]), (native.ROWS_FEW + 6, [3] if int8 else [1, 1, 1]), (1, [3])):
+        x = torch.randn(1, rows, 96, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        alone = [mode.matrix(x, layer.matrix) for layer in layers]
+        assert all(matrix is not None and matrix.int8 == int8 for matrix in alone)
+        expected = [native.linear_of(x, matrix) for matrix in alone if matrix is not None]
+        calls.clear()
+        with torch.inference_mode(), mode:
+            found = net(x)
+        assert agree(found, expected) and calls == together
+
+
+def test_a_matrix_that_is_away_is_not_computed_ahead(calls):
+    net, mode = BlockNet(torch.bfloat16), RowInvariance(linear=True, exact=True, int8=True)
+    weight = next(net.second.parameters())
+    here = weight.data
+    x = torch.randn(1, 2, 96).bfloat16()
+    with torch.inference_mode():
+        for _ in range(2):
+            with mode:
+                expected = net(x)
+        assert calls[-1] == 3
+        net.second.register_forward_pre_hook(lambda *_: come(weight, here))
+        go(weight, absent(here.shape, here.dtype))
+        calls.clear()
+        with mode:
+            found = net(x)
+    assert agree(found, expected) and calls == [1, 1, 1]
+
+
+def test_products_of_other_sorts_are_not_computed_together(calls):
+    """A matrix of plain numbers with the same input: that is not rounded."""
+    net, mode = BlockNet(torch.bfloat16), RowInvariance(linear=True, exact=True, int8=True)
+    net.second = nn.Linear(96, 7, bias=False).bfloat16().requires_grad_(False)
+    x = torch.randn(1, 2, 96).bfloat16()
+    with torch.inference_mode():
+        for _ in range(3):
+            calls.clear()
+            with mode:
+                found = net(x)
+            assert calls == [1, 1, 1]
+            assert torch.equal(found[1], native.linear(x, net.second.weight))

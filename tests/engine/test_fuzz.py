@@ -43,13 +43,13 @@ def flipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of many rows that is not that of few."""
-    honest = kernels.linear
+    honest = kernels.linear_of
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = honest(x, weight, bias)
+    def linear_of(x: Tensor, matrix: kernels.Matrix, bias: Tensor | None = None) -> Tensor:
+        out = honest(x, matrix, bias)
         return out * 1.01 if out.numel() // out.shape[-1] > 100 else out
 
-    monkeypatch.setattr(kernels, "linear", linear)
+    monkeypatch.setattr(kernels, "linear_of", linear_of)
 
 
 @pytest.mark.parametrize("plant", [flipped, neighbours])

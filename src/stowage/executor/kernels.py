@@ -236,24 +236,22 @@ def of_blocks(matrix: BlockMatrix) -> Matrix:
     return Matrix(codes, spec.outputs, row, scales, zeros, group, _FORMATS[spec.name], spec.high, kind)
 
 
-def linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """``linear`` with each of up to ``TOGETHER`` ``weights`` of one type, without biases, in one call."""
-    form, halves = form_of(x, of_plain(weights[0]))
-    if halves or x.dtype is torch.float32:
-        outs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
-        _multiply(x, [(of_plain(weight), out) for weight, out in zip(weights, outs, strict=True)], form, halves)
-        return outs
-    return [linear(x, weight) for weight in weights]
+def linears(x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+    """``linear_of`` each of up to ``TOGETHER`` ``matrices`` of one form and group, without biases, in one call."""
+    form, narrow = form_of(x, matrices[0])
+    dtype = x.dtype if narrow else torch.float32
+    outs = [x.new_empty((*x.shape[:-1], matrix.outputs), dtype=dtype) for matrix in matrices]
+    _multiply(x, list(zip(matrices, outs, strict=True)), form, narrow)
+    return [out if out.dtype is x.dtype else out.to(x.dtype) for out in outs]
 
 
 def linear_of(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """``x`` ``[..., inputs]``, float32 or bfloat16, times any matrix that the kernels read, plus ``bias``."""
-    form, halves = form_of(x, matrix)
-    narrow = halves and bias is None
-    out = x.new_empty((*x.shape[:-1], matrix.outputs), dtype=x.dtype if narrow else torch.float32)
-    _multiply(x, [(matrix, out)], form, narrow)
-    if bias is not None:
-        out += bias
+    if bias is None:
+        return linears(x, [matrix])[0]
+    out = x.new_empty((*x.shape[:-1], matrix.outputs), dtype=torch.float32)
+    _multiply(x, [(matrix, out)], form_of(x, matrix)[0], False)
+    out += bias
     return out if out.dtype is x.dtype else out.to(x.dtype)
 
 

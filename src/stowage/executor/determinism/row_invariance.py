@@ -55,7 +55,7 @@ class RowInvariance(TorchFunctionMode):
         super().__init__()
         self.exact, self._int8 = exact, int8
         self._special: dict[Any, Callable[..., Any]] = {}
-        self._fused = FusedLinear()
+        self._fused = FusedLinear(self.matrix)
         if linear:
             self._special[F.linear] = self._linear
             self._special[F.embedding] = _embedding
@@ -96,14 +96,9 @@ class RowInvariance(TorchFunctionMode):
         self._fused.end()
 
     def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        if bias is None and self.by_kernels(input, weight):
-            return self._fused.linear(input, weight)
+        if bias is None and FusedLinear.takes(weight) and (matrix := self.matrix(input, weight)) is not None:
+            return self._fused.linear(input, weight, matrix)
         return self.alone(input, weight, bias)
-
-    def by_kernels(self, input: Tensor, weight: Any) -> bool:
-        """Whether ``alone`` of these is a call of ``kernels.linear``."""
-        ours = self.exact or kernels.has_few_rows(input)
-        return ours and type(weight) is Parameter and kernels.takes(input, weight)
 
     def matrix(self, input: Tensor, weight: Any) -> kernels.Matrix | None:
         """``weight`` as the kernels read it, where ``alone`` is one call of theirs that can be repeated."""

@@ -8,67 +8,85 @@ tensor, while its numbers had not changed. A result is given out for that tensor
 that the model does not ask for one of the results, these layers are computed one by one from then on. The bits are the
 same: the kernels sum every output by itself.
 
+Many rows keep the threads busy with one layer, and several results would take memory; but where inputs are rounded to
+8 bits, they are then rounded once.
+
 Weights may come and go: layers are computed together only while the weights of all of them are there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from stowage.executor import kernels
+from stowage.executor.kernels import Matrix
+from stowage.weights.quantized.blocks import BlockMatrix
 
 ROWS_MAX = kernels.ROWS_FEW
-"""With more rows one layer keeps the threads busy anyway, and the results would take memory."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """An input that a layer was given while learning, as it was then, and the layers that followed."""
+    """An input that a layer was given while learning, as it was then, and the layers that followed; ``sort``: of all
+    their products.
+    """
 
     x: Tensor
     before: Tensor
-    weights: list[Tensor]
+    sort: tuple[Any, ...]
+    weights: list[Any]
 
 
 class FusedLinear:
-    """The fused linear layers of one model. One thread uses it."""
+    """The fused linear layers of one model; ``matrix``: how the kernel reads a weight that is multiplied with a tensor,
+    if it does. One thread uses it.
+    """
 
-    def __init__(self) -> None:
-        self._fused: dict[int, tuple[Tensor, ...]] = {}
-        """By the first layer's ``id``: all of them. Weights are held, so that no other one gets the ``id``."""
+    def __init__(self, matrix: Callable[[Tensor, Any], Matrix | None]) -> None:
+        self._matrix = matrix
+        self._fused: dict[int, tuple[Any, ...]] = {}
+        """By the first layer's key: all of them. Weights are held, so that no other one gets the key."""
         self._seen: _Seen | None = None
         self._x: Tensor | None = None
         self._ready: dict[int, Tensor] = {}
         self._first = 0
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``kernels.linear``, which ``kernels.takes``."""
+    @staticmethod
+    def takes(weight: Any) -> bool:
+        """Whether layers of such a weight are known again."""
+        return type(weight) is Parameter or type(weight) is BlockMatrix
+
+    def linear(self, x: Tensor, weight: Any, matrix: Matrix) -> Tensor:
+        """``kernels.linear_of`` ``matrix``, which is that of ``weight``, which it ``takes``."""
+        key = _key(weight)
         if self._ready:
             if x is self._x:
-                found = self._ready.pop(id(weight), None)
+                found = self._ready.pop(key, None)
                 if found is not None:
                     return found
             self._part()
-        if x.numel() > ROWS_MAX * x.shape[-1]:
-            return kernels.linear(x, weight)
-        weights = self._fused.get(id(weight))
-        if weights is None:
-            self._learn(x, weight)
-        elif len(weights) > 1 and _are_here(weights):
-            out, *others = kernels.linears(x, weights)
-            self._x, self._first = x, id(weight)
-            self._ready = {id(other): found for other, found in zip(weights[1:], others, strict=True)}
-            return out
-        return kernels.linear(x, weight)
+        few = x.numel() <= ROWS_MAX * x.shape[-1]
+        if few or matrix.int8:
+            weights = self._fused.get(key)
+            if weights is None and few:
+                self._learn(x, weight, matrix)
+            elif weights is not None and (all_of_them := self._matrices(x, weights)):
+                out, *others = kernels.linears(x, all_of_them)
+                self._x, self._first = x, key
+                self._ready = {_key(other): found for other, found in zip(weights[1:], others, strict=True)}
+                return out
+        return kernels.linear_of(x, matrix)
 
-    def fused(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def fused(self, x: Tensor, weight: Parameter) -> tuple[Parameter, ...]:
         """Which layers are computed together when the one of ``weight`` is asked for; nothing if that is not known."""
         few = x.numel() <= ROWS_MAX * x.shape[-1]
-        weights = self._fused.get(id(weight), ()) if few else ()
+        weights = self._fused.get(_key(weight), ()) if few else ()
         return weights if _are_here(weights) else ()
 
     def end(self) -> None:
@@ -79,20 +97,28 @@ class FusedLinear:
             self._close(self._seen)
         self._x = None
 
-    def _learn(self, x: Tensor, weight: Tensor) -> None:
-        seen = self._seen
+    def _matrices(self, x: Tensor, weights: Sequence[Any]) -> list[Matrix]:
+        """Those of layers that can be computed together now; of fewer than two none."""
+        if len(weights) < 2 or not _are_here(weights):
+            return []
+        found = [self._matrix(x, weight) for weight in weights]
+        return [matrix for matrix in found if matrix is not None] if None not in found else []
+
+    def _learn(self, x: Tensor, weight: Any, matrix: Matrix) -> None:
+        seen, sort = self._seen, (type(weight), matrix.group, kernels.form_of(x, matrix))
         if seen is not None:
-            if x is seen.x and len(seen.weights) < kernels.TOGETHER and torch.equal(x, seen.before):
+            together = x is seen.x and sort == seen.sort and len(seen.weights) < kernels.TOGETHER
+            if together and torch.equal(x, seen.before):
                 seen.weights.append(weight)
                 return
             self._close(seen)
-        self._seen = _Seen(x, x.clone(), [weight])
+        self._seen = _Seen(x, x.clone(), sort, [weight])
 
     def _close(self, seen: _Seen) -> None:
         self._seen = None
-        weights = {id(weight): weight for weight in seen.weights}
+        weights = {_key(weight): weight for weight in seen.weights}
         if len(weights) == len(seen.weights):  # one that is used twice would be computed once
-            self._fused[id(seen.weights[0])] = tuple(seen.weights)
+            self._fused[_key(seen.weights[0])] = tuple(seen.weights)
         else:
             self._fused |= {key: (weight,) for key, weight in weights.items()}
 
@@ -102,6 +128,15 @@ class FusedLinear:
         self._ready = {}
 
 
-def _are_here(weights: tuple[Tensor, ...]) -> bool:
+def _parts(weight: Any) -> tuple[Tensor, ...]:
+    return tuple(weight.parts.values()) if type(weight) is BlockMatrix else (weight,)
+
+
+def _key(weight: Any) -> int:
+    """A layer's matrix is made anew in every forward; its parameters stay."""
+    return id(_parts(weight)[0])
+
+
+def _are_here(weights: Sequence[Any]) -> bool:
     """One that is away is of another class (``weights.away``)."""
-    return all(type(weight) is Parameter for weight in weights)
+    return all(type(part) is Parameter for weight in weights for part in _parts(weight))

@@ -120,7 +120,7 @@ def listed(step: WrittenStep) -> RecordedCalls:
 
 def linears(x: Tensor, *weights: Tensor) -> list[Tensor]:
     """Linear layers with one input, in one call of the kernels."""
-    return kernels.linears(x, weights) if len(weights) > 1 else [kernels.linear(x, weights[0])]
+    return kernels.linears(x, [kernels.of_plain(weight) for weight in weights])
 
 
 def arguments_of(function: Any, given: Sequence[Any]) -> tuple[Any, list[Any], dict[str, Any]]:
