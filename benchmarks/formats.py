@@ -41,8 +41,8 @@ SPECS = (
 )
 
 
-def random_matrix(spec: Spec, memory: ResidentMemory) -> BlockMatrix:
-    """Of bytes whose scales are usual numbers: what is computed takes as long whatever they are then."""
+def random_parts(spec: Spec) -> dict[str, Tensor]:
+    """Bytes whose scales are usual numbers: what is computed takes as long whatever they are then."""
     parts = {}
     for part, (shape, dtype) in spec.tensors().items():
         if dtype.is_floating_point:
@@ -51,7 +51,12 @@ def random_matrix(spec: Spec, memory: ResidentMemory) -> BlockMatrix:
             parts[part] = torch.randint(115, 125, shape, dtype=dtype)
         else:
             parts[part] = torch.randint(0, 48, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
-    return BlockMatrix(spec, {part: memory.copy(values) for part, values in parts.items()}, torch.bfloat16)
+    return parts
+
+
+def random_matrix(spec: Spec, memory: ResidentMemory) -> BlockMatrix:
+    """Where the engine's weights lie."""
+    return BlockMatrix(spec, {part: memory.copy(values) for part, values in random_parts(spec).items()}, torch.bfloat16)
 
 
 def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:

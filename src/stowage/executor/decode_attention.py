@@ -29,7 +29,7 @@ class PagedKernel:
     """A kernel that may take the place of ``attend`` on some device, once ``paged_trial`` has tried it.
 
     ``piece_keys``: with fewer keys the kernel takes them in one piece. ``errors``: what its compiler and launcher
-    raise, besides Python's own errors. ``of_length``: ``attend`` for sequences of up to so many tokens, which sums a
+    raise. ``of_length``: ``attend`` for sequences of up to so many tokens, which sums a
     sequence's keys in one order whatever the longest of a step has; for steps of one number of sequences.
     """
 

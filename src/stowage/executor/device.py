@@ -5,6 +5,8 @@
     recorder       records decode steps
     paged_kernel   attention of single tokens without gathering their keys
 
+and what unpacks matrices in published formats on CUDA devices, which ``weights`` is told of here.
+
 Owns the choice, and the clear refusal of what a device cannot do. This is the only importer of ``cuda``, where
 everything is that only CUDA runs. All other code takes its device from the tensors that it is given.
 """
@@ -20,9 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import SlabClass
+from stowage.cuda.compiling import errors as compiling_errors
 from stowage.cuda.copies import CudaCarrier, CudaCopies
 from stowage.cuda.graphs import CudaRecorder
 from stowage.cuda.paged_attention import launch
+from stowage.cuda.unpacking.launch import Unpacking
 from stowage.errors import ConfigError, first_line
 from stowage.executor.decode_attention import PagedKernel
 from stowage.executor.replay.graphs.recorder import Recorder
@@ -31,8 +35,11 @@ from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import BlockTransfer
 from stowage.transfer.staged import PlainCopies, StagedTransfer
 from stowage.weights.device_prefetcher import Carrier, PlainCarrier
+from stowage.weights.quantized.formats import by_torch, first_outputs, unpack_with
 
 __all__ = ["DeviceLink", "carrier", "device_of", "link", "paged_kernel", "recorder", "resolve"]
+
+unpack_with("cuda", Unpacking(by_torch, first_outputs))
 
 
 def resolve(name: str) -> torch.device:
@@ -108,4 +115,4 @@ def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None
     """What attends to single tokens on ``device`` in ``dtype``, still untried; ``None``: torch gathers their keys."""
     if not launch.wanted(device, dtype):
         return None
-    return PagedKernel(launch.attend, launch.PIECE_KEYS_LEAST, launch.errors(), launch.of_length)
+    return PagedKernel(launch.attend, launch.PIECE_KEYS_LEAST, compiling_errors(), launch.of_length)

@@ -67,15 +67,6 @@ def of_length(tokens: int) -> Callable[..., Tensor]:
     return functools.partial(attend, longest=tokens)
 
 
-def errors() -> tuple[type[Exception], ...]:
-    """What Triton's compiler and launcher raise, besides Python's own errors; nothing where half of Triton is there."""
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return ()
-    return (TritonError,)
-
-
 def attend(
     query: Tensor,
     keys: Tensor,

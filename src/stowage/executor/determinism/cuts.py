@@ -30,6 +30,8 @@ from stowage.executor.sequence_state import SequenceState
 from stowage.models.families import ALONE
 from stowage.models.layout import ModelLayout
 from stowage.native import is_wanted
+from stowage.weights.quantized.modules import has_packed_experts
+from stowage.weights.quantized.stacks import has_grouped_products
 
 SCAN_TOKENS = 64
 """Of a gated delta rule's chunks in Transformers, which no config states."""
@@ -141,15 +143,11 @@ def device_rows(max_num_seqs: int) -> int:
 
 
 def _crowded_experts(model: Any) -> bool:
-    """Whether a token's product with an expert depends on how many other tokens chose that expert. Seen not to:
-    ``torch._grouped_mm`` in bfloat16 on an H100, which has a kernel for it; elsewhere torch multiplies one expert after
-    the other.
-    """
+    """Whether a token's product with an expert depends on how many other tokens chose that expert."""
     if not any("expert" in name or "moe" in name for name, _ in model.named_parameters()):
         return False
-    if getattr(model.config, "_experts_implementation", None) != "grouped_mm" or model.dtype is not torch.bfloat16:
-        return True
-    return model.device.type != "cuda" or torch.cuda.get_device_capability(model.device)[0] != 9
+    looped = getattr(model.config, "_experts_implementation", None) != "grouped_mm" or has_packed_experts(model)
+    return looped or not has_grouped_products(model.device, model.dtype)
 
 
 def away_unread(model: Any) -> str:

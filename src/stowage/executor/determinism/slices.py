@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from stowage.executor.determinism.row_invariance import PRODUCTS
+from stowage.weights.quantized.codes import PackedMatrix
 
 __all__ = ["RowSlices"]
 
@@ -43,6 +44,8 @@ class RowSlices(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _linear(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedMatrix) and not weight.transposed:  # whose values are then made once for all rows
+            return weight.multiply(input, bias, self._linear)
         rows = input.reshape(-1, input.shape[-1])
         parts = torch.split(rows, self._rows)
         products = [F.linear(part, weight, bias) for part in parts]

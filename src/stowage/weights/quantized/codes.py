@@ -40,6 +40,8 @@ _WHOLE_PAGES_FROM: Final = 64 << 10
 _TILE_ELEMENTS: Final = 1 << 19
 """Unpacked at once: 2 MiB in float32. Less costs calls, more falls out of the cache (measured: 128 to 1,024 rows of
 2,048 are alike, 8,192 take twice as long)."""
+_TILE_ELEMENTS_AWAY: Final = 1 << 24
+"""On other devices, whose kernels are many times as wide."""
 _ROWS_NATIVE_MOST: Final = 16
 """Up to so many tokens torch's own kernel for int8 is the quicker one in bfloat16 (12 ms against 62 for one token)."""
 
@@ -96,10 +98,9 @@ class Form:
         unit = PAGE_BYTES if used >= _WHOLE_PAGES_FROM else _ALIGNED_BYTES
         return -(-used // unit) * unit
 
-    @property
-    def rows(self) -> int:
-        """Output channels that are unpacked at once."""
-        return min(self.outputs, max(1, _TILE_ELEMENTS // self.inputs))
+    def rows(self, away: bool = False) -> int:
+        """Output channels that are unpacked at once; ``away``: on another device than the CPU."""
+        return min(self.outputs, max(1, (_TILE_ELEMENTS_AWAY if away else _TILE_ELEMENTS) // self.inputs))
 
     def pack(self, weight: Tensor, inputs: Inputs | None = None) -> Tensor:
         """The bytes of ``weight`` (outputs, inputs): uint8, (nbytes,). ``inputs``: what it is multiplied with, where
@@ -120,10 +121,11 @@ class Form:
             packed[at + begin * self.row_bytes :][: codes.numel()] = codes.view(-1)
         return packed
 
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Output channels that are packed and unpacked together: begin and end."""
-        for begin in range(0, self.outputs, self.rows):
-            yield begin, min(begin + self.rows, self.outputs)
+    def tiles(self, away: bool = False) -> Iterator[tuple[int, int]]:
+        """Output channels that are packed and unpacked together: begin and end; see ``rows``."""
+        rows = self.rows(away)
+        for begin in range(0, self.outputs, rows):
+            yield begin, min(begin + rows, self.outputs)
 
     def _int8(self, values: Tensor, packed: Tensor, begin: int) -> Tensor:
         scales = values.abs().amax(dim=1) / 127
@@ -144,12 +146,12 @@ class Form:
         return found.codes[:, :half] | (found.codes[:, half:] << 4)
 
 
-def _tile_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What weights are unpacked to for inputs of ``dtype``: 16 bits only where the processor multiplies those itself
-    (else 128 tokens took 4 times as long as in float32); sums of codes are too large for float16.
+def _tile_dtype(x: Tensor) -> torch.dtype:
+    """What weights are unpacked to for inputs ``x``: 16 bits only where the processor, or the device, multiplies those
+    itself (else 128 tokens took 4 times as long as in float32); sums of codes are too large for float16.
     """
-    quick = dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if quick else torch.float32
+    quick = x.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if quick and x.dtype is torch.bfloat16 else torch.float32
 
 
 class _Workspace(threading.local):
@@ -171,9 +173,9 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 
-def workspace_bytes(forms: Sequence[Form], item_bytes: int) -> int:
-    """What unpacking takes besides, in the thread that computes."""
-    most = max((form.rows * form.inputs for form in forms), default=0)
+def workspace_bytes(forms: Sequence[Form], item_bytes: int, away: bool = False) -> int:
+    """What unpacking takes besides, in the thread that computes; ``away``: on another device than the CPU."""
+    most = max((form.rows(away) * form.inputs for form in forms), default=0)
     return most * (item_bytes + 1)
 
 
@@ -219,9 +221,9 @@ class PackedMatrix:
             assert parts is not None
             out = torch._weight_int8pack_mm(rows.contiguous(), parts[0], parts[1].to(x.dtype))
         else:
-            rows, product = rows.to(_tile_dtype(x.dtype)), linear or torch.nn.functional.linear
+            rows, product = rows.to(_tile_dtype(x)), linear or torch.nn.functional.linear
             out = rows.new_empty(len(rows), form.outputs)
-            for begin, end in form.tiles():
+            for begin, end in form.tiles(x.device.type != "cpu"):
                 tile, factors = self._codes(begin, end, rows.dtype)
                 out[:, begin:end] = product(rows, tile)
                 if factors is not None:
@@ -245,7 +247,7 @@ class PackedMatrix:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
         form = self.form
         whole = torch.empty(form.outputs, form.inputs, dtype=self.values_dtype, device=self.packed.device)
-        for begin, end in form.tiles():
+        for begin, end in form.tiles(self.packed.device.type != "cpu"):
             tile, factors = self._codes(begin, end, torch.float32)
             whole[begin:end] = tile if factors is None else tile * factors[:, None]
         return whole.t() if self.transposed else whole

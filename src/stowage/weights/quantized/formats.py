@@ -28,14 +28,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from stowage.errors import CheckpointError
 
-__all__ = ["BLOCKS", "FORMATS", "OUTPUTS_TOGETHER", "PLAIN", "BlockFormat", "Spec", "dequantized", "outputs_of"]
+__all__ = [
+    "BLOCKS",
+    "FORMATS",
+    "OUTPUTS_TOGETHER",
+    "PLAIN",
+    "BlockFormat",
+    "Spec",
+    "Unpacker",
+    "by_torch",
+    "dequantized",
+    "first_outputs",
+    "outputs_of",
+    "unpack_with",
+    "unpacks_at_once",
+]
 
 _SUPER: Final = 256
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -165,10 +179,43 @@ class Spec:
         return total
 
 
+class Unpacker(Protocol):
+    """Does what ``by_torch`` does, to the bit, on devices of its own."""
+
+    def takes(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+        """Whether it can do it."""
+        ...
+
+    def __call__(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The values (outputs, inputs)."""
+        ...
+
+
+_unpackers: Final[dict[str, Unpacker]] = {}
+
+
+def unpack_with(device_type: str, unpacker: Unpacker) -> None:
+    """Let ``unpacker`` unpack what lies on devices of that type."""
+    _unpackers[device_type] = unpacker
+
+
+def unpacks_at_once(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """Whether these become numbers with no memory but for the numbers."""
+    unpacker = _unpackers.get(next(iter(parts.values())).device.type)
+    return unpacker is not None and unpacker.takes(spec, parts, dtype)
+
+
 def dequantized(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """The matrix (outputs, inputs) that ``parts``, of the shapes of ``spec.tensors()``, mean: computed in float32, and
     rounded to ``dtype`` at the end.
     """
+    if unpacks_at_once(spec, parts, dtype):
+        return _unpackers[next(iter(parts.values())).device.type](spec, parts, dtype)
+    return by_torch(spec, parts, dtype)
+
+
+def by_torch(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """See ``dequantized``: the reference."""
     whole = _MEANINGS[spec.name](spec, parts) if spec.name not in BLOCKS else _of_blocks(spec, parts[""])
     return whole.reshape(spec.outputs, spec.inputs).to(dtype).contiguous()
 
@@ -190,6 +237,11 @@ def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) ->
     elif spec.zeros:
         cut["zeros"] = parts["zeros"][begin // 8 : -(-end // 8)]
     return replace(spec, outputs=min(end, spec.outputs) - begin), cut
+
+
+def first_outputs(spec: Spec, parts: Mapping[str, Tensor]) -> tuple[Spec, dict[str, Tensor]]:
+    """As few as can be cut off."""
+    return outputs_of(spec, parts, 0, min(spec.outputs, max(OUTPUTS_TOGETHER, spec.tall)))
 
 
 def _of_blocks(spec: Spec, raw: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ __all__ = [
     "VERSION",
     "Target",
     "forms_in",
+    "has_packed_experts",
     "is_packed",
     "marked",
     "packed_forms",
@@ -306,6 +307,11 @@ def packed_forms(model: Any) -> list[Form]:
             found.append(module.form)
         found += getattr(type(module), "stack_forms", ())
     return found
+
+
+def has_packed_experts(model: Any) -> bool:
+    """Whether ``model`` has experts in a form of our own, which it multiplies with one after the other."""
+    return any(getattr(type(module), "stack_forms", ()) for module in model.modules())
 
 
 def is_packed(model: Any) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "Run",
     "Stacking",
     "computes_one_by_one",
+    "has_grouped_products",
     "one_by_one",
     "projected",
     "put_stacks",
@@ -148,7 +149,29 @@ def _of_many(module: Any, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
     return out
 
 
-def one_by_one(x: Tensor, module: Any, own: str, runs: Iterable[Run], linear: Any = nn.functional.linear) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def has_grouped_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel there for many products of few rows each, ``torch._grouped_mm``. On an H100 (compute
+    capability 9) its rows did not depend on how many others an expert has; elsewhere torch multiplies one expert after
+    the other.
+    """
+    return device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def expert_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """A linear layer of an expert: where there are grouped products, in one of them, since how torch sums in a plain
+    one depends on how many rows there are.
+    """
+    if not has_grouped_products(x.device, x.dtype):
+        return nn.functional.linear(x, weight, bias)
+    if isinstance(weight, PackedMatrix):
+        return weight.multiply(x, bias, expert_linear)
+    ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+    found = torch._grouped_mm(x, weight.t()[None], offs=ends)
+    return found if bias is None else found + bias
+
+
+def one_by_one(x: Tensor, module: Any, own: str, runs: Iterable[Run], linear: Any = expert_linear) -> Tensor:
     """``x`` (rows, inputs), each run of rows by its expert of the stack ``own``: (rows, outputs), without biases."""
     found = {begin: linear(x[begin:end], weight_of(module, own, expert)) for expert, begin, end in runs}
     return torch.cat([found[begin] for begin in sorted(found)] or [linear(x, weight_of(module, own, 0))])
@@ -204,7 +227,7 @@ def _gated(module: Any, wide: Tensor) -> Tensor:
 
 def projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
     """``x`` (tokens, inputs) by the stack ``own`` of experts ``module``, one of them: (tokens, outputs)."""
-    out = nn.functional.linear(x, weight_of(module, own, expert))
+    out = expert_linear(x, weight_of(module, own, expert))
     return out.add_(getattr(module, f"{own}_bias")[expert]) if module.has_bias else out
 
 
