@@ -59,7 +59,7 @@ def forward():
 def test_every_function_of_transformers_is_found(family):
     """If this fails, Transformers calls it otherwise now, or computes something else."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    names = [name for name in recurrent_layers._KNOWN if name in vars(module)]
+    names = [name for name in recurrent_layers._KNOWN if name in vars(module) and name != recurrent_layers.ROTARY]
     assert sorted(names) == sorted(OURS[family])
     for name in names:
         assert recurrent_layers._agrees(name, vars(module)[name]), name

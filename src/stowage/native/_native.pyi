@@ -136,6 +136,9 @@ def norm(
     threads: int,
     /,
 ) -> None: ...
+def rotate(cosines: int, sines: int, tokens: int, width: int, half: bool, threads: int, /, *each: int) -> None:
+    """`each` of queries and keys: x, out, heads, strides of a token and of a head."""
+
 def delta(
     at: tuple[int, ...],
     sizes: tuple[int, ...],

@@ -1,8 +1,9 @@
-"""Recurrent layers of a model: their functions in one call of the kernels each, where they compute the same.
+"""Recurrent layers of a model, and rotary embeddings of prompts: their functions in one call of the kernels each, where
+they compute the same.
 
 Transformers' models call functions of their own modules, which are written in torch. A delta rule needs 25 of torch's
 functions for a generated token. A scan of Mamba-2's kind makes a number for every two tokens of a chunk, head and
-number of its state.
+number of its state. A rotary embedding (``rotary``) reads and writes queries and keys seven times.
 
 Owns which functions these are, and what their modules call while an engine is open. Outside of an engine's forward
 they call their own functions. A function is replaced if it has a known name, no unknown parameters, and gives what the
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from stowage.executor import kernels
 from stowage.executor.batch import current
 from stowage.executor.fused import recurrent_kernels
+from stowage.executor.fused.rotary import NAME as ROTARY
+from stowage.executor.fused.rotary import Rotary
 from stowage.executor.replay.calls.recording import one_call
 from stowage.models.compat import in_value_heads
 
@@ -60,7 +63,7 @@ def whole_prompts(model: nn.Module) -> bool:
     """Whether a prompt's tokens are computed as generated ones are, as far as can be seen: the functions of recurrent
     layers are all ours.
     """
-    homes = _homes(model)
+    homes = [(name, module) for name, module in _homes(model) if name != ROTARY]
     others = any(name in vars(module) for _, module in homes for name in _NOT_OURS)
     return bool(homes) and not others and all(_is_ours(name, module) for name, module in homes)
 
@@ -331,6 +334,7 @@ _KNOWN: dict[str, Any] = {
     "mamba2_chunk_scan": _Scan,
     "causal_conv1d_fn": _Convolve,
     "causal_conv1d_update": _ConvolveOne,
+    ROTARY: Rotary,
 }
 
 _NOT_OURS = ("mamba_selective_scan", "mamba_selective_state_update")

@@ -155,6 +155,16 @@ typedef struct {
     Operand out, a, b;
 } Pointwise;
 
+/* Rotary embeddings: of the heads of a token, which are `token` and `head` numbers apart, the first half of the numbers
+ * and the other, times cosines and sines of that token, `width` each, which lie side by side. So do heads and tokens of
+ * out. All are bfloat16 if `half`, else float32. */
+typedef struct {
+    const void *x, *cosines, *sines;
+    void *out;
+    int64_t heads, width, token, head;
+    int half;
+} Rotation;
+
 /* A sequence's number among states that lie somewhere in a pool; `rows` NULL: they are one after the other. */
 static inline int64_t row_of(const int64_t *rows, int64_t b)
 {

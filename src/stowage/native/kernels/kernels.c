@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "norm.h"
 #include "pointwise.h"
+#include "rotary.h"
 #include "recurrence.h"
 #undef LANES
 #undef NAME
@@ -34,6 +35,7 @@
 #include "attention.h"
 #include "norm.h"
 #include "pointwise.h"
+#include "rotary.h"
 #include "recurrence.h"
 #undef LANES
 #undef NAME
@@ -50,6 +52,7 @@
 #include "attention.h"
 #include "norm.h"
 #include "pointwise.h"
+#include "rotary.h"
 #include "recurrence.h"
 #undef LANES
 #undef NAME
@@ -95,12 +98,14 @@ typedef struct {
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
     void (*norm)(const Norm *, int64_t, int64_t);
     void (*pointwise)(const Pointwise *, int64_t, int64_t);
+    void (*rotate)(const Rotation *, int64_t, int64_t);
     void (*delta)(const Delta *, int64_t, int64_t, int64_t, int64_t, float *);
     void (*scan)(const Scan *, int64_t, int64_t, float *);
     void (*convolve)(const Convolution *, int64_t, int64_t, float *);
 } Instructions;
 
-#define ALL_BUT_LINEAR(set) set##_rows, set##_norm, set##_pointwise, set##_delta, set##_scan, set##_convolve
+#define ALL_BUT_LINEAR(set) \
+    set##_rows, set##_norm, set##_pointwise, set##_rotate, set##_delta, set##_scan, set##_convolve
 
 static const Instructions BASE = {"base", base_linear, NULL, NULL, NULL, ALL_BUT_LINEAR(base)};
 #ifdef CHOICE
@@ -308,6 +313,7 @@ static PyObject *norm(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+#include "rotations.h"
 #include "program.h"
 #include "states.h"
 
@@ -362,6 +368,7 @@ static PyMethodDef methods[] = {
     {"look_up", FAST(look_up), METH_FASTCALL, "Rows of a matrix in a format as numbers; addresses and sizes."},
     {"attention", attention, METH_VARARGS, "Attention over blocks; addresses, strides and sizes."},
     {"norm", norm, METH_VARARGS, "Root mean square norm; addresses and sizes."},
+    {"rotate", FAST(rotate), METH_FASTCALL, "Rotary embeddings of queries and keys; addresses, sizes and strides."},
     {"run_program", run_program, METH_VARARGS, "Several of these; their numbers, the buffers' addresses, threads."},
     {"delta", delta, METH_VARARGS, "Gated delta rules; addresses, sizes and strides."},
     {"scan", scan, METH_VARARGS, "Selective state spaces; addresses, sizes and strides."},
