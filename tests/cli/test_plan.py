@@ -119,6 +119,19 @@ def test_nothing_is_measured_twice(call: Stowage, model: Path, tmp_path: Path, m
     assert not measured
 
 
+def test_formats_are_in_the_table(call: Stowage) -> None:
+    formats = {"bfloat16": {"q4_0": {1: 0.4, 8: 0.5}, "awq": {1: 1.25, 8: 1.0}}, "float32": {"q4_0": {1: 2.0}}}
+    probe._remember(dataclasses.replace(TYPICAL_CPU, measured=True, formats=formats, key=probe.machine_key()))
+    said = call("probe").stdout
+    assert "q4_0, 1, 8 rows: times bfloat16" in said and "2.50, 2.00" in said and "0.80, 1.00" in said
+
+
+def test_a_directory_that_is_not_there_is_not_measured(call: Stowage, tmp_path: Path) -> None:
+    probe._remember(dataclasses.replace(TYPICAL_CPU, measured=True, key=probe.machine_key(tmp_path / "none")))
+    refused = call("probe", "--dir", tmp_path / "none")
+    assert refused.exit_code == 2 and "none is not a directory" in " ".join(refused.stderr.split())
+
+
 def test_what_was_measured_on_busy_cores_is_told_and_measured_again(
     call: Stowage, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import note, print_json, print_table
+from stowage.errors import DirectoryError
 
 
 def probe(
@@ -27,6 +28,8 @@ def probe(
     from stowage.planner.report import busy_hint
 
     measured = directory.expanduser().absolute() if directory is not None else None
+    if measured is not None and not measured.is_dir():
+        raise DirectoryError(f"{measured} is not a directory: give one of the disk that is to be measured, or make it.")
     machine = None if refresh else remembered(measured)
     if machine is None or machine.busy:
         machine = measure(measured, say=lambda text: note(f"measuring {text}"))

@@ -169,6 +169,7 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
         found.append(("weights in a mapped file: longer by", f"{machine.mapped_byte_s * 1e12:.1f} ms per GB"))
     for dtype, rates in machine.products.items():
         found += _computed(dtype, rates, machine)
+    found += _in_formats(machine)
     if machine.has_device:
         found += [("link to the device", _rate(machine.link_in)), ("link from the device", _rate(machine.link_out))]
     if machine.elements_per_s:
@@ -191,6 +192,18 @@ def _computed(dtype: str, rates: Mapping[int, float], machine: Machine) -> list[
     ]
     prefill = f"{2 * most * rates[most] / 1e9:,.0f} G operations/s"
     return [*found, (f"prefill in {dtype}, {most} tokens", prefill)]
+
+
+def _in_formats(machine: Machine) -> list[tuple[str, str]]:
+    """How quick products in each format are, in the first type that has any."""
+    dtype, formats = next(iter(machine.formats.items()), ("", {}))
+    return [
+        (
+            f"{name}, {', '.join(map(str, times))} rows: times {dtype}",
+            ", ".join(f"{1 / many:.2f}" for many in times.values()),
+        )
+        for name, times in formats.items()
+    ]
 
 
 def _rate(bytes_per_s: float) -> str:
