@@ -202,19 +202,6 @@ static void dynamic_finish_strip(const Linear *job, int64_t n, int64_t wide, con
     }
 }
 
-/* Fetch scales and zero points of outputs [n, n + wide), of groups that begin in the DYNAMIC_GROUP inputs from k on. */
-static void dynamic_fetch_across(const Linear *job, int64_t n, int64_t wide, int64_t k)
-{
-    int64_t size = job->kind == SCALES_F32 ? 4 : 2, end = k + DYNAMIC_GROUP < job->inputs ? k + DYNAMIC_GROUP : job->inputs;
-    for (int64_t group = (k + job->group - 1) / job->group; group * job->group < end; group++) {
-        const char *scales = (const char *)job->scales + (group * job->outputs + n) * size;
-        for (int64_t i = 0; i < wide * size; i += 64)
-            FETCH_FAR(scales + i);
-        for (int64_t i = 0; i < wide / 2; i += 64)
-            FETCH_FAR((const char *)job->zeros + (group * job->outputs + n) / 2 + i);
-    }
-}
-
 /* Group `g` of the inputs of a strip: its blocks, which may have different scales. */
 static void dynamic_group(const Linear *job, int way, int64_t n, int64_t wide, int64_t g, DynamicStripScales *scales,
                           const DynamicInputs *x, DynamicFar *far, float *kept)
@@ -266,8 +253,6 @@ static int dynamic_by_inputs(const Linear *job, int64_t begin, int64_t end, int 
             far = (DynamicFar){first + next, across, lines, lines};
             for (int64_t s = 0; s * DYNAMIC_STRIP < wide; s++) {
                 int64_t left = wide - s * DYNAMIC_STRIP;
-                if (!gptq && way > 0) /* of one row, and of GPTQ, it changed nothing that could be measured */
-                    dynamic_fetch_across(job, n + s * DYNAMIC_STRIP, left < DYNAMIC_STRIP ? left : DYNAMIC_STRIP, (g + 2) * DYNAMIC_GROUP);
                 dynamic_group(job, way, n + s * DYNAMIC_STRIP, left < DYNAMIC_STRIP ? left : DYNAMIC_STRIP, g, scales + s,
                               x, &far, kept + s * strip_floats);
             }
