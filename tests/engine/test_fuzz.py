@@ -30,6 +30,12 @@ def test_nothing_differs(tmp_path: Path) -> None:
     assert total > 1000
 
 
+def test_capped_scores_are_compared_with_capped_ones(tmp_path: Path) -> None:
+    """torch's own attention, which Transformers takes by itself, leaves the cap out."""
+    outcome = run(draw(93), tmp_path)
+    assert outcome.beside_transformers
+
+
 def flipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of what is loaded."""
     whole = CpuTransfer.load

@@ -8,7 +8,8 @@ may be a few times as far from the first as the second is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,27 @@ def compare(model: Any, answers: Iterable[tuple[Sequence[int], Completion]], tim
     """``model``: in memory, with Transformers' own attention again. ``answers``: prompts, and what the engine gave with
     log-probabilities. ``times``: how many times as far as Transformers is from itself.
     """
+    with _capping(model):
+        return _compared(model, answers, times)
+
+
+@contextmanager
+def _capping(model: Any) -> Iterator[None]:
+    """Scores of attention are capped where the config says so: torch's own attention, which Transformers 5.17 takes by
+    itself, leaves that out without a word.
+    """
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    leaves_out = before == "sdpa" and bool(getattr(config, "attn_logit_softcapping", None))
+    if leaves_out:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _compared(model: Any, answers: Iterable[tuple[Sequence[int], Completion]], times: float) -> SameModel:
     difference = own = least = 0.0
     for prompt, answer in answers:
         tokens = [*prompt, *answer.token_ids[:-1]]
