@@ -1,14 +1,15 @@
 """Lossless compression: bytes at rest of real KV, loads and stores above the disk's own rate, and what codes there are.
 
     python -m benchmarks.lossless [--json] [--rounds 5] [--total-mib 512] [--model .real-model/SmolLM2-135M-Instruct]
-        [--only codes|1024|4096|first_token|weights ...]
+        [--only codes|1024|4096|first_token|vllm|weights ...]
 
 KV is that of a real model (`make real-model`) in the engine's own chunks, of five documents: prose in English, German
 and French, source code, JSON. Its weights are dequantised 4-bit values, which any code flatters, so weights are those
 of the demo (trained in bfloat16) and random normal ones. Disk: the chunks of `benchmarks.tiers` filled with that KV,
 written as they are, packed where that pays (the default) and packed always, in turn in each round, each after writing
 and reading one file of the same raw bytes with direct I/O; after `make bench-env` beside LMCache's file tier and
-vLLM's, which store raw bytes. Effective rates count raw bytes. First tokens: a prompt that lies in one tier alone.
+vLLM's, which store raw bytes. Effective rates count raw bytes. First tokens: a prompt that lies in one tier alone, of
+the engine's and of the plugin's for vLLM.
 Codes: each on the same bytes, ratio and raw bytes per second of processor time; those whose package is not installed
 (zstandard, lz4, zipnn) are left out. With `--only` the rest of the result file stays.
 """
@@ -36,6 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from benchmarks._codes import codes  # noqa: E402
 from benchmarks._documents import documents  # noqa: E402
@@ -59,8 +61,9 @@ MODEL = Path(".real-model/SmolLM2-135M-Instruct")
 CHUNKS = (1024, 4096)
 WAYS = {"raw": "off", "auto": "auto", "packed": "on"}
 """Of the disk tier, by what the tables call them: `compression`."""
-PARTS = ("codes", *map(str, CHUNKS), "first_token", "weights")
+PARTS = ("codes", *map(str, CHUNKS), "first_token", "vllm", "weights")
 PEERS = ("lmcache_fs_native_direct", "vllm_fs")
+VLLM = SCRIPT.parent / "vllm_engine.py"
 
 
 def real_kv(model: Path, directory: Path, tokens: int) -> tuple[dict[str, float], bytes]:
@@ -165,16 +168,61 @@ def measure_disk(kib: int, total: int, kv: bytes, rounds: int, directory: Path, 
     return {what: median_spread(values) for what, values in found.items()}
 
 
-def measure_first_tokens(model: Path, rounds: int, tokens: int, directory: Path) -> dict[str, Any]:
-    """Milliseconds to the first token of a prompt that is found in one tier alone, each in turn in each round, and
-    computed; tokens that a GiB of host memory holds as they are and packed.
-    """
-    ways: dict[str, dict[str, Any]] = {
+def one_tier(directory: Path) -> dict[str, dict[str, Any]]:
+    """Settings with which a prompt lies in one tier, once nearer ones have forgotten it."""
+    return {
         "host": {},
         "host packed": {"host_packed": "80%"},
         "disk": {"disk": f"{directory / 'kv'}:1GiB", "compression": "off"},
         "disk packed": {"disk": f"{directory / 'kv-packed'}:1GiB", "compression": "on"},
     }
+
+
+def prompt_of(tokenizer: Any, tokens: int) -> list[int]:
+    return list(tokenizer.encode(" ".join(documents().values())))[:tokens]
+
+
+def measure_plugin(model: Path, rounds: int, tokens: int, directory: Path) -> dict[str, Any]:
+    """The same of vLLM with the plugin, an engine for each tier; and bytes at rest over raw ones of its blocks."""
+    ways = one_tier(directory / "vllm")
+    prompt = prompt_of(AutoTokenizer.from_pretrained(model), tokens)
+    engines = {
+        name: Peer([PYTHON, VLLM, model, "bfloat16", json.dumps({"host_memory": "256MiB"} | settings)])
+        for name, settings in ways.items()
+    }
+    found: dict[str, list[float]] = {}
+    answers = []
+    for engine in engines.values():
+        answers.append(engine.ask(do="first_token", prompt=prompt)["tokens"])
+        engine.ask(do="forget", host=False)
+    for number in range(rounds):
+        for name, engine in engines.items():
+            engine.ask(do="forget", host=name != "host")
+            if "disk" in ways[name]:
+                drop_page_cache(Path(ways[name]["disk"].rpartition(":")[0]))
+            answer = engine.ask(do="first_token", prompt=prompt)
+            assert answer["cached"][0] > 0.8 * tokens, (
+                f"{name}: {answer['cached']} tokens came from there"
+            )  # in whole blocks
+            answers.append(answer["tokens"])
+            found.setdefault(f"{name} ms", []).append(answer["seconds"] * 1e3)
+        other = [*prompt[:1], number + 1000, *prompt[2:]]
+        computed = engines["host"].ask(do="first_token", prompt=other)
+        found.setdefault("computed ms", []).append(computed["seconds"] * 1e3)
+    assert all(answer == answers[0] for answer in answers), "an answer changed"
+    stats = engines["disk packed"].ask(do="stats")
+    saved, written = stats["disk.packed_bytes_saved"], stats["disk.write_bytes"]
+    found["bytes at rest over raw bytes"] = [written / (written + saved)]
+    for engine in engines.values():
+        engine.end()
+    return {what: median_spread(values) for what, values in found.items()}
+
+
+def measure_first_tokens(model: Path, rounds: int, tokens: int, directory: Path) -> dict[str, Any]:
+    """Milliseconds to the first token of a prompt that is found in one tier alone, each in turn in each round, and
+    computed; tokens that a GiB of host memory holds as they are and packed.
+    """
+    ways = one_tier(directory)
     engines = {
         name: Engine(str(model), Memory(kv_cache_memory="128MiB", host_memory="256MiB", **settings))
         for name, settings in ways.items()
@@ -183,7 +231,7 @@ def measure_first_tokens(model: Path, rounds: int, tokens: int, directory: Path)
     try:
         for engine in engines.values():
             assert engine.tokenizer is not None
-            prompt = list(engine.tokenizer.encode(" ".join(documents().values())))[:tokens]
+            prompt = prompt_of(engine.tokenizer, tokens)
             engine.generate([prompt], SamplingParams(max_new_tokens=1))
             assert engine.flush()
         for number in range(rounds):
@@ -289,6 +337,8 @@ def main() -> int:
                 found["disk"][f"{kib} KiB"] = measure_disk(kib, total, kv, options.rounds, directory, peer)
         if "first_token" in wanted:
             found["first_token"] = measure_first_tokens(options.model, 3 * options.rounds, options.tokens, directory)
+        if "vllm" in wanted and PYTHON.exists():
+            found["vllm"] = measure_plugin(options.model, 2 * options.rounds, options.tokens, directory)
         if "weights" in wanted:
             found["weights"] = measure_weights(options.rounds, directory)
     if peer is not None:
@@ -302,7 +352,7 @@ def main() -> int:
 def earlier() -> dict[str, Any]:
     """What the result file has."""
     kept = read_result("lossless")
-    return {what: kept[what] for what in ("kv_share", "codes", "disk", "first_token", "weights")}
+    return {what: kept[what] for what in ("kv_share", *PARTS, "disk") if what in kept}
 
 
 def summary(found: dict[str, Any]) -> dict[str, float]:
@@ -327,6 +377,7 @@ def table(keys: dict[str, float], found: dict[str, Any]) -> str:
         for row in found["codes"]
     ]
     lines += [f"first token {what:42} {spread.median:.2f}" for what, spread in found["first_token"].items()]
+    lines += [f"vLLM, first token {what:36} {spread.median:.2f}" for what, spread in found.get("vllm", {}).items()]
     lines += [f"weights   {what:32} {spread.median:.2f}" for what, spread in found["weights"].items()]
     for kib, case in found["disk"].items():
         lines += [f"{kib:9} {what:44} {spread.median:.2f}" for what, spread in case.items()]

@@ -1,9 +1,11 @@
-"""An engine of vLLM's in a process of its own, for `benchmarks.vllm_plugin`: reads commands, answers with seconds.
+"""An engine of vLLM's in a process of its own, for `benchmarks.vllm_plugin` and `benchmarks.lossless`: reads commands,
+answers with seconds.
 
-    python benchmarks/peers/vllm_engine.py MODEL DTYPE [DIRECTORY]
+    python benchmarks/peers/vllm_engine.py MODEL DTYPE [DIRECTORY | SETTINGS]
 
-With DIRECTORY the engine has StowageConnector, with that disk cache. Commands are JSON lines on stdin:
-{"do": "first_token", "prompt": [...]}, {"do": "batch", "prompts": [...], "tokens": 32}, {"do": "forget", "host": true}.
+With DIRECTORY the engine has StowageConnector, with that disk cache; with SETTINGS, a JSON object, with those. Commands
+are JSON lines on stdin: {"do": "first_token", "prompt": [...]}, {"do": "batch", "prompts": [...], "tokens": 32},
+{"do": "forget", "host": true}, {"do": "stats"}.
 Of what is computed it tells also what the plugin took: seconds that the engine's thread was in its methods, and seconds
 of processor time of all threads that Python knows besides.
 Runs in the peers' environment, with Stowage's sources on its path.
@@ -110,6 +112,18 @@ def forget(llm: Any, host: bool) -> dict[str, Any]:
     return {}
 
 
+def stats(llm: Any) -> dict[str, int]:
+    """The counters of the plugin's tiers."""
+    side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    return {name: value for name, value in side._store.stats().items() if isinstance(value, int)}
+
+
+def plugin_settings(given: str) -> dict[str, Any]:
+    """Of a directory, or as they are."""
+    found: dict[str, Any] = json.loads(given) if given.startswith("{") else {"disk": f"{given}:{DISK}"}
+    return {"host_memory": HOST, **found}
+
+
 def main() -> None:
     model, dtype, *rest = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
@@ -117,7 +131,7 @@ def main() -> None:
     llm = start(
         model,
         dtype,
-        {"host_memory": HOST, "disk": f"{rest[0]}:{DISK}"} if rest else None,
+        plugin_settings(rest[0]) if rest else None,
         enable_prefix_caching=True,
         max_model_len=4096,
         max_num_seqs=8,
@@ -136,6 +150,8 @@ def main() -> None:
             answer = generate(llm, watch, [command["prompt"]], 1)
         elif command["do"] == "batch":
             answer = generate(llm, watch, command["prompts"], command["tokens"])
+        elif command["do"] == "stats":
+            answer = stats(llm)
         else:
             answer = forget(llm, command["host"])
         print(json.dumps(answer), file=answers, flush=True)
