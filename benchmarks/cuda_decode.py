@@ -111,12 +111,11 @@ def recorded(way: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, answer
 
 
-def microseconds(graph: torch.cuda.CUDAGraph, cold: Tensor) -> float:
-    """Of one replay on the device."""
+def microseconds(run: Callable[[], object]) -> float:
+    """On the device, of what ``run`` starts."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    cold.zero_()
     begin.record()
-    graph.replay()
+    run()
     end.record()
     end.synchronize()
     return 1000 * float(begin.elapsed_time(end))
@@ -146,7 +145,8 @@ def measure(shape: Shape, context: int, batch: int, rounds: int, device: torch.d
     taken: dict[str, list[float]] = {name: [] for name in WAYS}
     for number in range(rounds):
         for name in WAYS[:: 1 if number % 2 == 0 else -1]:
-            taken[name].append(microseconds(graphs[name][0], cold))
+            cold.zero_()
+            taken[name].append(microseconds(graphs[name][0].replay))
     off = float((graphs["kernel"][1].float() - graphs["torch"][1].float()).abs().max())
     if not off <= BOUND:
         raise SystemExit(f"the two ways differ by {off:.1e}: nothing is worth timing.")

@@ -12,7 +12,7 @@ The limit is reading the published bytes once at the speed of a copy on this dev
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks._report import median_spread, write_result
-from benchmarks.cuda_decode import copy_bytes_per_s, recorded
+from benchmarks.cuda_decode import copy_bytes_per_s, microseconds, recorded
 from benchmarks.formats import random_parts
 from stowage.executor import device as device_seam  # noqa: F401 - tells the weights how they are unpacked there
 from stowage.weights.quantized.blocks import BlockMatrix
@@ -50,16 +50,6 @@ def by_pieces(x: Tensor, matrix: BlockMatrix) -> Tensor:
         end = min(begin + TORCH_OUTPUTS, spec.outputs)
         out[:, begin:end] = F.linear(x, by_torch(*outputs_of(spec, matrix.parts, begin, end), x.dtype))
     return out
-
-
-def microseconds(run: Callable[[], object]) -> float:
-    """On the device, of what ``run`` starts."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return 1000 * float(begin.elapsed_time(end))
 
 
 @torch.inference_mode()

@@ -24,6 +24,13 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+def reason(error: BaseException) -> str:
+    """As ``first_line``; of Triton's compiler the last line, since it begins with where."""
+    if type(error).__module__.startswith("triton"):
+        return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    return first_line(error)
+
+
 class StowageError(Exception):
     """Base of the tree. ``str(error)`` is one paragraph for the user: what happened, why, and what to do."""
 

@@ -18,6 +18,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
 from stowage.executor import kernels
+from stowage.executor.batch import ForwardStep, current
 from stowage.executor.block_pool import bytes_needed
 from stowage.testing import tiny_models
 
@@ -199,3 +200,13 @@ def small_pool(engines, family, **memory):
     layouts = engines(family, context_tokens=160).parts.layout.blocks
     need = bytes_needed(layouts, 160, 64)
     return engines(family, context_tokens=160, kv_cache_memory=int(need * 1.7), max_num_batched_tokens=64, **memory)
+
+
+@pytest.fixture
+def forward() -> Iterator[ForwardStep]:
+    """As in an engine's forward with kernels."""
+    nothing = torch.zeros(0, dtype=torch.long)
+    step = ForwardStep(nothing, nothing, nothing, 0, kernels=True)
+    token = current.set(step)
+    yield step
+    current.reset(token)

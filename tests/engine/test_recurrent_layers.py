@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from stowage.executor import kernels
-from stowage.executor.batch import ForwardStep, current
+from stowage.executor.batch import current
 from stowage.executor.fused import recurrent_layers
 from stowage.testing import tiny_models
 
@@ -43,16 +43,6 @@ def home(monkeypatch):
     monkeypatch.setitem(recurrent_layers.sys.modules, module.__name__, module)
     monkeypatch.setattr(Layer, "__module__", module.__name__)
     return module
-
-
-@pytest.fixture
-def forward():
-    """As in an engine's forward with kernels."""
-    nothing = torch.zeros(0, dtype=torch.long)
-    step = ForwardStep(nothing, nothing, nothing, 0, kernels=True)
-    token = current.set(step)
-    yield step
-    current.reset(token)
 
 
 @pytest.mark.parametrize("family", OURS)

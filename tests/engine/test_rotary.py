@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from stowage.executor import kernels
-from stowage.executor.batch import ForwardStep, current
 from stowage.executor.fused import recurrent_layers, rotary
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -32,16 +31,6 @@ def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         bool(((a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())).all())
         for a, b in zip(found, expected, strict=True)
     )
-
-
-@pytest.fixture
-def prompt():
-    """As in an engine's forward of a prompt."""
-    nothing = torch.zeros(0, dtype=torch.long)
-    step = ForwardStep(nothing, nothing, nothing, 0, kernels=True)
-    token = current.set(step)
-    yield step
-    current.reset(token)
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
@@ -78,7 +67,7 @@ Layer.__module__ = modeling_llama.__name__
 
 
 @torch.inference_mode()
-def test_prompts_call_it_and_nothing_else_does(prompt, monkeypatch):
+def test_prompts_call_it_and_nothing_else_does(forward, monkeypatch):
     before = modeling_llama.apply_rotary_pos_emb  # ours, where another test's engine lives still
     recurrent_layers.install(Layer())
     ours = modeling_llama.apply_rotary_pos_emb
@@ -93,7 +82,7 @@ def test_prompts_call_it_and_nothing_else_does(prompt, monkeypatch):
             (MANY, MANY, False),
             (MANY, 5, True),
         ):
-            prompt.decodes = decodes
+            forward.decodes = decodes
             args = given(tokens, 64, torch.bfloat16)
             assert same(ours(*args), OWN(*args)) and called == [tokens] * known
             called.clear()
@@ -104,7 +93,7 @@ def test_prompts_call_it_and_nothing_else_does(prompt, monkeypatch):
         assert same(ours(q, k, *wide), OWN(q, k, *wide))
         two = q.expand(2, -1, -1, -1)
         assert same(ours(two, k, cos, sin), OWN(two, k, cos, sin))
-        prompt.kernels = False
+        forward.kernels = False
         assert same(ours(q, k, cos, sin), OWN(q, k, cos, sin))
         assert not called
     finally:

@@ -1,15 +1,25 @@
-"""What can go wrong when a Triton kernel is compiled and launched, so that torch does the work instead."""
+"""Whether there is a Triton, and what can go wrong when a kernel is compiled and launched, so that torch does the work
+instead.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 
-__all__ = ["errors"]
+from stowage.native.switches import PURE_PYTHON, is_on
+
+__all__ = ["errors", "is_wanted"]
 
 _RAISED = (
     *(RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError, OSError),
     subprocess.SubprocessError,
 )
+
+
+def is_wanted() -> bool:
+    """Whether Triton is there, and nobody asked to do without compiled code."""
+    return importlib.util.find_spec("triton") is not None and not is_on(PURE_PYTHON)
 
 
 def errors() -> tuple[type[Exception], ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
+from stowage.errors import reason
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.decode_attention import PagedKernel
@@ -48,12 +49,11 @@ def trusted(kernel: PagedKernel | None, model: Any, pools: Sequence[BlockPool]) 
         for pool, layer, query in _geometries(model, pools):
             _try(kernel, pool, layer, query, model.dtype)
     except kernel.errors as error:
-        lines = str(error).strip().splitlines() or [""]
         logger.warning(
             "the paged attention kernel cannot be used here, so torch gathers the keys of every decode step, which is "
             "slower: %s: %s",
             type(error).__name__,
-            lines[-1 if type(error).__module__.startswith("triton") else 0],  # its compiler begins with where
+            reason(error),
             extra={"stowage_event": "paged_attention"},
         )
         return None

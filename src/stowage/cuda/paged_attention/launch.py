@@ -10,7 +10,6 @@ Never decides that the kernels are right: ``executor.paged_trial`` does, when an
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import Protocol
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.native.switches import PURE_PYTHON, is_on
+from stowage.cuda.compiling import is_wanted
+from stowage.native.switches import is_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SWITCH = "STOWAGE_TORCH_ATTENTION"
@@ -52,12 +52,7 @@ def wanted(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels are to compute a model of this kind: on a CUDA device where Triton is there, unless torch's
     way was asked for.
     """
-    return (
-        device.type == "cuda"
-        and not is_on(SWITCH, PURE_PYTHON)
-        and dtype in DTYPES
-        and importlib.util.find_spec("triton") is not None
-    )
+    return device.type == "cuda" and dtype in DTYPES and not is_on(SWITCH) and is_wanted()
 
 
 def of_length(tokens: int) -> Callable[..., Tensor]:

@@ -8,7 +8,6 @@ must be to the bit what torch makes of them, or torch does the work: exact or ab
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stowage.cuda.compiling import errors
-from stowage.native.switches import PURE_PYTHON, is_on
+from stowage.cuda.compiling import errors, is_wanted
+from stowage.errors import reason
 
 __all__ = ["Unpacking"]
 
@@ -79,8 +78,7 @@ class Unpacking:
                 return True
             why = "its values are not torch's"
         except errors() as error:
-            lines = str(error).strip().splitlines() or [""]
-            why = f"{type(error).__name__}: {lines[-1]}"
+            why = f"{type(error).__name__}: {reason(error)}"
         logger.warning(
             "the kernel that unpacks %s cannot be used here, so torch does it, which is several times slower: %s",
             spec.name,
@@ -92,11 +90,6 @@ class Unpacking:
     def __call__(self, spec: Matrix, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The values (outputs, inputs) of a matrix that it ``takes``."""
         return unpack(spec, parts, dtype)
-
-
-def is_wanted() -> bool:
-    """Whether there is a Triton, and nobody asked to do without."""
-    return importlib.util.find_spec("triton") is not None and not is_on(PURE_PYTHON)
 
 
 def _fits(spec: Matrix, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
