@@ -18,7 +18,7 @@ VLLM_NEXT_STAMP := $(VLLM_NEXT)/.installed
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
 # What needs nothing but the environment; of families, one for each way to compute, unless it is ALL_FAMILIES.
-ALL_FAMILIES := "not vllm and not sglang and not cuda and not device and not lmeval and not clients and not browser and not commands and not real"
+ALL_FAMILIES := "not vllm and not sglang and not cuda and not device and not lmeval and not llamacpp and not clients and not browser and not commands and not real"
 ORDINARY := $(ALL_FAMILIES)" and not every_family"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
@@ -46,7 +46,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval clients deploy-tools browser commands exhaustive families vllm vllm-env sglang real real-model compat pythons release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval llamacpp clients deploy-tools browser commands exhaustive families vllm vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -146,6 +146,9 @@ $(CLIENTS_STAMP): $(ENV_STAMP) requirements/clients.txt
 	@rm -rf $(dir $@)
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/clients.txt
 	@touch $@
+
+llamacpp: $(ENV_STAMP) $(BENCH_STAMP) ## tiny GGUF files of every family: llama.cpp computes the same logits
+	$(PY) -m pytest -m llamacpp tests/weights/test_gguf_llamacpp.py
 
 lm-eval: $(LM_EVAL_STAMP) ## score tasks through a real server with lm-eval, and compare with Transformers
 	$(PY) -m pytest -m lmeval tests/server

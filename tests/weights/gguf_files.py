@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
-from tests.weights import gguf_layouts
+from tests.weights import gguf_hybrids, gguf_layouts
 
 _RENAMED: Mapping[str, str] = {
     "gemma3_text": "gemma3",
@@ -24,6 +24,8 @@ _RENAMED: Mapping[str, str] = {
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe",
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
@@ -36,7 +38,7 @@ _RENAMED: Mapping[str, str] = {
     "qwen3_next": "qwen3next",
 }
 """Families whose files have another name than Transformers' type."""
-_INTERLEAVED = ("arcee", "granite", "llama", "mistral3", "smollm3")
+_INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3", *gguf_hybrids.HYBRIDS)
 _NORMS_FROM_1 = ("gemma2", "gemma3", "nemotron")
 _K_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 _MORE = (
@@ -50,6 +52,7 @@ _MORE = (
     ("final_logit_softcapping", "final_logit_softcapping"),
     ("attention.sliding_window", "sliding_window"),
     ("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ("attention.layer_norm_epsilon", "norm_eps"),
     ("attention.layer_norm_rms_epsilon", "norm_eps"),
     ("attention.scale", "attention_multiplier"),
     ("embedding_scale", "embedding_multiplier"),
@@ -111,7 +114,7 @@ def write(
         chosen = kind if isinstance(kind, Kind) else kind(name)
         if values.shape[-1] % gguf.GGML_QUANT_SIZES[chosen][0]:
             chosen = Kind.F32 if values.shape[-1] % 32 else Kind.Q8_0
-        if values.ndim == 1 or "inp" in name or name.endswith("bias") or chosen is Kind.F32:
+        if values.ndim == 1 or "inp" in name or "norm" in name or name.endswith("bias") or chosen is Kind.F32:
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
             writer.add_tensor(name, quantised(values, chosen), raw_dtype=chosen)
@@ -142,7 +145,9 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
     found |= (
         _latents(config, arch) if arch == "deepseek2" else _delta(config, arch) if arch in gguf_layouts.DELTA else {}
     )
-    found |= _gemma4(config, arch) if arch == "gemma4" else {}
+    found |= _gemma4(config, arch) if arch == "gemma4" else gguf_hybrids.fields(config, arch)
+    if f"{arch}.expert_count" in found and gguf_hybrids.is_dense(config):
+        found = {key: value for key, value in found.items() if ".expert_" not in key or ".expert_shared" in key}
     if config.model_type in ("gpt_oss", "minimax_m2"):
         found[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
     if getattr(config, "norm_topk_prob", None) is not None and arch in ("deepseek2", "glm4moe"):
@@ -161,6 +166,8 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         found[f"{arch}.feed_forward_length"] = -(-int(2 * config.intermediate_size / 3) // 256) * 256
     if config.model_type == "mixtral":
         found[f"{arch}.expert_count"] = config.num_local_experts
+    if getattr(config, "rope_parameters", None) is None:
+        return found
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     found[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
     if rope.get("rope_type") == "longrope":
@@ -241,7 +248,7 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
     found = [
         (f"rope_factors_{name}.weight", np.array(config.rope_parameters[f"{name}_factor"]))
         for name in ("short", "long")
-        if f"{name}_factor" in config.rope_parameters
+        if f"{name}_factor" in (getattr(config, "rope_parameters", None) or {})
     ]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if arch == "gemma4":
@@ -257,8 +264,8 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
         if ".experts." in path and arch != "gemma4":
             found += _experts(path, values, model.get_submodule(path.rpartition(".")[0]))
             continue
-        base, _, last = _named(path).rpartition(".")
-        whole = names.get_name(_named(path))
+        base, _, last = _named(arch, path).rpartition(".")
+        whole = names.get_name(_named(arch, path))
         name = f"{whole}.weight" if whole else f"{names.get_name(base)}.{last}"
         part = name.split(".")[-2]
         if part in heads:
@@ -275,8 +282,9 @@ def _begin(arch: str, path: str) -> int:
     return int(path.endswith("norm.weight") and (delta or arch in _NORMS_FROM_1))
 
 
-def _named(path: str) -> str:
+def _named(arch: str, path: str) -> str:
     """A router's correction is no module of Transformers', and is one here."""
+    path = gguf_hybrids.named(arch, path)
     for own in ("e_score_correction", "expert_bias"):
         if path.endswith(own.removesuffix("_bias") + "_bias"):
             return f"{path.rpartition('.')[0]}.{own}.bias"
@@ -290,7 +298,7 @@ def _experts(path: str, values: np.ndarray, module: Any) -> list[tuple[str, np.n
     if last == "weight" and module.is_transposed:
         values = values.swapaxes(1, 2)
     if "gate_up" not in own:
-        return [(f"blk.{layer}.ffn_down_exps.{last}", values)]
+        return [(f"blk.{layer}.ffn_{own.partition('_')[0]}_exps.{last}", values)]
     halves = np.split(values, 2, axis=1) if module.is_concatenated else [values[:, ::2], values[:, 1::2]]
     return [(f"blk.{layer}.ffn_{part}_exps.{last}", half) for part, half in zip(("gate", "up"), halves, strict=True)]
 
@@ -302,6 +310,8 @@ def _names(config: Any) -> Any:
 
 def arch_of(config: Any) -> str:
     """What a file calls the family."""
+    if config.model_type == "nemotron_h" and "moe" in config.layer_types:
+        return "nemotron_h_moe"
     return _RENAMED.get(config.model_type, config.model_type)
 
 
@@ -330,8 +340,8 @@ def state_of(path: Path, plain: Any) -> dict[str, torch.Tensor]:
         elif ".experts." in name and arch != "gemma4":
             found = _expert_values(name, values, plain.get_submodule(name.rpartition(".")[0]))
         else:
-            base, _, last = _named(name).rpartition(".")
-            whole = names.get_name(_named(name))
+            base, _, last = _named(arch, name).rpartition(".")
+            whole = names.get_name(_named(arch, name))
             found = values[f"{whole}.weight" if whole else f"{names.get_name(base)}.{last}"]
             heads = heads_of(config).get(str(names.get_name(base)).rpartition(".")[2])
             found = (apart(found, heads) if heads else found) - _begin(arch, name)
@@ -343,7 +353,7 @@ def _expert_values(path: str, values: Mapping[str, torch.Tensor], module: Any) -
     """What ``_experts`` took apart."""
     layer, own = path.split(".")[2], path.rpartition(".")[2]
     last = "bias" if own.endswith("bias") else "weight"
-    parts = ("gate", "up") if "gate_up" in own else ("down",)
+    parts = ("gate", "up") if "gate_up" in own else (own.partition("_")[0],)
     found = [values[f"blk.{layer}.ffn_{part}_exps.{last}"] for part in parts]
     whole = joined(found, 1, not module.is_concatenated and len(found) > 1)
     return whole.transpose(1, 2) if last == "weight" and module.is_transposed else whole

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.weights import gguf_hybrids
+
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 
 
@@ -22,7 +24,7 @@ def written(config: Any, arch: str, path: str, values: np.ndarray) -> list[tuple
     if arch == "gemma4" and own.startswith("router.") and own.endswith("scale"):
         return [(f"{block}.{'ffn_down_exps' if 'expert' in own else 'ffn_gate_inp'}.scale", values)]
     if arch not in DELTA or not own.startswith("linear_attn."):
-        return None
+        return gguf_hybrids.written(config, arch, block, own, values)
     own = own.removeprefix("linear_attn.")
     width, begin = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
     if own == "in_proj_qkvz.weight":
@@ -54,8 +56,8 @@ def read(config: Any, arch: str, path: str, shape: torch.Size, values: Mapping[s
     if parts is None:
         return None
     if path.endswith("A_log"):
-        places = _tiled(config, probe, 1) if arch != "qwen3next" else probe
-        parts = [(parts[0][0], places)]
+        places = written(config, arch, path.replace("A_log", "dt_bias"), probe)
+        parts = [(parts[0][0], places[0][1])]
         values = {parts[0][0]: torch.log(-values[parts[0][0]])}
     flat = torch.empty(shape.numel())
     for name, places in parts:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage import CheckpointError, ConfigError, Engine, Memory, SamplingParams, UnsupportedModelError
@@ -25,9 +24,9 @@ from stowage.testing import tiny_models
 from stowage.weights.quantized.blocks import BlockLinear
 from tests.weights import gguf_files
 from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
+from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of
 
 GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
-SIZE = tiny_models.TinySize(hidden=256, layers=2)
 KINDS = ("Q8_0 Q4_0 Q4_1", "Q4_K Q5_K Q6_K", "F16 BF16 F32", "Q5_0 Q5_1 MXFP4")
 TOKENS = {
     "tokenizer.ggml.model": "gpt2",
@@ -50,82 +49,9 @@ TOKENS = {
 }
 
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-
-
-EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
-
-
-def model_of(family: str, directory: Path, size: Any = None, **changed: Any) -> Any:
-    """A tiny model of Transformers, in float32; ``changed`` in its config."""
-    source = tiny_models.write(family, directory, size, **changed)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    spread(model)
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model
-
-
-def spread(model: Any) -> None:
-    """Values that matter for what Transformers begins with ones and zeros: norms, biases, corrections of routers."""
-    generator = torch.Generator().manual_seed(1)
-    for name, tensor in model.state_dict().items():
-        if (tensor.dim() == 1 or name.endswith("bias")) and not name.endswith(("A_log", "dt_bias")):
-            tensor.add_(torch.rand(tensor.shape, generator=generator), alpha=0.2)
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mixtral": {},
-    "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},
-    "qwen2_moe": {},
-    "qwen3": {},
-    "qwen3_moe": {"norm_topk_prob": True},
-    "gemma2": {"tie_word_embeddings": True},
-    "gemma3": {"layer_types": ["sliding_attention"] * 4},
-    "gemma4": {"tie_word_embeddings": True, "final_logit_softcapping": 30.0, "enable_moe_block": True, **EXPERTS},
-    "gpt_oss": {},
-    "nemotron": {},
-    "phi3": {},
-    "phi4_mini": {"sliding_window": None},
-    "stablelm": {},
-    "starcoder2": {},
-    "arcee": {},
-    "cohere2": {"tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
-    "deepseek_v2": {"rope_parameters": YARN, "q_lora_rank": None},
-    "deepseek_v3": {"rope_parameters": YARN, "norm_topk_prob": True},
-    "ernie4_5": {},
-    "exaone4": {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
-    "glm4": {},
-    "glm4_moe": {"routed_scaling_factor": 1.5, "use_qk_norm": True},
-    "granite": {},
-    "lfm2": {},
-    "lfm2_moe": {"tie_word_embeddings": True},
-    "minimax_m2": {},
-    "ministral3": {"max_position_embeddings": 256, "rope_parameters": YARN},
-    "olmo2": {},
-    "qwen3_5": {},
-    "qwen3_5_moe": {},
-    "qwen3_next": {"decoder_sparse_step": 1},
-    "olmoe": {},
-    "seed_oss": {},
-    "smollm3": {},
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_computes_what_its_file_was_written_from(family: str, tmp_path: Path) -> None:
-    plain = model_of(family, tmp_path / "model", **FAMILIES[family])
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_every_family_computes_what_its_file_was_written_from(name: str, tmp_path: Path) -> None:
+    plain = made(name, tmp_path / "model")
     path = gguf_files.write(plain, tmp_path / "model.gguf")
     ids = prompt(100)
     expected = logits(plain, ids)

@@ -20,14 +20,19 @@ from stowage.testing.tiny_models.table import TABLE
 from stowage.weights.gguf import GgufFile
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
-from tests.weights.test_gguf import FAMILIES, GREEDY, SIZE, dequantised, mixed, model_of
+from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of
+from tests.weights.test_gguf import GREEDY, dequantised, mixed
 
 RELAID = {
     "deepseek_v2": "*=stream",
     "deepseek_v3": "*=experts",
     "glm4_moe": "*=mapped",
+    "granite 4 without experts": "*=stream",
+    "granitemoehybrid": "*=experts",
     "lfm2_moe": "*=stream",
     "minimax_m2": "*=experts",
+    "nemotron 3 nano": "*=experts",
+    "nemotron_h": "*=mapped",
     "qwen3_5": "*=mapped",
     "qwen3_5_moe": "*=experts",
     "qwen3_next": "*=stream",
@@ -35,12 +40,12 @@ RELAID = {
 """Families with parameters that lie otherwise in files, and where a model of each has its weights."""
 
 
-@pytest.mark.parametrize("family", RELAID)
+@pytest.mark.parametrize("name", RELAID)
 def test_families_that_lie_otherwise_answer_as_their_dequantised_checkpoint_to_the_bit(
-    family: str, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    size = replace(SIZE, layers=TABLE[family].layers)
-    plain = model_of(family, tmp_path / "model", size, **FAMILIES[family])
+    size = replace(SIZE, layers=TABLE[VARIANTS[name][0] if name in VARIANTS else name].layers)
+    plain = made(name, tmp_path / "model", size)
     kinds = mixed([Kind.Q4_K, Kind.Q8_0, Kind.Q4_0])  # of those the first is random numbers
 
     def kind(name: str) -> Kind:
@@ -54,7 +59,7 @@ def test_families_that_lie_otherwise_answer_as_their_dequantised_checkpoint_to_t
     asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
     memory = {"kv_cache_memory": "8MiB", "host_memory": "16MiB"}
     said = []
-    for source, weights in ((values, "auto"), (path, RELAID[family])):
+    for source, weights in ((values, "auto"), (path, RELAID[name])):
         with Engine(source, Memory(**memory, weights=weights), dtype="bfloat16") as engine:
             answers = engine.generate(list(asked), GREEDY)
             said.append([(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers])

@@ -18,7 +18,8 @@ from stowage.executor import kernels
 from stowage.executor.int8_activations import note_of
 from tests.weights import gguf_files
 from tests.weights.conftest import prompt
-from tests.weights.test_gguf import KINDS, SIZE, mixed, model_of
+from tests.weights.gguf_models import SIZE, model_of
+from tests.weights.test_gguf import KINDS, mixed
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1)

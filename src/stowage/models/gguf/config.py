@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.models.gguf.families import FAMILIES, entries_of, family_of, head_size, layers_of, number
+from stowage.models.gguf.families import FAMILIES, entries_of, family_of
+from stowage.models.gguf.fields import head_size, layers_of, number
 from stowage.weights.gguf import GgufFile
 
 __all__ = ["config_of", "end_ids", "heads_of"]
@@ -23,6 +24,7 @@ _TABLE: Final = {"gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 _MORE: Final[Sequence[tuple[str, str]]] = (
     ("attention.key_length", "head_dim"),
     ("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ("attention.layer_norm_epsilon", "norm_eps"),
     ("attention.layer_norm_rms_epsilon", "norm_eps"),
     ("attention.scale", "attention_multiplier"),
     ("attention.sliding_window", "sliding_window"),
@@ -64,7 +66,19 @@ _ENDS: Final = frozenset(
 )
 """Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
 _CONTROL: Final = 3
-_INTERLEAVED: Final = ("arcee", "granite", "llama", "mistral3", "smollm3")
+_INTERLEAVED: Final = (
+    *(
+        "arcee",
+        "granite",
+        "granitehybrid",
+        "granitemoe",
+        "llama",
+        "mistral3",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "smollm3",
+    ),
+)
 """Families whose heads' rotated halves are interleaved in files, and are not in Transformers."""
 _PARTLY: Final = ("glm4", "glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Types of models whose configs take it that a part of each head is rotated where they are told nothing."""

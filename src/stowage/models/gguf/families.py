@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.models.gguf import hybrids
+from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["FAMILIES", "entries_of", "family_of", "head_size", "layers_of", "number", "unused_in"]
+__all__ = ["FAMILIES", "entries_of", "family_of", "unused_in"]
 
 FAMILIES: Final[Mapping[str, str]] = {
     "arcee": "arcee",
@@ -27,12 +29,16 @@ FAMILIES: Final[Mapping[str, str]] = {
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "granite": "granite",
+    "granitehybrid": "granitemoehybrid",
+    "granitemoe": "granitemoe",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "llama": "llama",
     "minimax-m2": "minimax_m2",
     "mistral3": "ministral3",
     "nemotron": "nemotron",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
     "phi3": "phi3",
@@ -68,6 +74,8 @@ def family_of(file: GgufFile) -> str | None:
     family = FAMILIES.get(file.architecture)
     if family == "llama" and number(file, "expert_count"):
         return "mixtral"
+    if family == "granitemoe" and "blk.0.ffn_gate_shexp.weight" in file.tensors:
+        return "granitemoeshared"
     if family == "ministral3":
         if number(file, "expert_count"):
             raise UnsupportedModelError(
@@ -82,23 +90,6 @@ def entries_of(file: GgufFile, family: str, entries: Mapping[str, Any]) -> dict[
     """More entries of the config, and other values of ``entries``. Raises CheckpointError."""
     own = _OWN.get(family)
     return own(file, entries) if own is not None else {}
-
-
-def layers_of(file: GgufFile) -> int:
-    """Those that a text is computed by, without those that guess tokens ahead. 0: it is not said."""
-    return max(0, number(file, "block_count") - number(file, "nextn_predict_layers"))
-
-
-def head_size(file: GgufFile) -> int:
-    """0: it is not said."""
-    heads, hidden = number(file, "attention.head_count"), number(file, "embedding_length")
-    return (number(file, "attention.key_length") or hidden // heads) if heads and hidden else 0
-
-
-def number(file: GgufFile, key: str) -> int:
-    """0: there is none."""
-    value = file.fields.get(f"{file.architecture}.{key}")
-    return value if isinstance(value, int) and value > 0 else 0
 
 
 def unused_in(file: GgufFile) -> tuple[str, ...]:
@@ -130,7 +121,7 @@ def _deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
         for part in ("key", "value")
     )
     if not heads or not value or whole <= rotated:
-        raise _sizeless(file)
+        raise sizeless(file)
     return {
         **_routed(file, {**entries, **groups}),
         **groups,
@@ -154,7 +145,7 @@ def _gated_delta(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     every, values = number(file, "full_attention_interval") or 4, number(file, "ssm.time_step_rank")
     keys, sizes = number(file, "ssm.group_count"), number(file, "ssm.state_size")
     if not keys or not sizes or not values or values % keys or number(file, "ssm.inner_size") % values:
-        raise _sizeless(file)
+        raise sizeless(file)
     kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers_of(file))]
     return {
         "layer_types": kinds,
@@ -232,12 +223,6 @@ def _stablelm(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sizeless(file: GgufFile) -> CheckpointError:
-    return CheckpointError(
-        f"{file.paths[0]} does not say how large its heads are, or nothing that fits; download it again."
-    )
-
-
 def _routed(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """What a router does where a file is silent, which is not what Transformers' configs take for it."""
     silent: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False}
@@ -253,8 +238,12 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "gemma3_text": _gemma,
     "gemma4_text": _gemma4,
     "glm4_moe": _glm4_moe,
+    "granitemoe": hybrids.granite,
+    "granitemoehybrid": hybrids.granite_hybrid,
+    "granitemoeshared": hybrids.granite,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
+    "nemotron_h": hybrids.nemotron_h,
     "qwen3_5_moe_text": _gated_delta,
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,

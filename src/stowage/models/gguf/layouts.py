@@ -8,45 +8,37 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from stowage.models.gguf.hybrids import HYBRIDS, mamba_layout, shared_layout
+from stowage.models.gguf.relaid import Layout, Made, Rows
 from stowage.weights.gguf import GgufTensor
 
-__all__ = ["Layout", "Made", "Rows", "adds_1", "layout_of"]
+__all__ = ["adds_1", "layout_of", "named"]
 
-_PATH: Final = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|linear_attn|router|mlp)\.(.+)")
+_PATH: Final = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|linear_attn|router|mlp|mamba|mixer|shared_mlp)\.(.+)")
+_CALLED: Final[Mapping[str, tuple[str, str]]] = {
+    "granitehybrid": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
+    "granitemoe": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
+    "nemotron_h": ("model.layers.", "backbone.layers."),
+    "nemotron_h_moe": ("model.layers.", "backbone.layers."),
+}
+"""Families whose parameters have another name here than the package gguf knows: a part of it, and what it is there."""
 _ALWAYS_FROM_1: Final = ("gemma2", "gemma3", "nemotron")
 _ROUTERS: Final = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
-_IN_FLOAT32: Final = ("deepseek2", "glm4moe")
+_IN_FLOAT32: Final = ("deepseek2", "glm4moe", "nemotron_h_moe")
 """Families whose routers are made float32 before they are multiplied with: what is packed cannot be."""
 _GATED_DELTA: Final = ("qwen3next", "qwen35", "qwen35moe")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A parameter that is ``pieces`` end to end: of a tensor, the rows from one on up to another."""
-
-    pieces: tuple[tuple[str, int, int], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for name, _, _ in self.pieces))
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What ``make`` makes of the numbers of tensors."""
-
-    names: tuple[str, ...]
-    make: Callable[[Sequence[Tensor]], Tensor]
-
-
-Layout = Rows | Made
+def named(architecture: str, path: str) -> str:
+    """As the package gguf knows the parameter at ``path``."""
+    here, there = _CALLED.get(architecture, ("", ""))
+    return path.replace(here, there, 1) if here else path
 
 
 def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
@@ -57,6 +49,10 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
     block, own = f"blk.{match[1]}", match[2]
     if own == "gate.weight" and architecture in _IN_FLOAT32:
         return Made((f"{block}.ffn_gate_inp.weight",), lambda found: found[0])
+    if architecture in ("granitehybrid", "granitemoe") and own.startswith(("input_", "output_")):
+        return shared_layout(block, own, tensors)
+    if architecture in HYBRIDS:
+        return mamba_layout(block, own)
     if architecture == "deepseek2":
         return _latents(config, block, own, tensors)
     if architecture == "gemma4" and own in _ROUTERS:

@@ -18,7 +18,8 @@ from torch import Tensor
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models.gguf.config import heads_of
 from stowage.models.gguf.families import unused_in
-from stowage.models.gguf.layouts import Layout, Rows, adds_1, layout_of
+from stowage.models.gguf.layouts import adds_1, layout_of, named
+from stowage.models.gguf.relaid import Layout, Rows
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
 from stowage.weights.quantized.blocks import joined
@@ -32,7 +33,7 @@ _NAMES: Final = {"MXFP4": "mxfp4_block"}
 """Types that are called otherwise here."""
 _ROPE_FACTORS: Final = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 _EXPERTS: Final = re.compile(
-    r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?experts\.(gate_up|down)_proj(_bias)?"
+    r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?experts\.(gate_up|up|down)_proj(_bias)?"
 )
 _BIASES: Final = {
     "e_score_correction_bias": "e_score_correction.bias",
@@ -119,6 +120,7 @@ def _names(file: GgufFile, config: Any) -> Any:
             return (
                 [merged] if merged in file.tensors else [f"blk.{experts[1]}.ffn_{part}_exps.{last}" for part in parts]
             )
+        path = named(file.architecture, path)
         parent, _, own = path.rpartition(".")
         base, _, last = f"{parent}.{_BIASES.get(own, own)}".rpartition(".")
         whole, found = None if own in _BIASES else table.get_name(path), table.get_name(base)

@@ -1,0 +1,41 @@
+"""What every family's fields of a GGUF file say in the same way: counts, layers, the size of a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stowage.errors import CheckpointError
+from stowage.weights.gguf import GgufFile
+
+__all__ = ["head_size", "layers_of", "number", "of_layers", "sizeless"]
+
+
+def number(file: GgufFile, key: str) -> int:
+    """0: there is none."""
+    value = file.fields.get(f"{file.architecture}.{key}")
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def layers_of(file: GgufFile) -> int:
+    """Those that a text is computed by, without those that guess tokens ahead. 0: it is not said."""
+    return max(0, number(file, "block_count") - number(file, "nextn_predict_layers"))
+
+
+def head_size(file: GgufFile) -> int:
+    """0: it is not said."""
+    heads, hidden = number(file, "attention.head_count"), number(file, "embedding_length")
+    return (number(file, "attention.key_length") or hidden // heads) if heads and hidden else 0
+
+
+def of_layers(file: GgufFile, key: str) -> list[int]:
+    """What is said of each layer, or of all at once; zeros where it is neither. Layers that guess tokens ahead, which
+    come last, are left out.
+    """
+    layers, value = layers_of(file), file.fields.get(f"{file.architecture}.{key}")
+    each: list[Any] = value[:layers] if isinstance(value, list) else [value] * layers
+    whole = len(each) == layers and all(isinstance(one, int) and one >= 0 for one in each)
+    return each if whole else [0] * layers
+
+
+def sizeless(file: GgufFile, what: Any = "how large its heads are") -> CheckpointError:
+    return CheckpointError(f"{file.paths[0]} does not say {what}, or nothing that fits; download it again.")

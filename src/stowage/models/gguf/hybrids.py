@@ -1,0 +1,119 @@
+"""Families with layers of Mamba 2: their configs, and how the parameters of such a layer lie in a file.
+
+Which layer is what stands in the number of its heads and of its feed-forward's rows (llama.cpp, ``src/models/
+granite-hybrid.cpp`` and ``nemotron-h.cpp``). Granite 4 has a feed-forward behind each, Nemotron-H is one or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from stowage.models.gguf.fields import head_size, layers_of, number, of_layers, sizeless
+from stowage.models.gguf.relaid import Layout, Made, Rows
+from stowage.weights.gguf import GgufFile, GgufTensor
+
+__all__ = ["HYBRIDS", "granite", "granite_hybrid", "mamba_layout", "nemotron_h", "shared_layout"]
+
+HYBRIDS: Final = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+
+
+def granite(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Granite with experts or states."""
+    shared = number(file, "expert_shared_feed_forward_length") or number(file, "feed_forward_length")
+    found: dict[str, Any] = {"num_local_experts": number(file, "expert_count"), "shared_intermediate_size": shared}
+    if "attention_multiplier" not in entries:
+        found["attention_multiplier"] = max(head_size(file), 1) ** -0.5
+    return found
+
+
+def granite_hybrid(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    heads, states, hidden = of_layers(file, "attention.head_count_kv"), _states(file), number(file, "embedding_length")
+    return {
+        **granite(file, entries),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_d_conv": number(file, "ssm.conv_kernel"),
+        "mamba_d_head": states["size"],
+        "mamba_d_state": states["state"],
+        "mamba_expand": states["size"] * states["heads"] // max(hidden, 1),
+        "mamba_n_groups": states["groups"],
+        "mamba_n_heads": states["heads"],
+        "num_key_value_heads": max(heads, default=0),
+        "position_embedding_type": "rope" if _rotates(file) else None,
+    }
+
+
+def nemotron_h(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    heads, wide, states = (
+        of_layers(file, "attention.head_count_kv"),
+        of_layers(file, "feed_forward_length"),
+        _states(file),
+    )
+    if number(file, "expert_group_count") > 1 and not number(file, "expert_group_used_count"):
+        raise sizeless(file, "how many groups of experts a router chooses")
+    behind = [
+        "moe" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "mlp" if wide[layer] else "linear_attention"
+        for layer in range(layers_of(file))
+    ]
+    silent = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+    return {
+        **{name: value for name, value in silent.items() if name not in entries},
+        "attention_bias": _has(file, "attn_q.bias"),
+        "conv_kernel": number(file, "ssm.conv_kernel"),
+        "intermediate_size": max((wide[at] for at, kind in enumerate(behind) if kind == "mlp"), default=0),
+        "layer_norm_epsilon": file.fields.get(f"{file.architecture}.attention.layer_norm_rms_epsilon"),
+        "layers_block_type": ["full_attention" if heads[at] else kind for at, kind in enumerate(behind)],
+        "mamba_head_dim": states["size"],
+        "mamba_num_heads": states["heads"],
+        "mlp_bias": _has(file, "ffn_up.bias"),
+        "moe_latent_size": number(file, "moe_latent_size") or None,
+        "moe_shared_expert_intermediate_size": number(file, "expert_shared_feed_forward_length"),
+        "n_groups": states["groups"],
+        "num_key_value_heads": max(heads, default=0),
+        "ssm_state_size": states["state"],
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+    }
+
+
+def mamba_layout(block: str, own: str) -> Layout | None:
+    """Of parameters of a layer of Mamba 2: the file has what states decay by, where a checkpoint has its logarithm."""
+    match own:
+        case "A_log":
+            return Made((f"{block}.ssm_a",), lambda found: torch.log(-found[0]))
+        case "D":
+            return Made((f"{block}.ssm_d",), lambda found: found[0])
+        case "dt_bias":
+            return Made((f"{block}.ssm_dt.bias",), lambda found: found[0])
+    return None
+
+
+def shared_layout(block: str, own: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
+    """Of Granite's shared expert, which is the only feed-forward where there are no experts: gates, and what they
+    gate, are one parameter.
+    """
+    last = "" if f"{block}.ffn_gate.weight" in tensors else "_shexp"
+    names = {"input_linear.weight": ("gate", "up"), "output_linear.weight": ("down",)}.get(own, ())
+    whole = [f"{block}.ffn_{part}{last}.weight" for part in names]
+    if not whole or not all(name in tensors for name in whole):
+        return None
+    return Rows(tuple((name, 0, tensors[name].shape[0]) for name in whole))
+
+
+def _states(file: GgufFile) -> dict[str, int]:
+    """Sizes of what a layer keeps: heads, and groups that share what is written and read."""
+    heads, inner = number(file, "ssm.time_step_rank"), number(file, "ssm.inner_size")
+    groups, state = number(file, "ssm.group_count"), number(file, "ssm.state_size")
+    if not heads or not groups or not state or not inner or inner % heads or heads % groups:
+        raise sizeless(file, "how large its states are")
+    return {"heads": heads, "size": inner // heads, "groups": groups, "state": state}
+
+
+def _rotates(file: GgufFile) -> bool:
+    return file.fields.get(f"{file.architecture}.rope.scaling.finetuned") is True
+
+
+def _has(file: GgufFile, last: str) -> bool:
+    return any(name.endswith(f".{last}") for name in file.tensors)

@@ -1,0 +1,32 @@
+"""The two ways in which a parameter can lie in a GGUF file otherwise than Transformers has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Layout", "Made", "Rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A parameter that is ``pieces`` end to end: of a tensor, the rows from one on up to another."""
+
+    pieces: tuple[tuple[str, int, int], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for name, _, _ in self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What ``make`` makes of the numbers of tensors."""
+
+    names: tuple[str, ...]
+    make: Callable[[Sequence[Tensor]], Tensor]
+
+
+Layout = Rows | Made

@@ -1,0 +1,95 @@
+"""What converters write of families with layers of Mamba 2 (llama.cpp: `conversion/granite.py`, `mamba.py` and
+`nemotron.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+HYBRIDS = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+_GRANITES = ("granitehybrid", "granitemoe")
+
+
+def fields(config: Any, arch: str) -> dict[str, Any]:
+    """Beside what every decoder has."""
+    found: dict[str, Any] = {}
+    if arch in _GRANITES:
+        found |= {"expert_count": config.num_local_experts, "attention.scale": config.attention_multiplier}
+        if config.model_type != "granitemoe":
+            found["expert_shared_feed_forward_length"] = config.shared_intermediate_size
+    if arch in HYBRIDS:
+        heads = config.num_key_value_heads
+        found["attention.head_count_kv"] = [heads * (kind == "full_attention") for kind in config.layer_types]
+    if arch == "granitehybrid":
+        found |= {
+            "ssm.conv_kernel": config.mamba_d_conv,
+            "ssm.state_size": config.mamba_d_state,
+            "ssm.group_count": config.mamba_n_groups,
+            "ssm.inner_size": config.mamba_expand * config.hidden_size,
+            "ssm.time_step_rank": config.mamba_n_heads,
+            "rope.scaling.finetuned": config.position_embedding_type == "rope",
+        }
+    if arch in ("nemotron_h", "nemotron_h_moe"):
+        found |= _nemotron_h(config, arch == "nemotron_h_moe")
+    return {f"{arch}.{key}": value for key, value in found.items()}
+
+
+def _nemotron_h(config: Any, mixture: bool) -> dict[str, Any]:
+    wide = config.moe_intermediate_size if mixture else config.intermediate_size
+    found = {
+        "feed_forward_length": [wide * (kind in ("moe", "mlp")) for kind in config.layer_types],
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "attention.value_length": config.head_dim,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
+    }
+    if mixture:
+        found["expert_shared_feed_forward_length"] = config.moe_shared_expert_intermediate_size
+        found["expert_weights_norm"] = config.norm_topk_prob
+    if mixture and config.moe_latent_size:
+        found["moe_latent_size"] = config.moe_latent_size
+    return found
+
+
+def written(config: Any, arch: str, block: str, own: str, values: np.ndarray) -> list[tuple[str, np.ndarray]] | None:
+    """The tensors of a parameter of a layer; ``None`` where it is one as it is."""
+    if arch in _GRANITES and own.startswith("shared_mlp."):
+        last = "_shexp" if config.num_local_experts else ""
+        if own == "shared_mlp.output_linear.weight":
+            return [(f"{block}.ffn_down{last}.weight", values)]
+        return [
+            (f"{block}.ffn_{name}{last}.weight", half)
+            for name, half in zip(("gate", "up"), np.split(values, 2), strict=True)
+        ]
+    if arch not in HYBRIDS:
+        return None
+    own = own.partition(".")[2]
+    if own in ("A_log", "D"):
+        column = values.reshape(-1, 1)
+        return [(f"{block}.ssm_a", -np.exp(column))] if own == "A_log" else [(f"{block}.ssm_d", column)]
+    if own == "dt_bias":
+        return [(f"{block}.ssm_dt.bias", values)]
+    if own == "norm.weight":
+        groups = config.mamba_n_groups if arch == "granitehybrid" else config.n_groups
+        return [(f"{block}.ssm_norm.weight", values.reshape(groups, -1))]
+    return None
+
+
+def is_dense(config: Any) -> bool:
+    """Whether it has no experts, though its config says how many there would be."""
+    if config.model_type == "nemotron_h":
+        return "moe" not in config.layer_types
+    return config.model_type == "granitemoehybrid" and not config.num_local_experts
+
+
+def named(arch: str, path: str) -> str:
+    """As the package gguf knows a parameter."""
+    if arch in _GRANITES:
+        return path.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
+    return path.replace("model.layers.", "backbone.layers.") if arch in HYBRIDS else path

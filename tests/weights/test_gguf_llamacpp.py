@@ -1,0 +1,50 @@
+"""GGUF files of every family: llama.cpp loads them, and its logits are those of the model that they were written from.
+
+What reads files here and what writes them for tests could be wrong together. Needs `make bench-env`; `make llamacpp`
+runs it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stowage.models import loading
+from tests.weights import gguf_files
+from tests.weights.conftest import logits, prompt
+from tests.weights.gguf_models import FAMILIES, VARIANTS, made
+
+pytestmark = pytest.mark.llamacpp
+PYTHON = Path(__file__).parents[2] / ".venv-bench/bin/python"
+PROGRAM = Path(__file__).with_name("llamacpp.py")
+CLOSE = {"gemma3": 1e-2, "gemma4": 2e-2, "starcoder2": 1e-2}
+"""Where it is not 5e-4: llama.cpp looks GELU up in a table of 16 bits."""
+ELSEWHERE = {
+    "deepseek_v2": "without q_lora_rank only with as many layers as DeepSeek-V2-Lite has",
+    "exaone4": "its windows only with as many layers as EXAONE 4 32B has",
+    "gemma2": "Transformers leaves caps of scores out with its own choice of attention",
+    "gpt_oss": "llama.cpp rounds between which frequencies YaRN goes over, and Transformers does not",
+    "olmoe": "only with as many heads of keys as of queries",
+}
+"""Families whose tiny model llama.cpp computes otherwise, or not at all, and why."""
+SHORT = ("mixtral", "phi3", "starcoder2")
+"""Of models with windows that llama.cpp does not read from files: prompts are shorter than these."""
+
+
+@pytest.mark.parametrize("name", [name for name in (*FAMILIES, *VARIANTS) if name not in ELSEWHERE])
+def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
+    plain = made(name, tmp_path / "model")
+    arch = gguf_files.arch_of(plain.config)
+    tokens = {"tokenizer.ggml.model": "none", f"{arch}.vocab_size": plain.config.vocab_size}
+    path, found = gguf_files.write(plain, tmp_path / "model.gguf", tokens=tokens), tmp_path / "logits"
+    ids = prompt(20 if name in SHORT else 100)
+    said = " ".join(map(str, ids[0].tolist()))
+    done = subprocess.run([PYTHON, PROGRAM, path, found], input=said, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours = logits(loading.load(path).model, ids)[0]
+    theirs = torch.from_numpy(np.fromfile(found, np.float32)).view(ours.shape)
+    assert torch.allclose(theirs, ours, atol=CLOSE.get(name, 5e-4)), (theirs - ours).abs().max()
