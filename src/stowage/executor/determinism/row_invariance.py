@@ -59,8 +59,7 @@ class RowInvariance(TorchFunctionMode):
         if linear:
             self._special[F.linear] = self._linear
             self._special[F.embedding] = _embedding
-            stacked = partial(_stacked, partial(_linear, exact=exact, int8=int8), int8)
-            self._special[stacked_linear] = partial(stacked_linear, multiply=stacked)
+            self._special[stacked_linear] = self.stacked
             multiply = kernels.linear if exact else kernels.product
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
@@ -108,6 +107,22 @@ class RowInvariance(TorchFunctionMode):
     def alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """A linear layer that is computed by itself."""
         return _linear(input, weight, bias, exact=self.exact, int8=self._int8)
+
+    def stacked(self, x: Tensor, module: Any, own: str, chosen: Tensor) -> Tensor:
+        """``stacked_linear``: by the kernels, or one expert after the other."""
+        return stacked_linear(x, module, own, chosen, self._each_run)
+
+    def stacks(self, x: Tensor, module: Any, own: str) -> list[experts.Stack] | None:
+        """The stack ``own`` of experts ``module`` as the kernels read it, where ``stacked`` is done by them."""
+        stack = getattr(module, own)
+        return experts.of_stack(x, stack, self._int8) if isinstance(stack, BlockStack) else None
+
+    def _each_run(self, x: Tensor, module: Any, own: str, runs: Iterable[Run]) -> Tensor:
+        stacks = self.stacks(x, module, own)
+        if stacks is None:
+            return one_by_one(x, module, own, runs, self.alone)
+        outs = experts.stacked(x, stacks, runs)
+        return outs[0] if len(outs) == 1 else joined(outs, -1, getattr(module, own).how.in_turn)
 
 
 def mode_of(model: Any, *, exact: bool, int8: bool = False) -> RowInvariance | None:
@@ -227,17 +242,6 @@ def _grouped(
             out[begin:end] = multiply(rows, turned[expert]) if ours else _filled(rows, weight[expert])
             begin = end
     return out
-
-
-def _stacked(
-    linear: Callable[..., Tensor], int8: bool, x: Tensor, module: Any, own: str, runs: Iterable[Run]
-) -> Tensor:
-    """See ``stacked_linear``: by the kernels, or ``linear`` one expert after the other."""
-    stack = getattr(module, own)
-    if not isinstance(stack, BlockStack) or (matrices := experts.of_stack(x, stack, int8)) is None:
-        return one_by_one(x, module, own, runs, linear)
-    outs = experts.stacked(x, matrices, runs)
-    return outs[0] if len(outs) == 1 else joined(outs, -1, stack.how.in_turn)
 
 
 def _whole_vectors(function: Any) -> Callable[..., Any]:

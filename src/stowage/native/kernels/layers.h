@@ -2,12 +2,13 @@
 
 /* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
 
-enum { TOGETHER = 8, COMMON = 8, EACH = 9 }; /* layers at most; arguments of all, and of each */
+enum { TOGETHER = 8, COMMON = 8, EACH = 9, JOBS = 64 }; /* layers at most; arguments of all, and of each; see count */
 
 typedef struct {
-    Linear job[TOGETHER];
-    int64_t firsts[TOGETHER + 1]; /* how many shares are before each layer */
+    Linear job[JOBS];
+    int64_t firsts[JOBS + 1]; /* how many shares are before each layer */
     int64_t each;
+    int count; /* layers: of the same inputs up to TOGETHER, else up to JOBS */
     atomic_long next;
     atomic_int failed;
 } LinearShares;
@@ -32,9 +33,9 @@ static void share_linear(void *argument)
     LinearShares *shares = argument;
     for (int at = 0;;) {
         int64_t share = atomic_fetch_add(&shares->next, 1);
-        while (at < TOGETHER && share >= shares->firsts[at + 1])
+        while (at < shares->count && share >= shares->firsts[at + 1])
             at++;
-        if (at == TOGETHER)
+        if (at == shares->count)
             return;
         const Linear *job = &shares->job[at];
         int64_t begin = (share - shares->firsts[at]) * shares->each;
@@ -112,13 +113,13 @@ static void share_round(void *argument)
                        shares->to + row * dynamic_groups(job->inputs));
 }
 
-/* Where each layer's shares begin. */
+/* Where the shares of each of `layers` begin. */
 static void count_shares(LinearShares *shares, int layers)
 {
     shares->firsts[0] = 0;
-    for (int i = 0; i < TOGETHER; i++)
-        shares->firsts[i + 1] =
-            shares->firsts[i] + (i < layers ? (shares->job[i].outputs + shares->each - 1) / shares->each : 0);
+    shares->count = layers;
+    for (int i = 0; i < layers; i++)
+        shares->firsts[i + 1] = shares->firsts[i] + (shares->job[i].outputs + shares->each - 1) / shares->each;
 }
 
 /* How many of `all` from `first` on can have the inputs that are rounded with this `bias`, which says nothing to those of
@@ -167,50 +168,86 @@ static int spread_dynamic(LinearShares *shares, int layers, long threads)
     return 1;
 }
 
+/* A layer of what all have in common and of what is its own. */
+static Linear read_layer(const int64_t *value, const int64_t *own)
+{
+    Linear job = {.x = address(value[0]),
+                  .rows = value[1],
+                  .inputs = value[2],
+                  .x_row = value[3],
+                  .group = value[4],
+                  .form = (int)value[5],
+                  .narrow = (int)value[6],
+                  .w = address(own[0]),
+                  .scales = address(own[1]),
+                  .y = address(own[2]),
+                  .outputs = own[3],
+                  .w_row = own[4],
+                  .format = (int)own[5],
+                  .zeros = address(own[6]),
+                  .tall = own[7],
+                  .kind = (int)own[8]};
+    if (job.form >= DYNAMIC && job.format == PLAIN)
+        job.group = job.inputs; /* a scale for each output */
+    return job;
+}
+
+/* Whether many rows are laid out for tiles. */
+static int is_tiled(const Linear *job)
+{
+    return job->form >= HALVES && job->form < DYNAMIC && used->tiles != NULL && job->rows > TILES_FEW;
+}
+
+/* How many outputs a share has, of `layers` alike; as many threads as it is worth. */
+static long divide(LinearShares *shares, int layers, long threads)
+{
+    const Linear *job = shares->job;
+    int64_t outputs = 0;
+    for (int i = 0; i < layers; i++)
+        outputs += job[i].outputs;
+    threads = job->rows * job->inputs * outputs < 65536 ? 1 : threads;
+    int rounds = job->form >= DYNAMIC, step = is_tiled(job) || rounds || job->format != PLAIN ? 32 : 12;
+    int across = rounds && (job->format == GPTQ || job->format == AWQ); /* a run is as long as a piece is wide */
+    int64_t pieces = (job->rows > FEW ? 8 : across ? 2 : 4) * threads; /* few rows wait for memory: it likes long runs */
+    shares->each = threads > 1 ? ((outputs - 1) / pieces / step + 1) * step : outputs;
+    count_shares(shares, layers);
+    return threads;
+}
+
 /* Up to TOGETHER layers with the same inputs, which are as `linear` takes them; 0: there is no memory for it. */
 static int multiply_together(const int64_t *value, int layers)
 {
-    Linear common = {.x = address(value[0]),
-                     .rows = value[1],
-                     .inputs = value[2],
-                     .x_row = value[3],
-                     .group = value[4],
-                     .form = (int)value[5],
-                     .narrow = (int)value[6]};
     LinearShares shares;
     atomic_init(&shares.failed, 0);
-    int64_t outputs = 0;
-    for (int i = 0; i < layers; i++) {
-        const int64_t *own = value + COMMON + EACH * i;
-        shares.job[i] = common;
-        shares.job[i].w = address(own[0]);
-        shares.job[i].scales = address(own[1]);
-        shares.job[i].y = address(own[2]);
-        shares.job[i].outputs = own[3];
-        shares.job[i].w_row = own[4];
-        shares.job[i].format = (int)own[5];
-        shares.job[i].zeros = address(own[6]);
-        shares.job[i].tall = own[7];
-        shares.job[i].kind = (int)own[8];
-        if (common.form >= DYNAMIC && own[5] == PLAIN)
-            shares.job[i].group = common.inputs; /* a scale for each output */
-        outputs += own[3];
-    }
-    long threads = common.rows * common.inputs * outputs < 65536 ? 1 : (long)value[7];
-    int rounds = common.form >= DYNAMIC, tiled = !rounds && common.form >= HALVES && used->tiles != NULL && common.rows > TILES_FEW;
-    int step = tiled || rounds || shares.job[0].format != PLAIN ? 32 : 12;
-    int across = rounds && (shares.job[0].format == GPTQ || shares.job[0].format == AWQ); /* a run is as long as a piece is wide */
-    int64_t pieces = (common.rows > FEW ? 8 : across ? 2 : 4) * threads; /* few rows wait for memory: it likes long runs */
-    shares.each = threads > 1 ? ((outputs - 1) / pieces / step + 1) * step : outputs;
-    count_shares(&shares, layers);
-    if (rounds)
+    for (int i = 0; i < layers; i++)
+        shares.job[i] = read_layer(value, value + COMMON + EACH * i);
+    long threads = divide(&shares, layers, (long)value[7]);
+    if (shares.job->form >= DYNAMIC)
         return spread_dynamic(&shares, layers, threads) && !atomic_load(&shares.failed);
 #ifdef TILES
-    tiled = tiled && spread_tiles(&shares, layers, threads);
+    if (is_tiled(shares.job) && spread_tiles(&shares, layers, threads))
+        return !atomic_load(&shares.failed);
 #endif
-    if (!tiled)
-        spread_linear(&shares, threads);
+    spread_linear(&shares, threads);
     return !atomic_load(&shares.failed);
+}
+
+/* Layers of a row of inputs each; 0: there is no memory for it. */
+static int multiply_each(LinearShares *shares, int layers, long threads)
+{
+    int64_t groups = dynamic_groups(shares->job->inputs);
+    DynamicInputs *room = NULL;
+    atomic_init(&shares->failed, 0);
+    if (shares->job->form >= DYNAMIC && (room = aligned_alloc(64, (size_t)(layers * groups) * sizeof *room)) == NULL)
+        return 0;
+    for (int i = 0; room != NULL && i < layers; i++) {
+        Linear *job = &shares->job[i];
+        dynamic->round(job->x, job->form == DYNAMIC_HALVES, job->inputs, dynamic_bias(job), room + i * groups);
+        job->packed = (const char *)(room + i * groups);
+    }
+    spread_linear(shares, divide(shares, layers, threads));
+    free(room);
+    return !atomic_load(&shares->failed);
 }
 
 /* Whether a product of this form can be made, with sums that are `narrow`. */

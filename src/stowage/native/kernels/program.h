@@ -2,7 +2,7 @@
  * (executor/replay/programs.py). An address is a buffer's, out of a list that may change between calls, and an offset.
  * Included by kernels.c. */
 
-enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5 };
+enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, PICK_ROWS = 7 };
 
 typedef struct {
     const int64_t *at, *end, *buffers;
@@ -27,15 +27,13 @@ static void *next_address(Reader *r)
     return NULL;
 }
 
-/* As `linear` takes them, in numbers. */
-static int run_linear(Reader *r, long threads)
+/* Layers as `linear` takes them, in numbers: how many. */
+static int next_layers(Reader *r, int64_t *value, long threads)
 {
-    int64_t value[COMMON + EACH * TOGETHER] = {0};
     int64_t layers = next_number(r);
-    if (layers < 1 || layers > TOGETHER) {
-        r->wrong = 1;
-        return 1;
-    }
+    r->wrong = r->wrong || layers < 1 || layers > TOGETHER;
+    if (r->wrong)
+        return 0;
     value[0] = (int64_t)(intptr_t)next_address(r);
     for (int i = 1; i < COMMON - 1; i++)
         value[i] = next_number(r); /* rows, inputs, x_row, group, form, narrow */
@@ -45,7 +43,70 @@ static int run_linear(Reader *r, long threads)
             each[i] = i < 3 || i == 6 ? (int64_t)(intptr_t)next_address(r) : next_number(r);
     }
     r->wrong = r->wrong || !can_multiply(value[5], value[6], value[2]);
-    return r->wrong || multiply_together(value, (int)layers);
+    return (int)layers;
+}
+
+static int run_linear(Reader *r, long threads)
+{
+    int64_t value[COMMON + EACH * TOGETHER];
+    int layers = next_layers(r, value, threads);
+    return r->wrong || multiply_together(value, layers);
+}
+
+/* The number of what row i takes of `count`; -1: none. `chosen` NULL: that of the row. */
+static int64_t number_of(const int64_t *chosen, int64_t i, int64_t count)
+{
+    int64_t number = chosen == NULL ? i : chosen[i];
+    return number < count ? number : -1;
+}
+
+/* Each row by its own matrix of one or more stacks; zeros where it has none. */
+static int run_linear_of_stacks(Reader *r, long threads)
+{
+    enum { Y, W, SCALES, ZEROS, PARTS };
+    int64_t value[COMMON + EACH * TOGETHER], apart[TOGETHER][PARTS]; /* how many bytes */
+    int64_t matrices = next_number(r);
+    const int64_t *chosen = next_address(r);
+    int layers = next_layers(r, value, threads), count = 0, there = 1;
+    for (int i = 0; i < PARTS * layers; i++)
+        apart[i / PARTS][i % PARTS] = next_number(r);
+    LinearShares shares;
+    int64_t rows = r->wrong ? 0 : value[1], x_bytes = value[3] << (value[5] >= HALVES && value[5] != DYNAMIC ? 1 : 2);
+    value[1] = 1;
+    for (int64_t i = 0; i < rows * layers && there; i++) {
+        int64_t row = i / layers, number = number_of(chosen, row, matrices), *own = apart[i % layers];
+        Linear job = read_layer(value, value + COMMON + EACH * (i % layers));
+        job.y = (char *)job.y + row * own[Y];
+        if (number < 0)
+            memset(job.y, 0, (size_t)job.outputs * (job.narrow ? 2 : 4));
+        else {
+            job.x = (const char *)job.x + row * x_bytes;
+            job.w = (const char *)job.w + number * own[W];
+            job.scales = (const char *)job.scales + number * own[SCALES];
+            job.zeros = (const char *)job.zeros + number * own[ZEROS];
+            shares.job[count++] = job;
+        }
+        if (count == JOBS) {
+            there = multiply_each(&shares, count, threads);
+            count = 0;
+        }
+    }
+    return there && (count == 0 || multiply_each(&shares, count, threads));
+}
+
+/* Rows of a table, of so many bytes; zeros where there is no such row. */
+static void run_pick(Reader *r)
+{
+    char *to = next_address(r);
+    const char *from = next_address(r);
+    const int64_t *chosen = next_address(r);
+    int64_t rows = next_number(r), bytes = next_number(r), count = next_number(r);
+    for (int64_t i = 0; i < rows && !r->wrong; i++) {
+        int64_t number = number_of(chosen, i, count);
+        memcpy(to + i * bytes, from + (number < 0 ? 0 : number) * bytes, (size_t)bytes);
+        if (number < 0)
+            memset(to + i * bytes, 0, (size_t)bytes);
+    }
 }
 
 static float next_float(Reader *r)
@@ -177,6 +238,13 @@ static int run_all(Reader *r, long threads)
         case LINEAR_LAYERS:
             if (!run_linear(r, threads))
                 return 0;
+            break;
+        case LINEAR_OF_STACKS:
+            if (!run_linear_of_stacks(r, threads))
+                return 0;
+            break;
+        case PICK_ROWS:
+            run_pick(r);
             break;
         case NORM_ROWS_OF:
             run_norm(r, threads);

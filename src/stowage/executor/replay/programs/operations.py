@@ -1,7 +1,7 @@
 """Which calls of a written step the kernels can make in a program, and what a program says of each.
 
     add sub mul neg             numbers, rounded once          cat stack contiguous to ...   copies
-    silu gelu ... of bfloat16   a table of all results         linear, norm                  the kernels
+    silu gelu ... of bfloat16   a table of all results         linear, experts, norm         the kernels
 
 Owns the numbers that ``native/kernels/program.h`` reads. Only float32 and bfloat16 are known here. What is taken gives
 torch's very bits: a sum or a product has one right result, and a function of single numbers that does not depend on
@@ -23,17 +23,20 @@ from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance, takes_whole_vectors
 from stowage.executor.fused.norms import norm_of
 from stowage.executor.replay.calls.call_list import ARRIVAL, PART, WHOLE, WrittenCall, arguments_of, linears
-from stowage.executor.replay.calls.recordable import ALLOWED
+from stowage.executor.replay.calls.recordable import ALLOWED, has_tensor
 from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
+from stowage.weights.away import AwayParameter
 
-LINEAR, _NORM, _POINTWISE = 1, 2, 3
+LINEAR, _NORM, _POINTWISE, STACKED, _PICK = 1, 2, 3, 6, 7
 COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)
 _DIMS = 4
+_IN_ORDER = 4
 NOWHERE = (-1, 0)
 _BINARY = {"add": _ADD, "__add__": _ADD, "__radd__": _ADD, "sub": _SUBTRACT, "subtract": _SUBTRACT}
 _BINARY |= {"__sub__": _SUBTRACT, "mul": _MULTIPLY, "multiply": _MULTIPLY, "__mul__": _MULTIPLY, "__rmul__": _MULTIPLY}
 _NEGATIONS = frozenset("neg negative __neg__".split())
 _COPIES = frozenset("contiguous clone reshape flatten to float bfloat16 type type_as".split())
+_CLAMPS = frozenset("clamp clamp_min clamp_max".split())
 _JOINTS = frozenset("cat concat concatenate stack".split())
 
 
@@ -105,7 +108,13 @@ def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
     if call.name in _JOINTS:
         dim = keywords.get("dim", args[1] if len(args) > 1 else 0)
         return _joined(buffers, args[0], dim, found, stacked=call.name == "stack")
-    if takes_whole_vectors(function):
+    if call.name == "stacked_linear":
+        return _stacked(buffers, function, args, found)
+    if call.name == "repeat_interleave" and len(args) == 2 and keywords == {"dim": 0} and isinstance(args[1], int):
+        return [_repeated(buffers, args[0], args[1], found)]
+    if call.name == "sum" and len(args) == 1 and keywords == {"dim": 1}:
+        return _added(buffers, args[0], found)
+    if takes_whole_vectors(function) or (call.name in _CLAMPS and not has_tensor(keywords)):
         return [_looked_up(buffers, call.function, args, found)]
     raise NotTaken
 
@@ -184,24 +193,90 @@ def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> lis
         copy = Side(begin, x.dtype, whole(x.shape))
         done = [pointwise(x.shape, COPY, copy, read(buffers, x, x.shape))]
     ends = [buffers.made(out) for out in outs] if bias is None else [buffers.temporary(rows * matrices[0].outputs * 4)]
-    words: list[int | Address] = [
-        LINEAR,
-        len(ends),
-        begin,
-        rows,
-        inputs,
-        row,
-        group,
-        form,
-        int(halves and bias is None),
-    ]
-    for matrix, end in zip(matrices, ends, strict=True):
-        words += [buffers.address_of(matrix.codes), *_optional(buffers, matrix.scales), end, matrix.outputs, matrix.row]
-        words += [matrix.form, *_optional(buffers, matrix.zeros), matrix.tall, matrix.kind]
-    done.append(Operation(tuple(words)))
+    common = begin, rows, inputs, row, group, form, int(halves and bias is None)
+    done.append(Operation((LINEAR, *_layers(buffers, common, matrices, ends))))
     if bias is not None:
         sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(buffers, outs[0])
         done.append(pointwise(outs[0].shape, _ADD, out, sums, read(buffers, bias, outs[0].shape)))
+    return done
+
+
+def _layers(
+    buffers: Buffers, common: tuple[int | Address, ...], matrices: Sequence[kernels.Matrix], ends: Sequence[Address]
+) -> list[int | Address]:
+    """Layers of the same inputs, or of those of the same rows."""
+    words: list[int | Address] = [len(ends), *common]
+    for matrix, end in zip(matrices, ends, strict=True):
+        words += [buffers.address_of(matrix.codes), *_optional(buffers, matrix.scales), end, matrix.outputs, matrix.row]
+        words += [matrix.form, *_optional(buffers, matrix.zeros), matrix.tall, matrix.kind]
+    return words
+
+
+def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> list[Operation]:
+    """Rows by the matrices of the experts that were chosen for them, plus these experts' biases."""
+    check(getattr(function, "__func__", None) is RowInvariance.stacked and len(args) == 4)
+    x, module, own, chosen = args
+    stack = getattr(module, own)
+    parts = [part for piece in getattr(stack, "pieces", ()) for part in piece.values()]
+    check(bool(parts) and not any(isinstance(part, AwayParameter) for part in parts))  # it stays where it is
+    stacks = function.__self__.stacks(x, module, own)
+    if stacks is None or len(stacks) > kernels.TOGETHER:
+        raise NotTaken
+    check(buffers.is_ours(x) and x.is_contiguous())
+    check(chosen.dtype is torch.int64 and chosen.is_contiguous() and buffers.buffer(chosen) is not None)
+    form, halves = kernels.form_of(x, stacks[0].first)
+    check(halves or x.dtype is torch.float32)
+    rows, inputs = x.shape
+    wide = [stack.first.outputs for stack in stacks]
+    in_turn = len(stacks) > 1 and stack.how.in_turn
+    begin = buffers.made(out)
+    if in_turn:
+        ends = [buffers.temporary(rows * outputs * out.element_size()) for outputs in wide]
+    else:
+        at = [sum(wide[:number]) * out.element_size() for number in range(len(wide))]
+        ends = [begin._replace(offset=begin.offset + offset) for offset in at]
+    common = buffers.address_of(x), rows, inputs, inputs, stacks[0].first.group, form, int(halves)
+    words: list[int | Address] = [STACKED, module.num_experts, buffers.address_of(chosen)]
+    words += _layers(buffers, common, [stack.first for stack in stacks], ends)
+    for stack, outputs in zip(stacks, wide, strict=True):
+        words += [(outputs if in_turn else sum(wide)) * out.element_size(), *stack.apart]
+    done = [Operation(tuple(words))]
+    for number, end in enumerate(ends if in_turn else ()):
+        there = out[:, number :: len(ends)]
+        done.append(pointwise(there.shape, COPY, new(buffers, there), Side(end, out.dtype, whole(there.shape))))
+    if module.has_bias:
+        done += _plus_rows(buffers, getattr(module, f"{own}_bias"), chosen, out)
+    return done
+
+
+def _plus_rows(buffers: Buffers, table: Tensor, chosen: Tensor, out: Tensor) -> list[Operation]:
+    """``out`` and rows of ``table``; where there is no such row, zeros."""
+    check(buffers.is_ours(table) and table.is_contiguous() and table.dtype is out.dtype)
+    nbytes = out.shape[1] * out.element_size()
+    picked = buffers.temporary(len(chosen) * nbytes)
+    words = (picked, buffers.address_of(table), buffers.address_of(chosen), len(chosen), nbytes, len(table))
+    rows = Side(picked, out.dtype, whole(out.shape))
+    return [Operation((_PICK, *words)), pointwise(out.shape, _ADD, new(buffers, out), new(buffers, out), rows)]
+
+
+def _repeated(buffers: Buffers, x: Tensor, times: int, out: Tensor) -> Operation:
+    """Each row of ``x`` several times, one after the other."""
+    shape = (len(x), times, *x.shape[1:])
+    check(buffers.is_ours(x))
+    return pointwise(shape, COPY, new(buffers, out)._replace(strides=whole(shape)), read(buffers, x[:, None], shape))
+
+
+def _added(buffers: Buffers, x: Tensor, out: Tensor) -> list[Operation]:
+    """``out``, sums over the second of three dimensions. torch adds up to four numbers to 0 in their order, in float32,
+    however many vectors and threads it takes.
+    """
+    check(buffers.is_ours(x) and x.dim() == 3 and x.dtype is out.dtype and x.shape[1] <= _IN_ORDER)
+    sums = Side(buffers.temporary(out.numel() * 4), torch.float32, whole(out.shape))
+    done, before = [], read(buffers, torch.zeros(()), out.shape)
+    for at in range(x.shape[1]):
+        to = sums if at < x.shape[1] - 1 else new(buffers, out)
+        done.append(pointwise(out.shape, _ADD, to, read(buffers, x[:, at], out.shape), before))
+        before = sums
     return done
 
 

@@ -1,0 +1,89 @@
+"""Experts that tokens chose as parts of programs: the very bits of `stacked_linear`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stowage.executor import kernels
+from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.weights.quantized.blocks import parameter_names
+from stowage.weights.quantized.formats import Spec
+from stowage.weights.quantized.stacks import Stacking, put_stacks, stacked_linear
+from tests.block_formats import SPECS, parts_of
+from tests.engine.test_programs import left, replays, usual
+
+pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+EXPERTS = 5
+
+
+class Experts(nn.Module):
+    """Takes one expert after the other from a stack in a published format."""
+
+    def __init__(self, spec: Spec, dtype: torch.dtype, pieces: int, in_turn: bool, bias: bool) -> None:
+        super().__init__()
+        self.num_experts, self.has_bias, self.is_transposed = EXPERTS, bias, False
+        self.stack = nn.Parameter(torch.empty(EXPERTS, 1))
+        put_stacks(self, {"stack": Stacking(spec, pieces=pieces, in_turn=in_turn)}, dtype)
+        for number in range(pieces):
+            each = [parts_of(spec, 100 * expert + number) for expert in range(EXPERTS)]
+            own = "stack" if pieces == 1 else f"stack_{number}"
+            for part, name in parameter_names(spec, own).items():
+                setattr(self, name, nn.Parameter(torch.stack([parts[part] for parts in each]), requires_grad=False))
+        if bias:
+            biases = usual(EXPERTS, pieces * spec.outputs, seed=9, dtype=dtype)
+            self.stack_bias = nn.Parameter(biases, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def is_ours(dtype: torch.dtype, int8: bool) -> bool:
+    return dtype is torch.float32 or int8 or kernels._kernel.multiplies_halves()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+def test_each_row_by_the_matrices_of_its_expert(spec: Spec, dtype: torch.dtype, int8: bool, instructions: str) -> None:
+    """Of one stack or of two, one below the other or a row of each in turn, with biases or not. What is no expert's
+    number gives zeros, and an expert may be chosen by all.
+    """
+    int8_too = int8 and spec.name in kernels.INTEGER_FORMATS
+    for pieces, in_turn, bias in ((1, False, True), (2, False, False), (2, True, True)):
+        module = Experts(spec, dtype, pieces, in_turn, bias)
+        kept = [*module.parameters()]
+
+        def function(x: Tensor, module: Any = module) -> Tensor:
+            chosen = (x[:, : EXPERTS + 2].topk(2).indices - 1).reshape(-1)
+            rows = (x * 0.5).repeat_interleave(2, dim=0)
+            return stacked_linear(rows, module, "stack", chosen) * 2
+
+        for rows in (1, 40):
+            x = usual(rows, spec.inputs, seed=5, dtype=dtype)
+            mode = RowInvariance(linear=True, exact=True, int8=int8)
+            calls = replays(function, x, kept=kept, mode=mode)
+            others = [call.__name__ for call in left(calls) if getattr(call, "__name__", "") == "stacked"]
+            assert bool(others) != is_ours(dtype, int8_too), (pieces, others)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_sums_over_what_experts_gave(dtype: torch.dtype, instructions: str) -> None:
+    """Of up to four in a program; torch has more than one order for others. Of zeros without a sign, and with one."""
+    for count in range(1, 7):
+        for rows, width in ((1, 64), (3, 100), (1, 2048), (40, 2880)):
+            x = usual(rows * count, width, seed=count, dtype=dtype)
+            x[:, 0], x[:, 1] = -0.0, torch.inf
+            calls = replays(lambda x, c=count: (x * 2).view(-1, c, x.shape[1]).sum(dim=1) * 2, x)
+            assert len(left(calls)) == (count > 4), (count, width)
+
+
+def test_numbers_are_kept_within_limits(instructions: str) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert not left(replays(lambda x: x.clamp(min=None, max=7.0) * (x.clamp(min=-7.0, max=7.0) + 1), every))
+    assert not left(replays(lambda x: x.clamp(-7.0, 7.0) * 2, every))
+    limit = torch.tensor(3.0).bfloat16()
+    assert len(left(replays(lambda x: x.clamp(max=limit) * 2, every, kept=[limit]))) == 1
