@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import stowage
 from stowage import CheckpointError, Engine, Memory, SamplingParams, StorageError
 from stowage.errors import ModelError
+from stowage.executor import kernels
 from stowage.executor.replay.calls.backend import CallBackend, RecordedSteps
 from stowage.executor.replay.programs.program import Program
 from stowage.executor.runner import Runner
@@ -272,3 +273,37 @@ def test_adapters_and_their_base_answer_as_in_memory(copied: Path, tmp_path: Pat
             steps = steps_of(engine)
             assert steps is not None and steps.counters.replayed_steps
     assert said[0] == said[1] == said[2]
+
+
+def _pythons(engine: Engine) -> set[str]:
+    """Functions that Python calls in recorded steps."""
+    steps = steps_of(engine)
+    assert steps is not None and steps.counters.replayed_steps > 8
+    made = [entry.recording for entry in steps._entries.values() if entry.recording is not None]
+    functions = [getattr(call.function, "func", call.function) for recording in made for call in recording.calls]
+    return {getattr(function, "__name__", "") for function in functions}
+
+
+def anew(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    """``answers`` of what nothing is cached of."""
+    engine.drop_device_cache()
+    engine.drop_host()
+    return answers(engine)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq"])
+def test_experts_and_latents_that_stay_are_parts_of_programs(name: str, tmp_path: Path) -> None:
+    """And what is made of a weight is made anew when that has other numbers."""
+    family, method, quantiser = EXPERTS[name]
+    published, _ = published_files.write(family, tmp_path, method, quantiser)
+    with Engine(published, Memory(**SIZES), dtype="bfloat16") as engine:
+        before = answers(engine)
+        left = _pythons(engine) & {"stacked", "update", "paged_attention", "repeat_interleave"}
+        assert bool(left) != kernels._kernel.multiplies_halves(), left
+        for parameter in (p for n, p in engine.model.named_parameters() if "kv_b_proj" in n):
+            with torch.no_grad():
+                parameter.mul_(2.0)
+        after = anew(engine)
+        assert (after != before) == (family == "deepseek_v3")
+        assert after == anew(unrecorded(engine))

@@ -11,6 +11,7 @@ build no masks. Reads the step from ``batch.current``. Never allocates blocks.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from stowage.executor import kernels, streamed_attention
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.batch import DecodeStep, PrefillStep, current
 from stowage.executor.decode_attention import Tables
-from stowage.executor.latent_weights import absorbed
+from stowage.executor.latent_weights import absorbed, expanded, unexpanded
 from stowage.executor.replay.calls.recording import one_call
 from stowage.models import probing
 
@@ -44,6 +45,8 @@ def install(model: Any) -> None:
     count, before = _users.get(model, (0, model.config._attn_implementation))
     _users[model] = (count + 1, before)
     model.set_attn_implementation(NAME)
+    for module in _expanding(model):
+        module.expand_kv = partial(_expand_kv, module)
 
 
 def uninstall(model: Any) -> None:
@@ -55,6 +58,19 @@ def uninstall(model: Any) -> None:
     del _users[model]
     probing.forget(model)
     model.set_attn_implementation(before)
+    for module in _expanding(model):
+        del module.expand_kv
+
+
+def _expanding(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+
+
+def _expand_kv(module: Any, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``module.expand_kv`` gives, but in steps, where attention expands latents itself if it must."""
+    if current.get(None) is None:
+        return expanded(module, torch.cat((latent, rope), dim=-1))
+    return unexpanded(module, latent)
 
 
 @one_call
@@ -172,7 +188,7 @@ def _decode_latent(module: Any, query: Tensor, views: Views, step: DecodeStep, s
 
 def _prefill_latent(module: Any, query: Tensor, views: Views, run: PrefillStep, scores: Scores) -> Tensor:
     rows = _latents(views, run.blocks, run.keys)[None, None]
-    keys, values = module.expand_kv(rows[..., : module.kv_lora_rank], rows[..., module.kv_lora_rank :])
+    keys, values = expanded(module, rows)
     width = values.shape[-1]
     values = pad(values, (0, keys.shape[-1] - width)) if keys.shape[-1] > width else values
     causal = run.bias is None and run.keys > 1

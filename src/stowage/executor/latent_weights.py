@@ -3,7 +3,8 @@
     kv_b_proj   (heads, nope + value, latent)   ->   for queries   (heads, latent, nope): turned, in memory of its own
                                                      for values    (heads, value, latent): where it lies
 
-Owns what is turned, where it is kept from step to step: half of what ``kv_b_proj`` takes, of models whose weights stay
+Owns when latents are expanded to keys and values, which models do in each step and attention seldom reads; what is
+turned, where it is kept from step to step: half of what ``kv_b_proj`` takes, of models whose weights stay
 where they are.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["LatentWeights", "absorbed"]
+__all__ = ["LatentWeights", "absorbed", "expanded", "unexpanded"]
 
 
 class LatentWeights:
@@ -34,8 +35,12 @@ class LatentWeights:
         for_queries, for_values = _parts(module, own, heads)
         return self._for_queries(own, for_queries), for_values
 
+    def stays(self, module: Any) -> bool:
+        """Whether what ``of`` gives for ``module`` is kept from step to step."""
+        return self._keeps and _is_plain(module.kv_b_proj.weight)
+
     def _for_queries(self, own: Tensor, part: Tensor) -> Tensor:
-        if not self._keeps or not isinstance(own, Parameter) or own.is_inference():  # others may be new in each step
+        if not self._keeps or not _is_plain(own):
             return part.transpose(1, 2).contiguous()
         found = self._turned.get(id(own))
         state = own.data_ptr(), own._version
@@ -52,6 +57,26 @@ def absorbed(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
     nope = module.qk_nope_head_dim
     seen = torch.einsum("bhn,hnr->bhr", query[..., :nope], for_queries)
     return torch.cat((seen, query[..., nope:]), dim=-1), for_values
+
+
+def _is_plain(weight: Any) -> bool:
+    """Whether it is the model's own; others may be new in each step."""
+    return isinstance(weight, Parameter) and not weight.is_inference()
+
+
+def unexpanded(module: Any, latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as ``module.expand_kv`` gives them, in their shapes alone: paged attention reads latents."""
+    nope, value = module.qk_nope_head_dim, module.v_head_dim
+    shape = latent.shape[0], module.kv_b_proj.out_features // (nope + value), latent.shape[2]
+    one = latent[..., :1]
+    return one.expand(*shape, nope + module.qk_rope_head_dim), one.expand(*shape, value)
+
+
+def expanded(module: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of ``latents`` ``[batch, 1, tokens, latent + rope]``, as the module expands them."""
+    rank = module.kv_lora_rank
+    keys, values = type(module).expand_kv(module, latents[..., :rank], latents[..., rank:])
+    return keys, values
 
 
 def _parts(module: Any, weight: Tensor, heads: int) -> tuple[Tensor, Tensor]:

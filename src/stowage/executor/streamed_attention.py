@@ -18,7 +18,7 @@ from torch import Tensor
 from stowage.executor.attention_scores import SCORES_BYTES_MAX, Scores
 from stowage.executor.batch import StreamStep
 from stowage.executor.block_table import AWAY
-from stowage.executor.latent_weights import absorbed
+from stowage.executor.latent_weights import absorbed, expanded
 
 PIECE_KEYS_MAX = 4096
 """Of one layer, that are brought at once: longer pieces are no quicker."""
@@ -50,8 +50,7 @@ def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: S
         return _gather(views[0], away[0], step.addresses[first:end]).transpose(0, 1)
 
     def expand(first: int, end: int) -> tuple[Tensor, Tensor]:
-        latents = rows(first, end)[None]
-        keys, values = module.expand_kv(latents[..., :rank], latents[..., rank:])
+        keys, values = expanded(module, rows(first, end)[None])
         return keys[0], values[0]
 
     if len(query) > 1:

@@ -7,8 +7,9 @@ none: which layer an attention reads is known from what was written before it.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
 from stowage.executor.replay.programs.operations import (
     COPY,
     NOWHERE,
+    STACKED,
     NotTaken,
     Operation,
     Side,
@@ -53,15 +55,29 @@ class _Group:
     runs: Address
 
 
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What an attention reads; ``numbers``: its scale and soft cap."""
+
+    layer: int
+    where: _Group
+    group: GroupStep
+    heads: int
+    numbers: tuple[int, int]
+    sinks: tuple[int | Address, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAddresses:
     """Says where a step has what programs read. ``groups``: a layer, and slots of blocks, offsets, table and runs;
-    ``away``: slots of a layer's keys and values in host memory.
+    ``away``: slots of a layer's keys and values in host memory, or of its latents; ``latents``: an attention, its
+    heads, and slots of what queries and mixed latents are multiplied with.
     """
 
     addresses: array[int]
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     away: tuple[tuple[BlockPool, int, tuple[int, ...]], ...]
+    latents: tuple[tuple[Any, int, tuple[int, ...]], ...]
 
     def __call__(self) -> None:
         step, addresses = current.get(), self.addresses
@@ -75,6 +91,9 @@ class StepAddresses:
             if pool.away:
                 for slot, tensor in zip(slots, pool.away[layer], strict=True):
                     addresses[slot] = tensor.data_ptr()
+        for module, heads, slots in self.latents:
+            for slot, tensor in zip(slots, step.latent_weights.of(module, heads), strict=True):
+                addresses[slot] = tensor.data_ptr()
 
 
 @dataclass(slots=True)
@@ -83,7 +102,8 @@ class Paging:
 
     buffers: Buffers
     _groups: dict[int, _Group] = field(default_factory=dict)
-    _away: dict[int, tuple[BlockPool, Address, Address]] = field(default_factory=dict)
+    _away: dict[int, tuple[BlockPool, tuple[Address, ...]]] = field(default_factory=dict)
+    _latents: list[tuple[Any, int, tuple[Address, Address]]] = field(default_factory=list)
     _written: int | None = None
 
     def operations(self, call: WrittenCall) -> list[Operation] | None:
@@ -102,19 +122,21 @@ class Paging:
             for one in self._groups.values()
         )
         away = tuple(
-            (pool, layer, (slot(keys.buffer), slot(values.buffer)))
-            for layer, (pool, keys, values) in self._away.items()
+            (pool, layer, tuple(slot(address.buffer) for address in there))
+            for layer, (pool, there) in self._away.items()
         )
-        return StepAddresses(addresses, groups, away)
+        latents = tuple(
+            (module, heads, tuple(slot(address.buffer) for address in there)) for module, heads, there in self._latents
+        )
+        return StepAddresses(addresses, groups, away, latents)
 
     def _group(self, layer: int) -> tuple[_Group, GroupStep]:
         step = current.get(None)
         if step is None:
             raise NotTaken
         group = step.of_layer[layer]
-        latent = group.pool.layout.layers[0].latent
         tokens = step.ids.shape[0]
-        check(not latent and group.runs is not None and step.decodes == tokens == group.runs.runs.shape[0])
+        check(group.runs is not None and step.decodes == tokens == group.runs.runs.shape[0])
         if id(group) not in self._groups:
             addresses = [self.buffers.of_steps() for _ in range(4)]
             self._groups[id(group)] = _Group(layer, *addresses)
@@ -124,7 +146,10 @@ class Paging:
         where, group = self._group(layer)
         self._written = layer
         done = []
-        for view, states in zip(group.pool.views[layer], (key, value), strict=True):
+        views = group.pool.views[layer]
+        if len(views) == 1:  # latent and rope key share one row
+            views = views[0][..., : key.shape[3]], views[0][..., key.shape[3] :]
+        for view, states in zip(views, (key, value), strict=True):
             batch, heads, length, width = states.shape
             check(states.dtype is view.dtype and view.stride(3) == 1 and (states.stride(3) == 1 or width == 1))
             check(self.buffers.is_ours(states) and (batch == 1 or length == 1))
@@ -148,35 +173,78 @@ class Paging:
         layer = int(module.layer_idx) if self._written is None else self._written
         self._written = None
         where, group = self._group(layer)
-        keys, values = group.pool.views[layer]
-        runs, out = group.runs, found[0]
-        assert runs is not None
         batch, heads, length, width = query.shape
-        tokens, kv_heads, value_width = batch * length, keys.shape[2], values.shape[3]
-        check(self.buffers.is_new(out) and self.buffers.is_ours(query) and keys.stride(3) == values.stride(3) == 1)
-        begin, done = self._in_order(query.transpose(1, 2))
-        sinks, more = self._sinks(named.get("s_aux"))
-        done += more
-        half = query.dtype is torch.bfloat16
-        sums = self.buffers.temporary(tokens * heads * value_width * 4) if half else self.buffers.made(out)
+        check(self.buffers.is_new(found[0]) and self.buffers.is_ours(query) and (batch == 1 or length == 1))
         scale = named.get("scaling", args[5] if len(args) > 5 else None)
-        away = self._away_of(group.pool, layer)
-        words: list[int | Address] = [_ATTEND, begin, sums]
-        for view, there in zip((keys, values), away, strict=True):
-            words += [
-                self.buffers.address_of(view),
-                *view.stride()[:3],
-                there,
-                TENSOR_ALIGNMENT_BYTES // view.element_size(),
-            ]
-        words += [where.table, where.runs, *sinks, runs.runs.shape[0], kv_heads, heads // kv_heads, width, value_width]
-        words += [runs.block_tokens, runs.window, kernels.KINDS[runs.kind]]
-        words += [bits(width**-0.5 if scale is None else scale), bits(named.get("softcap") or 0.0), int(half)]
-        done.append(Operation(tuple(words)))
-        if half:
-            wide = Side(sums, torch.float32, whole(out.shape))
-            done.append(pointwise(out.shape, COPY, new(self.buffers, out), wide))
+        numbers = bits(width**-0.5 if scale is None else scale), bits(named.get("softcap") or 0.0)
+        sinks, done = self._sinks(named.get("s_aux"))
+        reads = _Reads(layer, where, group, heads, numbers, sinks)
+        each, out = query.transpose(1, 2).flatten(0, 1), found[0].flatten(0, 1)
+        self.buffers.made(found[0])
+        if group.pool.layout.layers[0].latent:
+            return done + self._latents_read(module, each, out, reads)
+        begin, more = self._in_order(each)
+        return [*done, *more, *self._attended(begin, width, group.pool.views[layer], reads, new(self.buffers, out))]
+
+    def _attended(
+        self, query: Address, width: int, views: Sequence[Tensor], reads: _Reads, out: Side
+    ) -> list[Operation]:
+        """Attention of queries of ``width`` to ``out``, whose numbers lie in their order."""
+        keys, values = views
+        runs, tokens, half = reads.group.runs, len(reads.group.blocks), out.dtype is torch.bfloat16
+        assert runs is not None
+        check(keys.stride(3) == values.stride(3) == 1)
+        kv_heads, shape = keys.shape[2], (tokens, reads.heads, values.shape[3])
+        sums = self.buffers.temporary(math.prod(shape) * 4) if half else out.address
+        away = self._away_of(reads.group.pool, reads.layer)
+        words: list[int | Address] = [_ATTEND, query, sums]
+        for view, there in zip(views, (away[0], away[-1]), strict=True):
+            unit = TENSOR_ALIGNMENT_BYTES // view.element_size()
+            words += [self.buffers.address_of(view), *view.stride()[:3], there, unit]
+        words += [reads.where.table, reads.where.runs, *reads.sinks, runs.runs.shape[0], kv_heads]
+        words += [reads.heads // kv_heads, width, values.shape[3], runs.block_tokens, runs.window]
+        done = [Operation((*words, kernels.KINDS[runs.kind], *reads.numbers, int(half)))]
+        return [*done, pointwise(shape, COPY, out, Side(sums, torch.float32, whole(shape)))] if half else done
+
+    def _latents_read(self, module: Any, query: Tensor, out: Tensor, reads: _Reads) -> list[Operation]:
+        """``attention._paged_latent`` of ``query`` ``[tokens, heads, width]``."""
+        weights = current.get().latent_weights
+        check(weights.stays(module) and module.kv_b_proj.weight.dtype is query.dtype)
+        (tokens, heads, width), size = query.shape, query.element_size()
+        for_queries, for_values = weights.of(module, heads)
+        rank, nope = for_queries.shape[1:]
+        wide = rank + width - nope
+        there = self.buffers.of_steps(), self.buffers.of_steps()
+        self._latents.append((module, heads, there))
+        seen, mixed = (self.buffers.temporary(tokens * heads * numbers * size) for numbers in (wide, rank))
+        done = []
+        for token, rows in enumerate(query[..., :nope]):
+            given = self.buffers.address_of(rows), rows.stride(0)
+            done.append(self._per_head(given, for_queries, there[0], (_after(seen, token * heads * wide * size), wide)))
+        turned, place = query[..., nope:], Side(_after(seen, rank * size), query.dtype, (heads * wide, wide, 1))
+        done.append(pointwise(turned.shape, COPY, place, read(self.buffers, turned, turned.shape)))
+        view = reads.group.pool.views[reads.layer][0]
+        to = Side(mixed, query.dtype, whole((tokens, heads, rank)))
+        done += self._attended(seen, wide, (view, view[..., :rank]), reads, to)
+        for token, rows in enumerate(out):
+            begin, end = _after(mixed, token * heads * rank * size), self.buffers.made(out)
+            end = _after(end, token * rows.numel() * size)
+            done.append(self._per_head((begin, rank), for_values, there[1], (end, rows.shape[1])))
         return done
+
+    def _per_head(
+        self, given: tuple[Address, int], weight: Tensor, lies: Address, to: tuple[Address, int]
+    ) -> Operation:
+        """``kernels.per_head`` of one token: where its rows begin, and how many numbers they are apart; the same of
+        what they become. ``lies``: where ``weight`` ``[heads, outputs, inputs]`` is.
+        """
+        check(weight[0].is_contiguous())
+        form, halves = kernels.form_of(weight, kernels.of_plain(weight[0]))
+        check(halves or weight.dtype is torch.float32)
+        (heads, outputs, inputs), size = weight.shape, weight.element_size()
+        words = (STACKED, heads, *NOWHERE, 1, given[0], heads, inputs, given[1], 0, form, int(halves))
+        matrix = (lies, *NOWHERE, to[0], outputs, inputs, 0, *NOWHERE, 1, 0)
+        return Operation((*words, *matrix, to[1] * size, weight.stride(0) * size, 0, 0))
 
     def _in_order(self, tensor: Tensor) -> tuple[Address, list[Operation]]:
         """Its address, once its numbers lie in their order."""
@@ -193,8 +261,12 @@ class Paging:
         wide = Side(address, torch.float32, whole(sinks.shape))
         return (address,), [pointwise(sinks.shape, COPY, wide, read(self.buffers, sinks, sinks.shape))]
 
-    def _away_of(self, pool: BlockPool, layer: int) -> tuple[Address, Address]:
+    def _away_of(self, pool: BlockPool, layer: int) -> tuple[Address, ...]:
         if layer not in self._away:
-            self._away[layer] = (pool, self.buffers.of_steps(), self.buffers.of_steps())
-        _, keys, values = self._away[layer]
-        return keys, values
+            self._away[layer] = pool, tuple(self.buffers.of_steps() for _ in pool.views[layer])
+        return self._away[layer][1]
+
+
+def _after(address: Address, nbytes: int) -> Address:
+    """So many bytes behind it."""
+    return address._replace(offset=address.offset + nbytes)
