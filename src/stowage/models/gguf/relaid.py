@@ -12,12 +12,9 @@ __all__ = ["Layout", "Made", "Rows"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A parameter that is ``pieces`` end to end: of a tensor, the rows from one on up to another. ``of``: how many rows
-    the tensor has, where others of them are other parameters'.
-    """
+    """A parameter that is ``pieces`` end to end: of a tensor, the rows from one on up to another."""
 
     pieces: tuple[tuple[str, int, int], ...]
-    of: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

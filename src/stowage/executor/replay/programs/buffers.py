@@ -63,6 +63,8 @@ class Buffers:
 
     step: WrittenStep
     tables: dict[Any, Tensor]
+    narrow: dict[int, Tensor] = field(default_factory=dict)
+    """By the ``id`` of tensors that no call makes: those of fewer bits which have the same numbers."""
     _all: list[Buffer] = field(default_factory=list)
     _of_storage: dict[int, Buffer] = field(default_factory=dict)
     _index_of: dict[int, int] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance, takes_whole_vectors
@@ -103,6 +104,9 @@ def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
         return [_two(buffers, _BINARY[call.name], args[0], args[1], found)]
     if call.name in _NEGATIONS and len(args) == 1:
         return [pointwise(found.shape, _NEGATE, new(buffers, found), read(buffers, args[0], found.shape))]
+    if call.name in _COPIES and _is_widened_weight(buffers, call, args[0], found):
+        buffers.narrow[id(found)] = args[0]
+        return []
     if call.name in _COPIES:
         return [_copied(buffers, args[0], found)]
     if call.name in _JOINTS:
@@ -143,6 +147,14 @@ def _copied(buffers: Buffers, x: Any, out: Tensor) -> Operation:
     return pointwise(x.shape, COPY, end, side)
 
 
+def _is_widened_weight(buffers: Buffers, call: WrittenCall, x: Any, out: Tensor) -> bool:
+    """Whether ``out`` is a whole parameter in float32, which only linear layers multiply with: routers' are."""
+    users = [one for one in buffers.step.calls if call.result in one.arguments]
+    wide = isinstance(x, Parameter) and x.dtype is torch.bfloat16 and out.dtype is torch.float32
+    plain = wide and x.dim() == 2 and x.shape == out.shape and buffers.is_ours(x) and x.stride(1) == 1
+    return plain and all(one.name == "linear" and one.arguments[1:] == (call.result,) for one in users)
+
+
 def _joined(buffers: Buffers, parts: Any, dim: Any, out: Tensor, *, stacked: bool) -> list[Operation]:
     check(isinstance(parts, (tuple, list)) and isinstance(dim, int))
     parts = [part for part in parts if part.numel()]
@@ -181,6 +193,9 @@ def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> lis
     else:
         check(getattr(function, "__func__", None) is RowInvariance.alone)
         matrix = function.__self__.matrix(*args[:2])
+        few = function.__self__.exact or kernels.has_few_rows(args[0])
+        if few and id(args[1]) in buffers.narrow and args[0].dtype is torch.float32:
+            matrix = kernels.of_plain(buffers.narrow[id(args[1])])
         check(matrix is not None)
         matrices, outs, bias = [matrix], [found], args[2] if len(args) > 2 else None
     x = args[0]
