@@ -15,17 +15,21 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
-from tests.weights import gguf_hybrids, gguf_layouts
+from tests.weights import gguf_hybrids, gguf_layouts, gguf_mixtures
 
 _RENAMED: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
     "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
@@ -38,11 +42,22 @@ _RENAMED: Mapping[str, str] = {
     "qwen3_next": "qwen3next",
 }
 """Families whose files have another name than Transformers' type."""
-_INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3", *gguf_hybrids.HYBRIDS)
+_INTERLEAVED = (
+    "arcee",
+    "granite",
+    "granitemoe",
+    "internlm2",
+    "llama",
+    "minicpm",
+    "mistral3",
+    "smollm3",
+    *gguf_hybrids.HYBRIDS,
+)
 _NORMS_FROM_1 = ("gemma2", "gemma3", "nemotron")
 _K_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 _MORE = (
     ("attention.key_length", "head_dim"),
+    ("attention.value_length", "head_dim"),
     ("expert_count", "num_experts"),
     ("expert_count", "n_routed_experts"),
     ("expert_used_count", "num_experts_per_tok"),
@@ -150,10 +165,9 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         found = {key: value for key, value in found.items() if ".expert_" not in key or ".expert_shared" in key}
     if config.model_type in ("gpt_oss", "minimax_m2"):
         found[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
-    if getattr(config, "norm_topk_prob", None) is not None and arch in ("deepseek2", "glm4moe"):
+    if getattr(config, "norm_topk_prob", None) is not None and arch == "deepseek2":
         found[f"{arch}.expert_weights_norm"] = config.norm_topk_prob
-    if config.model_type in ("glm4_moe", "lfm2_moe", "minimax_m2"):
-        found[f"{arch}.expert_gating_func"] = 2
+    found |= gguf_mixtures.fields(config, arch)
     if config.model_type == "ministral3":
         found[f"{arch}.attention.temperature_scale"] = config.rope_parameters["llama_4_scaling_beta"]
         found[f"{arch}.rope.scaling.yarn_log_multiplier"] = config.rope_parameters["mscale_all_dim"]
@@ -170,6 +184,8 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         return found
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     found[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("alpha"):  # as many models have it, and as transformers says it of Hunyuan
+        found[f"{arch}.rope.freq_base"] *= rope["alpha"] ** (config.head_dim / (config.head_dim - 2))
     if rope.get("rope_type") == "longrope":
         first = rope["original_max_position_embeddings"]
         found[f"{arch}.rope.scaling.original_context_length"] = first
@@ -273,7 +289,7 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
         values = values + _begin(arch, path)
         alone = 0 if part == "ffn_gate_inp_shexp" else 1 if values.ndim == 3 and values.shape[1] == 1 else None
         found.append((name, values if alone is None else values.squeeze(alone)))
-    return found
+    return gguf_mixtures.merged(config, arch, found)
 
 
 def _begin(arch: str, path: str) -> int:
@@ -309,7 +325,9 @@ def _names(config: Any) -> Any:
 
 
 def arch_of(config: Any) -> str:
-    """What a file calls the family."""
+    """What a file calls the family; ``gguf_arch`` in a config: another one that computes the same."""
+    if getattr(config, "gguf_arch", None):
+        return str(config.gguf_arch)
     if config.model_type == "nemotron_h" and "moe" in config.layer_types:
         return "nemotron_h_moe"
     return _RENAMED.get(config.model_type, config.model_type)
@@ -328,10 +346,9 @@ def apart(values: torch.Tensor, heads: int) -> torch.Tensor:
 
 def state_of(path: Path, plain: Any) -> dict[str, torch.Tensor]:
     """The values in a file, as the ``gguf`` package says, under the names and in the types of ``plain``."""
-    values, state = dequantised(path), {}
-    config = plain.config
-    names = _names(config)
-    arch = arch_of(config)
+    config, state = plain.config, {}
+    names, arch = _names(config), arch_of(config)
+    values = gguf_mixtures.parted(config, arch, dequantised(path))
     for own, tensor in plain.state_dict().items():
         name = "model.embed_tokens.weight" if config.tie_word_embeddings and own == "lm_head.weight" else own
         relaid = gguf_layouts.read(config, arch, name, tensor.shape, values)

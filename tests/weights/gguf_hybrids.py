@@ -42,7 +42,6 @@ def _nemotron_h(config: Any, mixture: bool) -> dict[str, Any]:
         "feed_forward_length": [wide * (kind in ("moe", "mlp")) for kind in config.layer_types],
         "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
-        "attention.value_length": config.head_dim,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.ssm_state_size,
         "ssm.group_count": config.n_groups,
@@ -92,4 +91,6 @@ def named(arch: str, path: str) -> str:
     """As the package gguf knows a parameter."""
     if arch in _GRANITES:
         return path.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
+    if arch == "ernie4_5-moe":
+        return path.replace("mlp.gate.moe_statics.", "mlp.moe_statics.")
     return path.replace("model.layers.", "backbone.layers.") if arch in HYBRIDS else path

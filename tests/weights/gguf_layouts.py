@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.weights import gguf_hybrids
+from tests.weights import gguf_hybrids, gguf_mixtures
 
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 
@@ -24,7 +24,8 @@ def written(config: Any, arch: str, path: str, values: np.ndarray) -> list[tuple
     if arch == "gemma4" and own.startswith("router.") and own.endswith("scale"):
         return [(f"{block}.{'ffn_down_exps' if 'expert' in own else 'ffn_gate_inp'}.scale", values)]
     if arch not in DELTA or not own.startswith("linear_attn."):
-        return gguf_hybrids.written(config, arch, block, own, values)
+        relaid = gguf_hybrids.written(config, arch, block, own, values)
+        return relaid or gguf_mixtures.written(arch, block, own, values)
     own = own.removeprefix("linear_attn.")
     width, begin = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
     if own == "in_proj_qkvz.weight":

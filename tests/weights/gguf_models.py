@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from stowage.testing import tiny_models
@@ -36,6 +38,14 @@ GRANITE = {
 }
 
 
+DOTS = {
+    "layer_types": ["full_attention"] * 4,
+    "num_key_value_heads": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+
 EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 
 
@@ -63,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},
     "qwen2_moe": {},
     "qwen3": {},
-    "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_moe": {"norm_topk_prob": True, "head_dim": 32},
     "gemma2": {"tie_word_embeddings": True},
     "gemma3": {"layer_types": ["sliding_attention"] * 4},
     "gemma4": {"tie_word_embeddings": True, "final_logit_softcapping": 30.0, "enable_moe_block": True, **EXPERTS},
@@ -78,14 +88,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
     "deepseek_v2": {"rope_parameters": YARN, "q_lora_rank": None},
     "deepseek_v3": {"rope_parameters": YARN, "norm_topk_prob": True},
+    "dots1": DOTS,
     "ernie4_5": {},
+    "ernie4_5_moe": {},
     "exaone4": {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "exaone_moe": {"norm_topk_prob": True, "head_dim": 32},
     "glm4": {},
-    "glm4_moe": {"routed_scaling_factor": 1.5, "use_qk_norm": True},
+    "glm4_moe": {"routed_scaling_factor": 1.5, "use_qk_norm": True, "head_dim": 32},
     "granite": {},
     "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "granitemoehybrid": GRANITE | {"num_local_experts": 4},
     "granitemoeshared": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0},
+    "hunyuan_dense": {},
+    "hunyuan_moe": {},
     "lfm2": {},
     "lfm2_moe": {"tie_word_embeddings": True},
     "minimax_m2": {},
@@ -107,11 +122,25 @@ NEMOTRON = {
     "n_routed_experts": 4,
     "routed_scaling_factor": 1.5,
 }
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+LING = {
+    "gguf_arch": "bailingmoe2",
+    "attention_bias": False,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4 without experts": (
         "granitemoehybrid",
         GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 128},
     ),
+    "hunyuan with alpha": ("hunyuan_dense", {"rope_parameters": ALPHA}),
+    "internlm 2": ("llama", {"gguf_arch": "internlm2"}),
+    "ling 2": ("glm4_moe", LING),
+    "minicpm": ("granite", {"gguf_arch": "minicpm", "attention_multiplier": 0.25, "embedding_multiplier": 3.0}),
     "nemotron 3 nano": ("nemotron_h", NEMOTRON),
     "nemotron 3 super": ("nemotron_h", NEMOTRON | {"moe_latent_size": 32, "norm_topk_prob": False}),
 }
@@ -122,3 +151,17 @@ def made(name: str, directory: Path, size: Any = None) -> Any:
     """The model of `FAMILIES` or `VARIANTS`."""
     family, changed = VARIANTS.get(name) or (name, FAMILIES[name])
     return model_of(family, directory, size, **changed)
+
+
+def vocabulary_of(text: str, pre: str) -> dict[str, Any]:
+    """A tokenizer with every piece of ``text``, however long, as a token."""
+    ((symbols, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    ends = itertools.combinations(range(len(symbols) + 1), 2)
+    tokens = list(dict.fromkeys([*symbols, *(symbols[begin:end] for begin, end in ends)]))
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": [f"{token[:-1]} {token[-1]}" for token in tokens if len(token) > 1],
+    }

@@ -1,7 +1,9 @@
-"""The logits that llama.cpp computes of a GGUF file: a program of the peers' environment, which has no torch.
+"""What llama.cpp makes of a GGUF file: a program of the peers' environment, which has no torch.
 
     python llamacpp.py FILE LOGITS < IDS
+    python llamacpp.py FILE < TEXT
 
+The one writes what it computes of tokens, the other says which tokens a text is.
 IDS: tokens, in one line. LOGITS: [tokens, vocabulary], bare float32.
 """
 
@@ -9,19 +11,36 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 import llama_cpp
 import numpy as np
 
+SAY = llama_cpp.llama_log_callback(lambda level, text, _: sys.stderr.write(text.decode()) if level >= 3 else None)
 
-def logits(path: str, ids: list[int]) -> np.ndarray:
-    """Of each of ``ids``. Raises SystemExit for a file that llama.cpp does not load."""
-    quiet = llama_cpp.llama_log_callback(lambda level, text, _: sys.stderr.write(text.decode()) if level >= 3 else None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+
+def load(path: str, vocab_only: bool = False) -> Any:
+    """Raises SystemExit for a file that llama.cpp does not load."""
+    llama_cpp.llama_log_set(SAY, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    asked = llama_cpp.llama_model_default_params()
+    asked.vocab_only = vocab_only
+    model = llama_cpp.llama_model_load_from_file(path.encode(), asked)
     if not model:
         raise SystemExit(f"llama.cpp does not load {path}")
+    return model
+
+
+def tokens(path: str, text: bytes) -> list[int]:
+    """Those of ``text``, with what the file says that a text begins and ends with."""
+    vocabulary = llama_cpp.llama_model_get_vocab(load(path, vocab_only=True))
+    found = (llama_cpp.llama_token * (len(text) + 2))()
+    return found[: llama_cpp.llama_tokenize(vocabulary, text, len(text), found, len(found), True, False)]
+
+
+def logits(path: str, ids: list[int]) -> np.ndarray:
+    """Of each of ``ids``."""
+    model = load(path)
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     asked = llama_cpp.llama_context_default_params()
     asked.n_ctx = asked.n_batch = asked.n_ubatch = 256
@@ -40,4 +59,8 @@ def logits(path: str, ids: list[int]) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    logits(sys.argv[1], [int(word) for word in sys.stdin.read().split()]).tofile(sys.argv[2])
+    said = sys.stdin.buffer.read()
+    if len(sys.argv) > 2:
+        logits(sys.argv[1], [int(word) for word in said.split()]).tofile(sys.argv[2])
+    else:
+        print(*tokens(sys.argv[1], said))

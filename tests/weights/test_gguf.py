@@ -78,9 +78,9 @@ def mixed(kinds: Sequence[Kind]) -> Callable[[str], Kind]:
 def dequantised(path: Path, plain: Any, directory: Path) -> Path:
     """A checkpoint in bfloat16 of the values in a file, as the package ``gguf`` says."""
     plain.to(torch.bfloat16)
-    for module in plain.modules():
-        if getattr(module, "e_score_correction_bias", None) is not None and plain._keep_in_fp32_modules_strict:
-            module.e_score_correction_bias = module.e_score_correction_bias.float()
+    for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]:
+        if any(f".{part}." in f".{name}." for part in plain._keep_in_fp32_modules_strict or ()):
+            tensor.data = tensor.float()
     plain.load_state_dict(gguf_files.state_of(path, plain))
     plain.save_pretrained(directory)
     return directory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tokenizers import pre_tokenizers
 
 from stowage import CheckpointError, Engine, Memory, UnsupportedModelError
 from stowage.models import loading
@@ -20,16 +18,20 @@ from stowage.testing.tiny_models.table import TABLE
 from stowage.weights.gguf import GgufFile
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
-from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of
+from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of, vocabulary_of
 from tests.weights.test_gguf import GREEDY, dequantised, mixed
 
 RELAID = {
     "deepseek_v2": "*=stream",
     "deepseek_v3": "*=experts",
+    "ernie4_5_moe": "*=experts",
+    "exaone_moe": "*=mapped",
     "glm4_moe": "*=mapped",
     "granite 4 without experts": "*=stream",
     "granitemoehybrid": "*=experts",
     "lfm2_moe": "*=stream",
+    "hunyuan_moe": "*=experts",
+    "ling 2": "*=stream",
     "minimax_m2": "*=experts",
     "nemotron 3 nano": "*=experts",
     "nemotron_h": "*=mapped",
@@ -130,7 +132,12 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 CUTS = {
+    "bailingmoe2": ("a's 12 +\n", ["a", "'s", " ", "1", "2", " +\n"]),
+    "deepseek-coder": ("a 12b +x中", ["a", " ", "1", "2", "b", " +", "x", "中"]),
+    "deepseek-llm": ("a b\n12+ж中", ["a", " b", "\n", "1", "2", "+", "ж", "中"]),
     "deepseek-v3": ("a1234中b", ["a", "123", "4", "中", "b"]),
+    "exaone-moe": ("a b1", ["a b", "1"]),
+    "hunyuan": ("a b12", ["a", " b", "1", "2"]),
     "kimi-k2": ("x1234中y", ["x", "123", "4", "中", "y"]),
     "minimax-m2": ("aB'd1234", ["a", "B'd", "123", "4"]),
     "qwen35": ("x\u0301y12", ["x\u0301y", "1", "2"]),
@@ -141,17 +148,7 @@ CUTS = {
 def test_texts_are_cut_as_the_models_own_tokenizers_do(pre: str, tmp_path: Path) -> None:
     """Whatever stands in one piece is merged to one token here."""
     text, pieces = CUTS[pre]
-    ((symbols, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    ends = itertools.combinations(range(len(symbols) + 1), 2)
-    tokens = list(dict.fromkeys([*symbols, *(symbols[begin:end] for begin, end in ends)]))
-    merges = [f"{token[:-1]} {token[-1]}" for token in tokens if len(token) > 1]
-    fields = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * len(tokens),
-        "tokenizer.ggml.merges": merges,
-    }
+    fields = vocabulary_of(text, pre)
     path = gguf_files.write(model_of("llama", tmp_path / "model"), tmp_path / "model.gguf", tokens=fields)
     tokenizer = loading.load(path).tokenizer
     assert [tokenizer.decode([token]) for token in tokenizer(text).input_ids] == pieces

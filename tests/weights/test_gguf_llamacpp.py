@@ -6,7 +6,9 @@ runs it.
 
 from __future__ import annotations
 
+import re
 import subprocess
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,10 @@ import pytest
 import torch
 
 from stowage.models import loading
+from stowage.models.gguf.tokenizer import PRES
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
-from tests.weights.gguf_models import FAMILIES, VARIANTS, made
+from tests.weights.gguf_models import FAMILIES, VARIANTS, made, vocabulary_of
 
 pytestmark = pytest.mark.llamacpp
 PYTHON = Path(__file__).parents[2] / ".venv-bench/bin/python"
@@ -33,6 +36,11 @@ ELSEWHERE = {
 """Families whose tiny model llama.cpp computes otherwise, or not at all, and why."""
 SHORT = ("mixtral", "phi3", "starcoder2")
 """Of models with windows that llama.cpp does not read from files: prompts are shorter than these."""
+TEXT = "Hello World's 12345 3.14\n\n  x\t!?? don't I'LL ÄÖü x\u0301y 中文12かな 한국어 €$ foo_bar/\r\n   end-of ж  "
+ASCII = ("gpt-4o", "kimi-k2", "llama4", "minimax-m2", "tekken")
+"""Names of which llama.cpp tells capitals from small letters in ASCII only."""
+NOT_HERE = ("gpt2",)
+"""Names that this llama.cpp does not know."""
 
 
 @pytest.mark.parametrize("name", [name for name in (*FAMILIES, *VARIANTS) if name not in ELSEWHERE])
@@ -48,3 +56,18 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     ours = logits(loading.load(path).model, ids)[0]
     theirs = torch.from_numpy(np.fromfile(found, np.float32)).view(ours.shape)
     assert torch.allclose(theirs, ours, atol=CLOSE.get(name, 5e-4)), (theirs - ours).abs().max()
+
+
+@pytest.mark.parametrize("pre", [pre for pre in PRES if pre not in NOT_HERE])
+def test_llama_cpp_cuts_texts_as_we_do(pre: str, tmp_path: Path) -> None:
+    plain, text = made("llama", tmp_path / "model"), unicodedata.normalize("NFC", TEXT)
+    if pre in ASCII:
+        text = text.encode("ascii", "ignore").decode()
+    if pre == "deepseek-llm":  # of digits its models have no tokens but single ones
+        text = re.sub(r"\d+", "1", text)
+    fields = vocabulary_of(text, pre) | {"tokenizer.ggml.add_bos_token": False}
+    path = gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields)
+    done = subprocess.run([PYTHON, PROGRAM, path], input=text.encode(), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours = loading.load(path).tokenizer(text).input_ids
+    assert [int(token) for token in done.stdout.split()] == ours

@@ -67,17 +67,8 @@ _ENDS: Final = frozenset(
 """Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
 _CONTROL: Final = 3
 _INTERLEAVED: Final = (
-    *(
-        "arcee",
-        "granite",
-        "granitehybrid",
-        "granitemoe",
-        "llama",
-        "mistral3",
-        "nemotron_h",
-        "nemotron_h_moe",
-        "smollm3",
-    ),
+    *("arcee", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "minicpm", "mistral3", "nemotron_h"),
+    *("nemotron_h_moe", "smollm3"),
 )
 """Families whose heads' rotated halves are interleaved in files, and are not in Transformers."""
 _PARTLY: Final = ("glm4", "glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
@@ -125,6 +116,7 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     table = _TABLE.get(family, family)
+    heads = number(file, "attention.head_count")
     own = {key: name for key, name in GGUF_CONFIG_MAPPING.get(table, GGUF_CONFIG_MAPPING["llama"]).items() if name}
     names = [*own.items(), *_MORE]
     known = {*getattr(config_class, "__dataclass_fields__", ()), "rope_theta"}
@@ -136,8 +128,9 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     for name, tensors in _BIASES.items():
         if name in known:
             entries[name] = any(tensor in file.tensors for tensor in tensors)
-    if table not in GGUF_CONFIG_MAPPING and "head_dim" in known:
-        entries["head_dim"] = head_size(file)
+    wide = number(file, "attention.key_length") not in (0, number(file, "embedding_length") // max(heads, 1))
+    if (table not in GGUF_CONFIG_MAPPING and "head_dim" in known) or (wide and not _has_latents(file)):
+        entries["head_dim"] = head_size(file)  # models ask for it whose configs do not name it, as Qwen3's mixtures
     entries["num_hidden_layers"] = layers_of(file)
     entries |= entries_of(file, family, entries)
     entries |= _partial(file)
@@ -162,8 +155,12 @@ def _is_token(value: Any, count: int) -> bool:
 def _partial(file: GgufFile) -> dict[str, Any]:
     """Of each head's numbers, which part is rotated."""
     rotated, size = number(file, "rope.dimension_count"), head_size(file)
-    whole = f"{file.architecture}.attention.kv_lora_rank" in file.fields  # what is rotated stands apart
-    return {"partial_rotary_factor": rotated / size} if rotated and size and not whole else {}
+    return {"partial_rotary_factor": rotated / size} if rotated and size and not _has_latents(file) else {}
+
+
+def _has_latents(file: GgufFile) -> bool:
+    """Whether what is rotated of a head stands apart from the rest of it."""
+    return f"{file.architecture}.attention.kv_lora_rank" in file.fields
 
 
 def _rope(

@@ -10,17 +10,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.models.gguf import hybrids
+from stowage.models.gguf import hybrids, mixtures
 from stowage.models.gguf.fields import layers_of, number, sizeless
+from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
 __all__ = ["FAMILIES", "entries_of", "family_of", "unused_in"]
 
 FAMILIES: Final[Mapping[str, str]] = {
     "arcee": "arcee",
+    "bailingmoe2": "glm4_moe",
     "cohere2": "cohere2",
     "deepseek2": "deepseek_v3",
+    "dots1": "dots1",
     "ernie4_5": "ernie4_5",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "exaone-moe": "exaone_moe",
     "exaone4": "exaone4",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
@@ -31,9 +36,13 @@ FAMILIES: Final[Mapping[str, str]] = {
     "granite": "granite",
     "granitehybrid": "granitemoehybrid",
     "granitemoe": "granitemoe",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "hunyuan-moe": "hunyuan_v1_moe",
+    "internlm2": "llama",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "llama": "llama",
+    "minicpm": "granite",
     "minimax-m2": "minimax_m2",
     "mistral3": "ministral3",
     "nemotron": "nemotron",
@@ -54,12 +63,13 @@ FAMILIES: Final[Mapping[str, str]] = {
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
-"""From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama."""
+"""From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama. Three have
+none of their own there, and compute what another does: Ling 2 as GLM-4.5, InternLM 2 as Llama, MiniCPM as Granite.
+"""
 _SCALED_BY_HEADS: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the one size of each family whose scores are scaled by hidden size / heads, which no field says
 (``llama-model.cpp``: ``LLM_TYPE_27B``)."""
 
-_SIGMOID: Final = 2
 _FLASH_TOKENS: Final = 154880
 _GROUPS: Final = {
     (60, 160): {"n_group": 8, "topk_group": 3},
@@ -107,7 +117,7 @@ def _scores_by_sigmoid(file: GgufFile) -> bool:
     said = number(file, "expert_gating_func")
     vocabulary = file.tensors.get("token_embd.weight")
     flash = layers_of(file) in (46, 47, 48) and vocabulary is not None and vocabulary.shape[0] == _FLASH_TOKENS
-    return said == _SIGMOID or (not said and flash)
+    return said == SIGMOID or (not said and flash)
 
 
 def _deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +133,7 @@ def _deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     if not heads or not value or whole <= rotated:
         raise sizeless(file)
     return {
-        **_routed(file, {**entries, **groups}),
+        **routed(file, {**entries, **groups}),
         **groups,
         "kv_lora_rank": number(file, "attention.kv_lora_rank"),
         "num_key_value_heads": heads,
@@ -203,7 +213,7 @@ def _of_layers(value: Any, layers: int) -> list[int]:
 
 
 def _glm4_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_routed(file, entries), "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+    return {**sigmoid_routed(file, entries), "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
 
 
 def _lfm2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,24 +233,22 @@ def _stablelm(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _routed(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """What a router does where a file is silent, which is not what Transformers' configs take for it."""
-    silent: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False}
-    silent |= {"routed_scaling_factor": 1.0, "n_shared_experts": 0}
-    return {name: value for name, value in silent.items() if name not in entries}
-
-
 _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek,
+    "dots1": sigmoid_routed,
+    "ernie4_5_moe": mixtures.ernie_moe,
     "exaone4": _exaone4,
+    "exaone_moe": mixtures.exaone_moe,
     "gemma2": _gemma,
     "gemma3_text": _gemma,
     "gemma4_text": _gemma4,
     "glm4_moe": _glm4_moe,
-    "granitemoe": hybrids.granite,
+    "granite": hybrids.granite,
+    "granitemoe": hybrids.granite_moe,
     "granitemoehybrid": hybrids.granite_hybrid,
-    "granitemoeshared": hybrids.granite,
+    "granitemoeshared": hybrids.granite_moe,
+    "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "nemotron_h": hybrids.nemotron_h,

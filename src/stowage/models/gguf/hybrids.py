@@ -15,24 +15,28 @@ from stowage.models.gguf.fields import head_size, layers_of, number, of_layers, 
 from stowage.models.gguf.relaid import Layout, Made, Rows
 from stowage.weights.gguf import GgufFile, GgufTensor
 
-__all__ = ["HYBRIDS", "granite", "granite_hybrid", "mamba_layout", "nemotron_h", "shared_layout"]
+__all__ = ["HYBRIDS", "granite", "granite_hybrid", "granite_moe", "mamba_layout", "nemotron_h", "shared_layout"]
 
 HYBRIDS: Final = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
 
 
 def granite(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Of Granite with experts or states."""
+    """Also of MiniCPM, whose files do not say how scores are scaled: as everywhere."""
+    if file.architecture == "minicpm" and not {"embedding_multiplier", "residual_multiplier"} <= entries.keys():
+        raise sizeless(file, "by how much it scales embeddings and residuals")
+    return {} if "attention_multiplier" in entries else {"attention_multiplier": max(head_size(file), 1) ** -0.5}
+
+
+def granite_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     shared = number(file, "expert_shared_feed_forward_length") or number(file, "feed_forward_length")
-    found: dict[str, Any] = {"num_local_experts": number(file, "expert_count"), "shared_intermediate_size": shared}
-    if "attention_multiplier" not in entries:
-        found["attention_multiplier"] = max(head_size(file), 1) ** -0.5
-    return found
+    own = {"num_local_experts": number(file, "expert_count"), "shared_intermediate_size": shared}
+    return {**granite(file, entries), **own}
 
 
 def granite_hybrid(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     heads, states, hidden = of_layers(file, "attention.head_count_kv"), _states(file), number(file, "embedding_length")
     return {
-        **granite(file, entries),
+        **granite_moe(file, entries),
         "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
         "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
         "mamba_d_conv": number(file, "ssm.conv_kernel"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stowage.models.gguf.hybrids import HYBRIDS, mamba_layout, shared_layout
+from stowage.models.gguf.mixtures import joined_heads
 from stowage.models.gguf.relaid import Layout, Made, Rows
 from stowage.weights.gguf import GgufTensor
 
@@ -24,13 +25,16 @@ _PATH: Final = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|linear_attn|route
 _CALLED: Final[Mapping[str, tuple[str, str]]] = {
     "granitehybrid": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
     "granitemoe": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
+    "ernie4_5-moe": ("mlp.gate.moe_statics.", "mlp.moe_statics."),
     "nemotron_h": ("model.layers.", "backbone.layers."),
     "nemotron_h_moe": ("model.layers.", "backbone.layers."),
 }
 """Families whose parameters have another name here than the package gguf knows: a part of it, and what it is there."""
 _ALWAYS_FROM_1: Final = ("gemma2", "gemma3", "nemotron")
 _ROUTERS: Final = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
-_IN_FLOAT32: Final = ("deepseek2", "glm4moe", "nemotron_h_moe")
+_IN_FLOAT32: Final = (
+    *("bailingmoe2", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hunyuan-moe", "nemotron_h_moe"),
+)
 """Families whose routers are made float32 before they are multiplied with: what is packed cannot be."""
 _GATED_DELTA: Final = ("qwen3next", "qwen35", "qwen35moe")
 
@@ -47,10 +51,12 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
     if match is None:
         return None
     block, own = f"blk.{match[1]}", match[2]
-    if own == "gate.weight" and architecture in _IN_FLOAT32:
+    if own in ("gate.weight", "gate.wg.weight") and architecture in _IN_FLOAT32:
         return Made((f"{block}.ffn_gate_inp.weight",), lambda found: found[0])
     if architecture in ("granitehybrid", "granitemoe") and own.startswith(("input_", "output_")):
         return shared_layout(block, own, tensors)
+    if architecture == "bailingmoe2":
+        return joined_heads(config, block, own, tensors)
     if architecture in HYBRIDS:
         return mamba_layout(block, own)
     if architecture == "deepseek2":

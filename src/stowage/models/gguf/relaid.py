@@ -12,9 +12,12 @@ __all__ = ["Layout", "Made", "Rows"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A parameter that is ``pieces`` end to end: of a tensor, the rows from one on up to another."""
+    """A parameter that is ``pieces`` end to end: of a tensor, the rows from one on up to another. ``of``: how many rows
+    the tensor has, where others of them are other parameters'.
+    """
 
     pieces: tuple[tuple[str, int, int], ...]
+    of: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

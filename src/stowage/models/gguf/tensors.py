@@ -77,15 +77,16 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
             )
         used |= {tensor.name for tensor in found}
         shape, module = tuple(parameter.shape), model.get_submodule(path.rpartition(".")[0])
+        own = torch.float32 if any(f".{part}." in f".{path}." for part in in_float32) else dtype
         if isinstance(layout, Rows) and len({tensor.type for tensor in found}) == 1:
             kept[path] = _moved(path, shape, layout, file.tensors, dtype)
         elif layout is not None:
-            values[path] = _made(path, shape, layout, found, dtype)
+            values[path] = _made(path, shape, layout, found, own)
         elif len(shape) > 1 and len(found[0].shape) == len(shape) and not path.endswith("bias"):
             kept[path] = _kept(path, shape, found, dtype, heads.get(found[0].name.split(".")[-2], 0), module)
         else:
             numbers = _values(file, path, shape, found, module)
-            values[path] = numbers if path.endswith(in_float32) else numbers.to(dtype)
+            values[path] = numbers.to(own)
     left = sorted(name for name in file.tensors.keys() - used if not name.startswith(unused_in(file)))
     if left:
         raise UnsupportedModelError(
@@ -190,6 +191,7 @@ def _refuse_other_rows(path: str, shape: Sequence[int], rows: Rows, tensors: Map
     for name in rows.names:
         tensor, own = tensors[name], sorted((begin, end) for each, begin, end in rows.pieces if each == name)
         whole = [0, *(end for _, end in own[:-1])] == [begin for begin, _ in own] and own[-1][1] == tensor.shape[0]
+        whole = tensor.shape[0] == rows.of if rows.of else whole
         if not whole or tensor.shape[1:] != tuple(shape[1:]):
             raise _other_models(tensor, path, shape)
     if sum(end - begin for _, begin, end in rows.pieces) != shape[0]:

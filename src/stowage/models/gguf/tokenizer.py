@@ -15,7 +15,7 @@ from typing import Any, Final
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["tokenizer_of"]
+__all__ = ["PRES", "tokenizer_of"]
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTED: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -35,6 +35,29 @@ _DEEPSEEK: Final = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _KIMI: Final = r"\p{Han}+|" + re.sub(r"(?<=\\p\{M\})\]", r"&&[^\\p{Han}]]", _CASED.replace("CONTRACTED", _CLITICS))
+_LING: Final = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_EXAONE: Final = (
+    _CONTRACTED + r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|"
+    r"\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_SEED: Final = _LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED_SCRIPTS: Final = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d"
+    "\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a"
+    "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
+    "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_EASTERN: Final = "[一-龥ࠀ-一가-\ud7ff]+"
+_DEEPSEEK_LLM: Final = (r"[\r\n]", rf"\s?[{_CASED_SCRIPTS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EASTERN)
+_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EASTERN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +75,27 @@ class _Pre:
     before: tuple[str, ...] = ()
 
 
-_PRES: Final[Mapping[str, _Pre]] = {
+PRES: Final[Mapping[str, _Pre]] = {
     name: pre
     for names, pre in (
-        ("gpt-2 gpt2 phi-2 mpt olmo", _Pre(_GPT2)),
-        ("smollm starcoder refact command-r codeshell", _Pre(_GPT2, digits=True)),
-        ("llama-bpe llama3 llama-v3 falcon3 lfm2", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST, whole=True, begins=True)),
-        ("dbrx smaug-bpe glm4 chatglm-bpe", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST)),
-        ("qwen2 deepseek-r1-qwen megrez", _Pre(_LETTERS + r"\p{N}" + _REST, composed=True)),
-        ("stablelm2", _Pre(_LETTERS + r"\p{N}" + _REST)),
+        ("gpt-2 gpt2 phi-2 mpt olmo exaone4 granite-docling jais trillion", _Pre(_GPT2)),
+        ("smollm starcoder refact command-r codeshell exaone minerva-7b", _Pre(_GPT2, digits=True)),
+        (
+            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral",
+            _Pre(_LETTERS + r"\p{N}{1,3}" + _REST, whole=True, begins=True),
+        ),
+        ("dbrx smaug-bpe chatglm-bpe", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST)),
+        ("glm4", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST, whole=True)),
+        ("qwen2 deepseek-r1-qwen hunyuan megrez", _Pre(_LETTERS + r"\p{N}" + _REST, composed=True)),
+        ("grok-2 solar-open stablelm2", _Pre(_LETTERS + r"\p{N}" + _REST)),
         ("tekken", _Pre(_CASED.replace("CONTRACTED", "") + r"\p{N}" + _REST_SLASH, whole=True, begins=True)),
         ("gpt-4o llama4 minimax-m2", _Pre(_CASED.replace("CONTRACTED", _CLITICS) + r"\p{N}{1,3}" + _REST_SLASH)),
         ("kimi-k2", _Pre(_KIMI + r"\p{N}{1,3}" + _REST, whole=True)),
+        ("bailingmoe bailingmoe2 llada-moe", _Pre(_LING)),
+        ("exaone-moe", _Pre(_EXAONE)),
+        ("seed-coder", _Pre(_SEED)),
+        ("deepseek-llm", _Pre(r"\p{N}", before=_DEEPSEEK_LLM)),
+        ("deepseek-coder", _Pre(r"\p{N}", before=_DEEPSEEK_CODER)),
         ("qwen35", _Pre(_MARKED, composed=True)),
         ("deepseek-v3 hunyuan-dense", _Pre(_DEEPSEEK, before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"))),
     )
@@ -123,9 +155,9 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tuple[Any, bool]:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = _field(file, "pre") or "gpt-2"
-    pre = _PRES.get(name)
+    pre = PRES.get(name)
     if pre is None:
-        raise _unknown(file, f"that cuts texts as {str(name)[:40]!r}", ", ".join(_PRES))
+        raise _unknown(file, f"that cuts texts as {str(name)[:40]!r}", ", ".join(PRES))
     ids = {token: number for number, token in enumerate(tokens)}
     backend: Any = Tokenizer(models.BPE(vocab=ids, merges=_merges(file, ids), ignore_merges=pre.whole))
     if pre.composed:

@@ -1,0 +1,76 @@
+"""Families with experts, and what their files say of routers; what a router does otherwise is refused.
+
+Sources: llama.cpp, ``conversion`` for what is written and ``src/models`` for what is done where nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stowage.errors import UnsupportedModelError
+from stowage.models.gguf.fields import layers_of, number, sizeless
+from stowage.models.gguf.relaid import Layout, Rows
+from stowage.weights.gguf import GgufFile, GgufTensor
+
+__all__ = ["SIGMOID", "ernie_moe", "exaone_moe", "hunyuan_moe", "joined_heads", "routed", "sigmoid_routed"]
+
+SIGMOID: Final = 2
+
+
+def routed(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What a router does where a file is silent, which is not what Transformers' configs take for it."""
+    silent: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False}
+    silent |= {"routed_scaling_factor": 1.0, "n_shared_experts": 0}
+    return {name: value for name, value in silent.items() if name not in entries}
+
+
+def sigmoid_routed(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Of families whose routers score by sigmoid in Transformers. Raises UnsupportedModelError."""
+    if number(file, "expert_gating_func") not in (0, SIGMOID):
+        raise UnsupportedModelError(
+            f"{file.paths[0]} scores experts in another way than by sigmoid, which is not read from GGUF of "
+            f"{file.architecture}. Give the Hugging Face checkpoint that it was made from."
+        )
+    return routed(file, entries)
+
+
+def ernie_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": number(file, "expert_feed_forward_length"),
+        "moe_k": number(file, "expert_used_count"),
+        "moe_layer_interval": number(file, "interleave_moe_layer_step") or 1,
+        "moe_layer_start_index": number(file, "leading_dense_block_count"),
+        "moe_num_experts": number(file, "expert_count"),
+        "moe_num_shared_experts": number(file, "expert_shared_count"),
+    }
+
+
+def exaone_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    windows = file.fields.get(f"{file.architecture}.attention.sliding_window_pattern")
+    if not isinstance(windows, list) or not all(isinstance(one, bool) for one in windows):
+        raise sizeless(file, "which layers have a window")
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows[: layers_of(file)]]
+    own = {"layer_types": kinds, "num_shared_experts": number(file, "expert_shared_count")}
+    return {**sigmoid_routed(file, entries), **own}
+
+
+def hunyuan_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    """One size is that of the shared expert and of the others."""
+    return {
+        "intermediate_size": number(file, "expert_feed_forward_length") or number(file, "feed_forward_length"),
+        "moe_topk": number(file, "expert_used_count"),
+    }
+
+
+def joined_heads(config: Any, block: str, own: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
+    """Queries, keys and values that are one tensor of the file, and three parameters here."""
+    name, (part, _, last) = f"{block}.attn_qkv", own.partition("_proj.")
+    order, whole = ("q", "k", "v"), f"{name}.{last}"
+    if part not in order or whole not in tensors:
+        return None
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries, keys = (count * size for count in (config.num_attention_heads, config.num_key_value_heads))
+    ends = {"q": queries, "k": queries + keys, "v": queries + 2 * keys}
+    begin = {"q": 0, "k": ends["q"], "v": ends["k"]}[part]
+    return Rows(((whole, begin, ends[part]),), of=ends["v"])

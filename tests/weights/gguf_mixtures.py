@@ -1,0 +1,78 @@
+"""What converters write of families with experts (llama.cpp: `conversion/ernie.py`, `exaone.py` and others), and of
+those that Transformers has under another name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+SIGMOID = ("bailingmoe2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2")
+"""Families whose routers score by sigmoid."""
+
+
+def fields(config: Any, arch: str) -> dict[str, Any]:
+    """Beside what every decoder has."""
+    found: dict[str, Any] = {"expert_gating_func": 2} if arch in SIGMOID else {}
+    if arch in ("bailingmoe2", "dots1", "exaone-moe", "glm4moe"):
+        found["expert_weights_norm"] = config.norm_topk_prob
+    match arch:
+        case "bailingmoe2":
+            found["expert_shared_feed_forward_length"] = config.moe_intermediate_size
+        case "ernie4_5-moe":
+            found |= {
+                "expert_count": config.moe_num_experts,
+                "expert_used_count": config.moe_k,
+                "expert_feed_forward_length": config.moe_intermediate_size,
+                "expert_shared_count": config.moe_num_shared_experts,
+                "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
+                "interleave_moe_layer_step": config.moe_layer_interval,
+                "leading_dense_block_count": config.moe_layer_start_index,
+            }
+        case "exaone-moe":
+            found |= {
+                "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+                "expert_shared_count": config.num_shared_experts,
+                "expert_shared_feed_forward_length": config.moe_intermediate_size * config.num_shared_experts,
+                "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+            }
+        case "hunyuan-moe":
+            found |= {
+                "expert_feed_forward_length": config.intermediate_size,
+                "expert_shared_feed_forward_length": config.intermediate_size,
+                "expert_shared_count": 1,
+                "expert_used_count": config.moe_topk,
+            }
+    return {f"{arch}.{key}": value for key, value in found.items()}
+
+
+def written(arch: str, block: str, own: str, values: np.ndarray) -> list[tuple[str, np.ndarray]] | None:
+    """What `merged` puts together."""
+    part = own.removeprefix("self_attn.").removesuffix("_proj.weight")
+    return [(f"{block}.attn_{part}.weight", values)] if arch == "bailingmoe2" and part in ("q", "k", "v") else None
+
+
+def merged(config: Any, arch: str, tensors: list[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:
+    """Queries, keys and values of Ling 2 as one tensor."""
+    if arch != "bailingmoe2":
+        return tensors
+    each, found = dict(tensors), []
+    for name, values in tensors:
+        if ".attn_q.weight" in name:
+            parts = [each[name.replace("attn_q.", f"attn_{part}.")] for part in "qkv"]
+            found.append((name.replace("attn_q.", "attn_qkv."), np.concatenate(parts)))
+        elif ".attn_k.weight" not in name and ".attn_v.weight" not in name:
+            found.append((name, values))
+    return found
+
+
+def parted(config: Any, arch: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What `merged` put together, apart again."""
+    if arch == "bailingmoe2":
+        size = config.hidden_size // config.num_attention_heads
+        counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        for name in [name for name in values if "attn_qkv" in name]:
+            parts = values[name].split([count * size for count in counts])
+            values |= {name.replace("attn_qkv", f"attn_{own}"): part for own, part in zip("qkv", parts, strict=True)}
+    return values
