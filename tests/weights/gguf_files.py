@@ -15,10 +15,13 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
-from tests.weights import gguf_hybrids, gguf_layouts, gguf_mixtures
+from tests.weights import gguf_gemma, gguf_hybrids, gguf_layouts, gguf_mixtures
 
 _RENAMED: Mapping[str, str] = {
+    "cohere": "command-r",
+    "falcon_h1": "falcon-h1",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
@@ -33,6 +36,7 @@ _RENAMED: Mapping[str, str] = {
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
+    "olmo3": "olmo2",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -51,9 +55,9 @@ _INTERLEAVED = (
     "minicpm",
     "mistral3",
     "smollm3",
-    *gguf_hybrids.HYBRIDS,
+    *gguf_hybrids.INTERLEAVED,
 )
-_NORMS_FROM_1 = ("gemma2", "gemma3", "nemotron")
+_NORMS_FROM_1 = ("gemma", "gemma2", "gemma3", "nemotron")
 _K_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 _MORE = (
     ("attention.key_length", "head_dim"),
@@ -160,7 +164,7 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
     found |= (
         _latents(config, arch) if arch == "deepseek2" else _delta(config, arch) if arch in gguf_layouts.DELTA else {}
     )
-    found |= _gemma4(config, arch) if arch == "gemma4" else gguf_hybrids.fields(config, arch)
+    found |= gguf_gemma.fields(config, arch) | gguf_hybrids.fields(config, arch)
     if f"{arch}.expert_count" in found and gguf_hybrids.is_dense(config):
         found = {key: value for key, value in found.items() if ".expert_" not in key or ".expert_shared" in key}
     if config.model_type in ("gpt_oss", "minimax_m2"):
@@ -221,28 +225,6 @@ def _latents(config: Any, arch: str) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in sizes.items()}
 
 
-def _gemma4(config: Any, arch: str) -> dict[str, Any]:
-    """Of its layers without a window a head is wider. What is rotated in those is said by a tensor."""
-    full = config.layer_types.index("full_attention")
-    windows = [kind == "sliding_attention" for kind in config.layer_types]
-    wide = config.per_layer_config[full]
-    sizes = {
-        "attention.sliding_window_pattern": windows,
-        "attention.key_length": wide.head_dim,
-        "attention.value_length": wide.head_dim,
-        "attention.key_length_swa": config.head_dim,
-        "attention.value_length_swa": config.head_dim,
-        "attention.head_count_kv": [config.num_key_value_heads if own else wide.num_key_value_heads for own in windows],
-        "attention.shared_kv_layers": config.num_kv_shared_layers,
-        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
-        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
-        "rope.dimension_count_swa": config.head_dim,
-    }
-    if config.enable_moe_block:
-        sizes["expert_used_count"] = config.top_k_experts
-    return {f"{arch}.{key}": value for key, value in sizes.items()}
-
-
 def _delta(config: Any, arch: str) -> dict[str, Any]:
     sizes = {
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
@@ -289,7 +271,7 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
         values = values + _begin(arch, path)
         alone = 0 if part == "ffn_gate_inp_shexp" else 1 if values.ndim == 3 and values.shape[1] == 1 else None
         found.append((name, values if alone is None else values.squeeze(alone)))
-    return gguf_mixtures.merged(config, arch, found)
+    return gguf_gemma.stacked(config, arch, gguf_mixtures.merged(config, arch, found))
 
 
 def _begin(arch: str, path: str) -> int:

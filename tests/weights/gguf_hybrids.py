@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-HYBRIDS = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+HYBRIDS = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")
+INTERLEAVED = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
 _GRANITES = ("granitehybrid", "granitemoe")
 
 
@@ -19,7 +20,7 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         found |= {"expert_count": config.num_local_experts, "attention.scale": config.attention_multiplier}
         if config.model_type != "granitemoe":
             found["expert_shared_feed_forward_length"] = config.shared_intermediate_size
-    if arch in HYBRIDS:
+    if arch in HYBRIDS[1:] and arch != "mamba2":
         heads = config.num_key_value_heads
         found["attention.head_count_kv"] = [heads * (kind == "full_attention") for kind in config.layer_types]
     if arch == "granitehybrid":
@@ -30,6 +31,26 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
             "ssm.inner_size": config.mamba_expand * config.hidden_size,
             "ssm.time_step_rank": config.mamba_n_heads,
             "rope.scaling.finetuned": config.position_embedding_type == "rope",
+        }
+    if arch == "falcon-h1":
+        found |= {
+            "ssm.conv_kernel": config.mamba_d_conv,
+            "ssm.state_size": config.mamba_d_state,
+            "ssm.group_count": config.mamba_n_groups,
+            "ssm.inner_size": config.mamba_d_ssm,
+            "ssm.time_step_rank": config.mamba_n_heads,
+        }
+    if arch == "mamba2":
+        found |= {
+            "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": 0,
+            "ssm.conv_kernel": config.conv_kernel,
+            "ssm.state_size": config.state_size,
+            "ssm.group_count": config.n_groups,
+            "ssm.inner_size": config.num_heads * config.head_dim,
+            "ssm.time_step_rank": config.num_heads,
         }
     if arch in ("nemotron_h", "nemotron_h_moe"):
         found |= _nemotron_h(config, arch == "nemotron_h_moe")
@@ -68,14 +89,16 @@ def written(config: Any, arch: str, block: str, own: str, values: np.ndarray) ->
         ]
     if arch not in HYBRIDS:
         return None
-    own = own.partition(".")[2]
+    part, _, own = own.partition(".")
+    if part not in ("mamba", "mixer"):
+        return None
     if own in ("A_log", "D"):
         column = values.reshape(-1, 1)
         return [(f"{block}.ssm_a", -np.exp(column))] if own == "A_log" else [(f"{block}.ssm_d", column)]
     if own == "dt_bias":
         return [(f"{block}.ssm_dt.bias", values)]
     if own == "norm.weight":
-        groups = config.mamba_n_groups if arch == "granitehybrid" else config.n_groups
+        groups = getattr(config, "mamba_n_groups", None) or config.n_groups
         return [(f"{block}.ssm_norm.weight", values.reshape(groups, -1))]
     return None
 
@@ -93,4 +116,4 @@ def named(arch: str, path: str) -> str:
         return path.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
     if arch == "ernie4_5-moe":
         return path.replace("mlp.gate.moe_statics.", "mlp.moe_statics.")
-    return path.replace("model.layers.", "backbone.layers.") if arch in HYBRIDS else path
+    return path.replace("model.layers.", "backbone.layers.") if arch.startswith("nemotron_h") else path

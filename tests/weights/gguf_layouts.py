@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.weights import gguf_hybrids, gguf_mixtures
+from tests.weights import gguf_gemma, gguf_hybrids, gguf_mixtures
 
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 
 
 def written(config: Any, arch: str, path: str, values: np.ndarray) -> list[tuple[str, np.ndarray]] | None:
     """The tensors of the parameter at ``path``; ``None`` where it is one as it is."""
-    layer, _, own = path.removeprefix("model.layers.").partition(".")
+    if (alone := gguf_gemma.written(arch, path, values)) is not None:
+        return alone
+    layer, _, own = path.removeprefix("model.layers.").removeprefix("backbone.layers.").partition(".")
     block = f"blk.{layer}"
     if arch == "deepseek2" and own == "self_attn.kv_b_proj.weight":
         heads = values.reshape(config.num_attention_heads, -1, values.shape[1])

@@ -68,7 +68,9 @@ def merged(config: Any, arch: str, tensors: list[tuple[str, np.ndarray]]) -> lis
 
 
 def parted(config: Any, arch: str, values: dict[str, Any]) -> dict[str, Any]:
-    """What `merged` put together, apart again."""
+    """What `merged` put together, apart again; and matrices of AltUp."""
+    for part in ("altup_proj", "altup_unembd_proj"):
+        values |= {f"{part}.{at}": one for at, one in enumerate(values.get(f"{part}.weight", []))}
     if arch == "bailingmoe2":
         size = config.hidden_size // config.num_attention_heads
         counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)

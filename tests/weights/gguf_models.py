@@ -74,8 +74,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3": {},
     "qwen3_moe": {"norm_topk_prob": True, "head_dim": 32},
+    "cohere": {"tie_word_embeddings": True},
+    "falcon_h1": {"mamba_chunk_size": 256, "mamba_norm_before_gate": False},
+    "gemma": {"tie_word_embeddings": True},
     "gemma2": {"tie_word_embeddings": True},
     "gemma3": {"layer_types": ["sliding_attention"] * 4},
+    "gemma3n": {
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
+    },
     "gemma4": {"tie_word_embeddings": True, "final_logit_softcapping": 30.0, "enable_moe_block": True, **EXPERTS},
     "gpt_oss": {},
     "nemotron": {},
@@ -103,9 +112,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_moe": {},
     "lfm2": {},
     "lfm2_moe": {"tie_word_embeddings": True},
+    "mamba2": {"chunk_size": 256},
     "minimax_m2": {},
     "ministral3": {"max_position_embeddings": 256, "rope_parameters": YARN},
     "olmo2": {},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "qwen3_5": {},
     "qwen3_5_moe": {},
     "qwen3_next": {"decoder_sparse_step": 1},
@@ -114,6 +125,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
 }
 
+GEMMA3N = {
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12,
+    "altup_num_inputs": 4,
+    "hidden_size_per_layer_input": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "laurel_rank": 64,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 4 + ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 22,
+    "tie_word_embeddings": True,
+}
 NEMOTRON = {
     "chunk_size": 128,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
@@ -133,6 +155,8 @@ LING = {
     "use_qk_norm": True,
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon h1 with a norm": ("falcon_h1", {"mamba_norm_before_gate": False, "mamba_rms_norm": True}),
+    "gemma 3n e2b": ("gemma3n", GEMMA3N),
     "granite 4 without experts": (
         "granitemoehybrid",
         GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 128},

@@ -37,7 +37,9 @@ class Gguf:
 
     def tokenizer(self) -> Any:
         """Raises UnsupportedModelError and CheckpointError."""
-        return tokenizer_of(self.file, int(self.config.max_position_embeddings))
+        said = self.file.fields.get(f"{self.file.architecture}.context_length")  # models of states have no such limit
+        context = getattr(self.config, "max_position_embeddings", said if isinstance(said, int) else 0)
+        return tokenizer_of(self.file, int(context))
 
     def plan(self, dtype: str) -> Plan:
         """Where its parameters lie, when it is run in ``dtype``. Raises CheckpointError, UnsupportedModelError."""

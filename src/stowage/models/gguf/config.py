@@ -60,6 +60,10 @@ _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _LLAMA3_TOKENS, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 _LOCAL_THETA: Final = 10000.0
+_TWO_ROPES: Final = {"gemma3_text": _LOCAL_THETA, "gemma3n_text": _LOCAL_THETA, "olmo3": 0.0}
+"""Families whose layers with a window rotate otherwise, without scaling, and by which base where no field says it; 0:
+the same.
+"""
 _STANDING: Final = 1e20
 _ENDS: Final = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <turn|> <|end_of_text|>".split()
@@ -177,8 +181,8 @@ def _rope(
         rope |= _llama3(file, factors["rope_freqs"], theta)
     if partial is not None and (partial != 1 or family in _PARTLY):
         rope["partial_rotary_factor"] = partial
-    if family == "gemma3_text":
-        local = file.fields.get("gemma3.rope.freq_base_swa", _LOCAL_THETA)
+    if family in _TWO_ROPES:
+        local = file.fields.get(f"{file.architecture}.rope.freq_base_swa", _TWO_ROPES[family] or theta)
         sliding = {"rope_type": "default", "rope_theta": local}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
     return {"rope_parameters": rope}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.models.gguf import hybrids, mixtures
+from stowage.models.gguf import gemma, hybrids, mixtures, windows
 from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
@@ -21,14 +21,18 @@ FAMILIES: Final[Mapping[str, str]] = {
     "arcee": "arcee",
     "bailingmoe2": "glm4_moe",
     "cohere2": "cohere2",
+    "command-r": "cohere",
     "deepseek2": "deepseek_v3",
     "dots1": "dots1",
     "ernie4_5": "ernie4_5",
     "ernie4_5-moe": "ernie4_5_moe",
     "exaone-moe": "exaone_moe",
     "exaone4": "exaone4",
+    "falcon-h1": "falcon_h1",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "glm4": "glm4",
     "glm4moe": "glm4_moe",
@@ -42,6 +46,7 @@ FAMILIES: Final[Mapping[str, str]] = {
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "llama": "llama",
+    "mamba2": "mamba2",
     "minicpm": "granite",
     "minimax-m2": "minimax_m2",
     "mistral3": "ministral3",
@@ -66,9 +71,6 @@ FAMILIES: Final[Mapping[str, str]] = {
 """From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama. Three have
 none of their own there, and compute what another does: Ling 2 as GLM-4.5, InternLM 2 as Llama, MiniCPM as Granite.
 """
-_SCALED_BY_HEADS: Final = {"gemma2": 46, "gemma3": 62}
-"""Layers of the one size of each family whose scores are scaled by hidden size / heads, which no field says
-(``llama-model.cpp``: ``LLM_TYPE_27B``)."""
 
 _FLASH_TOKENS: Final = 154880
 _GROUPS: Final = {
@@ -86,6 +88,8 @@ def family_of(file: GgufFile) -> str | None:
         return "mixtral"
     if family == "granitemoe" and "blk.0.ffn_gate_shexp.weight" in file.tensors:
         return "granitemoeshared"
+    if family == "olmo2" and number(file, "attention.sliding_window"):
+        return "olmo3"
     if family == "ministral3":
         if number(file, "expert_count"):
             raise UnsupportedModelError(
@@ -167,51 +171,6 @@ def _gated_delta(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _exaone4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    if entries.get("sliding_window") is not None:
-        return {}
-    return {"sliding_window": None, "layer_types": ["full_attention"] * layers_of(file)}
-
-
-def _gemma(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    if entries.get("num_hidden_layers") == _SCALED_BY_HEADS[file.architecture]:
-        hidden, heads = number(file, "embedding_length"), number(file, "attention.head_count")
-        return {"query_pre_attn_scalar": hidden // max(heads, 1)}
-    return {"query_pre_attn_scalar": int(entries.get("head_dim", 256))}
-
-
-def _gemma4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with a window and without it have heads of two sizes, and may have two numbers of them."""
-    layers, windows = layers_of(file), file.fields.get("gemma4.attention.sliding_window_pattern")
-    if not isinstance(windows, list) or not windows or len(windows) != layers:
-        raise CheckpointError(f"{file.paths[0]} does not say which layers have a window; download it again.")
-    heads, wide = (_of_layers(entries.get(name), layers) for name in ("num_key_value_heads", "intermediate_size"))
-    full = next((layer for layer, window in enumerate(windows) if not window), layers - 1)
-    table, experts = file.tensors.get("per_layer_token_embd.weight"), number(file, "expert_count")
-    return {
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
-        "enable_moe_block": bool(experts),
-        "global_head_dim": number(file, "attention.key_length"),
-        "head_dim": number(file, "attention.key_length_swa"),
-        "hidden_size_per_layer_input": number(file, "embedding_length_per_layer_input"),
-        "intermediate_size": wide[0],
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-        "num_experts": experts or None,
-        "num_global_key_value_heads": heads[full],
-        "num_key_value_heads": next((heads[at] for at, window in enumerate(windows) if window), heads[full]),
-        "num_kv_shared_layers": number(file, "attention.shared_kv_layers"),
-        "top_k_experts": number(file, "expert_used_count") or None,
-        "use_double_wide_mlp": wide[-1] == 2 * wide[0],
-        **({"vocab_size_per_layer_input": table.shape[0]} if table is not None else {}),
-    }
-
-
-def _of_layers(value: Any, layers: int) -> list[int]:
-    """What is said of each layer, or of all at once."""
-    each = value if isinstance(value, list) else [value] * layers
-    return each if each and len(each) == layers and all(isinstance(number, int) for number in each) else [0] * layers
-
-
 def _glm4_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     return {**sigmoid_routed(file, entries), "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
 
@@ -238,11 +197,13 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "deepseek_v3": _deepseek,
     "dots1": sigmoid_routed,
     "ernie4_5_moe": mixtures.ernie_moe,
-    "exaone4": _exaone4,
+    "exaone4": windows.exaone4,
     "exaone_moe": mixtures.exaone_moe,
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
-    "gemma4_text": _gemma4,
+    "falcon_h1": hybrids.falcon_h1,
+    "gemma2": gemma.gemma,
+    "gemma3_text": gemma.gemma,
+    "gemma3n_text": gemma.gemma3n,
+    "gemma4_text": gemma.gemma4,
     "glm4_moe": _glm4_moe,
     "granite": hybrids.granite,
     "granitemoe": hybrids.granite_moe,
@@ -251,7 +212,10 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
+    "cohere": windows.cohere,
+    "mamba2": hybrids.mamba2,
     "nemotron_h": hybrids.nemotron_h,
+    "olmo3": windows.olmo3,
     "qwen3_5_moe_text": _gated_delta,
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,

@@ -15,9 +15,19 @@ from stowage.models.gguf.fields import head_size, layers_of, number, of_layers, 
 from stowage.models.gguf.relaid import Layout, Made, Rows
 from stowage.weights.gguf import GgufFile, GgufTensor
 
-__all__ = ["HYBRIDS", "granite", "granite_hybrid", "granite_moe", "mamba_layout", "nemotron_h", "shared_layout"]
+__all__ = [
+    "HYBRIDS",
+    "falcon_h1",
+    "granite",
+    "granite_hybrid",
+    "granite_moe",
+    "mamba2",
+    "mamba_layout",
+    "nemotron_h",
+    "shared_layout",
+]
 
-HYBRIDS: Final = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+HYBRIDS: Final = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")
 
 
 def granite(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +88,36 @@ def nemotron_h(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
         "n_groups": states["groups"],
         "num_key_value_heads": max(heads, default=0),
         "ssm_state_size": states["state"],
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+    }
+
+
+def falcon_h1(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Its multipliers are in a file's weights already (``conversion/falcon_h1.py``), so none is left here."""
+    states = _states(file)
+    return {
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_d_conv": number(file, "ssm.conv_kernel"),
+        "mamba_d_head": states["size"],
+        "mamba_d_ssm": states["size"] * states["heads"],
+        "mamba_d_state": states["state"],
+        "mamba_n_groups": states["groups"],
+        "mamba_n_heads": states["heads"],
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": _has(file, "ssm_norm.weight"),
+    }
+
+
+def mamba2(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    states, hidden = _states(file), number(file, "embedding_length")
+    return {
+        "conv_kernel": number(file, "ssm.conv_kernel"),
+        "expand": states["size"] * states["heads"] // max(hidden, 1),
+        "head_dim": states["size"],
+        "layer_norm_epsilon": file.fields.get(f"{file.architecture}.attention.layer_norm_rms_epsilon"),
+        "n_groups": states["groups"],
+        "num_heads": states["heads"],
+        "state_size": states["state"],
         "use_conv_bias": _has(file, "ssm_conv1d.bias"),
     }
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from stowage.models.gguf.gemma import altup_layout
 from stowage.models.gguf.hybrids import HYBRIDS, mamba_layout, shared_layout
 from stowage.models.gguf.mixtures import joined_heads
 from stowage.models.gguf.relaid import Layout, Made, Rows
@@ -21,7 +22,9 @@ from stowage.weights.gguf import GgufTensor
 
 __all__ = ["adds_1", "layout_of", "named"]
 
-_PATH: Final = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|linear_attn|router|mlp|mamba|mixer|shared_mlp)\.(.+)")
+_PATH: Final = re.compile(
+    r"(?:model|backbone)\.layers\.(\d+)\.(?:self_attn|linear_attn|router|mlp|mamba|mixer|shared_mlp)\.(.+)"
+)
 _CALLED: Final[Mapping[str, tuple[str, str]]] = {
     "granitehybrid": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
     "granitemoe": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
@@ -30,12 +33,14 @@ _CALLED: Final[Mapping[str, tuple[str, str]]] = {
     "nemotron_h_moe": ("model.layers.", "backbone.layers."),
 }
 """Families whose parameters have another name here than the package gguf knows: a part of it, and what it is there."""
-_ALWAYS_FROM_1: Final = ("gemma2", "gemma3", "nemotron")
+_ALWAYS_FROM_1: Final = ("gemma", "gemma2", "gemma3", "nemotron")
 _ROUTERS: Final = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
 _IN_FLOAT32: Final = (
     *("bailingmoe2", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hunyuan-moe", "nemotron_h_moe"),
 )
 """Families whose routers are made float32 before they are multiplied with: what is packed cannot be."""
+_HEADS_NORMS: Final = ("q_norm.weight", "k_norm.weight")
+"""Norms with a row of weights for each head."""
 _GATED_DELTA: Final = ("qwen3next", "qwen35", "qwen35moe")
 
 
@@ -49,12 +54,14 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
     """``None``: as its name says, and as it is. ``path``: of a parameter in Transformers' model."""
     match = _PATH.fullmatch(path)
     if match is None:
-        return None
+        return altup_layout(path) if architecture == "gemma3n" else None
     block, own = f"blk.{match[1]}", match[2]
     if own in ("gate.weight", "gate.wg.weight") and architecture in _IN_FLOAT32:
         return Made((f"{block}.ffn_gate_inp.weight",), lambda found: found[0])
     if architecture in ("granitehybrid", "granitemoe") and own.startswith(("input_", "output_")):
         return shared_layout(block, own, tensors)
+    if architecture == "command-r" and own in _HEADS_NORMS:
+        return Made((f"{block}.attn_{own}",), lambda found: found[0])
     if architecture == "bailingmoe2":
         return joined_heads(config, block, own, tensors)
     if architecture in HYBRIDS:

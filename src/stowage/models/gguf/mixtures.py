@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import layers_of, number, sizeless
+from stowage.models.gguf.fields import number, sizeless
 from stowage.models.gguf.relaid import Layout, Rows
+from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile, GgufTensor
 
 __all__ = ["SIGMOID", "ernie_moe", "exaone_moe", "hunyuan_moe", "joined_heads", "routed", "sigmoid_routed"]
@@ -47,10 +48,9 @@ def ernie_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exaone_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    windows = file.fields.get(f"{file.architecture}.attention.sliding_window_pattern")
-    if not isinstance(windows, list) or not all(isinstance(one, bool) for one in windows):
+    kinds = kinds_of(file)
+    if kinds is None:
         raise sizeless(file, "which layers have a window")
-    kinds = ["sliding_attention" if window else "full_attention" for window in windows[: layers_of(file)]]
     own = {"layer_types": kinds, "num_shared_experts": number(file, "expert_shared_count")}
     return {**sigmoid_routed(file, entries), **own}
 

@@ -126,7 +126,7 @@ def _names(file: GgufFile, config: Any) -> Any:
         base, _, last = f"{parent}.{_BIASES.get(own, own)}".rpartition(".")
         whole, found = None if own in _BIASES else table.get_name(path), table.get_name(base)
         if whole is not None:
-            return [f"{whole}.weight"]
+            return [whole if whole in file.tensors else f"{whole}.weight"]
         return [f"{found}.{last}"] if found is not None else []
 
     return names
