@@ -17,6 +17,9 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
     found: dict[str, Any] = {"expert_gating_func": 2} if arch in SIGMOID else {}
     if arch in ("bailingmoe2", "dots1", "exaone-moe", "glm4moe"):
         found["expert_weights_norm"] = config.norm_topk_prob
+    if arch.startswith(("qwen2vl", "qwen3vl")):
+        pairs = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+        found["rope.dimension_sections"] = [*(-(-(pairs - first) // 3) for first in range(3)), 0]
     match arch:
         case "bailingmoe2":
             found["expert_shared_feed_forward_length"] = config.moe_intermediate_size

@@ -165,6 +165,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm 2": ("llama", {"gguf_arch": "internlm2"}),
     "ling 2": ("glm4_moe", LING),
     "minicpm": ("granite", {"gguf_arch": "minicpm", "attention_multiplier": 0.25, "embedding_multiplier": 3.0}),
+    "qwen 2.5 vl": ("qwen2", FAMILIES["qwen2"] | {"gguf_arch": "qwen2vl"}),
+    "qwen 3 vl": ("qwen3", {"gguf_arch": "qwen3vl"}),
+    "qwen 3 vl with experts": ("qwen3_moe", FAMILIES["qwen3_moe"] | {"gguf_arch": "qwen3vlmoe"}),
     "nemotron 3 nano": ("nemotron_h", NEMOTRON),
     "nemotron 3 super": ("nemotron_h", NEMOTRON | {"moe_latent_size": 32, "norm_topk_prob": False}),
 }

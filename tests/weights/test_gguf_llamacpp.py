@@ -24,9 +24,9 @@ from tests.weights.gguf_models import FAMILIES, VARIANTS, made, vocabulary_of
 pytestmark = pytest.mark.llamacpp
 PYTHON = Path(__file__).parents[2] / ".venv-bench/bin/python"
 PROGRAM = Path(__file__).with_name("llamacpp.py")
-CLOSE = {"gemma": 2e-2, "gemma 3n e2b": 5e-2, "gemma3": 1e-2, "gemma4": 2e-2, "starcoder2": 1e-2}
+CLOSE = {"gemma": 2e-2, "gemma 3n e2b": 5e-2, "gemma3": 1e-2, "gemma4": 2e-2, "qwen 2.5 vl": 2e-3, "starcoder2": 1e-2}
 """Where it is not 5e-4: llama.cpp looks GELU up in a table of 16 bits, and takes a deviation of Gemma 3n's gates for
-that of a sample, which it is not in Transformers.
+that of a sample, which it is not in Transformers; angles of Qwen2-VL are products of many factors there.
 """
 ELSEWHERE = {
     "deepseek_v2": "without q_lora_rank only with as many layers as DeepSeek-V2-Lite has",

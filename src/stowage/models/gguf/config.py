@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.models.gguf.families import FAMILIES, entries_of, family_of
 from stowage.models.gguf.fields import head_size, layers_of, number
+from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
 from stowage.weights.gguf import GgufFile
 
 __all__ = ["config_of", "end_ids", "heads_of"]
@@ -105,6 +106,7 @@ def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -
         config = config_class(**entries)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise CheckpointError(f"{file.paths[0]} describes no {family}: {' '.join(str(error).split())[:200]}") from error
+    refuse_other_windows(file, config)
     config.architectures = [_class_of(family)]
     return config
 
@@ -124,6 +126,7 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     own = {key: name for key, name in GGUF_CONFIG_MAPPING.get(table, GGUF_CONFIG_MAPPING["llama"]).items() if name}
     names = [*own.items(), *_MORE]
     known = {*getattr(config_class, "__dataclass_fields__", ()), "rope_theta"}
+    refuse_other_arithmetic(file, known)
     entries: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(table, {}))
     for key, name in names:
         value = file.fields.get(f"{file.architecture}.{key}")

@@ -58,11 +58,14 @@ FAMILIES: Final[Mapping[str, str]] = {
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe",
+    "qwen2vl": "qwen2",
     "qwen3": "qwen3",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
     "qwen3next": "qwen3_next",
+    "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3_moe",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
     "stablelm": "stablelm",
@@ -70,6 +73,7 @@ FAMILIES: Final[Mapping[str, str]] = {
 }
 """From ``general.architecture`` to the type of model in Transformers. Mistral's files call themselves llama. Three have
 none of their own there, and compute what another does: Ling 2 as GLM-4.5, InternLM 2 as Llama, MiniCPM as Granite.
+Of Qwen's models that see, text alone is rotated as in those that do not.
 """
 
 _FLASH_TOKENS: Final = 154880

@@ -1,0 +1,71 @@
+"""Fields of a file that change what is computed, and that a family's config has no place for: the file is refused.
+
+Names of fields are llama.cpp's (``gguf-py/gguf/constants.py``). What says the same as nothing is borne.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from stowage.errors import UnsupportedModelError
+from stowage.models.gguf.windows import kinds_of
+from stowage.weights.gguf import GgufFile
+
+__all__ = ["refuse_other_arithmetic", "refuse_other_windows"]
+
+_NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.value_scale": (0.0, 1.0),
+    "router_logit_softcapping": (0.0,),
+    "swiglu_clamp_exp": (0.0,),
+    "swiglu_clamp_shexp": (0.0,),
+}
+"""Fields that no config is made of, with the values that change nothing."""
+_READ_BY_SOME: Final = {
+    "attention.scale": "attention_multiplier",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "expert_weights_scale": "routed_scaling_factor",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "residual_scale": "residual_multiplier",
+}
+_BY_SOFTMAX: Final = (0, 1, 3)
+_BY_SIGMOID: Final = (
+    *("bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2", "nemotron_h_moe"),
+)
+"""Families whose routers may score by sigmoid: they are computed so, or refuse another way themselves."""
+
+
+def refuse_other_arithmetic(file: GgufFile, known: Collection[str]) -> None:
+    """``known``: what the config of its family names. Raises UnsupportedModelError."""
+    for key, harmless in _NEVER_READ.items():
+        value = file.fields.get(f"{file.architecture}.{key}")
+        each = value if isinstance(value, list) else [value]
+        if any(one is not None and one not in harmless for one in each):
+            raise _unread(file, key, value)
+    for key, name in _READ_BY_SOME.items():
+        value = file.fields.get(f"{file.architecture}.{key}")
+        if value not in (None, 0.0, 1.0) and name not in known:
+            raise _unread(file, key, value)
+    scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
+    if scored not in _BY_SOFTMAX and file.architecture not in _BY_SIGMOID:
+        raise _unread(file, "expert_gating_func", scored)
+
+
+def refuse_other_windows(file: GgufFile, config: Any) -> None:
+    """Where a file says layer by layer which have a window, ``config`` has the same. Raises UnsupportedModelError."""
+    kinds, ours = kinds_of(file), list(getattr(config, "layer_types", None) or ())
+    if kinds is None or kinds == ours or (not ours and "sliding_attention" not in kinds):
+        return
+    raise _unread(file, "attention.sliding_window_pattern", "a list")
+
+
+def _unread(file: GgufFile, key: str, value: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{file.paths[0]} says {key} = {str(value)[:40]}, which is not computed from GGUF of the family "
+        f"{file.architecture}. Give the Hugging Face checkpoint that it was made from."
+    )
