@@ -24,6 +24,15 @@ enum { KEY_BYTES = 32 };
 
 #define FAST(function) ((PyCFunction)(void (*)(void))(function)) /* a method that takes its arguments as an array */
 
+/* A type that has a length; what is its own begins with `prefix`. */
+#define SIZED_TYPE(Struct, prefix, doc, members)                                                                       \
+    static PySequenceMethods prefix##_sequence = {.sq_length = (lenfunc)prefix##_length};                              \
+    static PyTypeObject prefix##_type = {                                                                              \
+        PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.native._native." #Struct, .tp_doc = doc,                     \
+        .tp_basicsize = sizeof(Struct), .tp_flags = Py_TPFLAGS_DEFAULT, .tp_new = prefix##_new,                        \
+        .tp_dealloc = (destructor)prefix##_dealloc, .tp_methods = prefix##_methods, .tp_members = members,             \
+        .tp_as_sequence = &prefix##_sequence};
+
 int add_policy(PyObject *module);
 int add_tables(PyObject *module);
 int add_checksums(PyObject *module);

@@ -300,10 +300,7 @@ UNIT(fp8_tall)
     w[0] = (__m512bh)_mm512_ternarylogic_epi32(sign, _mm512_set1_epi16((short)0x8000), size, 0x6a); /* (a & b) ^ c */
 }
 
-UNIT(fp8)
-{
-    coded_fp8_wide(at, scales, part, w);
-}
+#define coded_fp8 coded_fp8_wide
 
 UNIT(f32)
 {

@@ -203,10 +203,7 @@ UNPACK(int4_turns)
     *second = dynamic_high(v);
 }
 
-UNPACK(int4_least_turns)
-{
-    dynamic_int4_turns(at, part, first, second);
-}
+#define dynamic_int4_least_turns dynamic_int4_turns
 
 UNPACK(mxfp4_turns)
 {
@@ -215,10 +212,7 @@ UNPACK(mxfp4_turns)
     *second = dynamic_of_fp4(*second);
 }
 
-UNPACK(int4_least)
-{
-    dynamic_int4(at, part, first, second);
-}
+#define dynamic_int4_least dynamic_int4
 
 UNPACK(mxfp4)
 {

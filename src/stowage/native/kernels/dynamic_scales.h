@@ -115,10 +115,7 @@ FOUND(q4_k)
     more[1] = _mm512_mul_ps(least, dynamic_byte(bits, 3));
 }
 
-FOUND(q5_k)
-{
-    dynamic_found_q4_k(at, own, more);
-}
+#define dynamic_found_q5_k dynamic_found_q4_k
 
 static inline ALWAYS __m512 dynamic_signed_byte(__m512i v, int byte)
 {

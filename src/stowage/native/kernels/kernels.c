@@ -170,6 +170,29 @@ static void spread(Share share, void *job, long threads)
         share(job);
 }
 
+/* Shares that are alike, of so many: `work` does number `at` of them. */
+
+typedef struct {
+    void (*work)(const void *job, int64_t at);
+    const void *job;
+    int64_t count;
+    atomic_long next;
+} Pieces;
+
+static void share_pieces(void *argument)
+{
+    Pieces *pieces = argument;
+    for (int64_t at; (at = atomic_fetch_add(&pieces->next, 1)) < pieces->count;)
+        pieces->work(pieces->job, at);
+}
+
+static void spread_pieces(void (*work)(const void *, int64_t), const void *job, int64_t count, long threads)
+{
+    Pieces pieces = {.work = work, .job = job, .count = count};
+    atomic_init(&pieces.next, 0);
+    spread(share_pieces, &pieces, threads);
+}
+
 #include "layers.h"
 
 /* Shares of attention: at most ROWS rows of one run and one head of keys. */
@@ -271,48 +294,7 @@ static PyObject *attention(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Shares of a norm: NORM_ROWS rows. */
-
-enum { NORM_ROWS = 16 };
-
-typedef struct {
-    Norm job;
-    atomic_long next;
-} NormShares;
-
-static void share_norm(void *argument)
-{
-    NormShares *shares = argument;
-    const Norm *job = &shares->job;
-    for (;;) {
-        int64_t begin = atomic_fetch_add(&shares->next, 1) * NORM_ROWS;
-        if (begin >= job->rows)
-            return;
-        used->norm(job, begin, begin + NORM_ROWS < job->rows ? begin + NORM_ROWS : job->rows);
-    }
-}
-
-static void spread_norm(NormShares *shares, long threads)
-{
-    atomic_init(&shares->next, 0);
-    spread(share_norm, shares, shares->job.rows * shares->job.width < 65536 ? 1 : threads);
-}
-
-static PyObject *norm(PyObject *self, PyObject *args)
-{
-    (void)self;
-    int threads;
-    NormShares shares;
-    Norm *job = &shares.job;
-    if (!PyArg_ParseTuple(args, "O&O&O&nnffiii", read_address, &job->x, read_address, &job->w, read_address, &job->y,
-                          &job->rows, &job->width, &job->eps, &job->more, &job->half, &job->way, &threads))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    spread_norm(&shares, threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
+#include "norms.h"
 #include "rotations.h"
 #include "program.h"
 #include "states.h"

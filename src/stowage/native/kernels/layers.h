@@ -57,14 +57,12 @@ static void spread_linear(LinearShares *shares, long threads)
 typedef struct {
     const Linear *job;
     char *to;
-    atomic_long next;
 } LayShares;
 
-static void share_lay(void *argument)
+static void lay_piece(const void *argument, int64_t block)
 {
-    LayShares *shares = argument;
-    for (int64_t block; (block = atomic_fetch_add(&shares->next, 1)) * TILE_SIDE < shares->job->rows;)
-        tiles_lay_inputs(shares->job, block * TILE_SIDE, shares->to + block * block_bytes(shares->job->inputs));
+    const LayShares *shares = argument;
+    tiles_lay_inputs(shares->job, block * TILE_SIDE, shares->to + block * block_bytes(shares->job->inputs));
 }
 
 /* Many rows, TILES_ROWS at a time: what they have in common is laid out first. 0: there is no memory for it. */
@@ -85,8 +83,7 @@ static int spread_tiles(LinearShares *shares, int layers, long threads)
             job->packed = room;
         }
         LayShares lay = {.job = shares->job, .to = room};
-        atomic_init(&lay.next, 0);
-        spread(share_lay, &lay, threads);
+        spread_pieces(lay_piece, &lay, (shares->job->rows + TILE_SIDE - 1) / TILE_SIDE, threads);
         spread_linear(shares, threads);
     }
     free(room);
@@ -100,17 +97,15 @@ typedef struct {
     const Linear *job;
     DynamicInputs *to;
     int bias;
-    atomic_long next;
 } RoundShares;
 
-static void share_round(void *argument)
+static void round_piece(const void *argument, int64_t row)
 {
-    RoundShares *shares = argument;
+    const RoundShares *shares = argument;
     const Linear *job = shares->job;
     int half = job->form == DYNAMIC_HALVES;
-    for (int64_t row; (row = atomic_fetch_add(&shares->next, 1)) < job->rows;)
-        dynamic->round((const char *)job->x + (row * job->x_row << (half ? 1 : 2)), half, job->inputs, shares->bias,
-                       shares->to + row * dynamic_groups(job->inputs));
+    dynamic->round((const char *)job->x + (row * job->x_row << (half ? 1 : 2)), half, job->inputs, shares->bias,
+                   shares->to + row * dynamic_groups(job->inputs));
 }
 
 /* Where the shares of each of `layers` begin. */
@@ -159,8 +154,7 @@ static int spread_dynamic(LinearShares *shares, int layers, long threads)
                 job->y = (char *)job->y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
                 job->packed = (const char *)room;
             }
-            atomic_init(&round.next, 0);
-            spread(share_round, &round, round.job->rows * round.job->inputs < 65536 ? 1 : threads);
+            spread_pieces(round_piece, &round, round.job->rows, round.job->rows * round.job->inputs < 65536 ? 1 : threads);
             count_shares(shares, alike);
             spread_linear(shares, threads);
         }

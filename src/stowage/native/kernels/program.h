@@ -119,19 +119,18 @@ static float next_float(Reader *r)
 
 static void run_norm(Reader *r, long threads)
 {
-    NormShares shares;
-    Norm *job = &shares.job;
-    job->x = next_address(r);
-    job->w = next_address(r);
-    job->y = next_address(r);
-    job->rows = next_number(r);
-    job->width = next_number(r);
-    job->eps = next_float(r);
-    job->more = next_float(r);
-    job->half = (int)next_number(r);
-    job->way = (int)next_number(r);
+    Norm job;
+    job.x = next_address(r);
+    job.w = next_address(r);
+    job.y = next_address(r);
+    job.rows = next_number(r);
+    job.width = next_number(r);
+    job.eps = next_float(r);
+    job.more = next_float(r);
+    job.half = (int)next_number(r);
+    job.way = (int)next_number(r);
     if (!r->wrong)
-        spread_norm(&shares, threads);
+        spread_norm(&job, threads);
 }
 
 static void read_operand(Reader *r, Operand *o)
@@ -145,19 +144,13 @@ static void read_operand(Reader *r, Operand *o)
 typedef struct {
     Pointwise job;
     int64_t rows, each;
-    atomic_long next;
 } PointwiseShares;
 
-static void share_pointwise(void *argument)
+static void pointwise_piece(const void *argument, int64_t at)
 {
-    PointwiseShares *shares = argument;
-    for (;;) {
-        int64_t begin = atomic_fetch_add(&shares->next, 1) * shares->each;
-        if (begin >= shares->rows)
-            return;
-        int64_t end = begin + shares->each;
-        used->pointwise(&shares->job, begin, end < shares->rows ? end : shares->rows);
-    }
+    const PointwiseShares *shares = argument;
+    int64_t begin = at * shares->each, end = begin + shares->each;
+    used->pointwise(&shares->job, begin, end < shares->rows ? end : shares->rows);
 }
 
 static void run_pointwise(Reader *r, long threads)
@@ -177,8 +170,7 @@ static void run_pointwise(Reader *r, long threads)
         return;
     int64_t numbers = shares.rows * job->size[INNER];
     shares.each = 1 + 8192 / job->size[INNER];
-    atomic_init(&shares.next, 0);
-    spread(share_pointwise, &shares, numbers < 32768 ? 1 : threads);
+    spread_pieces(pointwise_piece, &shares, (shares.rows + shares.each - 1) / shares.each, numbers < 32768 ? 1 : threads);
 }
 
 /* New keys or values of `tokens`, each into the block of the pool and at the offset in it that it has. */

@@ -6,17 +6,14 @@ enum { ROTATED_TOKENS = 16, ROTATIONS = 2 };
 typedef struct {
     Rotation job[ROTATIONS];
     int64_t tokens;
-    atomic_long next;
 } RotationShares;
 
-static void share_rotation(void *argument)
+static void rotation_piece(const void *argument, int64_t at)
 {
-    RotationShares *shares = argument;
-    for (int64_t begin; (begin = atomic_fetch_add(&shares->next, 1) * ROTATED_TOKENS) < shares->tokens;) {
-        int64_t end = begin + ROTATED_TOKENS < shares->tokens ? begin + ROTATED_TOKENS : shares->tokens;
-        for (int i = 0; i < ROTATIONS; i++)
-            used->rotate(&shares->job[i], begin, end);
-    }
+    const RotationShares *shares = argument;
+    int64_t begin = at * ROTATED_TOKENS, end = begin + ROTATED_TOKENS < shares->tokens ? begin + ROTATED_TOKENS : shares->tokens;
+    for (int i = 0; i < ROTATIONS; i++)
+        used->rotate(&shares->job[i], begin, end);
 }
 
 static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
@@ -33,9 +30,8 @@ static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
                                    .half = (int)value[4], .x = address(own[0]), .out = address(own[1]),
                                    .heads = own[2], .token = own[3], .head = own[4]};
     }
-    atomic_init(&shares.next, 0);
     Py_BEGIN_ALLOW_THREADS
-    spread(share_rotation, &shares, (long)value[5]);
+    spread_pieces(rotation_piece, &shares, (shares.tokens + ROTATED_TOKENS - 1) / ROTATED_TOKENS, (long)value[5]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

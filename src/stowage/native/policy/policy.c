@@ -298,7 +298,7 @@ static void kernel_dealloc(Kernel *k) {
     Py_TYPE(k)->tp_free(k);
 }
 
-static PyMethodDef methods[] = {
+static PyMethodDef kernel_methods[] = {
     {"admit", FAST(kernel_admit), METH_FASTCALL, "New chunks; see `Policy.admit`."},
     {"insert", FAST(kernel_insert), METH_FASTCALL, "Evictable again; see `Policy.insert`."},
     {"remove", (PyCFunction)kernel_remove, METH_O, "Not evictable any more; see `Policy.remove`."},
@@ -315,19 +315,7 @@ static PyMemberDef members[] = {
     {NULL},
 };
 
-static PySequenceMethods sequence = {.sq_length = (lenfunc)kernel_length};
-
-static PyTypeObject kernel_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.native._native.Kernel",
-    .tp_doc = "See native.py, which makes the arrays.",
-    .tp_basicsize = sizeof(Kernel),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = kernel_new,
-    .tp_dealloc = (destructor)kernel_dealloc,
-    .tp_methods = methods,
-    .tp_members = members,
-    .tp_as_sequence = &sequence,
-};
+SIZED_TYPE(Kernel, kernel, "See native.py, which makes the arrays.", members)
 
 int add_policy(PyObject *module) {
     for (int age = 0; age < AGES; age++)

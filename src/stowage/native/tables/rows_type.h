@@ -295,17 +295,6 @@ static PyMethodDef rows_methods[] = {
     {NULL},
 };
 
-static PySequenceMethods rows_sequence = {.sq_length = (lenfunc)rows_length};
-
-static PyTypeObject rows_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.native._native.Rows",
-    .tp_doc = "See `rows.Rows`.",
-    .tp_basicsize = sizeof(Rows),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = rows_new,
-    .tp_dealloc = (destructor)rows_dealloc,
-    .tp_methods = rows_methods,
-    .tp_as_sequence = &rows_sequence,
-};
+SIZED_TYPE(Rows, rows, "See `rows.Rows`.", NULL)
 
 #endif

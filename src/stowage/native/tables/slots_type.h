@@ -182,17 +182,6 @@ static PyMethodDef slots_methods[] = {
     {NULL},
 };
 
-static PySequenceMethods slots_sequence = {.sq_length = (lenfunc)slots_length};
-
-static PyTypeObject slots_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "stowage.native._native.Slots",
-    .tp_doc = "See `slots.h`.",
-    .tp_basicsize = sizeof(Slots),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = slots_new,
-    .tp_dealloc = (destructor)slots_dealloc,
-    .tp_methods = slots_methods,
-    .tp_as_sequence = &slots_sequence,
-};
+SIZED_TYPE(Slots, slots, "See `slots.h`.", NULL)
 
 #endif
