@@ -64,10 +64,10 @@ def plan(
     """
     from stowage.cli.output import quiet_libraries
     from stowage.config.memory import parse_tokens
-    from stowage.models.hub import find_config, is_here
+    from stowage.models.hub import find_config, find_gguf, is_here
     from stowage.models.quick_import import import_transformers
 
-    path = Path(model).expanduser()
+    path = find_gguf(model) or Path(model).expanduser()
     if is_here(model) and path.suffix != ".gguf" and not (path.is_dir() and any(path.glob("*.gguf"))):
         find_config(model)  # what is not there is told before anything slow is imported
     import_transformers()

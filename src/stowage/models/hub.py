@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from stowage.errors import CheckpointError, first_line
+from stowage.models import hub_gguf
 
-__all__ = ["find", "find_config", "is_here"]
+__all__ = ["find", "find_config", "find_gguf", "is_here"]
 
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _REASON_CHARACTERS = 200
@@ -31,7 +32,7 @@ def is_here(name: str) -> bool:
 def _is_local(name: str) -> bool:
     try:
         path = Path(name).expanduser()
-        return path.exists() or _is_path(name) or path.suffix in _ENDINGS
+        return path.exists() or _is_path(name) or (path.suffix in _ENDINGS and hub_gguf.parse(name) is None)
     except (OSError, RuntimeError, ValueError):  # what cannot be a path is no id either
         return True
 
@@ -42,7 +43,7 @@ def _is_path(name: str) -> bool:
 
 def find(name: str) -> Path:
     """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
-    ``HF_HUB_OFFLINE`` are honoured); or the GGUF file that is named.
+    ``HF_HUB_OFFLINE`` are honoured); or the GGUF file that is named, here or on the hub (``ORG/NAME:Q4_K_M``).
     """
     try:
         path = Path(name).expanduser()
@@ -57,8 +58,10 @@ def find(name: str) -> Path:
         raise CheckpointError(
             f"{name} is a file, and no GGUF file; give the directory that holds config.json and the safetensors files."
         )
+    if (tagged := hub_gguf.parse(name)) is not None:
+        return _from_hub(name, lambda: _download_gguf(*tagged))
     if path.suffix == ".gguf":
-        raise CheckpointError(f"{name} does not exist. Give a GGUF file: hf download NAME FILE.gguf --local-dir DIR")
+        raise CheckpointError(f"{name} does not exist. Give a GGUF file, or one of the hub's as ORG/NAME:Q4_K_M.")
     if _is_path(name):
         raise CheckpointError(f"{name} does not exist. Give a checkpoint directory or {_id_like(name)}.")
     return _download(name)
@@ -91,10 +94,78 @@ def find_config(name: str) -> Path:
     return path
 
 
+def find_gguf(name: str) -> Path | None:
+    """The GGUF file that is ``name`` on the hub, if it was downloaded before; ``None`` where ``name`` says none.
+
+    Raises ``CheckpointError``.
+    """
+    if _is_local(name):
+        return None
+    tagged = hub_gguf.parse(name)
+    repository, tag = tagged or (name, "")
+    if tagged is None and not name.lower().endswith("gguf"):
+        return None
+    directory = _snapshot(repository)
+    try:
+        files = hub_gguf.files_of(repository, _gguf_in(directory), tag) if directory else []
+    except CheckpointError:  # of what was downloaded
+        files = []
+    if directory is None or not files:
+        wanted = f"*{tag.removesuffix('.gguf')}*.gguf" if tag else "*.gguf"
+        raise CheckpointError(
+            f"{name} is a GGUF file on the hub that was not downloaded, and what is asked is in the file. Download it: "
+            f"hf download {repository} --include '{wanted}'"
+        )
+    return directory / files[0]
+
+
 def _download(name: str) -> Path:
+    """A checkpoint of safetensors files, or else of GGUF files."""
     from huggingface_hub import snapshot_download
 
-    return _from_hub(name, lambda: snapshot_download(name, allow_patterns=_FILES))
+    directory = _from_hub(name, lambda: snapshot_download(name, allow_patterns=_FILES))
+    if any(directory.glob("*.safetensors")):
+        return directory
+    return _from_hub(name, lambda: _download_gguf(name) or str(directory))
+
+
+def _download_gguf(repository: str, tag: str = "") -> str:
+    """The file that is meant, or the first of its parts. Nothing where no ``tag`` says one, and there is none."""
+    from huggingface_hub import snapshot_download
+
+    names = _names(repository)
+    if tag and not names:
+        snapshot_download(repository, allow_patterns="*.gguf")  # says why there is none
+    files = hub_gguf.files_of(repository, names, tag)
+    return str(Path(snapshot_download(repository, allow_patterns=files)) / files[0]) if files else ""
+
+
+def _names(repository: str) -> list[str]:
+    """Of a repository's files; of those that were downloaded where nobody is to be asked, or nobody answers."""
+    from httpx import TransportError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        return list(HfApi().list_repo_files(repository))
+    except (OfflineModeIsEnabled, TransportError):
+        directory = _snapshot(repository)
+        return _gguf_in(directory) if directory else []
+
+
+def _snapshot(repository: str) -> Path | None:
+    """Where what was downloaded of a repository lies."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=[], local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _gguf_in(directory: Path) -> list[str]:
+    return [str(path.relative_to(directory)) for path in directory.rglob("*.gguf")]
 
 
 def _from_hub(name: str, ask: Callable[[], str]) -> Path:

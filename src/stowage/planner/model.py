@@ -32,10 +32,10 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
     Raises ``CheckpointError``, ``UnsupportedModelError``, ``ConfigError``.
     """
     from stowage.models.directory import part_of, refuse_absurd
-    from stowage.models.hub import find_config
+    from stowage.models.hub import find_config, find_gguf
     from stowage.models.layout import refuse_unsupported
 
-    gguf = _gguf(Path(path).expanduser(), dtype)
+    gguf = _gguf(find_gguf(str(path)) or Path(path).expanduser(), dtype)
     if gguf is not None:
         return gguf
     file = find_config(str(path))
