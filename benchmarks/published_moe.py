@@ -1,8 +1,8 @@
 """Mixtures of experts as they are published, larger than the memory there is: tokens per second from a cold start,
 beside llama.cpp and AirLLM.
 
-    python -m benchmarks.published_moe [--families gpt_oss,deepseek_v3] [--rounds 3] [--bound-mib 2048]
-        [--process-mib 512] [--steps 200] [--small DIRECTORY] [--files DIRECTORY] [--new-tokens 64]
+    python -m benchmarks.published_moe [--families gpt_oss,deepseek_v3] [--rounds 3] [--memory-rounds 7]
+        [--bound-mib 2048] [--process-mib 512] [--steps 200] [--small DIRECTORY] [--files DIRECTORY] [--new-tokens 64]
 
 Needs the peers' environment (`make bench-env`) and a user who may drop the page cache and make a control group. The
 models are those of `benchmarks.moe_files`: gpt-oss with its experts in MXFP4, 3.7 GB, and DeepSeek-V3 in FP8, 3.4 GB,
@@ -11,7 +11,8 @@ each process to `--bound-mib`, its page cache included. Ours is told to take wha
 Python and its libraries; llama.cpp maps its file. Each has its own process, and the page cache is empty when its prompt
 comes: 128 tokens of held-out text. The engine draws an answer, which must be the one that it gives with all weights in
 memory, to the bit; llama.cpp reads that answer token by token, so that the same experts are chosen. Before the rounds
-both run unbounded, with the weights in memory. AirLLM is asked once, in the same bound.
+both run unbounded, with the weights in memory and in turn, and so does the engine with activations in 8 bits, which
+draws an answer of its own. AirLLM is asked once, in the same bound.
 
 `--small` has trained models (`benchmarks.moe_model`) by family; `--files` keeps what is written, and `--rounds 0` only
 writes it.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FORMS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory-rounds", type=int, default=7)
     parser.add_argument("--bound-mib", type=int, default=2048)
     parser.add_argument("--process-mib", type=int, default=512)
     parser.add_argument("--steps", type=int, default=200, help="of training")
@@ -80,17 +82,8 @@ def measure(family: str, path: Path, text: list[int], asked: argparse.Namespace)
     bound_bytes = asked.bound_mib << 20
     own_bytes = bound_bytes - (asked.process_mib << 20)
     command = {"batch": 1, "prompt_tokens": PROMPT_TOKENS, "new_tokens": asked.new_tokens}
-    with weights.running("engine-memory", path, "bfloat16") as peer:
-        peer.ask(**command, text=text, cold=False)
-        whole = peer.ask(**command, text=text, cold=False)
-    answer = [*text, *(step[0] for step in whole["tokens"])]
-    with weights.running(f"{weights.LLAMACPP}-memory", path, "bfloat16") as peer:
-        peer.ask(**command, text=answer, cold=False)
-        alone = peer.ask(**command, text=answer, cold=False)
-    print(
-        f"{family}, in memory: ours {1 / _step_s(whole):.2f}, llama.cpp {1 / _step_s(alone):.2f} tokens/s", flush=True
-    )
-    found: dict[str, list[dict[str, Any]]] = {"engine, in memory": [whole], "llamacpp, in memory": [alone]}
+    found, answer = _in_memory(family, path, text, command, asked.memory_rounds)
+    whole, alone = found["engine, in memory"][0], found["llamacpp, in memory"][0]
     rates = []
     for number in range(asked.rounds):
         rates.append(limits.direct_reread_bytes_per_s(max(path.glob("*.safetensors"), key=lambda f: f.stat().st_size)))
@@ -119,13 +112,45 @@ def measure(family: str, path: Path, text: list[int], asked: argparse.Namespace)
         "airllm": airllm,
         "ways": {way: _summary(way, rounds) for way, rounds in found.items()},
     }
-    pairs = zip(found["engine"], found["llamacpp"], strict=True)
-    kept["times_llamacpp"] = median_spread([_step_s(theirs) / _step_s(ours) for ours, theirs in pairs])
+    kept["times_llamacpp"] = _times(found["engine"], found["llamacpp"])
+    kept["times_llamacpp_in_memory"] = {
+        way: _times(done, found["llamacpp, in memory"])
+        for way, done in found.items()
+        if way.startswith("engine, in memory")
+    }
     apart = [abs(a - b) for a, b in zip(whole["logprobs"], alone["logprobs"], strict=True)]
     kept["logprobs_apart"] = sum(apart) / len(apart)
     print(f"{family}: {kept['times_llamacpp'].median:.2f} times llama.cpp, AirLLM {airllm}; log-probabilities of the")
     print(f"answer are {kept['logprobs_apart']:.3f} apart", flush=True)
     return kept
+
+
+IN_MEMORY = {
+    "engine, in memory": "engine-memory",
+    "engine, in memory, activations in 8 bits": "engine-int8-memory",
+    "llamacpp, in memory": f"{weights.LLAMACPP}-memory",
+}
+
+
+def _in_memory(
+    family: str, path: Path, text: list[int], command: dict[str, Any], rounds: int
+) -> tuple[dict[str, list[dict[str, Any]]], list[int]]:
+    """Every way with all weights in memory, in turn, after one round that nobody counts; the text with the answer."""
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in IN_MEMORY}
+    with ExitStack() as peers:
+        running = {way: peers.enter_context(weights.running(name, path, "bfloat16")) for way, name in IN_MEMORY.items()}
+        drawn = running["engine, in memory"].ask(**command, text=text, cold=False)
+        answer = [*text, *(step[0] for step in drawn["tokens"])]
+        for number in range(1 + rounds):
+            for way, peer in running.items():
+                done = peer.ask(**command, text=answer if weights.LLAMACPP in IN_MEMORY[way] else text, cold=False)
+                if number:
+                    found[way].append(done)
+    exact = {(str(one["tokens"]), str(one["logprobs"])) for one in found["engine, in memory"]}
+    assert len(exact) == 1, "an answer changed"
+    for way, done in found.items():
+        print(f"{family}, {way}: {median_spread([1 / _step_s(one) for one in done]).median:.2f} tokens/s", flush=True)
+    return found, answer
 
 
 def _narrow(path: Path) -> Path:
@@ -142,6 +167,11 @@ def _airllm(path: Path, text: list[int], before: Sequence[str]) -> str:
     except SystemExit:
         return "ends with an error"
     return f"{1 / step_s:.2f} tokens/s"
+
+
+def _times(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Any:
+    """How many times as many tokens per second, round by round."""
+    return median_spread([_step_s(b) / _step_s(a) for a, b in zip(ours, theirs, strict=True)])
 
 
 def _step_s(found: dict[str, Any]) -> float:
