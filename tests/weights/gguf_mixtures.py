@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-SIGMOID = ("bailingmoe2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2")
+SIGMOID = ("afmoe", "bailingmoe2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2")
 """Families whose routers score by sigmoid."""
 
 
@@ -21,6 +21,9 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         pairs = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
         found["rope.dimension_sections"] = [*(-(-(pairs - first) // 3) for first in range(3)), 0]
     match arch:
+        case "afmoe":
+            found |= {"expert_shared_count": config.num_shared_experts, "expert_weights_norm": True}
+            found["expert_weights_scale"] = config.route_scale
         case "bailingmoe2":
             found["expert_shared_feed_forward_length"] = config.moe_intermediate_size
         case "ernie4_5-moe":

@@ -93,6 +93,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi4_mini": {"sliding_window": None},
     "stablelm": {},
     "starcoder2": {},
+    "afmoe": {
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "mup_enabled": True,
+        "num_hidden_layers": 4,
+        "route_scale": 2.5,
+    },
     "arcee": {},
     "cohere2": {"tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
     "deepseek_v2": {"rope_parameters": YARN, "q_lora_rank": None},

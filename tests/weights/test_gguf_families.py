@@ -22,6 +22,7 @@ from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of, 
 from tests.weights.test_gguf import GREEDY, dequantised, mixed
 
 RELAID = {
+    "afmoe": "*=experts",
     "deepseek_v2": "*=stream",
     "deepseek_v3": "*=experts",
     "ernie4_5_moe": "*=experts",

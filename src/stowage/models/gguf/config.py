@@ -41,6 +41,8 @@ _MORE: Final[Sequence[tuple[str, str]]] = (
     ("expert_group_used_count", "topk_group"),
     ("expert_weights_norm", "norm_topk_prob"),
     ("expert_weights_scale", "routed_scaling_factor"),
+    ("expert_weights_scale", "route_scale"),
+    ("expert_shared_count", "num_shared_experts"),
     ("leading_dense_block_count", "first_k_dense_replace"),
     ("leading_dense_block_count", "num_dense_layers"),
     ("shortconv.l_cache", "conv_L_cache"),

@@ -18,6 +18,7 @@ from stowage.weights.gguf import GgufFile
 __all__ = ["FAMILIES", "entries_of", "family_of", "unused_in"]
 
 FAMILIES: Final[Mapping[str, str]] = {
+    "afmoe": "afmoe",
     "arcee": "arcee",
     "bailingmoe2": "glm4_moe",
     "cohere2": "cohere2",
@@ -199,6 +200,7 @@ def _stablelm(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
 _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek,
+    "afmoe": mixtures.afmoe,
     "dots1": sigmoid_routed,
     "ernie4_5_moe": mixtures.ernie_moe,
     "exaone4": windows.exaone4,

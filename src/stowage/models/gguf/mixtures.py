@@ -14,7 +14,7 @@ from stowage.models.gguf.relaid import Layout, Rows
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile, GgufTensor
 
-__all__ = ["SIGMOID", "ernie_moe", "exaone_moe", "hunyuan_moe", "joined_heads", "routed", "sigmoid_routed"]
+__all__ = ["SIGMOID", "afmoe", "ernie_moe", "exaone_moe", "hunyuan_moe", "joined_heads", "routed", "sigmoid_routed"]
 
 SIGMOID: Final = 2
 
@@ -30,10 +30,21 @@ def sigmoid_routed(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]
     """Of families whose routers score by sigmoid in Transformers. Raises UnsupportedModelError."""
     if number(file, "expert_gating_func") not in (0, SIGMOID):
         raise UnsupportedModelError(
-            f"{file.paths[0]} scores experts in another way than by sigmoid, which is not read from GGUF of "
+            f"{file.paths[0]} scores experts in another way than by sigmoid, which is not read from GGUF "
             f"{file.architecture}. Give the Hugging Face checkpoint that it was made from."
         )
     return routed(file, entries)
+
+
+def afmoe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Embeddings are always scaled, and weights of chosen experts always made to add up to one."""
+    if file.fields.get(f"{file.architecture}.expert_weights_norm") is False:
+        raise UnsupportedModelError(
+            f"{file.paths[0]} does not make the weights of chosen experts add up to one, which is not read from GGUF "
+            "of afmoe. Give the Hugging Face checkpoint that it was made from."
+        )
+    sigmoid_routed(file, entries)
+    return {"mup_enabled": True, "global_attn_every_n_layers": 4}
 
 
 def ernie_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,8 +62,7 @@ def exaone_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     kinds = kinds_of(file)
     if kinds is None:
         raise sizeless(file, "which layers have a window")
-    own = {"layer_types": kinds, "num_shared_experts": number(file, "expert_shared_count")}
-    return {**sigmoid_routed(file, entries), **own}
+    return {**sigmoid_routed(file, entries), "layer_types": kinds}
 
 
 def hunyuan_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,16 +26,16 @@ _NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Fields that no config is made of, with the values that change nothing."""
 _READ_BY_SOME: Final = {
-    "attention.scale": "attention_multiplier",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "embedding_scale": "embedding_multiplier",
-    "expert_weights_scale": "routed_scaling_factor",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "residual_scale": "residual_multiplier",
+    "attention.scale": ("attention_multiplier",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "embedding_scale": ("embedding_multiplier",),
+    "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "residual_scale": ("residual_multiplier",),
 }
 _BY_SOFTMAX: Final = (0, 1, 3)
 _BY_SIGMOID: Final = (
-    *("bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2", "nemotron_h_moe"),
+    *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2", "nemotron_h_moe"),
 )
 """Families whose routers may score by sigmoid: they are computed so, or refuse another way themselves."""
 
@@ -47,9 +47,9 @@ def refuse_other_arithmetic(file: GgufFile, known: Collection[str]) -> None:
         each = value if isinstance(value, list) else [value]
         if any(one is not None and one not in harmless for one in each):
             raise _unread(file, key, value)
-    for key, name in _READ_BY_SOME.items():
+    for key, names in _READ_BY_SOME.items():
         value = file.fields.get(f"{file.architecture}.{key}")
-        if value not in (None, 0.0, 1.0) and name not in known:
+        if value not in (None, 0.0, 1.0) and not any(name in known for name in names):
             raise _unread(file, key, value)
     scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
     if scored not in _BY_SOFTMAX and file.architecture not in _BY_SIGMOID:
