@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.executor.replay.programs import operations
 from stowage.weights.quantized.blocks import parameter_names
 from stowage.weights.quantized.formats import Spec
 from stowage.weights.quantized.stacks import Stacking, put_stacks, stacked_linear
@@ -48,11 +49,14 @@ def is_ours(dtype: torch.dtype, int8: bool) -> bool:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
-def test_each_row_by_the_matrices_of_its_expert(spec: Spec, dtype: torch.dtype, int8: bool, instructions: str) -> None:
+def test_each_row_by_the_matrices_of_its_expert(
+    spec: Spec, dtype: torch.dtype, int8: bool, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one stack or of two, one below the other or a row of each in turn, with biases or not. What is no expert's
     number gives zeros, and an expert may be chosen by all.
     """
     int8_too = int8 and spec.name in kernels.INTEGER_FORMATS
+    monkeypatch.setattr(operations, "_ROWS_OF_EXPERT", 0)
     for pieces, in_turn, bias in ((1, False, True), (2, False, False), (2, True, True)):
         module = Experts(spec, dtype, pieces, in_turn, bias)
         kept = [*module.parameters()]
@@ -68,6 +72,19 @@ def test_each_row_by_the_matrices_of_its_expert(spec: Spec, dtype: torch.dtype, 
             calls = replays(function, x, kept=kept, mode=mode)
             others = [call.__name__ for call in left(calls) if getattr(call, "__name__", "") == "stacked"]
             assert bool(others) != is_ours(dtype, int8_too), (pieces, others)
+
+
+def test_rows_of_which_several_take_one_expert_are_left_to_the_call_that_reads_it_once() -> None:
+    module = Experts(SPECS[0], torch.float32, 1, False, False)
+    kept = [*module.parameters()]
+
+    def function(x: Tensor) -> Tensor:
+        return stacked_linear(x, module, "stack", (x[:, :EXPERTS].argmax(dim=1))) * 2
+
+    for rows, called in ((1, False), (2, False), (3, True), (40, True)):
+        mode = RowInvariance(linear=True, exact=True)
+        calls = replays(function, usual(rows, SPECS[0].inputs, seed=5, dtype=torch.float32), kept=kept, mode=mode)
+        assert any(getattr(call, "__name__", "") == "stacked" for call in left(calls)) == called, rows
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)

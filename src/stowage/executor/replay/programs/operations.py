@@ -32,6 +32,8 @@ LINEAR, _NORM, _POINTWISE, STACKED, _PICK = 1, 2, 3, 6, 7
 COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)
 _DIMS = 4
 _IN_ORDER = 4
+_ROWS_OF_EXPERT = 2
+"""With a row for every other expert a few of them are chosen twice; with more, reading them twice takes longer."""
 NOWHERE = (-1, 0)
 _BINARY = {"add": _ADD, "__add__": _ADD, "__radd__": _ADD, "sub": _SUBTRACT, "subtract": _SUBTRACT}
 _BINARY |= {"__sub__": _SUBTRACT, "mul": _MULTIPLY, "multiply": _MULTIPLY, "__mul__": _MULTIPLY, "__rmul__": _MULTIPLY}
@@ -228,9 +230,13 @@ def _layers(
 
 
 def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> list[Operation]:
-    """Rows by the matrices of the experts that were chosen for them, plus these experts' biases."""
+    """Rows by the matrices of the experts that were chosen for them, plus these experts' biases. Each row reads its
+    own: so many that several chose one are left to the call, which reads a matrix once for all its rows.
+    """
     check(getattr(function, "__func__", None) is RowInvariance.stacked and len(args) == 4)
     x, module, own, chosen = args
+    if _ROWS_OF_EXPERT * len(x) > module.num_experts:
+        raise NotTaken
     stack = getattr(module, own)
     parts = [part for piece in getattr(stack, "pieces", ()) for part in piece.values()]
     check(bool(parts) and not any(isinstance(part, AwayParameter) for part in parts))  # it stays where it is
