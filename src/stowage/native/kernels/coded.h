@@ -5,7 +5,8 @@
  * A block of codes of 4 or 5 bits has 16 or 32 different weights. They are computed and rounded once, and looked up.
  * Scales are floats already, those of a piece of a row side by side: coded_scales.h.
  */
-#define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED _Pragma("GCC unroll 16")
+#define UNUSED __attribute__((unused))
 
 /* Format, its name here, bytes of a block, scales of one, and how many parts of it are computed after each other, of so
  * many registers each. FOUR: where inputs are a multiple of 128. WIDE: where those of a group are. */
@@ -44,7 +45,7 @@ enum { CODED_NARROW(OF) };
 
 /* `part` of the block that lies `at` an address. */
 #define UNIT(format)                                                                                                   \
-    static inline ALWAYS void coded_##format(const uint8_t *at, const float *scales, int part, __m512bh *w)
+    static inline ALWAYS void coded_##format(const uint8_t *at, const float *scales UNUSED, int part UNUSED, __m512bh *w)
 
 static inline ALWAYS __m512 coded_counting(float first)
 {
@@ -132,26 +133,22 @@ UNIT(q8_0)
 {
     __m512 low = coded_whole(_mm_loadu_si128((const __m128i *)(at + 2)));
     __m512 high = coded_whole(_mm_loadu_si128((const __m128i *)(at + 18)));
-    (void)part;
     w[0] = _mm512_cvtne2ps_pbh(coded_scaled(high, scales), coded_scaled(low, scales));
 }
 
 UNIT(q4_0)
 {
-    (void)part;
     w[0] = coded_lookup(coded_split(at + 2), coded_twice(_mm512_mul_ps(_mm512_set1_ps(scales[0]), coded_counting(-8))));
 }
 
 UNIT(q4_1)
 {
-    (void)part;
     w[0] = coded_lookup(coded_split(at + 4), coded_twice(coded_line(0, scales, scales + 1)));
 }
 
 UNIT(q5_0)
 {
     __m512bh table = _mm512_cvtne2ps_pbh(coded_scaled(coded_counting(0), scales), coded_scaled(coded_counting(-16), scales));
-    (void)part;
     w[0] = coded_lookup(coded_fifth(coded_split(at + 6), read_word(at + 2)), table);
 }
 
@@ -162,7 +159,6 @@ static inline ALWAYS __m512bh coded_of_32(const float *scale, const float *least
 
 UNIT(q5_1)
 {
-    (void)part;
     w[0] = coded_lookup(coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(scales, scales + 1));
 }
 
@@ -210,13 +206,11 @@ static inline ALWAYS __m512bh coded_fp4(float scale)
 
 UNIT(mxfp4_block)
 {
-    (void)part;
     w[0] = coded_lookup(coded_split(at + 1), coded_fp4(scales[0]));
 }
 
 UNIT(mxfp4)
 {
-    (void)part;
     w[0] = coded_lookup(coded_turns(at), coded_fp4(scales[0]));
 }
 
@@ -226,38 +220,35 @@ UNIT(mxfp4_four)
 }
 
 /* A code less its zero point, times its scale. */
-static inline ALWAYS __m512bh coded_int4_table(const float *scales)
+static inline ALWAYS __m512bh coded_int4_table(const float *scale, const float *zero)
 {
-    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(scales[1]));
-    return coded_twice(_mm512_mul_ps(table, _mm512_set1_ps(scales[0])));
+    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(*zero));
+    return coded_twice(_mm512_mul_ps(table, _mm512_set1_ps(*scale)));
 }
 
 UNIT(int4)
 {
-    (void)part;
-    w[0] = coded_lookup(coded_turns(at), coded_int4_table(scales));
+    w[0] = coded_lookup(coded_turns(at), coded_int4_table(scales, scales + 1));
 }
 
 UNIT(int4_four)
 {
-    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales + 2 * part));
+    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales + 2 * part, scales + 2 * part + 1));
 }
 
 UNIT(int4_wide)
 {
-    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales));
+    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales, scales + 1));
 }
 
 /* The codes are in the low halves of bytes: what comes of a row's first inputs. Others see `coded_packed4_high`. */
 UNIT(packed4)
 {
-    (void)part;
     w[0] = coded_lookup(coded_bytes(at), coded_twice(coded_line(0, scales, scales + 1)));
 }
 
 UNIT(packed4_high)
 {
-    (void)part;
     w[0] = coded_lookup(_mm512_srli_epi16(coded_bytes(at), 4), coded_twice(coded_line(0, scales, scales + 1)));
 }
 
@@ -304,21 +295,18 @@ UNIT(fp8_tall)
 
 UNIT(f32)
 {
-    (void)scales, (void)part;
     w[0] = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + 64), _mm512_loadu_ps(at));
 }
 
 UNIT(f16)
 {
     const __m256i *from = (const __m256i *)at;
-    (void)scales, (void)part;
     w[0] = _mm512_cvtne2ps_pbh(_mm512_cvtph_ps(_mm256_loadu_si256(from + 1)),
                                _mm512_cvtph_ps(_mm256_loadu_si256(from)));
 }
 
 UNIT(bf16)
 {
-    (void)scales, (void)part;
     w[0] = (__m512bh)_mm512_loadu_si512(at);
 }
 #undef UNIT

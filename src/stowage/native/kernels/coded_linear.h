@@ -1,8 +1,7 @@
 /* Products with the weights of coded.h: of a few rows of x with what is in registers, of many with what is laid out for
  * them. Sums are in the order of halves.h.
  */
-enum { CODED_STEP = 64, CODED_TURNED = HALVES_DEPTH / 2 + 64, CODED_ROOM = CODED_STEP * CODED_TURNED };
-enum { CODED_PANEL = 128, CODED_SHORT = 512, CODED_SHORT_TURNED = CODED_SHORT / 2 + 64 }; /* outputs of few rows; of codes that lie apart, and inputs, at a time */
+enum { CODED_STEP = 64 };
 enum { CODED_BYTES = 384 << 10 }; /* what is laid out for many rows at a time: so much of the second cache */
 
 /* Inputs [k, k + 32) of which there are only `count`, and zeros. */
@@ -95,15 +94,10 @@ static const CodedWays coded_high = WAYS(packed4_high, 32, 1, 1, 32), coded_tall
 #undef WAYS
 #undef UNROLLED
 
-static inline int coded_by_inputs(const Linear *job)
-{
-    return job->format == GPTQ || job->format == AWQ;
-}
-
 /* How what begins at input k is computed. */
 static const CodedWays *coded_ways(const Linear *job, int64_t k)
 {
-    int format = coded_by_inputs(job) ? INT4_WORDS : job->format;
+    int format = job->format;
     if (format == PACKED4 && k >= job->inputs / 2)
         return &coded_high;
     if (format == FP8 && job->inputs % 128 == 0 && job->group % 128 == 0 && job->tall % 4 == 0)
@@ -122,20 +116,12 @@ static int64_t coded_end(const Linear *job, int64_t k, int64_t most)
     return job->format == PACKED4 && k < half && half < end ? half : end;
 }
 
-/* Where blocks of outputs [n, n + wide) begin, from input k on; `room`: for codes that lie apart, `stride` bytes each. */
-static void coded_begin(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, uint8_t *room,
-                        int64_t stride, const uint8_t **at)
+/* Where the blocks of output n begin, from input k on. */
+static const uint8_t *coded_begin(const Linear *job, int64_t n, int64_t k)
 {
-    if (job->format == GPTQ)
-        coded_turn_gptq(job, n, wide, k, depth, room, stride);
-    for (int64_t i = 0; job->format == AWQ && i < wide; i += 32)
-        coded_turn_awq(job, n + i, wide - i < 32 ? wide - i : 32, k, depth, room + i * stride, stride);
     int64_t half = job->inputs / 2, first = job->format == PACKED4 && k >= half ? k - half : k;
     const CodedWays *ways = coded_ways(job, k);
-    for (int64_t i = 0; i < wide; i++)
-        at[i] = coded_by_inputs(job)
-                    ? room + i * stride
-                    : (const uint8_t *)job->w + (n + i) * job->w_row + first / ways->inputs * ways->bytes;
+    return (const uint8_t *)job->w + n * job->w_row + first / ways->inputs * ways->bytes;
 }
 
 /* Whether 32 inputs may be in low halves of bytes and in high ones. */
@@ -153,71 +139,40 @@ static void coded_fill_plainly(const Linear *job, int64_t n, int64_t wide, uint1
     }
 }
 
+/* The same of GPTQ and AWQ. */
+static void coded_fill_by_inputs(const Linear *job, int64_t n, int64_t wide, uint16_t *to, int64_t stride)
+{
+    CodedStrip strip = {.far = coded_far(job, 0, 0, 0)};
+    for (int64_t k = 0, end; k < job->inputs; k = end) {
+        end = coded_end(job, k, CODED_SPAN);
+        coded_begin_strip(job, n, wide, k, end - k, &strip);
+        for (int64_t o = 0; o < wide;)
+            o += coded_lay(job, &strip, o, to + o * stride + k, stride);
+    }
+}
+
 /* Outputs [n, n + wide), of at most CODED_STEP, in bfloat16, `stride` apart, and zeros up to a multiple of 32. */
-static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint8_t *room, uint16_t *to, int64_t stride)
+static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint16_t *to, int64_t stride)
 {
     float scales[CODED_SCALES];
-    const uint8_t *at[CODED_STEP];
-    if (coded_is_odd(job)) {
-        coded_fill_plainly(job, n, wide, to, stride);
+    if (coded_is_odd(job) || coded_by_inputs(job)) {
+        (coded_by_inputs(job) ? coded_fill_by_inputs : coded_fill_plainly)(job, n, wide, to, stride);
         return;
     }
     for (int64_t k = 0, end; k < job->inputs; k = end) {
         end = coded_end(job, k, HALVES_DEPTH);
         const CodedWays *ways = coded_ways(job, k);
-        coded_begin(job, n, wide, k, end - k, room, CODED_TURNED, at);
         for (int64_t i = 0; i < wide; i++) {
             Coded row = coded_row(job, n + i);
+            const uint8_t *at = coded_begin(job, n + i, k);
             uint16_t *own = to + i * stride + k;
             int left = (int)((end - k) % 32);
-            coded_scales(job, &row, at[i], k, end - k, ways->step, scales);
-            ways->fill(at[i], (end - k) / ways->inputs, scales, own);
+            coded_scales(job, &row, at, k, end - k, ways->step, scales);
+            ways->fill(at, (end - k) / ways->inputs, scales, own);
             if (left)
                 coded_last(job, &row, end - left, left, own + (end - k - left));
         }
     }
-}
-
-/* Scales and zero points of a piece of outputs whose codes lie by inputs: of output n, for step i, at index n of slot[i]. */
-typedef struct {
-    float scales[CODED_SHORT / 32][CODED_PANEL], zeros[CODED_SHORT / 32][CODED_PANEL];
-    int slot[CODED_SHORT / 32], steps;
-} CodedAcross;
-
-static void coded_lay_across(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, int64_t step,
-                             CodedAcross *to)
-{
-    to->steps = (int)(depth / step);
-    for (int i = 0; i < to->steps; i++) {
-        int64_t group = (k + i * step) / job->group;
-        to->slot[i] = i > 0 && group == (k + (i - 1) * step) / job->group ? to->slot[i - 1] : i;
-        if (to->slot[i] == i)
-            coded_across(job, n, wide, group, to->scales[i], to->zeros[i]);
-    }
-}
-
-/* Of outputs n to n + 3 as `coded_scales` lays them out. */
-static inline ALWAYS void coded_scales_across(const CodedAcross *from, int64_t n, float *to)
-{
-    for (int i = 0; i < from->steps; i++, to += 2) {
-        __m128 scale = _mm_loadu_ps(from->scales[from->slot[i]] + n), zero = _mm_loadu_ps(from->zeros[from->slot[i]] + n);
-        __m128 low = _mm_unpacklo_ps(scale, zero), high = _mm_unpackhi_ps(scale, zero);
-        _mm_storel_pi((__m64 *)to, low);
-        _mm_storeh_pi((__m64 *)(to + CODED_SCALES), low);
-        _mm_storel_pi((__m64 *)(to + 2 * CODED_SCALES), high);
-        _mm_storeh_pi((__m64 *)(to + 3 * CODED_SCALES), high);
-    }
-}
-
-/* Fetch `part` of 32 of CODED_SHORT inputs from k on of CODED_PANEL outputs from n on, whose codes lie by inputs. */
-static inline ALWAYS void coded_fetch(const Linear *job, int64_t n, int64_t k, int64_t part)
-{
-    int gptq = job->format == GPTQ, lines = gptq ? CODED_PANEL * 4 / 64 : 1, rows = 16 / lines;
-    int64_t row = gptq ? 4 * job->outputs : job->outputs / 2;
-    const char *at = (const char *)job->w + (gptq ? k / 8 * row + 4 * n : k * row + n / 2) + part * rows * row;
-    for (int i = 0; i < rows; i++, at += row)
-        for (int line = 0; line < lines; line++)
-            FETCH_FAR(at + 64 * line);
 }
 
 /* A piece of up to 8 rows, side by side, and zeros up to a multiple of 32; what is no row repeats the last one. */
@@ -246,71 +201,107 @@ static void coded_rest(const Linear *job, int rows, int step, int64_t first, int
     }
 }
 
+/* Totals of the columns of `wide` outputs are added to their sums, whose rows are `apart`; or these begin. */
+static void coded_totals(int way, int64_t wide, const __m512 *kept, float *sums, int64_t apart, int begin)
+{
+    float totals[16];
+    int rows = 1 << way;
+    for (int64_t i = 0; i < wide * rows; i += 8) {
+        halves_totals(kept + i, totals);
+        for (int j = 0; j < 8 && i + j < wide * rows; j++) {
+            float *sum = sums + ((i + j) & (rows - 1)) * apart + ((i + j) >> way), own = totals[j % 4 * 4 + j / 4];
+            *sum = begin ? own : *sum + own;
+        }
+    }
+}
+
 /* Outputs [first, first + wide) of up to 8 rows, a piece of inputs after the other. */
-static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide, uint8_t *room, __m512 *kept, float *sums)
+static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide, __m512 *kept, float *sums)
 {
     uint16_t near[HALVES_NEAR + HALVES_ROWS * HALVES_APART] __attribute__((aligned(64)));
-    float scales[4 * CODED_SCALES] __attribute__((aligned(64))), totals[16];
-    const uint8_t *at[CODED_PANEL + 4];
-    CodedAcross laid;
-    int rows = 1 << way, step = rows == 8 ? 2 : 4, across = coded_by_inputs(job);
-    int64_t ahead = across ? 0 : 2 * step * job->w_row;
+    float scales[4 * CODED_SCALES] __attribute__((aligned(64)));
+    int rows = 1 << way, step = rows == 8 ? 2 : 4;
     for (int64_t k = 0, end; k < job->inputs; k = end) {
-        end = coded_end(job, k, across ? CODED_SHORT : HALVES_NEAR / rows);
+        end = coded_end(job, k, HALVES_NEAR / rows);
         const CodedWays *ways = coded_ways(job, k);
         int64_t x_row = coded_near(job, rows, k, end - k, near);
-        coded_begin(job, first, wide, k, end - k, room, CODED_SHORT_TURNED, at);
-        if (across)
-            coded_lay_across(job, first, wide, k, end - k, ways->step, &laid);
         for (int64_t n = 0; n < wide; n += step) {
+            const uint8_t *at[4];
             int c = wide - n < step ? (int)(wide - n) : step;
-            if (across && n % 4 == 0) {
-                coded_scales_across(&laid, n, scales);
-                coded_fetch(job, end < job->inputs ? first : first + CODED_PANEL, end < job->inputs ? end : 0, n / 4);
-            }
             for (int i = 0; i < step; i++) {
-                at[n + i] = at[n + (i < c ? i : 0)];
-                if (across || (i > 0 && ways == &coded_tall)) /* outputs that have them in common */
+                at[i] = coded_begin(job, first + n + (i < c ? i : 0), k);
+                if (i > 0 && ways == &coded_tall) /* outputs that have them in common */
                     continue;
                 Coded own = coded_row(job, first + n + (i < c ? i : 0));
-                coded_scales(job, &own, at[n + i], k, end - k, ways->step, scales + i * CODED_SCALES);
+                coded_scales(job, &own, at[i], k, end - k, ways->step, scales + i * CODED_SCALES);
             }
-            ways->dots[way](near, x_row, at + n, (end - k) / ways->inputs, ahead,
-                            scales + (across ? n % 4 * CODED_SCALES : 0), kept + n * rows, k % HALVES_DEPTH != 0);
+            ways->dots[way](near, x_row, at, (end - k) / ways->inputs, 2 * step * job->w_row, scales, kept + n * rows,
+                            k % HALVES_DEPTH != 0);
         }
         if (end % 32)
             coded_rest(job, rows, step, first, wide, end / 32 * 32, near + (end - k) / 32 * 32, x_row, kept);
-        for (int64_t i = 0; (end % HALVES_DEPTH == 0 || end == job->inputs) && i < wide * rows; i += 8) {
-            halves_totals(kept + i, totals);
-            for (int j = 0; j < 8 && i + j < wide * rows; j++) {
-                float *sum = sums + ((i + j) & (rows - 1)) * CODED_PANEL + ((i + j) >> way), own = totals[j % 4 * 4 + j / 4];
-                *sum = end <= HALVES_DEPTH ? own : *sum + own;
+        if (end % HALVES_DEPTH == 0 || end == job->inputs)
+            coded_totals(way, wide, kept, sums, HALVES_PANEL, end <= HALVES_DEPTH);
+    }
+}
+
+/* The same of GPTQ and AWQ, `span` inputs at a time, and of these a strip after the other. `after`: outputs that come next. */
+static void coded_panel_by_inputs(const Linear *job, int way, int64_t first, int64_t wide, int64_t after, int64_t span,
+                                  __m512 *kept, float *sums)
+{
+    enum { STRIDE = CODED_SPAN + HALVES_APART };
+    uint16_t near[HALVES_ROWS * STRIDE] __attribute__((aligned(64))), room[16 * STRIDE] __attribute__((aligned(64)));
+    CodedStrip strip;
+    int rows = 1 << way, step = rows == 8 ? 2 : 4;
+    for (int64_t k = 0, end; k < job->inputs; k = end) {
+        end = coded_end(job, k, span);
+        strip.far = end < job->inputs ? coded_far(job, first, wide, end) : coded_far(job, first + wide, after, 0);
+        int64_t x_row = coded_near(job, rows, k, end - k, near);
+        for (int64_t n = 0, laid; n < wide; n += laid) {
+            int64_t o = n % CODED_STRIP;
+            if (o == 0)
+                coded_begin_strip(job, first + n, wide - n, k, end - k, &strip);
+            if (rows == 1 || (rows == 2 && job->format == AWQ)) {
+                CodedUse use = {.x = near, .x_row = x_row, .kept = kept + n * rows, .on = k % HALVES_DEPTH != 0};
+                laid = coded_multiply(job, &strip, o, &use, rows);
+                continue;
+            }
+            laid = coded_lay(job, &strip, o, room, STRIDE);
+            for (int64_t i = 0; i < laid; i += step) {
+                const uint8_t *at[4];
+                for (int c = 0; c < step; c++)
+                    at[c] = (const uint8_t *)(room + (i + c) * STRIDE);
+                coded_narrow[BF16].dots[way](near, x_row, at, (end - k) / 32, 0, NULL, kept + (n + i) * rows,
+                                             k % HALVES_DEPTH != 0);
             }
         }
+        if (end % HALVES_DEPTH == 0 || end == job->inputs)
+            coded_totals(way, wide, kept, sums, CODED_PANEL >> way, end <= HALVES_DEPTH);
     }
 }
 
 /* Outputs [begin, end) of up to 8 rows. */
 static void coded_few(const Linear *job, int64_t begin, int64_t end)
 {
-    uint8_t room[CODED_PANEL * CODED_SHORT_TURNED] __attribute__((aligned(64)));
-    float sums[HALVES_ROWS * CODED_PANEL] __attribute__((aligned(64)));
-    __m512 kept[HALVES_ROWS * (CODED_PANEL + 4) + 8];
+    float sums[CODED_PANEL] __attribute__((aligned(64)));
+    __m512 kept[CODED_PANEL + HALVES_ROWS * 8]; /* GPTQ's last outputs may be half of what is computed at once */
     int way = job->rows > 4 ? 3 : job->rows > 2 ? 2 : (int)job->rows - 1, across = coded_by_inputs(job);
-    int64_t panel = across ? CODED_PANEL : HALVES_PANEL;
-    for (int part = 0; across && part < CODED_PANEL / 4; part++)
-        coded_fetch(job, begin, 0, part);
+    int64_t panel = across ? CODED_PANEL >> way : HALVES_PANEL, span = way > 0 ? CODED_SPAN : CODED_SPAN / 2;
+    if (across)
+        coded_fetch_first(job, begin, end - begin < panel ? end - begin : panel, span < job->inputs ? span : job->inputs);
     for (int64_t first = begin; first < end; first += panel) {
-        int64_t wide = end - first < panel ? end - first : panel;
-        coded_panel(job, way, first, wide, room, kept, sums);
+        int64_t wide = end - first < panel ? end - first : panel, after = end - first - wide;
+        if (across)
+            coded_panel_by_inputs(job, way, first, wide, after < panel ? after : panel, span, kept, sums);
+        else
+            coded_panel(job, way, first, wide, kept, sums);
         for (int r = 0; r < job->rows; r++)
-            halves_finish(job, sums + r * CODED_PANEL, r, first, wide);
+            halves_finish(job, sums + r * panel, r, first, wide);
     }
 }
 
 /* Outputs [begin, end) of many rows, which `multiply` does with weights in bfloat16. */
-static int coded_many(const Linear *job, int64_t begin, int64_t end, uint8_t *room,
-                      void (*multiply)(const Linear *, int64_t, int64_t))
+static int coded_many(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
 {
     int64_t stride = (job->inputs + 31) / 32 * 32 + 32, most = CODED_BYTES / 2 / stride;
     most = most > HALVES_PANEL ? HALVES_PANEL : most > CODED_STEP ? most / CODED_STEP * CODED_STEP : CODED_STEP;
@@ -320,7 +311,7 @@ static int coded_many(const Linear *job, int64_t begin, int64_t end, uint8_t *ro
     for (int64_t first = begin; first < end; first += most) {
         int64_t wide = end - first < most ? end - first : most;
         for (int64_t n = 0; n < wide; n += CODED_STEP)
-            coded_fill(job, first + n, wide - n < CODED_STEP ? wide - n : CODED_STEP, room, laid + n * stride, stride);
+            coded_fill(job, first + n, wide - n < CODED_STEP ? wide - n : CODED_STEP, laid + n * stride, stride);
         Linear plain = *job;
         plain.format = PLAIN;
         plain.w = laid;
@@ -339,8 +330,5 @@ static int coded_linear(const Linear *job, int64_t begin, int64_t end, void (*mu
         coded_few(job, begin, end);
         return 1;
     }
-    uint8_t *room = coded_by_inputs(job) ? aligned_alloc(64, CODED_ROOM) : NULL;
-    int done = (room != NULL || !coded_by_inputs(job)) && coded_many(job, begin, end, room, multiply);
-    free(room);
-    return done;
+    return coded_many(job, begin, end, multiply);
 }

@@ -144,7 +144,7 @@ static int64_t coded_scales_beside(const Linear *job, const Coded *row, int64_t 
 static void coded_scales_apart(const Linear *job, const Coded *row, int64_t k, int64_t depth, int64_t step, float *to)
 {
     int64_t count = (depth + step - 1) / step, i = 0;
-    int words = job->format == INT4_WORDS || job->format == GPTQ || job->format == AWQ, packed = job->format == PACKED4;
+    int words = job->format == INT4_WORDS, packed = job->format == PACKED4;
     if (job->format != FP8 && row->scale_step == 1 && step == row->group && k % step == 0)
         i = coded_scales_beside(job, row, k / step, count, to);
     float scale = 0, zero = 0;

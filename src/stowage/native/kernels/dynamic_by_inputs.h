@@ -91,35 +91,18 @@ static inline ALWAYS void dynamic_parts_awq(int rows, int parts, const DynamicSt
     }
 }
 
-/* What is fetched meanwhile: lines of memory in rows, `left` of which are left of the row before the next one begins. */
-typedef struct {
-    const uint8_t *at;
-    int64_t across, lines, left;
-} DynamicFar;
-
-static inline ALWAYS void dynamic_fetch(DynamicFar *far, int lines)
-{
-    for (int i = 0; i < lines; i++, far->at += 64) {
-        if (far->left-- == 0) {
-            far->at += far->across - 64 * far->lines;
-            far->left = far->lines - 1;
-        }
-        FETCH_FAR(far->at);
-    }
-}
-
 /* Blocks [b, end) of a group of a strip and of R rows, P parts at a time: sums of every fourth block go on from those
  * `kept`. */
 #define STRIP(format, R, P)                                                                                            \
     static void dynamic_strip_##format##R(const DynamicStrip *strip, int b, int end, const DynamicStripScales *scales,  \
-                                          const DynamicInputs *x, int64_t x_row, DynamicFar *far, float *kept)         \
+                                          const DynamicInputs *x, int64_t x_row, CodedFar *far, float *kept)         \
     {                                                                                                                  \
         for (; b < end; b++) {                                                                                         \
             UNROLLED for (int first = 0; first < DYNAMIC_PARTS; first += P) {                                          \
                 __m512i sums[P * R][2];                                                                                \
                 UNROLLED for (int i = 0; i < P * R; i++)                                                               \
                     sums[i][0] = sums[i][1] = _mm512_setzero_si512();                                                  \
-                dynamic_fetch(far, 8 * P);                                                                             \
+                coded_fetch(far, 8 * P);                                                                             \
                 dynamic_parts_##format(R, P, strip, first, b, x, x_row, sums);                                         \
                 UNROLLED for (int i = 0; i < P * R; i++)                                                               \
                     UNROLLED for (int c = 0; c < 2; c++) {                                                             \
@@ -141,7 +124,7 @@ STRIP(awq, 1, 4) STRIP(awq, 2, 4) STRIP(awq, 4, 2) STRIP(awq, 8, 1)
 #undef STRIP
 
 typedef void (*DynamicStripWay)(const DynamicStrip *, int, int, const DynamicStripScales *, const DynamicInputs *, int64_t,
-                                DynamicFar *, float *);
+                                CodedFar *, float *);
 static const DynamicStripWay dynamic_strips[2][4] = {
     {dynamic_strip_gptq1, dynamic_strip_gptq2, dynamic_strip_gptq4, dynamic_strip_gptq8},
     {dynamic_strip_awq1, dynamic_strip_awq2, dynamic_strip_awq4, dynamic_strip_awq8}};
@@ -204,18 +187,17 @@ static void dynamic_finish_strip(const Linear *job, int64_t n, int64_t wide, con
 
 /* Group `g` of the inputs of a strip: its blocks, which may have different scales. */
 static void dynamic_group(const Linear *job, int way, int64_t n, int64_t wide, int64_t g, DynamicStripScales *scales,
-                          const DynamicInputs *x, DynamicFar *far, float *kept)
+                          const DynamicInputs *x, CodedFar *far, float *kept)
 {
-    int gptq = job->format == GPTQ;
     int64_t groups = dynamic_groups(job->inputs), blocks = job->inputs / DYNAMIC_BLOCK, each = job->group / DYNAMIC_BLOCK;
-    int64_t across = gptq ? 4 * job->outputs : job->outputs / 2, end = 4 * g + 4 < blocks ? 4 * g + 4 : blocks;
-    DynamicStrip strip = {(const uint8_t *)job->w + (gptq ? 4 * n : n / 2) + g * (gptq ? 16 : 128) * across, across, (int)wide};
+    int64_t end = 4 * g + 4 < blocks ? 4 * g + 4 : blocks;
+    DynamicStrip strip = {coded_at(job, n, g * DYNAMIC_GROUP), coded_across_bytes(job), (int)wide};
     for (int64_t b = 4 * g, stop; b < end; b = stop) {
         stop = (b / each + 1) * each;
         stop = stop < end ? stop : end;
         if (b % each == 0)
             dynamic_strip_scales(job, n, wide, b / each, scales);
-        dynamic_strips[!gptq][way](&strip, (int)(b - 4 * g), (int)(stop - 4 * g), scales, x + g, groups, far, kept);
+        dynamic_strips[job->format == AWQ][way](&strip, (int)(b - 4 * g), (int)(stop - 4 * g), scales, x + g, groups, far, kept);
     }
 }
 
@@ -228,29 +210,25 @@ static int dynamic_by_inputs(const Linear *job, int64_t begin, int64_t end, int 
     int64_t groups = dynamic_groups(job->inputs), rows = 1 << way, strips = DYNAMIC_STRIPS >> way > 0 ? DYNAMIC_STRIPS >> way : 1;
     int64_t strip_floats = rows * 4 * DYNAMIC_STRIP, kept_bytes = strips * strip_floats * (int64_t)sizeof(float);
     int64_t scales_bytes = strips * (int64_t)sizeof(DynamicStripScales);
-    int gptq = job->format == GPTQ;
     char *memory = aligned_alloc(64, (size_t)(kept_bytes + scales_bytes + rows * groups * (int64_t)sizeof(DynamicInputs)));
     if (memory == NULL)
         return 0;
     float *kept = (float *)memory;
     DynamicStripScales *scales = (DynamicStripScales *)(memory + kept_bytes);
     const DynamicInputs *x = (const DynamicInputs *)job->packed;
-    if (gptq) {
+    if (job->format == GPTQ) {
         DynamicInputs *reordered = (DynamicInputs *)(memory + kept_bytes + scales_bytes);
         dynamic_reorder(x, rows * groups, 1, reordered);
         x = reordered;
     }
-    int64_t across = gptq ? 4 * job->outputs : job->outputs / 2, most = strips * DYNAMIC_STRIP;
+    int64_t most = strips * DYNAMIC_STRIP;
+    coded_fetch_first(job, begin, end - begin < most ? end - begin : most, job->inputs < DYNAMIC_GROUP ? job->inputs : DYNAMIC_GROUP);
     for (int64_t n = begin; n < end; n += most) {
-        int64_t wide = end - n < most ? end - n : most, lines = gptq ? (wide + 15) / 16 : (wide + 127) / 128;
-        const uint8_t *first = (const uint8_t *)job->w + (gptq ? 4 * n : n / 2);
-        DynamicFar far = {first, across, lines, lines};
+        int64_t wide = end - n < most ? end - n : most, after = end - n - wide;
         memset(kept, 0, (size_t)kept_bytes);
-        if (n == begin)
-            dynamic_fetch(&far, (int)(lines * (gptq ? 16 : 128)));
         for (int64_t g = 0; g < groups; g++) {
-            int64_t next = g + 1 < groups ? (g + 1) * (gptq ? 16 : 128) * across : n + most < end ? (gptq ? 4 : 1) * most / (gptq ? 1 : 2) : 0;
-            far = (DynamicFar){first + next, across, lines, lines};
+            CodedFar far = g + 1 < groups ? coded_far(job, n, wide, (g + 1) * DYNAMIC_GROUP)
+                                          : coded_far(job, n + wide, after < most ? after : most, 0);
             for (int64_t s = 0; s * DYNAMIC_STRIP < wide; s++) {
                 int64_t left = wide - s * DYNAMIC_STRIP;
                 dynamic_group(job, way, n + s * DYNAMIC_STRIP, left < DYNAMIC_STRIP ? left : DYNAMIC_STRIP, g, scales + s,
@@ -264,5 +242,57 @@ static int dynamic_by_inputs(const Linear *job, int64_t begin, int64_t end, int 
     }
     free(memory);
     return 1;
+}
+/* A block of 32 outputs' codes of GPTQ as `dynamic_pack` lays them out, `wide` of which are there. */
+static void dynamic_block_gptq(const uint8_t *at, int64_t across, int64_t wide, uint8_t *to)
+{
+    UNROLLED for (int i = 0; i < 4; i++, at += across, to += 256)
+        UNROLLED for (int c = 0; c < 2; c++) {
+            __m512i v = _mm512_maskz_loadu_epi32(dynamic_there((int)wide - 16 * c), at + 64 * c);
+            __m512 a = (__m512)_mm512_unpacklo_epi8(dynamic_low(v), dynamic_high(v));
+            __m512 b = (__m512)_mm512_unpackhi_epi8(dynamic_low(v), dynamic_high(v));
+            FETCH_FAR(at + 64 * c + 16 * across);
+            _mm512_storeu_ps(to + 64 * c, _mm512_shuffle_ps(a, b, 0x88));
+            _mm512_storeu_ps(to + 64 * c + 128, _mm512_shuffle_ps(a, b, 0xdd));
+        }
+}
+
+/* The same of AWQ. */
+static void dynamic_block_awq(const uint8_t *at, int64_t across, int64_t wide, uint8_t *to)
+{
+    __m512i outputs = _mm512_setr_epi32(0, 2, 16, 18, 1, 3, 17, 19, 4, 6, 20, 22, 5, 7, 21, 23);
+    UNROLLED for (int i = 0; i < 8; i++, to += 128) {
+        __m128i v[4];
+        UNROLLED for (int j = 0; j < 4; j++, at += across) {
+            v[j] = _mm_maskz_loadu_epi32((__mmask8)dynamic_there((int)wide / 8), at);
+            FETCH_FAR(at + 64 * across);
+        }
+        __m128i a = _mm_unpacklo_epi8(v[0], v[1]), b = _mm_unpacklo_epi8(v[2], v[3]);
+        __m128i c = _mm_unpackhi_epi8(v[0], v[1]), d = _mm_unpackhi_epi8(v[2], v[3]);
+        __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(_mm_unpacklo_epi16(a, b)), _mm_unpackhi_epi16(a, b), 1);
+        all = _mm512_inserti32x4(_mm512_inserti32x4(all, _mm_unpacklo_epi16(c, d), 2), _mm_unpackhi_epi16(c, d), 3);
+        __m512i low = dynamic_low(all), high = dynamic_high(all);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi32(low, outputs, high));
+        outputs = _mm512_add_epi32(outputs, _mm512_set1_epi32(8));
+        _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi32(low, outputs, high));
+        outputs = _mm512_sub_epi32(outputs, _mm512_set1_epi32(8));
+    }
+}
+
+/* Outputs [n, n + wide), of up to DYNAMIC_WIDE, for many rows. */
+static void dynamic_lay_by_inputs(const Linear *job, int64_t n, int64_t wide, const DynamicPanel *panel)
+{
+    float scales[DYNAMIC_WIDE] = {0}, zeros[DYNAMIC_WIDE] = {0};
+    for (int64_t b = 0; b < panel->blocks; b++) {
+        int64_t k = b * DYNAMIC_BLOCK, to = b % 4 * panel->groups + b / 4;
+        if (k % job->group == 0)
+            coded_across(job, n, wide, k / job->group, scales, zeros);
+        for (int i = 0; i < DYNAMIC_WIDE; i++) {
+            panel->scales[to * DYNAMIC_WIDE + i] = scales[i];
+            panel->more[to * DYNAMIC_WIDE + i] = -(zeros[i] * scales[i]);
+        }
+        (job->format == GPTQ ? dynamic_block_gptq : dynamic_block_awq)(coded_at(job, n, k), coded_across_bytes(job), wide,
+                                                                       panel->codes + to * DYNAMIC_CODES);
+    }
 }
 #undef UNROLLED

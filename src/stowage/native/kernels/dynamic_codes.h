@@ -28,7 +28,7 @@ enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
 
 /* Group `part` of those that lie `at` an address. */
 #define UNPACK(format)                                                                                                 \
-    static inline ALWAYS void dynamic_##format(const uint8_t *at, int part, __m512i *first, __m512i *second)
+    static inline ALWAYS void dynamic_##format(const uint8_t *at, int part UNUSED, __m512i *first, __m512i *second)
 
 static inline ALWAYS __m512i dynamic_four(const uint8_t *at, int apart)
 {
@@ -88,7 +88,6 @@ static inline ALWAYS void dynamic_fifth(const uint8_t *at, const uint8_t *high, 
 UNPACK(plain)
 {
     __m512i sign = _mm512_set1_epi8((char)128);
-    (void)part;
     dynamic_parted(_mm512_xor_si512(_mm512_loadu_si512(at), sign), _mm512_xor_si512(_mm512_loadu_si512(at + 64), sign),
                    first, second);
 }
@@ -96,7 +95,6 @@ UNPACK(plain)
 UNPACK(q8_0)
 {
     __m512i sign = _mm512_set1_epi8((char)128);
-    (void)part;
     *first = _mm512_xor_si512(dynamic_four_of(at, 128, 2, 34), sign);
     *second = _mm512_xor_si512(dynamic_four_of(at + 8, 128, 10, 34), sign);
 }
@@ -104,7 +102,6 @@ UNPACK(q8_0)
 UNPACK(q4_0)
 {
     __m512i v = dynamic_four_of(at, 72, 2, 18);
-    (void)part;
     *first = dynamic_low(v);
     *second = dynamic_high(v);
 }
@@ -112,20 +109,17 @@ UNPACK(q4_0)
 UNPACK(q4_1)
 {
     __m512i v = dynamic_four_of(at, 80, 4, 20);
-    (void)part;
     *first = dynamic_low(v);
     *second = dynamic_high(v);
 }
 
 UNPACK(q5_0)
 {
-    (void)part;
     dynamic_fifth(at, at + 2, 22, first, second);
 }
 
 UNPACK(q5_1)
 {
-    (void)part;
     dynamic_fifth(at, at + 4, 24, first, second);
 }
 
@@ -181,7 +175,6 @@ static inline ALWAYS __m512i dynamic_of_fp4(__m512i codes)
 UNPACK(mxfp4_block)
 {
     __m512i v = dynamic_four(at + 1, 17);
-    (void)part;
     *first = dynamic_of_fp4(dynamic_low(v));
     *second = dynamic_of_fp4(dynamic_high(v));
 }
@@ -190,14 +183,12 @@ UNPACK(mxfp4_block)
 UNPACK(int4)
 {
     __m512i v = _mm512_loadu_si512(at), low = dynamic_low(v), high = dynamic_high(v);
-    (void)part;
     *first = _mm512_unpacklo_epi8(low, high);
     *second = _mm512_unpackhi_epi8(low, high);
 }
 
 UNPACK(int4_turns)
 {
-    (void)part;
     __m512i v = _mm512_loadu_si512(at);
     *first = dynamic_low(v);
     *second = dynamic_high(v);
@@ -223,13 +214,11 @@ UNPACK(mxfp4)
 
 UNPACK(packed4)
 {
-    (void)part;
     dynamic_parted(dynamic_low(_mm512_loadu_si512(at)), dynamic_low(_mm512_loadu_si512(at + 64)), first, second);
 }
 
 UNPACK(packed4_high)
 {
-    (void)part;
     dynamic_parted(dynamic_high(_mm512_loadu_si512(at)), dynamic_high(_mm512_loadu_si512(at + 64)), first, second);
 }
 #undef UNPACK
@@ -285,7 +274,7 @@ static void dynamic_scales(const Linear *job, const Coded *row, const uint8_t *a
         dynamic_repeated(own[1], each, blocks, more);
     } else if (format != PLAIN && !one)
         dynamic_apart(both, format == Q4_K || format == Q5_K ? 8 : 1, blocks, scales, more);
-    if (format == INT4_WORDS || format == GPTQ || format == AWQ) /* zero points */
+    if (format == INT4_WORDS) /* zero points */
         for (int64_t b = 0; b < blocks; b += 16) {
             __m512 least = _mm512_mul_ps(_mm512_loadu_ps(more + b), _mm512_loadu_ps(scales + b));
             _mm512_storeu_ps(more + b, (__m512)_mm512_xor_si512((__m512i)least, _mm512_set1_epi32((int)0x80000000)));

@@ -34,30 +34,13 @@ static inline ALWAYS void dynamic_halves_at(const uint8_t *const at[4], int apar
     *more = two ? _mm512_cvtph_ps(_mm512_extracti64x4_epi64(found, 1)) : *own;
 }
 
-FOUND(q8_0)
-{
-    dynamic_halves_at(at, 34, 0, own, more);
-}
-
-FOUND(q4_0)
-{
-    dynamic_halves_at(at, 18, 0, own, more);
-}
-
-FOUND(q4_1)
-{
-    dynamic_halves_at(at, 20, 1, own, more);
-}
-
-FOUND(q5_0)
-{
-    dynamic_halves_at(at, 22, 0, own, more);
-}
-
-FOUND(q5_1)
-{
-    dynamic_halves_at(at, 24, 1, own, more);
-}
+#define BEGINS(format, apart, two)                                                                                     \
+    FOUND(format)                                                                                                      \
+    {                                                                                                                  \
+        dynamic_halves_at(at, apart, two, own, more);                                                                  \
+    }
+BEGINS(q8_0, 34, 0) BEGINS(q4_0, 18, 0) BEGINS(q4_1, 20, 1) BEGINS(q5_0, 22, 0) BEGINS(q5_1, 24, 1)
+#undef BEGINS
 
 /* A byte of every block, whose exponent is that of twice the scale. */
 FOUND(mxfp4_block)

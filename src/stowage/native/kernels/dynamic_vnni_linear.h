@@ -1,13 +1,12 @@
 /* Linear layers of inputs that were rounded to 8 bits: which outputs and rows dynamic_vnni.h multiplies at a time.
  */
-/* Outputs whose codes lie apart, that are laid side by side at once; bytes that are fetched before what is read. */
-enum { DYNAMIC_TURNED = 32, DYNAMIC_AHEAD = 8192 };
+enum { DYNAMIC_AHEAD = 8192 }; /* bytes that are fetched before what is read */
 
 /* How what begins at input k is computed. */
 static const DynamicWays *dynamic_ways_of(const Linear *job, int64_t k)
 {
     int format = job->format;
-    if (coded_by_inputs(job) || (format == INT4_WORDS && job->zeros != NULL))
+    if (format == INT4_WORDS && job->zeros != NULL)
         format = GPTQ;
     return dynamic_ways + (format == PACKED4 && k >= job->inputs / 2 ? FORMATS_END : format);
 }
@@ -27,29 +26,15 @@ typedef struct {
     int64_t blocks, whole, left; /* blocks; groups of which all is there; groups in `last` */
 } DynamicPiece;
 
-/* Codes of outputs [n, n + wide) that lie apart, side by side. */
-static void dynamic_turn(const Linear *job, int64_t n, int64_t wide, int64_t k, int64_t depth, uint8_t *room)
-{
-    if (job->format == GPTQ)
-        coded_turn_gptq(job, n, wide, k, depth, room, CODED_TURNED);
-    else if (job->format == AWQ)
-        coded_turn_awq(job, n, wide, k, depth, room, CODED_TURNED);
-}
-
-/* Of outputs [n, n + wide), and the first of them again up to `most`; those that were turned are in `room`. */
+/* Of outputs [n, n + wide), and the first of them again up to `most`. */
 static void dynamic_begin(const Linear *job, int64_t n, int64_t wide, int64_t most, int64_t k, int64_t depth,
-                          const uint8_t *room, DynamicPiece *piece)
+                          DynamicPiece *piece)
 {
     const DynamicWays *ways = piece->ways = dynamic_ways_of(job, k);
     const uint8_t *begin = (const uint8_t *)job->w, *end = begin + job->outputs * job->w_row;
     int64_t half = job->inputs / 2, first = job->format == PACKED4 && k >= half ? k - half : k;
     int64_t groups = dynamic_groups(depth), row = job->w_row, ends = 0;
     begin += n * row + first / DYNAMIC_GROUP / (ways->per == 1 ? 1 : ways->per) * ways->bytes;
-    if (coded_by_inputs(job)) {
-        begin = room;
-        end = room + wide * CODED_TURNED;
-        row = CODED_TURNED;
-    }
     int64_t bytes = (ways->per == 1 ? groups : groups / ways->per) * ways->bytes;
     for (int64_t i = 0; i < most; i++) {
         piece->at[i] = begin + (i < wide ? i : 0) * row;
@@ -162,7 +147,7 @@ static int dynamic_few(const Linear *job, int64_t begin, int64_t end)
         for (int64_t k = 0, stop; k < job->inputs; k = stop) {
             const DynamicInputs *x = from + k / DYNAMIC_GROUP;
             stop = coded_end(job, k, HALVES_DEPTH);
-            dynamic_begin(job, n, wide, 4, k, stop - k, NULL, &piece);
+            dynamic_begin(job, n, wide, 4, k, stop - k, &piece);
             dynamic_lay(job, how, n, wide, piece.at, k, stop - k, &laid);
             piece.ways->few[way](x, x_row, piece.at, piece.whole, piece.at[0] + DYNAMIC_AHEAD, laid.scales[0], kept);
             if (piece.left)
@@ -227,7 +212,7 @@ static void dynamic_lay_scales(float (*from)[DYNAMIC_SCALES], int64_t blocks, in
 }
 
 /* Outputs [begin, end) of many rows; 0: there is no memory for it. */
-static int dynamic_many(const Linear *job, int64_t begin, int64_t end, uint8_t *room)
+static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
 {
     DynamicPanel panel = {.blocks = job->inputs / DYNAMIC_BLOCK, .groups = dynamic_groups(job->inputs)};
     int64_t each = 4 * panel.groups, scales_bytes = 2 * DYNAMIC_WIDE * DYNAMIC_SCALES * (int64_t)sizeof(float);
@@ -242,16 +227,16 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end, uint8_t *
     DynamicKind kind = dynamic_kind(job);
     DynamicPiece piece;
     memset(piece.last, 0, sizeof piece.last);
-    int64_t ahead = coded_by_inputs(job) ? 0 : DYNAMIC_WIDE * job->w_row;
     for (int64_t n = begin; n < end; n += DYNAMIC_WIDE) {
         int64_t wide = end - n < DYNAMIC_WIDE ? end - n : DYNAMIC_WIDE;
-        for (int64_t k = 0, stop; k < job->inputs; k = stop) {
+        if (coded_by_inputs(job))
+            dynamic_lay_by_inputs(job, n, wide, &panel);
+        for (int64_t k = 0, stop; k < job->inputs && !coded_by_inputs(job); k = stop) {
             stop = coded_end(job, k, HALVES_DEPTH);
-            dynamic_turn(job, n, wide, k, stop - k, room);
-            dynamic_begin(job, n, wide, DYNAMIC_WIDE, k, stop - k, room, &piece);
+            dynamic_begin(job, n, wide, DYNAMIC_WIDE, k, stop - k, &piece);
             uint8_t *to = panel.codes + k / DYNAMIC_GROUP * DYNAMIC_CODES;
             for (int c = 0; c < DYNAMIC_WIDE; c += 16) {
-                piece.ways->pack(piece.at + c, piece.whole, ahead, panel.groups, to + 4 * c);
+                piece.ways->pack(piece.at + c, piece.whole, DYNAMIC_WIDE * job->w_row, panel.groups, to + 4 * c);
                 if (piece.left)
                     piece.ways->pack(piece.last_at + c, 1, 0, panel.groups, to + 4 * c + piece.whole * DYNAMIC_CODES);
             }
@@ -296,8 +281,5 @@ static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
     }
     if (job->rows <= DYNAMIC_FEW)
         return coded_by_inputs(job) ? dynamic_by_inputs(job, begin, end, dynamic_way(job->rows)) : dynamic_few(job, begin, end);
-    uint8_t *room = coded_by_inputs(job) ? aligned_alloc(64, CODED_ROOM) : NULL;
-    int done = (room != NULL || !coded_by_inputs(job)) && dynamic_many(job, begin, end, room);
-    free(room);
-    return done;
+    return dynamic_many(job, begin, end);
 }

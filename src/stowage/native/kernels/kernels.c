@@ -65,7 +65,7 @@
 #include "pair_scores.h"
 #include "coded.h"
 #include "coded_scales.h"
-#include "coded_turned.h"
+#include "coded_by_inputs.h"
 #include "coded_linear.h"
 #pragma GCC pop_options
 #pragma GCC push_options

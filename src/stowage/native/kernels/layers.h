@@ -201,8 +201,10 @@ static long divide(LinearShares *shares, int layers, long threads)
         outputs += job[i].outputs;
     threads = job->rows * job->inputs * outputs < 65536 ? 1 : threads;
     int rounds = job->form >= DYNAMIC, step = is_tiled(job) || rounds || job->format != PLAIN ? 32 : 12;
-    int across = rounds && (job->format == GPTQ || job->format == AWQ); /* a run is as long as a piece is wide */
-    int64_t pieces = (job->rows > FEW ? 8 : across ? 2 : 4) * threads; /* few rows wait for memory: it likes long runs */
+    int across = job->format == GPTQ || job->format == AWQ, runs = across ? 2 : 4;
+    if (across && !rounds && outputs < 2048 * threads) /* a run is as long as a piece is wide */
+        runs = 1;
+    int64_t pieces = (job->rows > FEW ? 8 : runs) * threads; /* few rows wait for memory: it likes long runs */
     shares->each = threads > 1 ? ((outputs - 1) / pieces / step + 1) * step : outputs;
     count_shares(shares, layers);
     return threads;
