@@ -44,7 +44,10 @@ def test_what_cannot_be_packed_is_refused_with_the_way_out(
     pickled = changed("pickled")
     (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
     quantised = changed("quantised", quantization_config={"quant_method": "fp8"})
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
     cases: list[tuple[str, str, int, type[Exception], str]] = [
+        (str(gguf), "int8", 64, UnsupportedModelError, "pack the Hugging Face checkpoint"),
         (str(packs("llama")), "int8", 64, UnsupportedModelError, "packed already"),
         (quantised, "int8", 64, UnsupportedModelError, r"quantised already \(fp8\)"),
         (str(tmp_path / "gpt2"), "int8", 64, UnsupportedModelError, "no linear layers"),

@@ -118,7 +118,7 @@ def pack(
         raise ConfigError(f"--group {group} is not possible; choose one of: {', '.join(map(str, GROUPS))}.")
     if directory.exists() or directory.is_symlink():
         raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
-    source = hub.find(model)
+    source = _checkpoint(model)
     files = check_files(source)
     text = part_of(source)
     layout.refuse_unsupported(text.config)
@@ -175,7 +175,7 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
             "--lossless needs the compiled part of Stowage, which was not built here: install a C compiler, "
             "and Stowage again."
         )
-    source = hub.find(model)
+    source = _checkpoint(model)
     files = check_files(source)
     layout.refuse_unsupported(part_of(source).config)
     from stowage.weights.lossless import writer
@@ -209,6 +209,16 @@ def _refuse_quantized(source: Path, config: Any) -> None:
                 f"{source} is quantised already ({method}), and packing it again would lose twice: give the original, "
                 "with weights of 16 or 32 bits."
             )
+
+
+def _checkpoint(model: str) -> Path:
+    source = hub.find(model)
+    if source.is_file():
+        raise UnsupportedModelError(
+            f"{model} is a GGUF file, which is computed from as it lies: run it, or pack the Hugging Face checkpoint "
+            "that it was made from."
+        )
+    return source
 
 
 def _is_copied(name: str) -> bool:
@@ -285,8 +295,10 @@ def without_tiers(memory: Memory) -> Memory:
 
 
 def reads_text(model: str) -> bool:
-    """Whether ``model`` has a tokenizer, without which no text can be scored. Raises CheckpointError."""
-    return has_tokenizer(hub.find(model))
+    """Whether ``model`` has a tokenizer, without which no text can be scored. Raises CheckpointError and
+    UnsupportedModelError.
+    """
+    return has_tokenizer(_checkpoint(model))
 
 
 def perplexity(
