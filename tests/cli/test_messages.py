@@ -37,7 +37,7 @@ def only(name: str) -> Spoil:
         (only("model.gguf"), ("run", "DIR", "-p", "x"), ["no whole GGUF file", "download it again"]),
         (only("model.gguf"), ("run", "DIR/model.gguf", "-p", "x"), ["no whole GGUF file", "download it again"]),
         (only("model.gguf"), ("plan", "DIR/model.gguf"), ["no whole GGUF file", "download it again"]),
-        (None, ("run", "DIR/other.gguf", "-p", "x"), ["does not exist", "hf download NAME FILE.gguf"]),
+        (None, ("run", "DIR/other.gguf", "-p", "x"), ["does not exist", "ORG/NAME:Q4_K_M"]),
         (only("adapter_config.json"), ("plan", "DIR"), ["/model holds no config.json", "hub id"]),
         (None, ("run", "DIR", "-p", "x", "--device", "mps"), ["built without mps", "Use cpu"]),
         (None, ("run", "DIR", "-p", "x", "--kv-cache-memory", "4000TiB"), ["cannot be had", "--kv-cache-memory"]),
