@@ -77,7 +77,7 @@ def script(lines: list[str], model: Path, redis_port: int) -> str:
             continue
         line = re.sub(r"\bMODEL\b|\b[\w.-]+\.gguf\b", str(model), line)  # GGUF: tests/weights
         line = re.sub(
-            r"(?<!\S)(?:\./chat-model|(?:Qwen|openai)/[\w.-]+)(?!\S)", str(model), line
+            r"(?<!\S)(?:\./chat-model|(?:Qwen|openai|unsloth)/[\w.:-]+)(?!\S)", str(model), line
         )  # published: the same
         line = re.sub(r"redis://[\w.-]+:6379/0", f"redis://127.0.0.1:{redis_port}/0", line)
         line = line.replace("s3://bucket/", f"s3://{BUCKET}/")
