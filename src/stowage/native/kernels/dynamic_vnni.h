@@ -3,7 +3,7 @@
  * Of up to 8 rows four blocks of four outputs are multiplied at once, whose 16 sums fill a register. Of many, 32 outputs are
  * laid out first, so that two registers have four codes of each, and sums are those of one block and 16 outputs.
  */
-enum { DYNAMIC_FEW = 8, DYNAMIC_TILE = 4, DYNAMIC_WIDE = 32, DYNAMIC_CODES = 32 * DYNAMIC_WIDE };
+enum { DYNAMIC_FEW = 8, DYNAMIC_TILE = 6, DYNAMIC_WIDE = 32, DYNAMIC_CODES = 32 * DYNAMIC_WIDE };
 
 /* The product is what it is here: it is not fused with a sum. */
 #define DYNAMIC_SETTLE(value) __asm__("" : "+v"(value))
@@ -311,7 +311,9 @@ static inline ALWAYS void dynamic_tile(int rows, DynamicKind kind, const Dynamic
 #define TILES_OF(KIND)                                                                                                 \
     static void dynamic_tiles_##KIND(const DynamicInputs *x, int64_t rows, const DynamicPanel *panel, float *to)       \
     {                                                                                                                  \
-        if (rows >= 4)                                                                                                 \
+        if (rows == 6 && KIND != TWO)                                                                                  \
+            dynamic_tile(6, KIND, x, panel, to);                                                                       \
+        else if (rows >= 4)                                                                                            \
             dynamic_tile(4, KIND, x, panel, to);                                                                       \
         else if (rows >= 2)                                                                                            \
             dynamic_tile(2, KIND, x, panel, to);                                                                       \

@@ -253,7 +253,8 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
         for (int64_t r = 0, rows; r < job->rows; r += rows) {
             float sums[DYNAMIC_TILE][DYNAMIC_WIDE];
             int64_t left = job->rows - r;
-            rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            int six = kind != TWO && (left == 6 || left >= 10); /* TWO has no registers for so many; 8 are twice 4 */
+            rows = six ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
             const DynamicInputs *x = (const DynamicInputs *)job->packed + r * panel.groups;
             (kind == BIASED ? dynamic_tiles_BIASED : kind == LEAST ? dynamic_tiles_LEAST : dynamic_tiles_TWO)(
                 x, rows, &panel, sums[0]);
