@@ -18,6 +18,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from stowage.errors import CheckpointError
+from stowage.models.hub import find_gguf
 from stowage.models.hub_gguf import files_of, parse
 from tests.weights import gguf_files
 from tests.weights.gguf_models import made
@@ -79,6 +80,12 @@ def test_what_means_no_file_or_several_is_refused_with_what_there_is() -> None:
         files_of("org/tiny", ["model.safetensors"], "Q8_0")
     assert files_of("org/tiny", ["model.safetensors"]) == []
     assert files_of("org/tiny", ["any.gguf", "mmproj-F16.gguf"]) == ["any.gguf"]
+
+
+def test_a_name_that_no_repository_can_have_is_refused_as_one_that_is_not_there() -> None:
+    for name in ("org/a b-GGUF", "org/--x-GGUF"):
+        with pytest.raises(CheckpointError, match="the hub did not give it"):
+            find_gguf(name)
 
 
 class _Hub(BaseHTTPRequestHandler):

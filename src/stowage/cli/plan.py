@@ -67,7 +67,8 @@ def plan(
     from stowage.models.hub import find_config, find_gguf, is_here
     from stowage.models.quick_import import import_transformers
 
-    path = find_gguf(model) or Path(model).expanduser()
+    gguf = find_gguf(model)
+    path = gguf or Path(model).expanduser()
     if is_here(model) and path.suffix != ".gguf" and not (path.is_dir() and any(path.glob("*.gguf"))):
         find_config(model)  # what is not there is told before anything slow is imported
     import_transformers()
@@ -78,7 +79,7 @@ def plan(
     from stowage.planner.solve import Placements, solve
 
     quiet_libraries()
-    found = read_model(model, dtype)
+    found = read_model(gguf or model, dtype)
     work = Workload(
         parse_tokens(max_model_len),
         max_num_seqs,

@@ -105,6 +105,11 @@ def find_gguf(name: str) -> Path | None:
     repository, tag = tagged or (name, "")
     if tagged is None and not name.lower().endswith("gguf"):
         return None
+    return _from_hub(name, lambda: _downloaded(name, repository, tag))
+
+
+def _downloaded(name: str, repository: str, tag: str) -> str:
+    """The file of what was downloaded. Raises ``CheckpointError``."""
     directory = _snapshot(repository)
     try:
         files = hub_gguf.files_of(repository, _gguf_in(directory), tag) if directory else []
@@ -116,7 +121,7 @@ def find_gguf(name: str) -> Path | None:
             f"{name} is a GGUF file on the hub that was not downloaded, and what is asked is in the file. Download it: "
             f"hf download {repository} --include '{wanted}'"
         )
-    return directory / files[0]
+    return str(directory / files[0])
 
 
 def _download(name: str) -> Path:
