@@ -48,13 +48,8 @@ def granite_hybrid(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]
     return {
         **granite_moe(file, entries),
         "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
-        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
-        "mamba_d_conv": number(file, "ssm.conv_kernel"),
-        "mamba_d_head": states["size"],
-        "mamba_d_state": states["state"],
+        **_mamba(file, states),
         "mamba_expand": states["size"] * states["heads"] // max(hidden, 1),
-        "mamba_n_groups": states["groups"],
-        "mamba_n_heads": states["heads"],
         "num_key_value_heads": max(heads, default=0),
         "position_embedding_type": "rope" if _rotates(file) else None,
     }
@@ -96,13 +91,8 @@ def falcon_h1(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     """Its multipliers are in a file's weights already (``conversion/falcon_h1.py``), so none is left here."""
     states = _states(file)
     return {
-        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
-        "mamba_d_conv": number(file, "ssm.conv_kernel"),
-        "mamba_d_head": states["size"],
+        **_mamba(file, states),
         "mamba_d_ssm": states["size"] * states["heads"],
-        "mamba_d_state": states["state"],
-        "mamba_n_groups": states["groups"],
-        "mamba_n_heads": states["heads"],
         "mamba_norm_before_gate": False,
         "mamba_rms_norm": _has(file, "ssm_norm.weight"),
     }
@@ -153,6 +143,18 @@ def _states(file: GgufFile) -> dict[str, int]:
     if not heads or not groups or not state or not inner or inner % heads or heads % groups:
         raise sizeless(file, "how large its states are")
     return {"heads": heads, "size": inner // heads, "groups": groups, "state": state}
+
+
+def _mamba(file: GgufFile, states: Mapping[str, int]) -> dict[str, Any]:
+    """As configs name it whose layers of Mamba stand among others."""
+    return {
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_d_conv": number(file, "ssm.conv_kernel"),
+        "mamba_d_head": states["size"],
+        "mamba_d_state": states["state"],
+        "mamba_n_groups": states["groups"],
+        "mamba_n_heads": states["heads"],
+    }
 
 
 def _rotates(file: GgufFile) -> bool:
