@@ -206,23 +206,6 @@ def test_linear_layers(rows: int, dtype: torch.dtype, instructions: str) -> None
     assert bool(left(calls)) != ours
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20])
-def test_weights_that_are_widened_for_a_layer_are_read_as_they_are(rows: int, instructions: str) -> None:
-    """As routers do it; but not where the wide weight is used otherwise too."""
-    weight = Parameter(usual(40, 600, seed=1, dtype=torch.bfloat16), requires_grad=False)
-    x = usual(rows, 600, seed=2, dtype=torch.bfloat16)
-    calls = replays(lambda x: F.linear(x.float(), weight.type(torch.float32)) * 2, x, kept=[weight])
-    assert not left(calls)
-    calls = replays(lambda x: F.linear(x.float() * 2, weight.float()) * 2, x, kept=[weight])
-    assert not left(calls)
-
-    def used(x: Tensor) -> Tensor:
-        wide = weight.float()
-        return F.linear(x.float(), wide) * wide[:, 0]
-
-    assert len(left(replays(used, x, kept=[weight]))) == 1
-
-
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
 def test_matrices_as_they_were_published(spec: Spec, dtype: torch.dtype, instructions: str) -> None:

@@ -1,4 +1,4 @@
-"""Experts that tokens chose as parts of programs: the very bits of `stacked_linear`."""
+"""Experts that tokens chose, and their routers, as parts of programs: the very bits of torch and `stacked_linear`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
@@ -104,3 +105,20 @@ def test_numbers_are_kept_within_limits(instructions: str) -> None:
     assert not left(replays(lambda x: x.clamp(-7.0, 7.0) * 2, every))
     limit = torch.tensor(3.0).bfloat16()
     assert len(left(replays(lambda x: x.clamp(max=limit) * 2, every, kept=[limit]))) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_weights_that_are_widened_for_a_layer_are_read_as_they_are(rows: int, instructions: str) -> None:
+    """As routers do it; but not where the wide weight is used otherwise too."""
+    weight = nn.Parameter(usual(40, 600, seed=1, dtype=torch.bfloat16), requires_grad=False)
+    x = usual(rows, 600, seed=2, dtype=torch.bfloat16)
+    calls = replays(lambda x: F.linear(x.float(), weight.type(torch.float32)) * 2, x, kept=[weight])
+    assert not left(calls)
+    calls = replays(lambda x: F.linear(x.float() * 2, weight.float()) * 2, x, kept=[weight])
+    assert not left(calls)
+
+    def used(x: Tensor) -> Tensor:
+        wide = weight.float()
+        return F.linear(x.float(), wide) * wide[:, 0]
+
+    assert len(left(replays(used, x, kept=[weight]))) == 1
