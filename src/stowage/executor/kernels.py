@@ -362,7 +362,7 @@ def attend(
     tokens, heads, width = query.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
     query = query.contiguous()
-    out = torch.empty((tokens, heads, value_width), dtype=torch.float32)
+    out, half = query.new_empty((tokens, heads, value_width)), query.dtype is torch.bfloat16
     sinks = None if sinks is None else sinks.float().contiguous()
     _kernel.attention(
         query.data_ptr(),
@@ -382,10 +382,11 @@ def attend(
         KINDS[steps.kind],
         scale,
         softcap,
-        query.dtype is torch.bfloat16,
+        half,
+        half,
         torch.get_num_threads(),
     )
-    return out.to(query.dtype)
+    return out
 
 
 def _strided(view: Tensor, away: Tensor | None) -> tuple[int, int, int, int, int, int]:

@@ -63,7 +63,7 @@ def try_scoring(kernel: Any) -> None:
         sizes = (1, 1, 2, width, width, block_tokens, 0, 0)
         kernel.use_instructions(way)
         kernel.attention(query.data_ptr(), out.data_ptr(), lie, lie, table.data_ptr(), run.data_ptr(), 0, *sizes,
-                         width**-0.5 / 64, 0.0, True, 1)  # fmt: skip
+                         width**-0.5 / 64, 0.0, True, False, 1)  # fmt: skip
         return out.view(torch.int32)
 
     try:

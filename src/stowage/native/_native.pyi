@@ -119,6 +119,7 @@ def attention(
     scale: float,
     softcap: float,
     half: bool,
+    narrow: bool,
     threads: int,
     /,
 ) -> None: ...

@@ -67,8 +67,12 @@ static void NAME(announce)(const Attention *job, const Run *run, int64_t head, i
 
 static inline ALWAYS NAME(vec) NAME(larger)(NAME(vec) a, NAME(vec) b)
 {
+#if LANES == 16
+    return (NAME(vec))_mm512_max_ps((__m512)a, (__m512)b); /* b where one is no number, as below */
+#else
     NAME(ints) higher = a > b;
     return (NAME(vec))(((NAME(ints))a & higher) | ((NAME(ints))b & ~higher));
+#endif
 }
 
 /* The largest of a vector's numbers. */
@@ -94,48 +98,58 @@ static inline ALWAYS float NAME(highest)(NAME(vec) v)
 #endif
 }
 
-/* Scores of one row become weights; what the row has already shrinks to the new largest score. Keys that it does not
- * see weigh nothing. */
-static void NAME(soften)(const Attention *job, int row, int first, int end, float *weights, Scratch *s)
+/* cap * tanh(v / cap), by e^(-2|x|). What is not seen stays so. */
+static inline ALWAYS NAME(vec) NAME(bend)(NAME(vec) v, float cap)
 {
-    for (int i = 0; i < first; i++)
-        weights[i] = -INFINITY;
-    for (int i = end; i < KEYS; i++)
-        weights[i] = -INFINITY;
-    float peak = s->peak[row];
-    NAME(vec) most = NAME(fill)(peak);
-    for (int i = 0; i < KEYS; i += LANES) {
-        NAME(vec) v = NAME(load)(weights + i) * job->scale;
-        if (job->softcap > 0) { /* cap * tanh(v / cap), by e^(-2|x|) */
-            NAME(vec) x = v / job->softcap;
-            NAME(ints) sign = (NAME(ints))x & (NAME(ints))NAME(fill)(-0.0f);
-            NAME(vec) size = (NAME(vec))((NAME(ints))x ^ sign);
-            NAME(vec) e = NAME(exponential)(size * -2.0f);
-            NAME(vec) bent = (1.0f - e) / (1.0f + e) * job->softcap;
-            NAME(ints) seen = v > NAME(fill)(-INFINITY);
-            bent = (NAME(vec))((NAME(ints))bent | sign);
-            v = (NAME(vec))(((NAME(ints))bent & seen) | ((NAME(ints))v & ~seen));
+    NAME(vec) x = v / cap;
+    NAME(ints) sign = (NAME(ints))x & (NAME(ints))NAME(fill)(-0.0f), seen = v > NAME(fill)(-INFINITY);
+    NAME(vec) e = NAME(exponential)((NAME(vec))((NAME(ints))x ^ sign) * -2.0f);
+    NAME(vec) bent = (NAME(vec))((NAME(ints))((1.0f - e) / (1.0f + e) * cap) | sign);
+    return (NAME(vec))(((NAME(ints))bent & seen) | ((NAME(ints))v & ~seen));
+}
+
+/* Scores of up to MANY rows become weights; what a row has already shrinks to the new largest score. Keys that a row does
+ * not see weigh nothing. Each step is done for all rows before the next: those of one wait for one another. */
+static void NAME(soften)(const Attention *job, int row, int rows, const int *from, const int *until,
+                         float *const *scores, Scratch *s)
+{
+    float peaks[MANY], shrink[LANES > MANY ? LANES : MANY] = {0};
+    for (int r = 0; r < rows; r++) {
+        float *weights = scores[r];
+        for (int i = 0; i < from[r]; i++)
+            weights[i] = -INFINITY;
+        for (int i = until[r]; i < KEYS; i++)
+            weights[i] = -INFINITY;
+        NAME(vec) most = NAME(fill)(s->peak[row + r]);
+        for (int i = 0; i < KEYS; i += LANES) {
+            NAME(vec) v = NAME(load)(weights + i) * job->scale;
+            if (job->softcap > 0)
+                v = NAME(bend)(v, job->softcap);
+            most = NAME(larger)(v, most);
+            NAME(store)(weights + i, v);
         }
-        most = NAME(larger)(v, most);
-        NAME(store)(weights + i, v);
+        peaks[r] = NAME(highest)(most);
+        shrink[r] = s->peak[row + r] - peaks[r];
+        s->peak[row + r] = peaks[r];
     }
-    float shrink[LANES];
-    peak = NAME(highest)(most);
-    shrink[0] = 1.0f; /* what e^0 is to the bit */
-    if (peak - s->peak[row] != 0.0f)
-        NAME(store)(shrink, NAME(exponential)(NAME(fill)(s->peak[row] - peak)));
-    NAME(vec) sum = {0};
-    for (int i = 0; i < KEYS; i += LANES) {
-        NAME(vec) weight = NAME(exponential)(NAME(load)(weights + i) - peak);
-        NAME(store)(weights + i, weight);
-        sum += weight;
+    for (int r = 0; r < MANY; r += LANES)
+        NAME(store)(shrink + r, NAME(exponential)(NAME(load)(shrink + r)));
+    NAME(vec) sums[MANY];
+    for (int r = 0; r < rows; r++) {
+        sums[r] = (NAME(vec)){0};
+        for (int i = 0; i < KEYS; i += LANES) {
+            NAME(vec) weight = NAME(exponential)(NAME(load)(scores[r] + i) - peaks[r]);
+            NAME(store)(scores[r] + i, weight);
+            sums[r] += weight;
+        }
     }
-    s->sum[row] = s->sum[row] * shrink[0] + NAME(total)(sum);
-    s->peak[row] = peak;
-    float *out = s->out + row * job->value_width;
-    if (shrink[0] != 1.0f)
-        for (int64_t d = 0; d < job->value_width; d++)
-            out[d] *= shrink[0];
+    for (int r = 0; r < rows; r++) {
+        float *out = s->out + (row + r) * job->value_width;
+        s->sum[row + r] = s->sum[row + r] * shrink[r] + NAME(total)(sums[r]);
+        if (shrink[r] != 1.0f)
+            for (int64_t d = 0; d < job->value_width; d++)
+                out[d] *= shrink[r];
+    }
 }
 
 /* Values of keys [first, end), weighed, to R rows. */
@@ -144,6 +158,8 @@ static void NAME(soften)(const Attention *job, int row, int first, int end, floa
                                  const void *const *values, float *const *out)                                         \
     {                                                                                                                  \
         int64_t d = 0;                                                                                                 \
+        if (first >= end)                                                                                              \
+            return;                                                                                                    \
         for (; d + W * LANES <= width; d += W * LANES) {                                                               \
             NAME(vec) sums[R][W];                                                                                      \
             for (int r = 0; r < R; r++)                                                                                \
@@ -216,8 +232,7 @@ static void NAME(tile_rows)(const Attention *job, int row, int rows, int way, co
         NAME(score_many)(job, q, low, high, s);
     else if (way == LYING)
         NAME(scorers)[half][rows - 1](q, s->key, job->width, s->weights, low, high);
-    for (int r = 0; r < rows; r++)
-        NAME(soften)(job, row + r, from[r], until[r], scores[r], s);
+    NAME(soften)(job, row, rows, from, until, scores, s);
     if (first > last) /* there is no key that all see */
         first = last = 0;
     for (int r = 0; r < rows; r++)
@@ -240,30 +255,32 @@ static int64_t NAME(seen_from)(const Attention *job, int64_t position)
 static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64_t begin, int64_t end, Scratch *s)
 {
     int64_t fold = job->fold, heads = job->heads * fold;
+    int rows = (int)(end - begin), from[ROWS], until[ROWS]; /* what each row sees of a tile */
+    int64_t positions[ROWS], seen[ROWS];
     for (int64_t row = begin; row < end; row++) {
         int64_t token = run->begin + row / fold, which = head * fold + row % fold;
-        int64_t from = (token * heads + which) * job->width;
-        s->query[row - begin] = (const uint16_t *)job->q + from;
+        int64_t at = (token * heads + which) * job->width;
+        s->query[row - begin] = (const uint16_t *)job->q + at;
         if (job->half)
             NAME(widen)(s->query[row - begin], s->q + (row - begin) * job->width, job->width);
         else
-            memcpy(s->q + (row - begin) * job->width, (const float *)job->q + from, job->width * 4);
+            memcpy(s->q + (row - begin) * job->width, (const float *)job->q + at, job->width * 4);
         s->peak[row - begin] = job->sinks ? job->sinks[which] : -INFINITY;
         s->sum[row - begin] = job->sinks ? 1.0f : 0.0f;
+        positions[row - begin] = run->start + row / fold;
+        seen[row - begin] = NAME(seen_from)(job, positions[row - begin]);
     }
     memset(s->out, 0, (end - begin) * job->value_width * 4);
-    int rows = (int)(end - begin), from[ROWS], until[ROWS]; /* what each row sees of a tile */
     int turned = LANES >= 8 && rows >= TURNED_ROWS; /* no instruction fills fewer lanes at no cost */
     int scoring = turned && s->scoring != NULL && s->scoring->lay_queries(job->width, rows, s);
-    int64_t last = run->start + (end - 1) / fold, first = NAME(seen_from)(job, run->start + begin / fold);
+    int64_t last = run->start + (end - 1) / fold, first = seen[0];
     for (int64_t at = first / KEYS * KEYS; at <= last; at += KEYS) {
         int low = at < first ? (int)(first - at) : 0, high = at + KEYS <= last ? KEYS : (int)(last + 1 - at);
         NAME(fetch)(job, run, head, at, low, high, s);
         NAME(announce)(job, run, head, at + KEYS, at + 2 * KEYS <= last ? at + 2 * KEYS : last + 1);
         for (int r = 0; r < rows; r++) {
-            int64_t position = run->start + (begin + r) / fold, seen = NAME(seen_from)(job, position) - at;
-            from[r] = seen > low ? (int)seen : low;
-            until[r] = position - at < high ? (int)(position - at) + 1 : high;
+            from[r] = seen[r] - at > low ? (int)(seen[r] - at) : low;
+            until[r] = positions[r] - at < high ? (int)(positions[r] - at) + 1 : high;
         }
         int scored = scoring && s->scoring->score(job->width, rows, low, high, from, until, s);
         int way = scored ? SCORED : turned ? TURNED : LYING;
@@ -286,9 +303,12 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
     }
     for (int64_t row = begin; row < end; row++) {
         int64_t token = run->begin + row / fold, which = head * fold + row % fold;
-        float *to = job->out + (token * heads + which) * job->value_width;
-        const float *from = s->out + (row - begin) * job->value_width;
+        int64_t at = (token * heads + which) * job->value_width;
+        float *from = s->out + (row - begin) * job->value_width;
+        float *to = job->narrow ? from : (float *)job->out + at;
         for (int64_t d = 0; d < job->value_width; d++)
             to[d] = from[d] / s->sum[row - begin];
+        if (job->narrow)
+            NAME(narrow)(from, (uint16_t *)job->out + at, job->value_width);
     }
 }

@@ -113,16 +113,17 @@ typedef struct {
     int64_t begin, count, start, table, base;
 } Run;
 
+/* Queries, keys and values in bfloat16 if `half`, else float32; what comes out in bfloat16 if it is `narrow`. */
 typedef struct {
     const void *q;
-    float *out;
+    void *out;
     Blocks k, v;
     const int64_t *table;
     const Run *runs;
     const float *sinks;
     int64_t count, heads, fold, width, value_width, block_tokens, window, kind;
     float scale, softcap;
-    int half;
+    int half, narrow;
 } Attention;
 
 /* `rows` rows of x, `width` numbers each, side by side; x, w and y in bfloat16 if `half`, else float32. ROUNDED: what

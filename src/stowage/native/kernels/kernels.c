@@ -280,10 +280,11 @@ static PyObject *attention(PyObject *self, PyObject *args)
     (void)self;
     int threads;
     Attention job;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&nnnnnnnnffii", read_address, &job.q, read_address, &job.out, read_blocks,
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&nnnnnnnnffiii", read_address, &job.q, read_address, &job.out, read_blocks,
                           &job.k, read_blocks, &job.v, read_address, &job.table, read_address, &job.runs, read_address,
                           &job.sinks, &job.count, &job.heads, &job.fold, &job.width, &job.value_width,
-                          &job.block_tokens, &job.window, &job.kind, &job.scale, &job.softcap, &job.half, &threads))
+                          &job.block_tokens, &job.window, &job.kind, &job.scale, &job.softcap, &job.half,
+                          &job.narrow, &threads))
         return NULL;
     int there;
     Py_BEGIN_ALLOW_THREADS

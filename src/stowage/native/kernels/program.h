@@ -218,7 +218,7 @@ static int run_attention(Reader *r, long threads)
     job.kind = next_number(r);
     job.scale = next_float(r);
     job.softcap = next_float(r);
-    job.half = (int)next_number(r);
+    job.half = job.narrow = (int)next_number(r);
     return r->wrong || spread_attention(&job, threads);
 }
 

@@ -7,7 +7,6 @@ none: which layer an attention reads is known from what was written before it.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -191,20 +190,18 @@ class Paging:
     ) -> list[Operation]:
         """Attention of queries of ``width`` to ``out``, whose numbers lie in their order."""
         keys, values = views
-        runs, tokens, half = reads.group.runs, len(reads.group.blocks), out.dtype is torch.bfloat16
+        runs, half = reads.group.runs, out.dtype is torch.bfloat16
         assert runs is not None
         check(keys.stride(3) == values.stride(3) == 1)
-        kv_heads, shape = keys.shape[2], (tokens, reads.heads, values.shape[3])
-        sums = self.buffers.temporary(math.prod(shape) * 4) if half else out.address
+        kv_heads = keys.shape[2]
         away = self._away_of(reads.group.pool, reads.layer)
-        words: list[int | Address] = [_ATTEND, query, sums]
+        words: list[int | Address] = [_ATTEND, query, out.address]
         for view, there in zip(views, (away[0], away[-1]), strict=True):
             unit = TENSOR_ALIGNMENT_BYTES // view.element_size()
             words += [self.buffers.address_of(view), *view.stride()[:3], there, unit]
         words += [reads.where.table, reads.where.runs, *reads.sinks, runs.runs.shape[0], kv_heads]
         words += [reads.heads // kv_heads, width, values.shape[3], runs.block_tokens, runs.window]
-        done = [Operation((*words, kernels.KINDS[runs.kind], *reads.numbers, int(half)))]
-        return [*done, pointwise(shape, COPY, out, Side(sums, torch.float32, whole(shape)))] if half else done
+        return [Operation((*words, kernels.KINDS[runs.kind], *reads.numbers, int(half)))]
 
     def _latents_read(self, module: Any, query: Tensor, out: Tensor, reads: _Reads) -> list[Operation]:
         """``attention._paged_latent`` of ``query`` ``[tokens, heads, width]``."""
