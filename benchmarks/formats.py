@@ -28,6 +28,7 @@ from benchmarks._report import describe_machine, median_spread, write_result  # 
 from stowage.executor import kernels  # noqa: E402
 from stowage.weights.quantized.blocks import BlockMatrix  # noqa: E402
 from stowage.weights.quantized.formats import Spec  # noqa: E402
+from stowage.weights.quantized.i_quants import I_QUANTS  # noqa: E402
 from stowage.weights.resident import ResidentMemory  # noqa: E402
 
 SIDE = 2048
@@ -35,6 +36,7 @@ ROWS = (1, 8, 512)
 READING = "reading"
 SPECS = (
     *(Spec(name, SIDE, SIDE) for name in ("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
+    *(Spec(name, SIDE, SIDE) for name in ("q2_k", "q3_k", "iq4_nl", "iq4_xs", *I_QUANTS)),
     Spec("fp8", SIDE, SIDE, 128, 128),
     *(Spec("int4", SIDE, SIDE, group, scale_dtype=torch.bfloat16) for group in (32, 128)),
     *(Spec(name, SIDE, SIDE, 128, scale_dtype=torch.float16) for name in ("gptq", "awq")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stowage.weights.quantized.formats import BLOCKS, Spec
+from stowage.weights.quantized.formats import BLOCKS, PLAIN, Spec
 
 
 def raw_bytes(*shape: int, seed: int = 0) -> Tensor:
@@ -22,9 +22,32 @@ def parts_of(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
         raw = raw_bytes(*shape[:-1], shape[-1] * dtype.itemsize, seed=seed + number)
         raw = raw % 112 if dtype is torch.float8_e4m3fn else raw % 16 + 115 if part == "scales" else raw
         parts[part] = raw.view(dtype)
-    if "" in parts:  # scales of a block, wherever they lie, are then no infinities
-        parts[""] &= 0xBB
+    if "" in parts:
+        tame(spec.name, parts[""].view(-1, spec.format.nbytes))
     return parts
+
+
+HALVES = {
+    "q4_1": (0, 2),
+    "q5_1": (0, 2),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q6_k": (208,),
+}
+"""Where the scales of a block are, in formats that do not begin with one."""
+
+
+def tame(name: str, blocks: Tensor, mask: int = 0xBB) -> None:
+    """Make scales of ``blocks`` (blocks, bytes) no infinities, and smaller where ``mask`` has fewer bits."""
+    if name in PLAIN:
+        blocks &= mask
+    elif name == "iq1_m":  # in four parts of four bits
+        blocks[:, 49::2] &= (mask & 0xF0) | 15
+    else:
+        for at in HALVES.get(name, (0,)):
+            blocks[:, at if name == "mxfp4_block" else at + 1] &= mask
 
 
 SPECS = [

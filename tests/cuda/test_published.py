@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
 
 from stowage import Engine, Memory
+from stowage.cuda.unpacking import launch
 from stowage.weights.quantized.blocks import BlockMatrix
-from stowage.weights.quantized.formats import PLAIN, Spec, by_torch, dequantized, unpacks_at_once
+from stowage.weights.quantized.formats import Spec, by_torch, dequantized, unpacks_at_once
 from stowage.weights.quantized.stacks import expert_linear, has_grouped_products
 from tests.block_formats import SPECS, parts_of
 from tests.engine.conftest import greedy, random_prompt
@@ -76,13 +77,21 @@ def test_gguf_files(kinds: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.name not in PLAIN], ids=str)
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.name in launch.FORMATS], ids=str)
 def test_kernels_unpack_what_torch_does_to_the_bit(spec: Spec, dtype: torch.dtype) -> None:
     parts = parts_of(spec, 5)
     there = {part: values.cuda() for part, values in parts.items()}
     assert unpacks_at_once(spec, there, dtype)
     found = dequantized(spec, there, dtype)
     assert torch.equal(found.cpu(), by_torch(spec, parts, dtype))
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.name not in launch.FORMATS], ids=str)
+def test_what_kernels_do_not_know_is_unpacked_by_torch_to_the_bit(spec: Spec) -> None:
+    parts = parts_of(spec, 5)
+    there = {part: values.cuda() for part, values in parts.items()}
+    assert not unpacks_at_once(spec, there, torch.bfloat16)
+    assert torch.equal(dequantized(spec, there).cpu(), by_torch(spec, parts))
 
 
 @pytest.mark.parametrize("rows", [1, 32, 256])

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stowage.cuda.unpacking import launch
-from stowage.weights.quantized.formats import BLOCKS, PLAIN, Spec, by_torch, first_outputs, outputs_of
+from stowage.weights.quantized.formats import BLOCKS, Spec, by_torch, first_outputs, outputs_of
 from tests.block_formats import SPECS, parts_of, raw_bytes
 from tests.second_device.interpreting import interpreting, require
 
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]  # float16
-KNOWN = [spec for spec in SPECS if spec.name not in PLAIN]
+KNOWN = [spec for spec in SPECS if spec.name in launch.FORMATS]
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 """The interpreter cuts bfloat16 off instead of rounding; see tests/cuda."""
 
@@ -96,6 +96,7 @@ def test_what_differs_is_left_to_torch(caplog: pytest.LogCaptureFixture) -> None
     trusted = launch.Unpacking(by_torch, first_outputs)
     assert not trusted.takes(spec, {"": parts[""].t()}, torch.float32), "lies otherwise"
     assert not trusted.takes(replace(spec, name="f16"), parts, torch.float32)
+    assert not trusted.takes(Spec("iq2_s", 16, 256), parts_of(Spec("iq2_s", 16, 256)), torch.float32)
     assert not trusted.takes(Spec("fp8", 16, 96, 48), parts_of(Spec("fp8", 16, 96, 48)), torch.float32)
 
 

@@ -7,8 +7,9 @@ import mmap
 import numpy as np
 import pytest
 
-from stowage.native import is_wanted, staging
-from stowage.native.staging import Staging
+from stowage.core import staging
+from stowage.core.staging import Staging
+from stowage.native import is_wanted
 
 ROOM = 4 * mmap.PAGESIZE
 

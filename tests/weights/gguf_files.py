@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
+from tests.block_formats import tame
 from tests.weights import gguf_gemma, gguf_hybrids, gguf_layouts, gguf_mixtures
 
 _RENAMED: Mapping[str, str] = {
@@ -58,7 +59,7 @@ _INTERLEAVED = (
     *gguf_hybrids.INTERLEAVED,
 )
 _NORMS_FROM_1 = ("gemma", "gemma2", "gemma3", "nemotron")
-_K_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
+_PACKED = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)
 _MORE = (
     ("attention.key_length", "head_dim"),
     ("attention.value_length", "head_dim"),
@@ -90,18 +91,14 @@ _MORE = (
 
 def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
     """The bytes of ``values``; of the kinds that ``gguf`` does not pack, random ones with sane scales."""
-    if kind is Kind.TQ2_0:
-        return np.zeros((*values.shape[:-1], values.shape[-1] // 256 * 66), np.uint8)
-    if kind not in _K_BYTES:
+    if kind in _PACKED:
         return gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)
-    blocks = values.shape[-1] // 256
-    raw = np.random.default_rng(values.size).integers(0, 256, (*values.shape[:-1], blocks, _K_BYTES[kind]), np.uint8)
-    scale = np.array([2e-4], np.float16).view(np.uint8)
-    if kind is Kind.Q6_K:
-        raw[..., 208:210] = scale
-    else:
-        raw[..., 0:2] = raw[..., 2:4] = scale
-    return raw.reshape(*values.shape[:-1], -1)
+    each, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = (*values.shape[:-1], values.shape[-1] // each * nbytes)
+    raw = np.random.default_rng(values.size).integers(0, 256, shape, np.uint8)
+    blocks = torch.from_numpy(raw.reshape(-1, nbytes))
+    tame(kind.name.lower(), blocks, 0x8B)
+    return raw
 
 
 def interleaved(values: np.ndarray, heads: int) -> np.ndarray:

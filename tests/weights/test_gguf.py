@@ -27,7 +27,15 @@ from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
 from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of
 
 GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
-KINDS = ("Q8_0 Q4_0 Q4_1", "Q4_K Q5_K Q6_K", "F16 BF16 F32", "Q5_0 Q5_1 MXFP4")
+KINDS = (
+    "Q8_0 Q4_0 Q4_1",
+    "Q4_K Q5_K Q6_K",
+    "F16 BF16 F32",
+    "Q5_0 Q5_1 MXFP4",
+    "Q2_K Q3_K IQ4_NL IQ4_XS",
+    "IQ3_XXS IQ3_S IQ2_XXS IQ2_XS",
+    "IQ2_S IQ1_S IQ1_M",
+)
 TOKENS = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",

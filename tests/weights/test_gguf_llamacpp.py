@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from stowage.models import loading
 from stowage.models.gguf.tokenizer import PRES
+from stowage.weights.quantized.formats import FORMATS
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
-from tests.weights.gguf_models import FAMILIES, VARIANTS, made, vocabulary_of
+from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of, vocabulary_of
 
 pytestmark = pytest.mark.llamacpp
 PYTHON = Path(__file__).parents[2] / ".venv-bench/bin/python"
@@ -46,19 +48,34 @@ NOT_HERE = ("gpt2",)
 """Names that this llama.cpp does not know."""
 
 
+def logits_of_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    found = path.with_suffix(".logits")
+    said = " ".join(map(str, ids[0].tolist()))
+    done = subprocess.run([PYTHON, PROGRAM, path, found], input=said, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.from_numpy(np.fromfile(found, np.float32)).view(ids.shape[1], -1)
+
+
 @pytest.mark.parametrize("name", [name for name in (*FAMILIES, *VARIANTS) if name not in ELSEWHERE])
 def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     plain = made(name, tmp_path / "model")
     arch = gguf_files.arch_of(plain.config)
     tokens = {"tokenizer.ggml.model": "none", f"{arch}.vocab_size": plain.config.vocab_size}
-    path, found = gguf_files.write(plain, tmp_path / "model.gguf", tokens=tokens), tmp_path / "logits"
+    path = gguf_files.write(plain, tmp_path / "model.gguf", tokens=tokens)
     ids = prompt(20 if name in SHORT else 100)
-    said = " ".join(map(str, ids[0].tolist()))
-    done = subprocess.run([PYTHON, PROGRAM, path, found], input=said, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    ours = logits(loading.load(path).model, ids)[0]
-    theirs = torch.from_numpy(np.fromfile(found, np.float32)).view(ours.shape)
+    theirs, ours = logits_of_llama_cpp(path, ids), logits(loading.load(path).model, ids)[0]
     assert torch.allclose(theirs, ours, atol=CLOSE.get(name, 5e-4)), (theirs - ours).abs().max()
+
+
+@pytest.mark.parametrize("kind", [Kind(each.ggml) for each in FORMATS.values() if each.ggml > Kind.F16], ids=str)
+def test_llama_cpp_means_the_same_by_the_bytes_of_every_type(kind: Kind, tmp_path: Path) -> None:
+    """It rounds what weights are multiplied with to 8 bits, so logits are only near."""
+    plain = model_of("llama", tmp_path / "model", SIZE)
+    tokens = {"tokenizer.ggml.model": "none", "llama.vocab_size": plain.config.vocab_size}
+    path, ids = gguf_files.write(plain, tmp_path / "model.gguf", kind, tokens=tokens), prompt(100)
+    theirs, ours = logits_of_llama_cpp(path, ids), logits(loading.load(path, "float32").model, ids)[0]
+    assert ours.std() > 1e-3
+    assert (theirs - ours).norm() < 0.1 * ours.norm(), float((theirs - ours).norm() / ours.norm())
 
 
 @pytest.mark.parametrize("pre", [pre for pre in PRES if pre not in NOT_HERE])

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from stowage.core import staging
 from stowage.errors import StorageError
-from stowage.native import is_built, staging
+from stowage.native import is_built
 from stowage.weights import reader
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.lossless import writer

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
+from stowage.executor.format_numbers import number_of
 from stowage.executor.tiles import NAME as TILES
 from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.native import extension as _kernel
@@ -38,13 +39,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 _HALVES = {torch.bfloat16: 4, torch.int8: 5}
 """The same, times inputs in bfloat16."""
-_FORMATS = {
-    name: number
-    for number, name in enumerate(
-        "q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq packed4".split(), 1
-    )
-}
-"""What the kernel calls the formats of ``weights.quantized.formats``."""
 _DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
 """Products of inputs that are rounded to 8 bits."""
 INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
@@ -165,7 +159,7 @@ def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
     out = torch.empty((*ids.shape, inputs), dtype=matrix.values_dtype)
     _kernel.look_up(
         *(ids.data_ptr(), ids.numel(), rows.data_ptr(), out.data_ptr()),
-        *(rows.shape[0], inputs, rows.stride(0), _FORMATS[matrix.spec.name], half),
+        *(rows.shape[0], inputs, rows.stride(0), number_of(matrix.spec.name), half),
     )
     return out
 
@@ -209,7 +203,7 @@ def of_int4(dtype: torch.dtype, codes: Tensor, scales: Tensor, group: int) -> Ma
 
 def _of_packed4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
     kind = _SCALES[torch.float16]
-    return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, _FORMATS["packed4"], 1, kind)
+    return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, number_of("packed4"), 1, kind)
 
 
 def int8_product(x: Tensor, weight: PackedMatrix) -> Matrix | None:
@@ -233,7 +227,7 @@ def of_blocks(matrix: BlockMatrix) -> Matrix:
     row = codes.stride(0) * codes.element_size()
     group = 32 if spec.name == "mxfp4" else spec.wide
     kind = 0 if scales is None else _SCALES[scales.dtype]
-    return Matrix(codes, spec.outputs, row, scales, zeros, group, _FORMATS[spec.name], spec.high, kind)
+    return Matrix(codes, spec.outputs, row, scales, zeros, group, number_of(spec.name), spec.high, kind)
 
 
 def linears(x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:

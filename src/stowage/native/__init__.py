@@ -1,11 +1,11 @@
-"""All compiled code: one optional extension, and whether it is there. Beside it, memory in huge pages.
+"""All compiled code: one optional extension, and whether it is there.
 
     policy/       the inner loops of the default eviction policy     cache.policy.native
     tables/       keys to slots, and keys to rows                    core.table.native
     checksums.c   checksums of many payloads in one call             storage.format.batch
     lossless/     floating-point numbers in fewer bytes              core.lossless
     copies.c      many runs of bytes between two memories            transfer.cpu
-    caches.c      memory that leaves the processors' caches          native.staging
+    caches.c      memory that leaves the processors' caches          core.staging
     gather.c      numbers and attributes of scattered objects        core.gather
     kernels/      linear layers, attention, norms, recurrences       executor.kernels
 

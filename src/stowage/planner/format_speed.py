@@ -18,13 +18,14 @@ from typing import Any, Final
 
 import torch
 
+from stowage.core.memory import anonymous, in_huge_pages
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
-from stowage.native.memory import anonymous, in_huge_pages
 from stowage.planner.machine import INT8, Machine
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix
 from stowage.weights.quantized.formats import FORMATS, PLAIN, Spec
+from stowage.weights.quantized.i_quants import I_QUANTS, is_readable
 
 __all__ = ["is_ours", "measure", "notes", "with_int8"]
 
@@ -128,7 +129,7 @@ def _filled(memory: mmap.mmap) -> torch.Tensor:
 def _matrices(memory: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
     """Of each format as many as ``memory`` has room for: together larger than caches."""
     for name in FORMATS:
-        if name in PLAIN:
+        if name in PLAIN or (name in I_QUANTS and not is_readable()):
             continue
         group = 128 if name in ("fp8", "int4", "gptq", "awq") else 0
         zeros, tall = name in ("gptq", "awq"), 128 if name == "fp8" else 1

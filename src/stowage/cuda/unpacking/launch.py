@@ -18,11 +18,13 @@ from torch import Tensor
 from stowage.cuda.compiling import errors, is_wanted
 from stowage.errors import reason
 
-__all__ = ["Unpacking"]
+__all__ = ["FORMATS", "Unpacking"]
 
 logger = logging.getLogger("stowage.engine")
 _SIDE_BY_SIDE = {"q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "mxfp4_block", "mxfp4", "int4"}
 _APART = {"fp8", "gptq", "awq"}
+FORMATS = frozenset(_SIDE_BY_SIDE | _APART)
+"""Those that the kernels know. Of others torch makes numbers, which is several times slower."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTHS = {"q6_k": 16}
 """Values of a group that have one scale, where these are not 32."""

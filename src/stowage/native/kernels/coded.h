@@ -11,29 +11,17 @@
 /* Format, its name here, bytes of a block, scales of one, and how many parts of it are computed after each other, of so
  * many registers each. FOUR: where inputs are a multiple of 128. WIDE: where those of a group are. */
 #define CODED_NARROW(OF)                                                                                               \
-    OF(Q8_0, q8_0, 34, 1, 1, 1)                                                                                        \
-    OF(Q4_0, q4_0, 18, 1, 1, 1)                                                                                        \
-    OF(Q4_1, q4_1, 20, 2, 1, 1)                                                                                        \
-    OF(Q5_0, q5_0, 22, 1, 1, 1)                                                                                        \
-    OF(Q5_1, q5_1, 24, 2, 1, 1)                                                                                        \
-    OF(Q4_K, q4_k, 144, 16, 4, 2)                                                                                      \
-    OF(Q5_K, q5_k, 176, 16, 4, 2)                                                                                      \
-    OF(Q6_K, q6_k, 210, 16, 8, 1)                                                                                      \
-    OF(MXFP4_BLOCK, mxfp4_block, 17, 1, 1, 1)                                                                          \
-    OF(F32, f32, 128, 0, 1, 1)                                                                                         \
-    OF(F16, f16, 64, 0, 1, 1)                                                                                          \
-    OF(BF16, bf16, 64, 0, 1, 1)                                                                                        \
-    OF(MXFP4, mxfp4, 16, 1, 1, 1)                                                                                      \
-    OF(FP8, fp8, 32, 1, 1, 1)                                                                                          \
-    OF(INT4_WORDS, int4, 16, 2, 1, 1)                                                                                  \
-    OF(PACKED4, packed4, 32, 2, 1, 1)
+    OF(Q8_0, q8_0, 34, 1, 1, 1) OF(Q4_0, q4_0, 18, 1, 1, 1) OF(Q4_1, q4_1, 20, 2, 1, 1) OF(Q5_0, q5_0, 22, 1, 1, 1)    \
+    OF(Q5_1, q5_1, 24, 2, 1, 1) OF(IQ4_NL, iq4_nl, 18, 1, 1, 1) OF(MXFP4_BLOCK, mxfp4_block, 17, 1, 1, 1)              \
+    OF(F32, f32, 128, 0, 1, 1) OF(F16, f16, 64, 0, 1, 1) OF(BF16, bf16, 64, 0, 1, 1) OF(MXFP4, mxfp4, 16, 1, 1, 1)     \
+    OF(FP8, fp8, 32, 1, 1, 1) OF(INT4_WORDS, int4, 16, 2, 1, 1) OF(PACKED4, packed4, 32, 2, 1, 1) SUPER_BLOCKS(OF)
 #define CODED_FOUR(OF) OF(INT4_WORDS, int4_four, 64, 8, 4, 1) OF(MXFP4, mxfp4_four, 64, 4, 4, 1)
 #define CODED_WIDE(OF) OF(INT4_WORDS, int4_wide, 64, 2, 4, 1) OF(FP8, fp8_wide, 128, 1, 4, 1)
 
 /* Floats from the scales of one row to those of the next: of `fp8_tall` all rows have the same ones. */
 #define OF(FORMAT, format, ...) coded_each_##format = CODED_SCALES,
 enum {
-    CODED_SCALES = 256 + 32, /* of HALVES_DEPTH inputs at most, and what is written behind them */
+    CODED_SCALES = 512 + 32, /* of HALVES_DEPTH inputs at most, and what is written behind them */
     CODED_NARROW(OF) CODED_FOUR(OF) CODED_WIDE(OF) coded_each_packed4_high = CODED_SCALES,
     coded_each_fp8_tall = 0
 };
@@ -184,6 +172,48 @@ UNIT(q5_k)
     }
 }
 
+/* Codes of at most `most` in the lowest bits, whose first 16 have a table of their own. */
+static inline ALWAYS __m512bh coded_sixteens(__m512i codes, short most, __m512 first, __m512 second)
+{
+    __m512i later = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    codes = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi16(most), later, 0xea); /* (a & b) | c */
+    return coded_lookup(codes, _mm512_cvtne2ps_pbh(second, first));
+}
+
+UNIT(q2_k)
+{
+    const float *own = scales + 2 * part;
+    __m512i codes = _mm512_srli_epi16(coded_bytes(at + 16 + part / 4 * 32), part % 4 * 2);
+    w[0] = coded_sixteens(codes, 3, coded_line(0, own, own + 16), coded_line(0, own + 1, own + 17));
+}
+
+UNIT(q3_k)
+{
+    const float *own = scales + 2 * part;
+    __m512i low = _mm512_srli_epi16(coded_bytes(at + 32 + part / 4 * 32), part % 4 * 2), high = coded_bytes(at);
+    high = part < 2 ? _mm512_slli_epi16(high, 2 - part) : _mm512_srli_epi16(high, part - 2);
+    __m512i codes = _mm512_ternarylogic_epi32(_mm512_set1_epi16(3), low, high, 0xca);
+    w[0] = coded_sixteens(codes, 7, coded_scaled(coded_counting(-4), own), coded_scaled(coded_counting(-4), own + 1));
+}
+
+static inline ALWAYS __m512bh coded_wholes(__m256i codes, const float *scales)
+{
+    __m512 first = coded_scaled(coded_whole(_mm256_castsi256_si128(codes)), scales);
+    __m512 second = coded_scaled(coded_whole(_mm256_extracti128_si256(codes, 1)), scales + 1);
+    return _mm512_cvtne2ps_pbh(second, first);
+}
+
+#define OF(FORMAT, format, ...)                                                                                        \
+    UNIT(format)                                                                                                       \
+    {                                                                                                                  \
+        long long eights[4];                                                                                           \
+        UNROLLED for (int i = 0; i < 4; i++)                                                                           \
+            eights[i] = (long long)eight_##format(at, 4 * part + i);                                                   \
+        w[0] = coded_wholes(_mm256_setr_epi64x(eights[0], eights[1], eights[2], eights[3]), scales + 2 * part);        \
+    }
+I_QUANTS(OF)
+#undef OF
+
 /* 64 different weights are too many to look up. A scale times 32 is exact, and so is what is left of a code. */
 UNIT(q6_k)
 {
@@ -194,14 +224,28 @@ UNIT(q6_k)
     __m256i code = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)),
                                    _mm256_and_si256(high, _mm256_set1_epi8(48)));
     code = _mm256_sub_epi8(code, _mm256_set1_epi8(32));
-    __m512 first = coded_scaled(coded_whole(_mm256_castsi256_si128(code)), scales + 2 * part);
-    __m512 second = coded_scaled(coded_whole(_mm256_extracti128_si256(code, 1)), scales + 2 * part + 1);
-    w[0] = _mm512_cvtne2ps_pbh(second, first);
+    w[0] = coded_wholes(code, scales + 2 * part);
 }
 
 static inline ALWAYS __m512bh coded_fp4(float scale)
 {
     return coded_twice(_mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(scale)));
+}
+
+static inline ALWAYS __m512 coded_not_linear(void)
+{
+    return coded_whole(_mm_loadu_si128((const __m128i *)not_linear));
+}
+
+UNIT(iq4_nl)
+{
+    w[0] = coded_lookup(coded_split(at + 2), coded_twice(coded_scaled(coded_not_linear(), scales)));
+}
+
+UNIT(iq4_xs)
+{
+    __m512 table = coded_scaled(coded_not_linear(), scales + 2 * part);
+    w[0] = coded_lookup(coded_split(at + 8 + 16 * part), coded_twice(table));
 }
 
 UNIT(mxfp4_block)

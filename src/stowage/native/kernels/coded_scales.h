@@ -4,7 +4,7 @@
  * where the instructions that turn halves into floats are as dear as the codes themselves.
  */
 /* As `scales_k`, with the least values negated. */
-static inline ALWAYS void coded_scales_k(const uint8_t *block, float *to)
+static inline ALWAYS void coded_scales_q4_k(const uint8_t *block, float *to)
 {
     uint32_t a = read_word(block + 4), b = read_word(block + 8), c = read_word(block + 12);
     uint32_t a_high = (c & 0x0f0f0f0f) | (a >> 6 & 0x03030303) << 4;
@@ -17,11 +17,24 @@ static inline ALWAYS void coded_scales_k(const uint8_t *block, float *to)
     _mm512_storeu_ps(to, _mm512_mul_ps(factors, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bits))));
 }
 
-static inline ALWAYS void coded_scales_q6_k(const uint8_t *block, float *to)
-{
-    __m512 all = coded_whole(_mm_loadu_si128((const __m128i *)(block + 192)));
-    _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_set1_ps(read_half(block + 208)), all));
-}
+#define coded_scales_q5_k coded_scales_q4_k
+#define coded_scales_q2_k scales_q2_k
+
+typedef uint32_t CodedLanes __attribute__((vector_size(64)));
+#define WORD(OFFSET) (CodedLanes) _mm512_set1_epi32((int)read_word(block + OFFSET))
+#define WORDS(OFFSET, COUNT, INDEX)                                                                                    \
+    (CodedLanes) _mm512_permutexvar_epi32((__m512i)(INDEX), _mm512_maskz_loadu_epi32((1 << COUNT) - 1, block + OFFSET))
+#define OF(format, SCALE, ADDED, NUMBER)                                                                               \
+    static inline ALWAYS void coded_scales_##format(const uint8_t *block, float *to)                                   \
+    {                                                                                                                  \
+        const CodedLanes j = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};                                   \
+        __m512 own = _mm512_add_ps(_mm512_cvtepi32_ps((__m512i)(NUMBER)), _mm512_set1_ps(ADDED));                      \
+        _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_set1_ps(SCALE), own));                                               \
+    }
+SUPER_SCALES(OF)
+#undef OF
+#undef WORD
+#undef WORDS
 
 /* Where 32 halves lie that blocks of so many words begin with, one each or `two`, and which of them are in each of the
  * pairs of registers that take as many blocks. */
@@ -54,6 +67,7 @@ HALVES_OF(q4_0, 0)
 HALVES_OF(q4_1, 1)
 HALVES_OF(q5_0, 0)
 HALVES_OF(q5_1, 1)
+HALVES_OF(iq4_nl, 0)
 #undef HALVES_OF
 
 static inline ALWAYS __m512i coded_some(const uint8_t *at, int64_t words)
@@ -172,24 +186,19 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
     case FORMAT:                                                                                                       \
         coded_scales_halves(job, &coded_halves_##format, at, depth / 32, to);                                          \
         return;
+#define SCALES_OF(FORMAT, format, BYTES, COUNT, ...)                                                                   \
+    case FORMAT:                                                                                                       \
+        for (int64_t i = 0; i < depth / 256; i++)                                                                      \
+            coded_scales_##format(at + i * BYTES, to + COUNT * i);                                                     \
+        return;
     switch (job->format) {
         HALVES_OF(Q8_0, q8_0)
         HALVES_OF(Q4_0, q4_0)
         HALVES_OF(Q4_1, q4_1)
         HALVES_OF(Q5_0, q5_0)
         HALVES_OF(Q5_1, q5_1)
-    case Q4_K:
-        for (int64_t i = 0; i < depth / 256; i++)
-            coded_scales_k(at + i * coded_bytes_q4_k, to + 16 * i);
-        return;
-    case Q5_K:
-        for (int64_t i = 0; i < depth / 256; i++)
-            coded_scales_k(at + i * coded_bytes_q5_k, to + 16 * i);
-        return;
-    case Q6_K:
-        for (int64_t i = 0; i < depth / 256; i++)
-            coded_scales_q6_k(at + i * coded_bytes_q6_k, to + 16 * i);
-        return;
+        HALVES_OF(IQ4_NL, iq4_nl)
+        SUPER_BLOCKS(SCALES_OF)
     case MXFP4_BLOCK:
         for (int64_t i = 0; i < depth / 32; i++)
             to[i] = power_of(at[i * coded_bytes_mxfp4_block]);
@@ -203,6 +212,7 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
     }
 }
 #undef HALVES_OF
+#undef SCALES_OF
 
 /* Of GPTQ and AWQ: scales and zero points of a group of inputs and outputs [n, n + wide). */
 static void coded_across(const Linear *job, int64_t n, int64_t wide, int64_t group, float *scales, float *zeros)

@@ -8,7 +8,7 @@
 #ifndef STOWAGE_ENGINE_DYNAMIC_H
 #define STOWAGE_ENGINE_DYNAMIC_H
 
-#include "formats_common.h"
+#include "super_blocks.h"
 
 enum { DYNAMIC_BLOCK = 32, DYNAMIC_GROUP = 128, DYNAMIC_ROWS = 512 }; /* rows that are rounded at a time */
 
@@ -166,10 +166,10 @@ static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_
         scales_k(block, scales);
         *scale = scales[j];
         *more = -scales[8 + j];
-        for (int i = 0; i < 32; i++) {
-            int own = block[(job->format == Q4_K ? 16 : 48) + j / 2 * 32 + i] >> j % 2 * 4 & 15;
-            codes[i] = (uint8_t)(own | (job->format == Q5_K ? (block[16 + i] >> j & 1) << 4 : 0));
-        }
+        if (job->format == Q4_K)
+            codes_q4_k(block, j, (int8_t *)codes);
+        else
+            codes_q5_k(block, j, (int8_t *)codes);
         return;
     case Q6_K:
         *scale = read_half(block + 208) * (float)(int8_t)block[192 + 2 * j];

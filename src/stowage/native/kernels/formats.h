@@ -2,11 +2,18 @@
  * (weights/quantized/formats.py), so to its bits. One block after the other, plainly; coded.h is quicker in bfloat16.
  */
 
-static void NAME(decode_q8_0)(const Coded *row, int64_t k, int count, float *to)
+#define BLOCK(format, VALUES, BYTES)                                                                                   \
+    static inline ALWAYS void NAME(block_##format)(const uint8_t *block, float *to);                                   \
+    static void NAME(decode_##format)(const Coded *row, int64_t k, int count, float *to)                               \
+    {                                                                                                                  \
+        (void)count;                                                                                                   \
+        NAME(block_##format)(row->w + k / VALUES * BYTES, to);                                                         \
+    }                                                                                                                  \
+    static inline ALWAYS void NAME(block_##format)(const uint8_t *block, float *to)
+
+BLOCK(q8_0, 32, 34)
 {
-    const uint8_t *block = row->w + k / 32 * 34;
     float scale = read_half(block);
-    (void)count;
     for (int i = 0; i < 32; i++)
         to[i] = scale * (float)(int8_t)block[2 + i];
 }
@@ -21,83 +28,58 @@ static inline ALWAYS void NAME(decode_halves_of)(const uint8_t *codes, uint32_t 
     }
 }
 
-static void NAME(decode_q4_0)(const Coded *row, int64_t k, int count, float *to)
+BLOCK(q4_0, 32, 18)
 {
-    const uint8_t *block = row->w + k / 32 * 18;
-    (void)count;
     NAME(decode_halves_of)(block + 2, 0, 8, read_half(block), -0.0f, to);
 }
 
-static void NAME(decode_q4_1)(const Coded *row, int64_t k, int count, float *to)
+BLOCK(q4_1, 32, 20)
 {
-    const uint8_t *block = row->w + k / 32 * 20;
-    (void)count;
     NAME(decode_halves_of)(block + 4, 0, 0, read_half(block), read_half(block + 2), to);
 }
 
-static void NAME(decode_q5_0)(const Coded *row, int64_t k, int count, float *to)
+BLOCK(q5_0, 32, 22)
 {
-    const uint8_t *block = row->w + k / 32 * 22;
-    (void)count;
     NAME(decode_halves_of)(block + 6, read_word(block + 2), 16, read_half(block), -0.0f, to);
 }
 
-static void NAME(decode_q5_1)(const Coded *row, int64_t k, int count, float *to)
+BLOCK(q5_1, 32, 24)
 {
-    const uint8_t *block = row->w + k / 32 * 24;
-    (void)count;
     NAME(decode_halves_of)(block + 8, read_word(block + 4), 0, read_half(block), read_half(block + 2), to);
 }
 
-static void NAME(decode_q4_k)(const Coded *row, int64_t k, int count, float *to)
-{
-    const uint8_t *block = row->w + k / 256 * 144;
-    float scales[16];
-    (void)count;
-    scales_k(block, scales);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 32; i++)
-            to[32 * j + i] = (float)(block[16 + j / 2 * 32 + i] >> j % 2 * 4 & 15) * scales[j] - scales[8 + j];
-}
-
-static void NAME(decode_q5_k)(const Coded *row, int64_t k, int count, float *to)
-{
-    const uint8_t *block = row->w + k / 256 * 176;
-    float scales[16];
-    (void)count;
-    scales_k(block, scales);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 32; i++) {
-            int code = (block[48 + j / 2 * 32 + i] >> j % 2 * 4 & 15) | (block[16 + i] >> j & 1) << 4;
-            to[32 * j + i] = (float)code * scales[j] - scales[8 + j];
-        }
-}
-
-static void NAME(decode_q6_k)(const Coded *row, int64_t k, int count, float *to)
-{
-    const uint8_t *block = row->w + k / 256 * 210;
-    float scale = read_half(block + 208);
-    (void)count;
-    for (int j = 0; j < 8; j++) {
-        const uint8_t *low = block + j / 4 * 64 + j % 2 * 32, *high = block + 128 + j / 4 * 32;
-        float own[2] = {scale * (float)(int8_t)block[192 + 2 * j], scale * (float)(int8_t)block[193 + 2 * j]};
-        for (int i = 0; i < 32; i++) {
-            int code = (low[i] >> j % 4 / 2 * 4 & 15) | (high[i] >> j % 4 * 2 & 3) << 4;
-            to[32 * j + i] = own[i / 16] * (float)(code - 32);
-        }
+#define LOOKED_UP_HALVES(codes, table, scale)                                                                          \
+    for (int i = 0; i < 16; i++) {                                                                                     \
+        to[i] = (float)table[(codes)[i] & 15] * (scale);                                                               \
+        to[i + 16] = (float)table[(codes)[i] >> 4] * (scale);                                                          \
     }
+BLOCK(iq4_nl, 32, 18)
+{
+    LOOKED_UP_HALVES(block + 2, not_linear, read_half(block))
 }
 
-static void NAME(decode_mxfp4_block)(const Coded *row, int64_t k, int count, float *to)
+BLOCK(mxfp4_block, 32, 17)
 {
-    const uint8_t *block = row->w + k / 32 * 17;
-    float scale = power_of(block[0]);
-    (void)count;
-    for (int i = 0; i < 16; i++) {
-        to[i] = fp4_values[block[1 + i] & 15] * scale;
-        to[i + 16] = fp4_values[block[1 + i] >> 4] * scale;
-    }
+    LOOKED_UP_HALVES(block + 1, fp4_values, power_of(block[0]))
 }
+#undef LOOKED_UP_HALVES
+
+#define OF(FORMAT, format, BYTES, ...)                                                                                 \
+    BLOCK(format, 256, BYTES)                                                                                          \
+    {                                                                                                                  \
+        float scales[32] = {[16] = -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, \
+                            -0.0f, -0.0f, -0.0f, -0.0f};                                                               \
+        int8_t codes[32];                                                                                              \
+        scales_##format(block, scales);                                                                                \
+        for (int j = 0; j < 8; j++) {                                                                                  \
+            codes_##format(block, j, codes);                                                                           \
+            for (int i = 0; i < 32; i++)                                                                               \
+                to[32 * j + i] = (float)codes[i] * scales[2 * j + i / 16] + scales[2 * j + 16 + i / 16];               \
+        }                                                                                                              \
+    }
+SUPER_BLOCKS(OF)
+#undef OF
+#undef BLOCK
 
 static void NAME(decode_mxfp4)(const Coded *row, int64_t k, int count, float *to)
 {
@@ -174,7 +156,7 @@ static const NAME(decoder) NAME(decoders)[] = {ALL_FORMATS(OF)};
 static void NAME(decode)(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
 {
     Coded row = coded_row(job, n);
-    int64_t size = format_values[job->format];
+    int64_t size = job->format < Q2_K ? 32 : 256;
     for (; k < end; k += size, to += size) {
         int count = end - k < size ? (int)(end - k) : (int)size;
         NAME(decoders)[job->format](&row, k, count, to);

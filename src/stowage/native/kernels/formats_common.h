@@ -7,22 +7,17 @@
 
 enum { SCALES_F32 = 0, SCALES_F16 = 1, SCALES_BF16 = 2, SCALES_E8M0 = 3 };
 
-enum {
-    PLAIN = 0, /* of the job's form */
-    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4_BLOCK, F32, F16, BF16, MXFP4, FP8, INT4_WORDS, GPTQ, AWQ, PACKED4,
-    FORMATS_END
-};
+/* From Q2_K on in blocks of 256. */
 #define ALL_FORMATS(OF)                                                                                                \
-    OF(Q8_0, q8_0), OF(Q4_0, q4_0), OF(Q4_1, q4_1), OF(Q5_0, q5_0), OF(Q5_1, q5_1), OF(Q4_K, q4_k), OF(Q5_K, q5_k),    \
-        OF(Q6_K, q6_k), OF(MXFP4_BLOCK, mxfp4_block), OF(F32, f32), OF(F16, f16), OF(BF16, bf16), OF(MXFP4, mxfp4),    \
-        OF(FP8, fp8), OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(PACKED4, packed4)
-
-/* Values that are decoded at once. */
-static const int format_values[FORMATS_END] = {
-    [Q8_0] = 32, [Q4_0] = 32, [Q4_1] = 32, [Q5_0] = 32, [Q5_1] = 32, [Q4_K] = 256, [Q5_K] = 256, [Q6_K] = 256,
-    [MXFP4_BLOCK] = 32, [F32] = 32, [F16] = 32, [BF16] = 32, [MXFP4] = 32, [FP8] = 32, [INT4_WORDS] = 32, [GPTQ] = 32,
-    [AWQ] = 32, [PACKED4] = 32,
-};
+    OF(Q8_0, q8_0), OF(Q4_0, q4_0), OF(Q4_1, q4_1), OF(Q5_0, q5_0), OF(Q5_1, q5_1), OF(IQ4_NL, iq4_nl),                \
+        OF(MXFP4_BLOCK, mxfp4_block), OF(F32, f32), OF(F16, f16), OF(BF16, bf16), OF(MXFP4, mxfp4), OF(FP8, fp8),      \
+        OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(PACKED4, packed4), OF(Q2_K, q2_k), OF(Q3_K, q3_k),      \
+        OF(Q4_K, q4_k), OF(Q5_K, q5_k), OF(Q6_K, q6_k), OF(IQ4_XS, iq4_xs),                                            \
+        OF(IQ2_XXS, iq2_xxs), OF(IQ2_XS, iq2_xs), OF(IQ2_S, iq2_s), OF(IQ3_XXS, iq3_xxs), OF(IQ3_S, iq3_s),            \
+        OF(IQ1_S, iq1_s), OF(IQ1_M, iq1_m)
+#define OF(FORMAT, format) FORMAT
+enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END };
+#undef OF
 
 /* One output's row. Scale i is at index `i * scale_step`; its zero point in nibble `zero_shift` of the word at `i *
  * zero_step`, less `zero_from`; without zero points it is 8. */

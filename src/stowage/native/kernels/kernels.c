@@ -3,6 +3,7 @@
 #include "dynamic.h"
 #include "formats_common.h"
 #include "kernel.h"
+#include "super_blocks.h"
 #include "team.h"
 
 #define LANES 4
@@ -323,6 +324,17 @@ static PyObject *use_instructions(PyObject *self, PyObject *name)
     return PyUnicode_FromString(used->name);
 }
 
+static PyObject *use_grids(PyObject *self, PyObject *table)
+{
+    (void)self;
+    if (!PyBytes_Check(table) || PyBytes_GET_SIZE(table) != sizeof grids) {
+        PyErr_Format(PyExc_ValueError, "grids are %zd bytes", sizeof grids);
+        return NULL;
+    }
+    memcpy(&grids, PyBytes_AS_STRING(table), sizeof grids);
+    Py_RETURN_NONE;
+}
+
 static PyObject *multiplies_halves(PyObject *self, PyObject *nothing)
 {
     (void)self, (void)nothing;
@@ -360,6 +372,7 @@ static PyMethodDef methods[] = {
     {"trust_tiles", trust_tiles, METH_NOARGS, "They were tried: `use_instructions(None)` takes them."},
     {"trust_scoring", trust_scoring, METH_NOARGS, "What attention multiplies bfloat16 with now was tried: it stays."},
     {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},
+    {"use_grids", use_grids, METH_O, "What i-quants look up; see weights/quantized/i_quants.py."},
     {"use_instructions", use_instructions, METH_O, "None: the best there are. Returns their name."},
     {NULL, NULL, 0, NULL},
 };

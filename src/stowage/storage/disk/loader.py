@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.native.staging import Staging, leave_caches
+from stowage.core.staging import Staging, leave_caches
 from stowage.storage.disk.bundle import Bundle, Flight, Share
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, Plan, Run, make_plan
 from stowage.storage.disk.reader import Fetched, Reader, Result

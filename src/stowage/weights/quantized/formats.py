@@ -18,9 +18,10 @@ scale and codes side by side, in one tensor of bytes; the others keep them in se
                          scales and zeros as gptq
 
 ``dequantized`` is the reference that kernels are held to: values in float32, each computed as ggml, Transformers and
-compressed-tensors do; what is computed with in bfloat16 is those values rounded once to the nearest.
+compressed-tensors do; what is computed with in bfloat16 is those values rounded once to the nearest. What the blocks of
+GGUF mean stands in ``ggml_blocks`` and ``i_quants``.
 
-Sources: ggml's ``ggml-quants.c`` and the ``gguf`` package; OCP Microscaling Formats 1.0; Transformers'
+Sources: OCP Microscaling Formats 1.0; Transformers'
 ``integrations/mxfp4.py`` and ``finegrained_fp8.py``; compressed-tensors' ``pack_quantized``; AutoGPTQ; AutoAWQ.
 """
 
@@ -34,6 +35,8 @@ import torch
 from torch import Tensor
 
 from stowage.errors import CheckpointError
+from stowage.weights.quantized.ggml_blocks import IN_BLOCKS, fp4, power_of
+from stowage.weights.quantized.i_quants import I_QUANTS
 
 __all__ = [
     "BLOCKS",
@@ -52,7 +55,6 @@ __all__ = [
 ]
 
 _SUPER: Final = 256
-_FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output 8 j + i of AWQ is in the nibble of this number, counted from the lowest bits."""
 OUTPUTS_TOGETHER: Final = 128
@@ -90,9 +92,20 @@ FORMATS: Final[Mapping[str, BlockFormat]] = {
         BlockFormat("q5_0", 32, 22, 6),
         BlockFormat("q5_1", 32, 24, 7),
         BlockFormat("q8_0", 32, 34, 8),
+        BlockFormat("q2_k", _SUPER, 84, 10),
+        BlockFormat("q3_k", _SUPER, 110, 11),
         BlockFormat("q4_k", _SUPER, 144, 12),
         BlockFormat("q5_k", _SUPER, 176, 13),
         BlockFormat("q6_k", _SUPER, 210, 14),
+        BlockFormat("iq2_xxs", _SUPER, 66, 16),
+        BlockFormat("iq2_xs", _SUPER, 74, 17),
+        BlockFormat("iq3_xxs", _SUPER, 98, 18),
+        BlockFormat("iq1_s", _SUPER, 50, 19),
+        BlockFormat("iq4_nl", 32, 18, 20),
+        BlockFormat("iq3_s", _SUPER, 110, 21),
+        BlockFormat("iq2_s", _SUPER, 82, 22),
+        BlockFormat("iq4_xs", _SUPER, 136, 23),
+        BlockFormat("iq1_m", _SUPER, 56, 29),
         BlockFormat("bf16", 1, 2, 30),
         BlockFormat("mxfp4_block", 32, 17, 39),
         BlockFormat("mxfp4", 32, 16),
@@ -247,113 +260,21 @@ def first_outputs(spec: Spec, parts: Mapping[str, Tensor]) -> tuple[Spec, dict[s
 def _of_blocks(spec: Spec, raw: Tensor) -> Tensor:
     if spec.name in PLAIN:
         return raw.contiguous().view(PLAIN[spec.name]).float()
-    return _IN_BLOCKS[spec.name](raw.reshape(-1, spec.format.nbytes))
-
-
-def _half(raw: Tensor) -> Tensor:
-    """Two bytes of each block as a number (blocks, 1)."""
-    return raw.contiguous().view(torch.float16).float()
-
-
-def _halves(codes: Tensor) -> Tensor:
-    """The low halves of bytes, then their high halves: (blocks, 2 x bytes)."""
-    return torch.cat([codes & 15, codes >> 4], dim=-1)
-
-
-def _fifth_bits(raw: Tensor) -> Tensor:
-    """32 bits in 4 bytes of each block, as 16 where set."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
-    return (((raw[..., None] >> shifts) & 1) << 4).flatten(1)
-
-
-def _q8_0(raw: Tensor) -> Tensor:
-    return _half(raw[:, :2]) * raw[:, 2:].contiguous().view(torch.int8).float()
-
-
-def _q4_0(raw: Tensor) -> Tensor:
-    return _half(raw[:, :2]) * (_halves(raw[:, 2:]).float() - 8)
-
-
-def _q4_1(raw: Tensor) -> Tensor:
-    return _half(raw[:, :2]) * _halves(raw[:, 4:]).float() + _half(raw[:, 2:4])
-
-
-def _q5_0(raw: Tensor) -> Tensor:
-    return _half(raw[:, :2]) * ((_halves(raw[:, 6:]) | _fifth_bits(raw[:, 2:6])).float() - 16)
-
-
-def _q5_1(raw: Tensor) -> Tensor:
-    codes = _halves(raw[:, 8:]) | _fifth_bits(raw[:, 4:8])
-    return _half(raw[:, :2]) * codes.float() + _half(raw[:, 2:4])
-
-
-def _scales_k(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and least values (blocks, 8, 1) of a block of 256: two halves, and eight pairs of 6 bits in 12 bytes."""
-    bits = raw[:, 4:16]
-    first, second, mixed = bits[:, :4], bits[:, 4:8], bits[:, 8:]
-    scales = torch.cat([first & 63, (mixed & 15) | ((first >> 6) << 4)], dim=1).float()
-    leasts = torch.cat([second & 63, (mixed >> 4) | ((second >> 6) << 4)], dim=1).float()
-    return (_half(raw[:, :2]) * scales)[..., None], (_half(raw[:, 2:4]) * leasts)[..., None]
-
-
-def _q4_k(raw: Tensor) -> Tensor:
-    scales, leasts = _scales_k(raw)
-    return scales * _halves(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32).float() - leasts
-
-
-def _q5_k(raw: Tensor) -> Tensor:
-    scales, leasts = _scales_k(raw)
-    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
-    fifth = ((raw[:, None, 16:48] >> shifts) & 1) << 4
-    codes = _halves(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | fifth
-    return scales * codes.float() - leasts
-
-
-def _q6_k(raw: Tensor) -> Tensor:
-    low = _halves(raw[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device)[:, None]
-    high = ((raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
-    scales = _half(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8).float()
-    return scales[..., None] * ((low | high).reshape(-1, 16, 16).float() - 32)
-
-
-def _power(exponents: Tensor) -> Tensor:
-    """2^(e - 127) of bytes (E8M0; 255 is no number)."""
-    wide = exponents.to(torch.int32)
-    bits = torch.where(wide == 0, 1 << 22, wide << 23)
-    return torch.where(wide == 255, torch.nan, bits.view(torch.float32))
-
-
-def _mxfp4_block(raw: Tensor) -> Tensor:
-    return _power(raw[:, :1]) * _fp4(_halves(raw[:, 1:]))
-
-
-def _fp4(codes: Tensor) -> Tensor:
-    return torch.tensor(_FP4, dtype=torch.float32, device=codes.device)[codes.long()]
-
-
-_IN_BLOCKS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "q8_0": _q8_0,
-    "q4_0": _q4_0,
-    "q4_1": _q4_1,
-    "q5_0": _q5_0,
-    "q5_1": _q5_1,
-    "q4_k": _q4_k,
-    "q5_k": _q5_k,
-    "q6_k": _q6_k,
-    "mxfp4_block": _mxfp4_block,
-}
+    means = I_QUANTS.get(spec.name) or IN_BLOCKS[spec.name]
+    return means(raw.reshape(-1, spec.format.nbytes))
 
 
 def _mxfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     blocks = parts["blocks"].reshape(spec.outputs, -1, 16)
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)
-    return _fp4(codes) * _power(parts["scales"].reshape(spec.outputs, -1))[..., None]
+    return fp4(codes) * power_of(parts["scales"].reshape(spec.outputs, -1))[..., None]
 
 
 def _fp8(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     given = parts["scales"]
-    scales = (_power(given) if given.dtype is torch.uint8 else given.float()).reshape(-(-spec.outputs // spec.high), -1)
+    scales = (power_of(given) if given.dtype is torch.uint8 else given.float()).reshape(
+        -(-spec.outputs // spec.high), -1
+    )
     tall = scales.repeat_interleave(spec.high, dim=0)[: spec.outputs]
     return parts["codes"].float() * tall.repeat_interleave(spec.wide, dim=1)[:, : spec.inputs]
 
