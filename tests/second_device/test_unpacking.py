@@ -47,7 +47,7 @@ def test_every_format(spec: Spec) -> None:
 @st.composite
 def matrices(draw: st.DrawFn) -> Spec:
     name = draw(st.sampled_from(sorted({spec.name for spec in KNOWN})))
-    outputs, wide = draw(st.integers(1, 40)), 256 if name.endswith("_k") else 32
+    outputs, wide = draw(st.integers(1, 40)), 256 if name.endswith(("_k", "_xs")) else 32
     inputs = wide * draw(st.integers(1, 5))
     if name in BLOCKS or name == "mxfp4":
         return Spec(name, outputs, inputs)

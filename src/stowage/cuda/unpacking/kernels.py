@@ -53,6 +53,14 @@ def _fp8(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _not_linear(code: tl.tensor) -> tl.tensor:
+    """What a code of IQ4 means: -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113."""
+    four = code.to(tl.int32) >> 2
+    word = tl.where(four < 2, tl.where(four == 0, -1079142271, -152379953), tl.where(four == 2, 639175937, 1901675829))
+    return (word >> (8 * (code.to(tl.int32) & 3))).to(tl.int8).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def side_by_side(
     blocks: tl.tensor,
     scales: tl.tensor,
@@ -119,6 +127,35 @@ def side_by_side(
             code = code | ((bits & 1) << 4)
         scaled = (_half(first, there) * scale)[:, None] * code.to(tl.float32)
         found = scaled - (_half(first + 2, there) * offset)[:, None]
+    elif FORMAT == "iq4_nl":
+        first = blocks + group * BYTES
+        byte = tl.load(first[:, None] + 2 + half_value, mask, other=0)
+        found = _half(first, there)[:, None] * _not_linear((byte >> (4 * high).to(tl.uint8)) & 15)
+    elif FORMAT == "iq4_xs":
+        first = blocks + group // 8 * BYTES
+        sub = (group % 8).to(tl.int32)
+        low = tl.load(first + 4 + sub // 2, there, other=0).to(tl.int32) >> (4 * (sub % 2))
+        more = tl.load(first + 2 + sub // 4, there, other=0).to(tl.int32) >> (2 * (sub % 4))
+        scale = ((low & 15) | ((more & 3) << 4)).to(tl.float32) - 32
+        byte = tl.load((first + 8 + sub * 16)[:, None] + half_value, mask, other=0)
+        found = (_half(first, there) * scale)[:, None] * _not_linear((byte >> (4 * high).to(tl.uint8)) & 15)
+    elif FORMAT == "q2_k" or FORMAT == "q3_k":
+        first = blocks + group // 16 * BYTES
+        sub = (group % 16).to(tl.int32)
+        quarter, side = (sub % 8) // 2, sub % 2 * 16
+        CODES_AT: tl.constexpr = 16 if FORMAT == "q2_k" else 32
+        at = first + CODES_AT + sub // 8 * 32 + side
+        code = (tl.load(at[:, None] + value, mask, other=0) >> (2 * quarter).to(tl.uint8)[:, None]) & 3
+        if FORMAT == "q2_k":
+            both = tl.load(first + sub, there, other=0)
+            scaled = (_half(first + 80, there) * (both & 15).to(tl.float32))[:, None] * code.to(tl.float32)
+            found = scaled - (_half(first + 82, there) * (both >> 4).to(tl.float32))[:, None]
+        else:
+            bits = tl.load((first + side)[:, None] + value, mask, other=0) >> (sub // 2).to(tl.uint8)[:, None]
+            low = tl.load(first + 96 + sub % 8, there, other=0).to(tl.int32) >> (4 * (sub // 8))
+            more = tl.load(first + 104 + sub % 4, there, other=0).to(tl.int32) >> (2 * (sub // 4))
+            scale = ((low & 15) | ((more & 3) << 4)).to(tl.float32) - 32
+            found = (_half(first + 108, there) * scale)[:, None] * ((code | ((bits & 1) << 2)).to(tl.float32) - 4)
     elif FORMAT == "q6_k":
         first = blocks + group // 16 * BYTES
         sub = (group % 16).to(tl.int32)

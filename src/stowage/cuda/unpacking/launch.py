@@ -21,12 +21,14 @@ from stowage.errors import reason
 __all__ = ["FORMATS", "Unpacking"]
 
 logger = logging.getLogger("stowage.engine")
-_SIDE_BY_SIDE = {"q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "mxfp4_block", "mxfp4", "int4"}
-_APART = {"fp8", "gptq", "awq"}
-FORMATS = frozenset(_SIDE_BY_SIDE | _APART)
+_SIDE_BY_SIDE = frozenset(
+    "q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4_block mxfp4 int4".split()
+)
+_APART = frozenset(("fp8", "gptq", "awq"))
+FORMATS = _SIDE_BY_SIDE | _APART
 """Those that the kernels know. Of others torch makes numbers, which is several times slower."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDTHS = {"q6_k": 16}
+_WIDTHS = {"q2_k": 16, "q3_k": 16, "q6_k": 16}
 """Values of a group that have one scale, where these are not 32."""
 _VALUES = 4096
 """That a program unpacks."""
@@ -124,7 +126,7 @@ def _side_by_side(spec: Matrix, parts: Mapping[str, Tensor], out: Tensor) -> Non
     zeros = parts.get("zeros")
     width = _WIDTHS.get(spec.name, 32)
     groups, at_once = out.numel() // width, _VALUES // width
-    super_block = 256 if spec.name.endswith("_k") else 32
+    super_block = 256 if spec.name.endswith(("_k", "_xs")) else 32
     kernels.side_by_side[(-(-groups // at_once),)](
         blocks,
         parts.get("scales", blocks),

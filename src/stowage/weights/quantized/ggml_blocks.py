@@ -1,13 +1,15 @@
 """What the bytes of GGUF's blocks mean, by torch: each function gets blocks ``(blocks, bytes)`` and gives their values.
 
 Values are in float32, each computed with ggml's operations in ggml's order. Most formats leave no choice: a code times
-its scale is exact in float32, so only what is added to that is rounded.
+its scale is exact in float32, so only what is added to that is rounded. Constants come from the host once for each
+device: a CUDA graph can have none.
 
 Sources: ggml's ``ggml-quants.c`` and the ``gguf`` package.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -19,6 +21,12 @@ __all__ = ["IN_BLOCKS", "fp4", "power_of"]
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NOT_LINEAR: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4 mean."""
+
+
+@functools.cache
+def _on(device: torch.device, values: tuple[float, ...]) -> Tensor:
+    with torch.inference_mode(False):  # else it could not be used outside of that mode
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _half(raw: Tensor) -> Tensor:
@@ -59,7 +67,7 @@ def _q5_1(raw: Tensor) -> Tensor:
 
 
 def _not_linear(codes: Tensor) -> Tensor:
-    return torch.tensor(_NOT_LINEAR, dtype=torch.float32, device=codes.device)[codes.long()]
+    return _on(codes.device, _NOT_LINEAR)[codes.long()]
 
 
 def _iq4_nl(raw: Tensor) -> Tensor:
@@ -82,7 +90,7 @@ def _in_turn(raw: Tensor, width: int) -> Tensor:
 
 def _quarters(raw: Tensor) -> Tensor:
     """Codes of 2 bits in two times 32 bytes: the lowest bits of all 32 first, (blocks, 8, 32)."""
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device)[:, None]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
     return ((raw.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
 
 
@@ -125,7 +133,7 @@ def _q5_k(raw: Tensor) -> Tensor:
 
 def _q6_k(raw: Tensor) -> Tensor:
     low = _halves(raw[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device)[:, None]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
     high = ((raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
     scales = _half(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8).float()
     return scales[..., None] * ((low | high).reshape(-1, 16, 16).float() - 32)
@@ -143,7 +151,7 @@ def _mxfp4_block(raw: Tensor) -> Tensor:
 
 
 def fp4(codes: Tensor) -> Tensor:
-    return torch.tensor(_FP4, dtype=torch.float32, device=codes.device)[codes.long()]
+    return _on(codes.device, _FP4)[codes.long()]
 
 
 IN_BLOCKS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {

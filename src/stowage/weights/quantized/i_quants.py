@@ -62,8 +62,9 @@ def table() -> bytes:
 
 @functools.cache
 def _on(device: torch.device, name: str) -> Tensor:
-    values = torch.from_numpy(_signs() if name == "signs" else _grid(name))
-    return values.to(device, torch.uint8 if name == "signs" else torch.float32)
+    with torch.inference_mode(False):  # else it could not be used outside of that mode
+        values = torch.from_numpy(_signs() if name == "signs" else _grid(name))
+        return values.to(device, torch.uint8 if name == "signs" else torch.float32)
 
 
 def _looked_up(name: str, codes: Tensor) -> Tensor:
@@ -82,9 +83,9 @@ def _words(raw: Tensor, nbytes: int) -> Tensor:
     return (raw.reshape(*raw.shape[:-1], -1, nbytes).long() << shifts).sum(-1)
 
 
-def _bits(words: Tensor, *shifts: int) -> Tensor:
-    """Numbers that begin at these bits of each word, one after the other."""
-    return (words[..., None] >> torch.tensor(shifts, device=words.device)).flatten(1)
+def _bits(words: Tensor, count: int, step: int) -> Tensor:
+    """Numbers that begin at every so many bits of each word, one after the other."""
+    return (words[..., None] >> torch.arange(0, count * step, step, device=words.device)).flatten(1)
 
 
 def _scaled(half: Tensor, factor: float, numbers: Tensor, values: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ def _scaled(half: Tensor, factor: float, numbers: Tensor, values: Tensor) -> Ten
 
 def _seven(words: Tensor) -> Tensor:
     """Signs of which each word has four times 7 bits."""
-    return _on(words.device, "signs")[_bits(words, 0, 7, 14, 21) & 127]
+    return _on(words.device, "signs")[_bits(words, 4, 7) & 127]
 
 
 def _iq2_xxs(raw: Tensor) -> Tensor:
@@ -108,12 +109,12 @@ def _iq2_xxs(raw: Tensor) -> Tensor:
 def _iq2_xs(raw: Tensor) -> Tensor:
     words = _words(raw[:, 2:66], 2)
     values = _signed(_looked_up("IQ2_XS", words & 511), _on(raw.device, "signs")[words >> 9])
-    return _scaled(raw[:, :2], 0.25, _bits(raw[:, 66:], 0, 4) & 15, values)
+    return _scaled(raw[:, :2], 0.25, _bits(raw[:, 66:], 2, 4) & 15, values)
 
 
 def _iq2_s(raw: Tensor) -> Tensor:
-    codes = raw[:, 2:34].long() | (_bits(raw[:, 66:74], 0, 2, 4, 6).long() & 3) << 8
-    return _scaled(raw[:, :2], 0.25, _bits(raw[:, 74:], 0, 4) & 15, _signed(_looked_up("IQ2_S", codes), raw[:, 34:66]))
+    codes = raw[:, 2:34].long() | (_bits(raw[:, 66:74], 4, 2).long() & 3) << 8
+    return _scaled(raw[:, :2], 0.25, _bits(raw[:, 74:], 2, 4) & 15, _signed(_looked_up("IQ2_S", codes), raw[:, 34:66]))
 
 
 def _iq3_xxs(raw: Tensor) -> Tensor:
@@ -122,24 +123,24 @@ def _iq3_xxs(raw: Tensor) -> Tensor:
 
 
 def _iq3_s(raw: Tensor) -> Tensor:
-    codes = raw[:, 2:66].long() | (_bits(raw[:, 66:74], *range(8)).long() & 1) << 8
-    return _scaled(raw[:, :2], 2, _bits(raw[:, 106:], 0, 4) & 15, _signed(_looked_up("IQ3_S", codes), raw[:, 74:106]))
+    codes = raw[:, 2:66].long() | (_bits(raw[:, 66:74], 8, 1).long() & 1) << 8
+    return _scaled(raw[:, :2], 2, _bits(raw[:, 106:], 2, 4) & 15, _signed(_looked_up("IQ3_S", codes), raw[:, 74:106]))
 
 
 def _iq1_s(raw: Tensor) -> Tensor:
     words = _words(raw[:, 34:], 2)
     less = (words >> 15 << 11).repeat_interleave(4, dim=1)
-    values = _looked_up("IQ1_S", raw[:, 2:34].long() | (_bits(words, 0, 3, 6, 9) & 7) << 8 | less)
+    values = _looked_up("IQ1_S", raw[:, 2:34].long() | (_bits(words, 4, 3) & 7) << 8 | less)
     return _scaled(raw[:, :2], 0.25, words >> 12 & 7, values)
 
 
 def _iq1_m(raw: Tensor) -> Tensor:
     """The half is in the highest four bits of four words."""
     words = _words(raw[:, 48:], 2)
-    parts = words >> 12 << torch.tensor([0, 4, 8, 12], device=raw.device)
+    parts = words >> 12 << torch.arange(0, 16, 4, device=raw.device)
     half = parts.sum(1, keepdim=True).to(torch.int32).view(torch.uint8)[:, :2]
-    values = _looked_up("IQ1_S", raw[:, :32].long() | (_bits(raw[:, 32:48], 0, 4).long() & 15) << 8)
-    return _scaled(half, 0.25, _bits(words, 0, 3, 6, 9) & 7, values)
+    values = _looked_up("IQ1_S", raw[:, :32].long() | (_bits(raw[:, 32:48], 2, 4).long() & 15) << 8)
+    return _scaled(half, 0.25, _bits(words, 4, 3) & 7, values)
 
 
 I_QUANTS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
