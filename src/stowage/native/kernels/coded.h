@@ -203,16 +203,37 @@ static inline ALWAYS __m512bh coded_wholes(__m256i codes, const float *scales)
     return _mm512_cvtne2ps_pbh(second, first);
 }
 
-#define OF(FORMAT, format, ...)                                                                                        \
+/* Four values have a code, whose ninth bit is in `high`. */
+static inline ALWAYS __m256i coded_fours(const uint32_t *grid, const uint8_t *codes, int high)
+{
+    __m256i at = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes));
+    __m256i ninth = _mm256_sllv_epi32(_mm256_set1_epi32(high), _mm256_setr_epi32(8, 7, 6, 5, 4, 3, 2, 1));
+    at = _mm256_or_si256(at, _mm256_and_si256(ninth, _mm256_set1_epi32(256)));
+    return _mm256_i32gather_epi32((const int *)grid, at, 4);
+}
+
+#define EIGHT(of, I) (long long)of(at, 4 * part + I)
+#define EIGHTS(of) _mm256_setr_epi64x(EIGHT(of, 0), EIGHT(of, 1), EIGHT(of, 2), EIGHT(of, 3))
+#define NEGATED _mm256_sub_epi8(_mm256_xor_si256(values, signs), signs)
+#define MASKED(AT) _mm256_mask_sub_epi8(values, read_word(at + AT + 4 * part), _mm256_setzero_si256(), values)
+#define I_QUANT(format, SIGNS, VALUES, CODES)                                                                          \
     UNIT(format)                                                                                                       \
     {                                                                                                                  \
-        long long eights[4];                                                                                           \
-        UNROLLED for (int i = 0; i < 4; i++)                                                                           \
-            eights[i] = (long long)eight_##format(at, 4 * part + i);                                                   \
-        w[0] = coded_wholes(_mm256_setr_epi64x(eights[0], eights[1], eights[2], eights[3]), scales + 2 * part);        \
+        __m256i signs UNUSED = SIGNS, values = VALUES;                                                                 \
+        w[0] = coded_wholes(CODES, scales + 2 * part);                                                                 \
     }
-I_QUANTS(OF)
-#undef OF
+I_QUANT(iq2_xxs, EIGHTS(signs_iq2_xxs), EIGHTS(values_iq2_xxs), NEGATED)
+I_QUANT(iq2_xs, EIGHTS(signs_iq2_xs), EIGHTS(values_iq2_xs), NEGATED)
+I_QUANT(iq2_s, _mm256_setzero_si256(), EIGHTS(values_iq2_s), MASKED(34))
+I_QUANT(iq3_xxs, EIGHTS(signs_iq3_xxs), coded_fours(grids.iq3_xxs, at + 2 + 8 * part, 0), NEGATED)
+I_QUANT(iq3_s, _mm256_setzero_si256(), coded_fours(grids.iq3_s, at + 2 + 8 * part, at[66 + part]), MASKED(74))
+I_QUANT(iq1_s, _mm256_setzero_si256(), EIGHTS(values_iq1_s), values)
+I_QUANT(iq1_m, _mm256_setzero_si256(), EIGHTS(values_iq1_m), values)
+#undef EIGHT
+#undef EIGHTS
+#undef NEGATED
+#undef MASKED
+#undef I_QUANT
 
 /* 64 different weights are too many to look up. A scale times 32 is exact, and so is what is left of a code. */
 UNIT(q6_k)

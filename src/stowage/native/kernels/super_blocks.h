@@ -40,18 +40,16 @@ static struct {
     uint64_t iq1[4096];
 } grids;
 
-#define EIGHT(format, EIGHT_VALUES, SIGNS)                                                                             \
-    static inline ALWAYS uint64_t eight_##format(const uint8_t *block, int i)                                          \
-    {                                                                                                                  \
-        uint64_t values = EIGHT_VALUES, signs = SIGNS;                                                                 \
-        return (values ^ signs) + (signs & 0x0101010101010101); /* none is zero, so bytes stay apart */                \
-    }                                                                                                                  \
+#define EIGHT(format, VALUES, SIGNS)                                                                                   \
+    static inline ALWAYS uint64_t values_##format(const uint8_t *block, int i) { return VALUES; }                      \
+    static inline ALWAYS uint64_t signs_##format(const uint8_t *block, int i) { return (void)block, (void)i, SIGNS; }  \
     static inline ALWAYS void codes_##format(const uint8_t *block, int j, int8_t *to)                                  \
     {                                                                                                                  \
-        uint64_t eights[4];                                                                                            \
-        for (int i = 0; i < 4; i++)                                                                                    \
-            eights[i] = eight_##format(block, 4 * j + i);                                                              \
-        memcpy(to, eights, sizeof eights);                                                                             \
+        for (int i = 0; i < 4; i++) {                                                                                  \
+            uint64_t values = values_##format(block, 4 * j + i), signs = signs_##format(block, 4 * j + i);             \
+            values = (values ^ signs) + (signs & 0x0101010101010101); /* none is zero, so bytes stay apart */          \
+            memcpy(to + 8 * i, &values, sizeof values);                                                                \
+        }                                                                                                              \
     }
 #define FOURS(GRID, FIRST, SECOND) (grids.GRID[FIRST] | (uint64_t)grids.GRID[SECOND] << 32)
 EIGHT(iq2_xxs, grids.iq2_xxs[block[2 + i / 4 * 8 + i % 4]],
