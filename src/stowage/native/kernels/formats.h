@@ -48,21 +48,23 @@ BLOCK(q5_1, 32, 24)
     NAME(decode_halves_of)(block + 8, read_word(block + 4), 0, read_half(block), read_half(block + 2), to);
 }
 
-#define LOOKED_UP_HALVES(codes, table, scale)                                                                          \
-    for (int i = 0; i < 16; i++) {                                                                                     \
-        to[i] = (float)table[(codes)[i] & 15] * (scale);                                                               \
-        to[i + 16] = (float)table[(codes)[i] >> 4] * (scale);                                                          \
-    }
 BLOCK(iq4_nl, 32, 18)
 {
-    LOOKED_UP_HALVES(block + 2, not_linear, read_half(block))
+    int8_t codes[32];
+    float scale = read_half(block);
+    codes_iq4(block + 2, codes);
+    for (int i = 0; i < 32; i++)
+        to[i] = (float)codes[i] * scale;
 }
 
 BLOCK(mxfp4_block, 32, 17)
 {
-    LOOKED_UP_HALVES(block + 1, fp4_values, power_of(block[0]))
+    float scale = power_of(block[0]);
+    for (int i = 0; i < 16; i++) {
+        to[i] = fp4_values[block[1 + i] & 15] * scale;
+        to[i + 16] = fp4_values[block[1 + i] >> 4] * scale;
+    }
 }
-#undef LOOKED_UP_HALVES
 
 #define OF(FORMAT, format, BYTES, ...)                                                                                 \
     BLOCK(format, 256, BYTES)                                                                                          \

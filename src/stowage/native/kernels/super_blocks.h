@@ -29,8 +29,29 @@ CODES(q4_k, block[16 + j / 2 * 32 + i] >> j % 2 * 4 & 15)
 CODES(q5_k, (block[48 + j / 2 * 32 + i] >> j % 2 * 4 & 15) | (block[16 + i] >> j & 1) << 4)
 CODES(q6_k, ((block[j / 4 * 64 + j % 2 * 32 + i] >> j % 4 / 2 * 4 & 15) |
              (block[128 + j / 4 * 32 + i] >> j % 4 * 2 & 3) << 4) - 32)
-CODES(iq4_xs, not_linear[block[8 + 16 * j + i % 16] >> i / 16 * 4 & 15])
 #undef CODES
+
+/* What codes of IQ4 mean, of which 16 bytes have two each. */
+static inline ALWAYS void codes_iq4(const uint8_t *from, int8_t *to)
+{
+#if defined(__GNUC__) && !defined(__clang__)
+    typedef uint8_t Sixteen __attribute__((vector_size(16)));
+    Sixteen table, codes, halves[2];
+    memcpy(&table, not_linear, sizeof table);
+    memcpy(&codes, from, sizeof codes);
+    halves[0] = __builtin_shuffle(table, codes & 15); /* one instruction, where there is one */
+    halves[1] = __builtin_shuffle(table, codes >> 4);
+    memcpy(to, halves, sizeof halves);
+#else
+    for (int i = 0; i < 32; i++)
+        to[i] = not_linear[from[i % 16] >> i / 16 * 4 & 15];
+#endif
+}
+
+static inline ALWAYS void codes_iq4_xs(const uint8_t *block, int j, int8_t *to)
+{
+    codes_iq4(block + 8 + 16 * j, to);
+}
 
 /* What i-quants look up, as weights/quantized/i_quants.py makes it; zeros until then. Eight values, or four, have a
  * code, and signs: bytes that are 255 where a value is negated. */
