@@ -21,6 +21,7 @@ from tests.weights import gguf_gemma, gguf_hybrids, gguf_layouts, gguf_mixtures
 _RENAMED: Mapping[str, str] = {
     "cohere": "command-r",
     "falcon_h1": "falcon-h1",
+    "falcon_mamba": "mamba",
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",

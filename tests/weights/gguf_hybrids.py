@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-HYBRIDS = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")
+HYBRIDS = ("falcon-h1", "granitehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe")
 INTERLEAVED = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
 _GRANITES = ("granitehybrid", "granitemoe")
 
@@ -20,7 +20,7 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         found |= {"expert_count": config.num_local_experts, "attention.scale": config.attention_multiplier}
         if config.model_type != "granitemoe":
             found["expert_shared_feed_forward_length"] = config.shared_intermediate_size
-    if arch in HYBRIDS[1:] and arch != "mamba2":
+    if arch in HYBRIDS[1:] and not arch.startswith("mamba"):
         heads = config.num_key_value_heads
         found["attention.head_count_kv"] = [heads * (kind == "full_attention") for kind in config.layer_types]
     if arch == "granitehybrid":
@@ -39,6 +39,25 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
             "ssm.group_count": config.mamba_n_groups,
             "ssm.inner_size": config.mamba_d_ssm,
             "ssm.time_step_rank": config.mamba_n_heads,
+        }
+    if arch == "jamba":
+        found |= {
+            "ssm.conv_kernel": config.mamba_d_conv,
+            "ssm.state_size": config.mamba_d_state,
+            "ssm.inner_size": config.mamba_expand * config.hidden_size,
+            "ssm.time_step_rank": config.mamba_dt_rank,
+        }
+    if arch == "mamba":
+        found |= {
+            "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": 0,
+            "ssm.conv_kernel": config.conv_kernel,
+            "ssm.state_size": config.state_size,
+            "ssm.inner_size": config.intermediate_size,
+            "ssm.time_step_rank": config.time_step_rank,
+            "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
         }
     if arch == "mamba2":
         found |= {
@@ -92,6 +111,8 @@ def written(config: Any, arch: str, block: str, own: str, values: np.ndarray) ->
     part, _, own = own.partition(".")
     if part not in ("mamba", "mixer"):
         return None
+    if own in ("A_log", "D") and arch in ("jamba", "mamba"):
+        return [(f"{block}.ssm_a", -np.exp(values))] if own == "A_log" else [(f"{block}.ssm_d", values)]
     if own in ("A_log", "D"):
         column = values.reshape(-1, 1)
         return [(f"{block}.ssm_a", -np.exp(column))] if own == "A_log" else [(f"{block}.ssm_d", column)]

@@ -44,9 +44,11 @@ FAMILIES: Final[Mapping[str, str]] = {
     "hunyuan-dense": "hunyuan_v1_dense",
     "hunyuan-moe": "hunyuan_v1_moe",
     "internlm2": "llama",
+    "jamba": "jamba",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "llama": "llama",
+    "mamba": "mamba",
     "mamba2": "mamba2",
     "minicpm": "granite",
     "minimax-m2": "minimax_m2",
@@ -93,6 +95,8 @@ def family_of(file: GgufFile) -> str | None:
         return "mixtral"
     if family == "granitemoe" and "blk.0.ffn_gate_shexp.weight" in file.tensors:
         return "granitemoeshared"
+    if family == "mamba" and file.fields.get("mamba.ssm.dt_b_c_rms") is True:
+        return "falcon_mamba"
     if family == "olmo2" and number(file, "attention.sliding_window"):
         return "olmo3"
     if family == "ministral3":
@@ -219,6 +223,9 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "cohere": windows.cohere,
+    "falcon_mamba": hybrids.mamba,
+    "jamba": hybrids.jamba,
+    "mamba": hybrids.mamba,
     "mamba2": hybrids.mamba2,
     "nemotron_h": hybrids.nemotron_h,
     "olmo3": windows.olmo3,

@@ -1,4 +1,4 @@
-"""Families with layers of Mamba 2: their configs, and how the parameters of such a layer lie in a file.
+"""Families with layers of Mamba, the first and 2: their configs, and how the parameters of such a layer lie in a file.
 
 Which layer is what stands in the number of its heads and of its feed-forward's rows (llama.cpp, ``src/models/
 granite-hybrid.cpp`` and ``nemotron-h.cpp``). Granite 4 has a feed-forward behind each, Nemotron-H is one or the other.
@@ -6,7 +6,7 @@ granite-hybrid.cpp`` and ``nemotron-h.cpp``). Granite 4 has a feed-forward behin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,13 +21,15 @@ __all__ = [
     "granite",
     "granite_hybrid",
     "granite_moe",
+    "jamba",
+    "mamba",
     "mamba2",
     "mamba_layout",
     "nemotron_h",
     "shared_layout",
 ]
 
-HYBRIDS: Final = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")
+HYBRIDS: Final = ("falcon-h1", "granitehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe")
 
 
 def granite(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,9 +114,69 @@ def mamba2(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mamba_layout(block: str, own: str) -> Layout | None:
-    """Of parameters of a layer of Mamba 2: the file has what states decay by, where a checkpoint has its logarithm."""
+def mamba(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Also of Falcon-Mamba."""
+    states, hidden = _first_states(file), number(file, "embedding_length")
+    return {
+        "conv_kernel": number(file, "ssm.conv_kernel"),
+        "expand": states["inner"] // hidden,
+        "layer_norm_epsilon": file.fields.get(f"{file.architecture}.attention.layer_norm_rms_epsilon"),
+        "state_size": states["state"],
+        "time_step_rank": states["rank"],
+        "use_bias": _has(file, "ssm_in.bias"),
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+    }
+
+
+def jamba(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    states, heads = _first_states(file), of_layers(file, "attention.head_count_kv")
+    layers, hidden = range(layers_of(file)), number(file, "embedding_length")
+    routed = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in layers]
+    attention, experts = _every(file, [bool(count) for count in heads]), _every(file, routed)
+    return {
+        "attn_layer_offset": attention[0],
+        "attn_layer_period": attention[1],
+        "expert_layer_offset": experts[0],
+        "expert_layer_period": experts[1],
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_d_conv": number(file, "ssm.conv_kernel"),
+        "mamba_d_state": states["state"],
+        "mamba_dt_rank": states["rank"],
+        "mamba_expand": states["inner"] // hidden,
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+        "num_experts": number(file, "expert_count") or 1,
+        "num_key_value_heads": max(heads, default=0),
+        "use_mamba_kernels": False,
+    }
+
+
+def _every(file: GgufFile, layers: Sequence[bool]) -> tuple[int, int]:
+    """The first of those that are set, and every how many layers another is. Raises CheckpointError."""
+    own = [at for at, known in enumerate(layers) if known]
+    first, period = (own[0] if own else len(layers)), (own[1] - own[0] if len(own) > 1 else len(layers) + 1)
+    if first >= period or layers != [at % period == first for at in range(len(layers))]:
+        raise sizeless(file, "which of its layers are alike")
+    return first, period
+
+
+def _first_states(file: GgufFile) -> dict[str, int]:
+    """Sizes of a layer of the first Mamba. Raises CheckpointError."""
+    found = {
+        "inner": number(file, "ssm.inner_size"),
+        "rank": number(file, "ssm.time_step_rank"),
+        "state": number(file, "ssm.state_size"),
+    }
+    hidden = number(file, "embedding_length")
+    if not all(found.values()) or not hidden or found["inner"] % hidden:
+        raise sizeless(file, "how large its states are")
+    return found
+
+
+def mamba_layout(architecture: str, block: str, own: str) -> Layout | None:
+    """Of parameters of a layer of Mamba: the file has what states decay by, where a checkpoint has its logarithm."""
     match own:
+        case "dt_proj.weight" if architecture in ("jamba", "mamba"):  # models multiply with it by themselves
+            return Made((f"{block}.ssm_dt.weight",), lambda found: found[0])
         case "A_log":
             return Made((f"{block}.ssm_a",), lambda found: torch.log(-found[0]))
         case "D":

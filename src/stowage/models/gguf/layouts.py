@@ -65,7 +65,7 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
     if architecture == "bailingmoe2":
         return joined_heads(config, block, own, tensors)
     if architecture in HYBRIDS:
-        return mamba_layout(block, own)
+        return mamba_layout(architecture, block, own)
     if architecture == "deepseek2":
         return _latents(config, block, own, tensors)
     if architecture == "gemma4" and own in _ROUTERS:

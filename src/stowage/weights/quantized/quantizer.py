@@ -50,6 +50,8 @@ def register(method: str, before: _Before, after: Callable[[Any, Any], None] | N
             self._known = before(model, self.quantization_config, self._dtype, files)
 
         def _process_model_after_weight_loading(self, model: Any, **_given: Any) -> Any:
+            for module in model.modules():  # our layers have weights, so that none is computed in another way
+                vars(getattr(module, "config", module)).pop("_is_quantized", None)
             if after is not None:
                 after(model, self._known)
             return model
