@@ -43,6 +43,13 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
                 "expert_shared_feed_forward_length": config.moe_intermediate_size * config.num_shared_experts,
                 "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
             }
+        case "minicpm3":
+            found |= {
+                "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+                "attention.value_length": config.v_head_dim,
+                "attention.kv_lora_rank": config.kv_lora_rank,
+                "attention.q_lora_rank": config.q_lora_rank,
+            }
         case "hunyuan-moe":
             found |= {
                 "expert_feed_forward_length": config.intermediate_size,

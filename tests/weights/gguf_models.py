@@ -28,6 +28,19 @@ YARN = {
 }
 
 
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 1.0,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0 + at / 8 for at in range(4)],
+    "long_factor": [1.0 + at / 4 for at in range(4)],
+}
+
+
+MINICPM3 = {"dim_model_base": 256, "scale_depth": 1.4, "scale_emb": 12}
+
+
 GRANITE = {
     "mamba_chunk_size": 256,
     "attention_multiplier": 0.2,
@@ -122,6 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"tie_word_embeddings": True},
     "mamba": {},
     "mamba2": {"chunk_size": 256},
+    "minicpm3": MINICPM3,
     "minimax_m2": {},
     "ministral3": {"max_position_embeddings": 256, "rope_parameters": YARN},
     "olmo2": {},
@@ -174,6 +188,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm 2": ("llama", {"gguf_arch": "internlm2"}),
     "ling 2": ("glm4_moe", LING),
     "minicpm": ("granite", {"gguf_arch": "minicpm", "attention_multiplier": 0.25, "embedding_multiplier": 3.0}),
+    "minicpm 3 with long rope": ("minicpm3", MINICPM3 | {"rope_parameters": LONG}),
     "qwen 2.5 vl": ("qwen2", FAMILIES["qwen2"] | {"gguf_arch": "qwen2vl"}),
     "qwen 3 vl": ("qwen3", {"gguf_arch": "qwen3vl"}),
     "qwen 3 vl with experts": ("qwen3_moe", FAMILIES["qwen3_moe"] | {"gguf_arch": "qwen3vlmoe"}),

@@ -39,6 +39,7 @@ RELAID = {
     "ling 2": "*=stream",
     "mamba": "*=stream",
     "mamba2": "*=stream",
+    "minicpm3": "*=stream",
     "minimax_m2": "*=experts",
     "nemotron 3 nano": "*=experts",
     "nemotron_h": "*=mapped",

@@ -194,17 +194,21 @@ def _rope(
 
 
 def _longrope(file: GgufFile, family: str, factors: Mapping[str, NDArray[np.float32]]) -> dict[str, Any]:
-    """Of Phi: one list of factors up to the length that it was first trained with, and another beyond."""
-    first = number(file, "rope.scaling.original_context_length")
-    if family != "phi3" or len(factors) < 2 or not first:
+    """Of Phi: one list of factors up to the length that it was first trained with, and another beyond. MiniCPM 3 was
+    first trained with all of its length.
+    """
+    known = "rope.scaling.original_context_length" if family == "phi3" else "context_length"
+    first = number(file, known)
+    if family not in ("minicpm3", "phi3") or len(factors) < 2 or not first:
         raise UnsupportedModelError(
             f"{file.paths[0]} scales its rotary embeddings by two lists of factors (longrope), which is read from GGUF "
-            "of phi3 only: give the Hugging Face checkpoint that it was made from."
+            "of phi3 and minicpm3 only: give the Hugging Face checkpoint that it was made from."
         )
     lists = {
         f"{name}_factor": [float(str(one)) for one in factors[f"rope_factors_{name}"]] for name in ("short", "long")
     }
-    return {"rope_type": "longrope", "original_max_position_embeddings": first, **lists}
+    found = {"rope_type": "longrope", "original_max_position_embeddings": first, **lists}
+    return found | {"factor": 1.0} if family == "minicpm3" else found
 
 
 def _proportional(file: GgufFile, theta: float, factors: NDArray[np.float32] | None) -> dict[str, Any]:

@@ -51,6 +51,7 @@ FAMILIES: Final[Mapping[str, str]] = {
     "mamba": "mamba",
     "mamba2": "mamba2",
     "minicpm": "granite",
+    "minicpm3": "minicpm3",
     "minimax-m2": "minimax_m2",
     "mistral3": "ministral3",
     "nemotron": "nemotron",
@@ -163,6 +164,24 @@ def _deepseek_v2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
+def _minicpm3(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
+    """By how much embeddings, residuals and logits are scaled stands in llama.cpp's code."""
+    whole, rotated = number(file, "attention.key_length"), number(file, "rope.dimension_count")
+    if not rotated or whole <= rotated or not number(file, "attention.kv_lora_rank"):
+        raise sizeless(file)
+    return {
+        "dim_model_base": 256,
+        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
+        "num_key_value_heads": number(file, "attention.head_count"),
+        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
+        "qk_nope_head_dim": whole - rotated,
+        "qk_rope_head_dim": rotated,
+        "scale_depth": 1.4,
+        "scale_emb": 12,
+        "v_head_dim": number(file, "attention.value_length") or None,
+    }
+
+
 def _gated_delta(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     """Every so many layers one has attention, and the others a state."""
     every, values = number(file, "full_attention_interval") or 4, number(file, "ssm.time_step_rank")
@@ -227,6 +246,7 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "jamba": hybrids.jamba,
     "mamba": hybrids.mamba,
     "mamba2": hybrids.mamba2,
+    "minicpm3": _minicpm3,
     "nemotron_h": hybrids.nemotron_h,
     "olmo3": windows.olmo3,
     "qwen3_5_moe_text": _gated_delta,
