@@ -39,15 +39,26 @@ HALVES = {
 """Where the scales of a block are, in formats that do not begin with one."""
 
 
-def tame(name: str, blocks: Tensor, mask: int = 0xBB) -> None:
-    """Make scales of ``blocks`` (blocks, bytes) no infinities, and smaller where ``mask`` has fewer bits."""
+def tame(name: str, blocks: Tensor) -> None:
+    """Make scales of ``blocks`` (blocks, bytes) no infinities."""
     if name in PLAIN:
-        blocks &= mask
+        blocks &= 0xBB
     elif name == "iq1_m":  # in four parts of four bits
-        blocks[:, 49::2] &= (mask & 0xF0) | 15
+        blocks[:, 49::2] &= 0xBF
     else:
         for at in HALVES.get(name, (0,)):
-            blocks[:, at if name == "mxfp4_block" else at + 1] &= mask
+            blocks[:, at if name == "mxfp4_block" else at + 1] &= 0xBB
+
+
+def scale(name: str, blocks: Tensor, value: float) -> None:
+    """Give ``blocks`` of halves and codes this scale, and this least value where they have one."""
+    low, high = torch.tensor([value], dtype=torch.float16).view(torch.uint8).tolist()
+    if name == "iq1_m":
+        for at, part in enumerate((low & 15, low >> 4, high & 15, high >> 4)):
+            blocks[:, 49 + 2 * at] = (blocks[:, 49 + 2 * at] & 15) | part << 4
+    else:
+        for at in HALVES.get(name, (0,)):
+            blocks[:, at : at + 2] = torch.tensor([low, high], dtype=torch.uint8)
 
 
 SPECS = [

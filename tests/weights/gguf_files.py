@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
-from tests.block_formats import tame
+from tests.block_formats import scale
 from tests.weights import gguf_gemma, gguf_hybrids, gguf_layouts, gguf_mixtures
 
 _RENAMED: Mapping[str, str] = {
@@ -98,7 +98,7 @@ def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
     shape = (*values.shape[:-1], values.shape[-1] // each * nbytes)
     raw = np.random.default_rng(values.size).integers(0, 256, shape, np.uint8)
     blocks = torch.from_numpy(raw.reshape(-1, nbytes))
-    tame(kind.name.lower(), blocks, 0x8B)
+    scale(kind.name.lower(), blocks, 2e-4)
     return raw
 
 

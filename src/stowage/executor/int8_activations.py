@@ -48,7 +48,7 @@ def note_of(formats: Iterable[str], *, packed: bool = False) -> str:
     """The same of matrices in these ``formats``; ``packed``: whether there are some of `stowage pack` too."""
     others = set(formats) - kernels.INTEGER_FORMATS
     if not packed and others == set(formats):
-        return "--int8-activations changes nothing: this model has no weights in an integer format."
+        return "--int8-activations changes nothing: no weights of this model are in a format that is multiplied so."
     beside = f"; weights in {', '.join(sorted(others))} are multiplied as ever" if others - PLAIN.keys() else ""
     return (
         "Activations are rounded to 8 bits: answers are close to those of the published weights, and not the same"
