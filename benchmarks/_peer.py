@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stowage.planner.compute import waited_share
+
 __all__ = ["PYTHON", "Peer"]
 
 PYTHON = Path(".venv-bench/bin/python")
@@ -35,6 +37,11 @@ class Peer:
         assert self._process.stdin is not None
         print(json.dumps(command), file=self._process.stdin, flush=True)
         return self._read()
+
+    @property
+    def waited_share(self) -> float:
+        """Of the time in which its threads could have run, the share that they waited for a core."""
+        return waited_share(Path(f"/proc/{self._process.pid}/task"))
 
     def end(self) -> None:
         """It has no more to do."""

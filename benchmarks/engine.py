@@ -67,9 +67,9 @@ def start(way: str, model: Path, dtype: str, device: str = "cpu") -> Peer:
     return Peer([python, SCRIPT, way_there, model, dtype, str(DEVICE_BYTES), "0", device])
 
 
-def speeds(peer: Peer, seed: int, lengths: Sequence[int]) -> dict[str, float]:
-    """Tokens per second of prompts of ``lengths``, and of decoding alone and eight at a time. No prompt is that of
-    another ``seed``.
+def speeds(peer: Peer, seed: int, lengths: Sequence[int], batches: Sequence[int] = (1, 8)) -> dict[str, float]:
+    """Tokens per second of prompts of ``lengths``, and of decoding alone and eight at a time, or in other ``batches``.
+    No prompt is that of another ``seed``.
     """
     asked = seed * 1000
 
@@ -86,7 +86,7 @@ def speeds(peer: Peer, seed: int, lengths: Sequence[int]) -> dict[str, float]:
 
     seconds(1, 64, 4)  # warm
     found = {f"prefill {length}": length / seconds(1, length, 1) for length in lengths}
-    for batch in (1, 8):
+    for batch in batches:
         first_s = seconds(batch, PROMPT_TOKENS, 1)
         found[f"decode {batch}"] = batch * (NEW_TOKENS - 1) / (seconds(batch, PROMPT_TOKENS, NEW_TOKENS) - first_s)
     return found

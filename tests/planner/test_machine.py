@@ -17,6 +17,8 @@ MEASURED = replace(
     attention={},
     overlap_loss={128: 0.2, 8: 0.8},
     formats={"float32": {"q4_0": {1: 0.25, 9: 1.25}, "q8_0": {1: 0.5}}},
+    narrow={"float32": {"q4_0": {1: 0.5, 9: 1.25}, "q8_0": {1: 0.4}, "float32": {1: 1.125}}},
+    attention_steps={1: 2e9, 9: 1e9},
 )
 
 
@@ -64,6 +66,29 @@ def test_products_in_formats_take_their_shares_of_what_was_measured(
     assert MEASURED.format_times("bfloat16", shares, rows) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("outputs", "rows", "times"),
+    [
+        ({}, 1, 0.0),
+        ({"q4_0": 1 / 512 - 1 / 2048}, 1, 0.25),
+        ({"q4_0": 1 / 1024 - 1 / 2048}, 1, 0.25 / 3),
+        ({"q4_0": 1 / 512 - 1 / 2048}, 5, 0.125),
+        ({"q4_0": 1 / 4096 - 1 / 2048}, 1, -0.25 / 6),
+        ({"": 1 / 512 - 1 / 2048}, 1, 0.125),
+        ({"q8_0": 1 / 512 - 1 / 2048, "never measured": 1.0}, 1, 0.0),
+    ],
+)
+def test_outputs_take_a_time_besides_their_parameters(outputs: dict[str, float], rows: float, times: float) -> None:
+    """As much longer as narrow matrices took: in proportion to how many outputs there are for each parameter."""
+    assert MEASURED.narrow_times("float32", outputs, rows) == pytest.approx(times)
+    assert MEASURED.narrow_times("bfloat16", outputs, rows) == 0.0
+
+
+def test_attention_of_steps_between_the_batches_that_were_measured() -> None:
+    assert [MEASURED.attend_step_s(1e9, batch) for batch in (1, 5, 9, 20)] == pytest.approx([0.5, 0.75, 1.0, 1.0])
+    assert TYPICAL_CPU.attend_step_s(1e9, 1) == 0.0
+
+
 @pytest.mark.parametrize(("rows", "loss"), [(1, 0.8), (8, 0.8), (68, 0.5), (128, 0.2), (1000, 0.2)])
 def test_what_reading_costs_between_the_sizes_that_were_measured(rows: int, loss: float) -> None:
     assert MEASURED.overlap_loss_of(rows) == pytest.approx(loss)
@@ -91,11 +116,14 @@ def changed(**fields: Any) -> str:
         ("[]", "is not what"),
         ("{}", "is not what"),
         (changed(version=99), "another version"),
+        (changed(version=5), "another version"),
         (changed(kind="abacus"), "kind is 'abacus'"),
         (changed(products={}), "nothing of matrix products"),
         (changed(products={"bfloat16": {"1": 0}}), "not above 0"),
         (changed(disk_read={"1": -1.0}), "not above 0"),
         (changed(formats={"bfloat16": {"q4_0": {"1": 0.0}}}), "not above 0"),
+        (changed(narrow={"bfloat16": {"q4_0": {"1": 0.0}}}), "not above 0"),
+        (changed(attention_steps={"8": 0.0}), "not above 0"),
         (changed(formats={"bfloat16": ["q4_0"]}), "is not what"),
         (changed(memcpy_one=float("nan")), "not above 0"),
         (changed(link_in=0), "link_in must be above 0"),

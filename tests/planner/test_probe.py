@@ -143,11 +143,17 @@ def test_a_torch_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypa
 
 def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with matrices and models that take no time."""
-    for name, value in {"_WIDE": 128, "_WIDE_TOKENS": 8, "_TOKENS": 6, "_ROUNDS": 1, "_LAYERS_MORE": 4}.items():
+    small = {"_WIDE": 128, "_WIDE_TOKENS": 8, "_TOKENS": 6, "_ROUNDS": 1, "_LAYERS_MORE": 4, "_PROMPT_MORE": 20}
+    for name, value in small.items():
         monkeypatch.setattr(forwards, name, value)
     for name, value in {"_OUT": 64, "_IN": 32, "_UNIT_BYTES": 1 << 14, "_ROUNDS": 1}.items():
         monkeypatch.setattr(weight_speeds, name, value)
-    for name, value in {"_OUTPUTS": 256, "_INPUTS": 512, "_BYTES": 1 << 20, "_PASS_S": 0.0, "_ROUNDS": 2}.items():
+    for name, value in {
+        "_OUTPUTS": {(1, 8): 128, (128,): 128},
+        "_BYTES": 2 << 20,
+        "_PASS_S": 0.0,
+        "_ROUNDS": 2,
+    }.items():
         monkeypatch.setattr(format_speed, name, value)
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(256)) * 512)
@@ -169,11 +175,14 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if found["kind"] == "cpu":
         besides = ("step_s", "mixture_s", "expert_s", "elements_per_s", "stream_bytes_per_s")
         assert min(found[name] for name in besides) > 0
-        assert found["sequence_s"] >= 0
-        assert set(found["formats"]) == set(found["products"])
+        assert min(found["sequence_s"], found["logit_s"]) >= 0
+        assert set(found["attention_steps"]) == {1, forwards._BATCH}
+        assert min(found["attention_steps"].values()) > 0
+        assert set(found["formats"]) == set(found["narrow"]) == set(found["products"])
         names = {name for name in FORMATS if name not in PLAIN} | set(FORMS)
         rounded = {name + INT8 for name in names & (kernels.INTEGER_FORMATS | set(FORMS))}
-        for measured in found["formats"].values():
+        for dtype, measured in found["formats"].items():
+            assert set(found["narrow"][dtype]) == set(measured) | ({dtype} if measured else set())
             assert set(measured) == (names | rounded if kernels.is_built() else set())
             assert all(set(times) == set(format_speed.ROWS) for times in measured.values())
             assert all(times > 0 for rates in measured.values() for times in rates.values())

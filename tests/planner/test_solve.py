@@ -316,14 +316,27 @@ def test_what_a_forward_takes_besides_its_products() -> None:
     wide = replace(
         made, layers=tuple(replace(each, parameters={"attention": 1, "mlp": 3 * 64 * 256}) for each in made.layers)
     )
-    slow = replace(bare, step_s=0.5, layer_s=2.0, sequence_s=0.25, elements_per_s=1000.0)
+    slow = replace(bare, step_s=0.5, layer_s=2.0, sequence_s=0.25, logit_s=1.0, elements_per_s=1000.0)
 
     def more_s(work: Workload) -> float:
         slower = decode_step(wide, slow, work, Away()).compute_s
         return slower - decode_step(wide, replace(bare, layer_s=0.0), work, Away()).compute_s
 
-    assert more_s(replace(WORK, batch=1)) == pytest.approx(0.5 + 3 * 2.0 + 3 * (64 + 256) / 1000)
-    assert more_s(replace(WORK, batch=3)) == pytest.approx(0.5 + 3 * (2.0 + 2 * 0.25) + 3 * 3 * (64 + 256) / 1000)
+    assert more_s(replace(WORK, batch=1)) == pytest.approx(0.5 + 3 * 2.0 + 256 + 3 * (64 + 256) / 1000)
+    batch = 0.5 + 3 * (2.0 + 2 * 0.25) + 3 * 256 + 3 * 3 * (64 + 256) / 1000
+    assert more_s(replace(WORK, batch=3)) == pytest.approx(batch)
+
+
+def test_attention_of_a_step_takes_longer_the_more_was_said() -> None:
+    made, bare = model([4] * 3), machine("cpu")
+    slow = replace(bare, attention_steps={1: 1e6})
+
+    def more_s(batch: int, context: int) -> float:
+        work = Workload(context, batch, context - 64, 128)
+        return decode_step(made, slow, work, Away()).compute_s - decode_step(made, bare, work, Away()).compute_s
+
+    assert more_s(1, 1000) == pytest.approx(3 * 1000 * 256 / 1e6)
+    assert more_s(2, 2000) == pytest.approx(4 * more_s(1, 1000))
 
 
 def test_computing_is_slower_by_what_was_measured_while_something_is_read() -> None:
@@ -384,11 +397,12 @@ def test_parts_in_formats_are_computed_as_quickly_as_was_measured() -> None:
     made = model([4, 4], experts=8)
     measured = {made.dtype: {"quick": {1: 0.25, 128: 0.5}, "slow": {1: 3.0}}}
     on = replace(TYPICAL_CPU, step_s=0.0, layer_s=0.0, formats=measured)
-    plain = decode_step(made, on, replace(WORK, batch=1), Away()).compute_s
+    one = replace(WORK, batch=1)
+    plain = decode_step(made, on, one, Away()).compute_s
 
     def saved_s(part: str, parameters: int, name: str = "quick") -> float:
         other = replace(made, formats={part: {name: parameters}})
-        return plain - decode_step(other, on, replace(WORK, batch=1), Away()).compute_s
+        return plain - decode_step(other, on, one, Away()).compute_s
 
     each_s = on.multiply_s(made.dtype, MIB, 1)
     assert saved_s("dense", 4 * MIB) == pytest.approx(0.75 * 4 * each_s)
@@ -396,5 +410,13 @@ def test_parts_in_formats_are_computed_as_quickly_as_was_measured() -> None:
     assert saved_s("head", 3 * MIB) == pytest.approx(0.75 * 3 * each_s)
     assert saved_s("head", 3 * MIB, "slow") == pytest.approx(-2 * 3 * each_s)
     assert saved_s("head", 3 * MIB, "never measured") == 0.0
+    narrow = replace(on, narrow={made.dtype: {"quick": {1: 0.5}, made.dtype: {1: 1.5}}})
+    half = replace(made, formats={"dense": {"quick": 4 * MIB}})
+    longer_s = {
+        name: decode_step(replace(half, outputs={"dense": {name: 4 * MIB // width}}), narrow, one, Away()).compute_s
+        - decode_step(half, narrow, one, Away()).compute_s
+        for name, width in (("quick", 512), ("", 512), ("never measured", 512))
+    }
+    assert longer_s == {"quick": pytest.approx(4 * each_s * 0.25), "": pytest.approx(2 * each_s), "never measured": 0.0}
     quicker = replace(made, formats={"dense": {"quick": 8 * MIB}})
     assert prompt_s(quicker, on, WORK, Away(), 1) < prompt_s(made, on, WORK, Away(), 1)

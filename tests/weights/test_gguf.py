@@ -176,6 +176,11 @@ def test_its_bytes_are_what_is_planned_and_placed(tmp_path: Path) -> None:
     assert planned.total_bytes == taken < 0.35 * sum(p.numel() for p in plain.parameters()) * 2
     assert planned.total_parameters == sum(p.numel() for p in plain.parameters())
     assert planned.format_shares("dense") == planned.format_shares("head") == {"q4_0": pytest.approx(1, abs=0.01)}
+    outputs = sum(len(p) for p in plain.model.layers.parameters() if p.dim() > 1)
+    assert planned.outputs == {"dense": {"q4_0": outputs}, "head": {"q4_0": len(plain.lm_head.weight)}}
+    assert read_model(tmp_path / "model").outputs == {
+        part: {"": each["q4_0"]} for part, each in planned.outputs.items()
+    }
     model = stowage.offload(path, weights="*=stream")
     assert model.stowage.stats()["stream_bytes"] == sum(p.nbytes for p in whole.parameters() if p.dtype is torch.uint8)
     model.stowage.close()

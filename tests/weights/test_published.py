@@ -21,6 +21,7 @@ from stowage.models import loading
 from stowage.planner import format_speed
 from stowage.planner.machine import INT8, TYPICAL_CPU
 from stowage.planner.model import read_model
+from stowage.planner.shapes import Model
 from stowage.weights.quantized.blocks import BlockLinear
 from tests.weights import published_files as files
 from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
@@ -194,9 +195,12 @@ def test_the_planner_says_which_formats_are_slower() -> None:
     assert said.startswith("fp8, int4: predicted as if they were as quick as float16; it has no kernels for them")
     (said,) = format_speed.notes(["awq"], "bfloat16", machine)
     assert said.startswith("awq: predicted as if they were as quick as bfloat16; that was not measured")
-    rounded = format_speed.with_int8({"dense": {"fp8": 5, "int4": 6}}, "bfloat16", machine)
-    assert rounded == {"dense": {"fp8": 5, "int4" + INT8: 6}}
-    (_, said) = format_speed.notes(list(rounded["dense"]), "bfloat16", machine)
+    made = Model("made", (), (), (), True, vocab=8, hidden=8, dtype="bfloat16", item_bytes=2, context_tokens=8)
+    made = replace(made, formats={"dense": {"fp8": 5, "int4": 6}}, outputs={"dense": {"fp8": 1, "int4": 2, "": 3}})
+    rounded = format_speed.with_int8(made, machine)
+    assert rounded.formats == {"dense": {"fp8": 5, "int4" + INT8: 6}}
+    assert rounded.outputs == {"dense": {"fp8": 1, "int4" + INT8: 2, "": 3}}
+    (_, said) = format_speed.notes(rounded.format_names, "bfloat16", machine)
     assert said.startswith("int4 with --int8-activations is computed at 0.80 of the speed")
 
 

@@ -76,7 +76,8 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
 
         say("formats")
         with torch.inference_mode():
-            found["formats"] = {name: format_speed.measure(getattr(torch, name)) for name in found["products"]}
+            measured = {name: format_speed.measure(getattr(torch, name)) for name in found["products"]}
+        found["formats"], found["narrow"] = ({name: each[at] for name, each in measured.items()} for at in (0, 1))
         say("forwards")
         found |= forwards.measure()
     return found

@@ -12,6 +12,7 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, Final
@@ -21,7 +22,8 @@ import torch
 from stowage.core.memory import anonymous, in_huge_pages
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
-from stowage.planner.machine import INT8, Machine
+from stowage.planner.machine import INT8, NARROW_WIDTH, Machine
+from stowage.planner.shapes import USUAL_WIDTH, Model
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix
 from stowage.weights.quantized.formats import FORMATS, PLAIN, Spec
@@ -29,38 +31,45 @@ from stowage.weights.quantized.i_quants import I_QUANTS, is_readable
 
 __all__ = ["is_ours", "measure", "notes", "with_int8"]
 
-ROWS: Final = (1, 8, 128)
-_OUTPUTS, _INPUTS = 4096, 2048
+FEW, MANY = (1, 8), (128,)
+ROWS: Final = (*FEW, *MANY)
+_OUTPUTS = {FEW: 16384, MANY: 4096}
+"""Of matrices of the usual width: so many that handing work to threads takes no time beside few rows."""
 _BYTES = 128 << 20
-_PASS_S = 0.006
+_PASS_S = 0.004
 _ROUNDS = 4
 _LEAST: Final = 1.05
 """Noise is not told."""
+Times = dict[str, dict[int, float]]
 
 
-def measure(dtype: torch.dtype) -> dict[str, dict[int, float]]:
-    """How many times as long as plain numbers of ``dtype`` each format takes, by rows; with activations in 8 bits under
-    names that end in ``INT8``. Empty where there are no kernels.
+def measure(dtype: torch.dtype) -> tuple[Times, Times]:
+    """``Machine.formats`` and ``Machine.narrow`` for ``dtype``: how many times as long as plain numbers each format
+    takes, by rows; with activations in 8 bits under names that end in ``INT8``. Empty where there are no kernels.
     """
     if not kernels.wanted(torch.device("cpu"), dtype):
-        return {}
-    exact, rounding = (RowInvariance(linear=True, exact=True, int8=int8).alone for int8 in (False, True))
-    inputs = {rows: torch.ones(rows, _INPUTS, dtype=dtype) for rows in ROWS}
+        return {}, {}
+    plain_name = str(dtype).removeprefix("torch.")
+    usual: Times = {}
+    narrow: Times = {plain_name: {}}
     with contextlib.closing(anonymous(_BYTES)) as plain_memory, contextlib.closing(anonymous(_BYTES)) as memory:
         filled = [_filled(each) for each in (plain_memory, memory)]
-        plain = list(filled[0].view(dtype).view(-1, _OUTPUTS, _INPUTS))
-        found = {}
-        for name, matrices in _matrices(filled[1], dtype):
-            ways = {name: exact}
-            if kernels.int8_product(inputs[1], matrices[0]) is not None:
-                ways[name + INT8] = rounding
-            for way, multiply in ways.items():
-                found[way] = {
-                    rows: _times(partial(exact, x), plain, partial(multiply, x), matrices) for rows, x in inputs.items()
-                }
-            del matrices
-        del plain, filled
-    return found
+        for many, outputs in _OUTPUTS.items():
+            shapes = ((outputs, USUAL_WIDTH), (outputs * USUAL_WIDTH // NARROW_WIDTH, NARROW_WIDTH))
+            plain = [list(filled[0].view(dtype).view(-1, *shape)) for shape in shapes]
+            for name in (plain_name, *_names()):
+                matrices = (
+                    plain if name == plain_name else [_matrices(name, filled[1], *shape, dtype) for shape in shapes]
+                )
+                for rows in many:
+                    for way, (wide_times, narrow_times) in _times(name, plain, matrices, rows).items():
+                        narrow.setdefault(way, {})[rows] = narrow_times
+                        if name != plain_name:
+                            usual.setdefault(way, {})[rows] = wide_times
+                del matrices
+            del plain
+        del filled
+    return usual, narrow
 
 
 def is_ours(name: str) -> bool:
@@ -68,13 +77,17 @@ def is_ours(name: str) -> bool:
     return name == "int8" or name.startswith("int4_")
 
 
-def with_int8(formats: Mapping[str, Mapping[str, int]], dtype: str, machine: Machine) -> dict[str, dict[str, int]]:
-    """``Model.formats`` by the names of products with activations in 8 bits, where there are such."""
-    known = machine.formats.get(dtype, {})
-    return {
-        part: {name + INT8 if name + INT8 in known else name: count for name, count in counts.items()}
-        for part, counts in formats.items()
-    }
+def with_int8(model: Model, machine: Machine) -> Model:
+    """``model`` with the names of products with activations in 8 bits, where there are such."""
+    known = machine.formats.get(model.dtype, {})
+
+    def renamed(parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+        return {
+            part: {name + INT8 if name + INT8 in known else name: count for name, count in counts.items()}
+            for part, counts in parts.items()
+        }
+
+    return replace(model, formats=renamed(model.formats), outputs=renamed(model.outputs))
 
 
 def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ...]:
@@ -99,14 +112,23 @@ def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ..
 
 
 def _times(
-    plainly: Callable[[Any], Any], plain: Sequence[Any], multiply: Callable[[Any], Any], matrices: Sequence[Any]
-) -> float:
-    """How many times as long the second way takes for a matrix: the median of passes in turn."""
-    found = []
-    for _ in range(_ROUNDS):
-        plain_s, own_s = _pass_s(plainly, plain), _pass_s(multiply, matrices)
-        found.append(own_s / plain_s)
-    return statistics.median(found[1:])
+    name: str, plain: Sequence[Sequence[Any]], matrices: Sequence[Sequence[Any]], rows: int
+) -> dict[str, tuple[float, float]]:
+    """How many times as long as a plain matrix of the usual width one of the usual and one of the narrow width takes,
+    by each way to multiply with it: medians of passes in turn.
+    """
+    exact, rounding = (RowInvariance(linear=True, exact=True, int8=int8).alone for int8 in (False, True))
+    inputs = [torch.ones(rows, width, dtype=plain[0][0].dtype) for width in (USUAL_WIDTH, NARROW_WIDTH)]
+    ways = {name: exact}
+    packed = isinstance(matrices[0][0], PackedMatrix)
+    if packed and kernels.int8_product(inputs[0], matrices[0][0]) is not None:
+        ways[name + INT8] = rounding
+    passes = [(partial(exact, inputs[0]), plain[0])]
+    for way in ways.values():
+        passes += [(partial(way, x), each) for x, each in zip(inputs, matrices, strict=True)]
+    rounds = [[_pass_s(*one) for one in passes] for _ in range(_ROUNDS)][1:]
+    times = [statistics.median(each[at] / each[0] for each in rounds) for at in range(1, len(passes))]
+    return dict(zip(ways, zip(times[::2], times[1::2], strict=True), strict=True))
 
 
 def _pass_s(multiply: Callable[[Any], Any], matrices: Sequence[Any]) -> float:
@@ -126,26 +148,28 @@ def _filled(memory: mmap.mmap) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).fill_(0x33)
 
 
-def _matrices(memory: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
-    """Of each format as many as ``memory`` has room for: together larger than caches."""
-    for name in FORMATS:
-        if name in PLAIN or (name in I_QUANTS and not is_readable()):
-            continue
-        group = 128 if name in ("fp8", "int4", "gptq", "awq") else 0
-        zeros, tall = name in ("gptq", "awq"), 128 if name == "fp8" else 1
-        spec = Spec(name, _OUTPUTS, _INPUTS, group, tall, zeros, torch.bfloat16)
-        sizes = {part: prod(shape) * kind.itemsize for part, (shape, kind) in spec.tensors().items()}
-        found = []
-        for at in range(0, memory.numel() - sum(sizes.values()) + 1, sum(sizes.values())):
-            parts, begin = {}, at
-            for part, (shape, kind) in spec.tensors().items():
-                parts[part] = memory[begin : begin + sizes[part]].view(kind).view(shape)
-                begin += sizes[part]
-            found.append(BlockMatrix(spec, parts, dtype))
-        yield name, found
-    for name in FORMS:
-        form = Form(name, _OUTPUTS, _INPUTS)
-        if form.spec is None:
-            count = memory.numel() // form.nbytes
-            rows = memory[: count * form.nbytes].view(count, form.nbytes)
-            yield name, [PackedMatrix(form, row, dtype) for row in rows]
+def _names() -> Iterator[str]:
+    """Of all formats that are measured."""
+    yield from (n for n in FORMATS if n not in PLAIN and (n not in I_QUANTS or is_readable()))
+    yield from (name for name in FORMS if name not in FORMATS)
+
+
+def _matrices(name: str, memory: torch.Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> list[Any]:
+    """As many as ``memory`` has room for: together larger than caches."""
+    if name not in FORMATS:
+        form = Form(name, outputs, inputs)
+        count = memory.numel() // form.nbytes
+        rows = memory[: count * form.nbytes].view(count, form.nbytes)
+        return [PackedMatrix(form, row, dtype) for row in rows]
+    group = 128 if name in ("fp8", "int4", "gptq", "awq") else 0
+    zeros, tall = name in ("gptq", "awq"), 128 if name == "fp8" else 1
+    spec = Spec(name, outputs, inputs, group, tall, zeros, torch.bfloat16)
+    sizes = {part: prod(shape) * kind.itemsize for part, (shape, kind) in spec.tensors().items()}
+    found = []
+    for at in range(0, memory.numel() - sum(sizes.values()) + 1, sum(sizes.values())):
+        parts, begin = {}, at
+        for part, (shape, kind) in spec.tensors().items():
+            parts[part] = memory[begin : begin + sizes[part]].view(kind).view(shape)
+            begin += sizes[part]
+        found.append(BlockMatrix(spec, parts, dtype))
+    return found

@@ -29,6 +29,7 @@ from stowage.planner.shapes import (
     RECURRENT,
     ROUTER,
     SHARED,
+    USUAL_WIDTH,
     Attention,
     Kept,
     Layer,
@@ -56,7 +57,7 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.|(?:moe|^mlp)\.(?:in|out)put_linear\.")
 class Tensor:
     """One entry of a header. ``nbytes``: in the file. ``packed``: how many weights are in it where its shape does not
     say so; 0 for a tensor of any other kind. ``format``: in which they are, by the names of ``Machine.formats``; empty
-    for plain numbers.
+    for plain numbers. ``rows``: of how many outputs it is the matrix, where its shape does not say that.
     """
 
     name: str
@@ -65,10 +66,18 @@ class Tensor:
     nbytes: int
     packed: int = 0
     format: str = ""
+    rows: int = 0
 
     @property
     def elements(self) -> int:
         return self.packed or prod(self.shape)
+
+    @property
+    def outputs(self) -> int:
+        """Of all its matrices, which are taken for as wide as usual where that is not known."""
+        if self.rows or self.packed:
+            return self.rows or self.packed // USUAL_WIDTH
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else 0
 
     @property
     def floating(self) -> bool:
@@ -143,7 +152,7 @@ def of_plan(plan: Plan) -> list[Tensor]:
     kept = []
     for path, one in plan.kept.items():
         name = one.spec.name if one.spec is not None and one.spec.name not in PLAIN else ""
-        kept.append(Tensor(path, "U8", (1, one.nbytes), one.nbytes, one.elements, name))
+        kept.append(Tensor(path, "U8", (1, one.nbytes), one.nbytes, one.elements, name, one.outputs))
     values = [Tensor(path, "U8", tuple(v.shape), v.nbytes, v.numel()) for path, v in plan.values.items()]
     return kept + values
 
@@ -154,8 +163,8 @@ def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> 
     for tensor in model:
         spec, experts = specs.get(tensor.name, (None, 0))
         if spec is not None:
-            nbytes = spec.nbytes * max(1, experts)
-            tensor = Tensor(tensor.name, "U8", (1, nbytes), nbytes, tensor.elements, spec.name)
+            nbytes, outputs = spec.nbytes * max(1, experts), spec.outputs * max(1, experts)
+            tensor = Tensor(tensor.name, "U8", (1, nbytes), nbytes, tensor.elements, spec.name, outputs)
         found.append(tensor)
     return found
 
@@ -165,12 +174,15 @@ class _Sum:
     parameters: int = 0
     nbytes: int = 0
     formats: Counter[str] = field(default_factory=Counter)
+    outputs: Counter[str] = field(default_factory=Counter)
 
     def add(self, tensor: Tensor, item_bytes: int) -> None:
         """``item_bytes`` of one element in memory; 0: as in the file. What is packed stays as it is."""
         self.parameters += tensor.elements
         if tensor.format:
             self.formats[tensor.format] += tensor.elements
+        if tensor.outputs:
+            self.outputs[tensor.format] += tensor.outputs
         self.nbytes += tensor.elements * item_bytes if item_bytes and tensor.floating else tensor.nbytes
 
 
@@ -195,10 +207,14 @@ def measured(model: Model, tensors: list[Tensor], dtype: str = "") -> Model:
         )
     embedding, head = ends.get("embedding", _Sum()), ends.get("head", _Sum())
     rest = ends.get("rest", _Sum())
-    formats = {DENSE: Counter[str](), EXPERTS: Counter[str](), HEAD: (embedding if model.tied else head).formats}
+    last = embedding if model.tied else head
+    formats = {DENSE: Counter[str](), EXPERTS: Counter[str](), HEAD: last.formats}
+    outputs = {DENSE: Counter[str](), EXPERTS: Counter[str](), HEAD: last.outputs}
     for sums in layers.values():
         for kind, found in sums.items():
-            formats[EXPERTS if kind == "experts" else DENSE] += found.formats
+            part = EXPERTS if kind == "experts" else DENSE
+            formats[part] += found.formats
+            outputs[part] += found.outputs
     return replace(
         model,
         layers=grown,
@@ -211,6 +227,7 @@ def measured(model: Model, tensors: list[Tensor], dtype: str = "") -> Model:
         head_reads=model.head_reads if model.tied else head.parameters,
         source="headers",
         formats={part: dict(counts) for part, counts in formats.items() if counts},
+        outputs={part: dict(counts) for part, counts in outputs.items() if counts},
     )
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from stowage.errors import ConfigError
 from stowage.planner.model_config import ITEM_BYTES
+from stowage.planner.shapes import USUAL_WIDTH
 
-VERSION = 5
+VERSION = 6
 INT8 = " with --int8-activations"
 """Ends the name of a format whose products round activations to 8 bits."""
+NARROW_WIDTH = 512
 _BUSY_SHARE = 0.1
 """On two quiet cores threads wait 1 to 3 % of their time, beside one program that computes 46 to 52 %."""
 CPU, CUDA = "cpu", "cuda"
@@ -30,20 +32,22 @@ class Machine:
     ``products``: by type, then rows: parameters of a matrix that are multiplied with so many rows in one second, when
     the matrix comes from memory. ``attention``: operations of causal attention over a long prompt, by type.
     ``formats``: by type, then format (of ``weights.quantized.formats``, or packed by us), then rows: how many times
-    as long such a product takes. ``disk_read``: by number of 1 MiB reads in flight, past the page cache. ``link_in``,
-    ``link_out``: to and from a device with memory of its own; 0 where the device computes from ordinary memory.
-    ``stream_bytes_per_s``: weights from the disk through a ring, 0 where only reads were measured; ``overlap_loss``:
-    by rows that are computed at once: by what share of the time that reading takes computing takes longer when both
-    go on (0: not at all, 1: one waits for the other). Few rows wait for memory, as reading does; many hardly.
-    ``mapped_byte_s``: seconds by which a byte of a file that is mapped and in the page cache takes longer than one in
-    memory, whose pages are larger.
+    as long such a product takes, of matrices ``USUAL_WIDTH`` wide; ``narrow``: the same of matrices ``NARROW_WIDTH``
+    wide, also of plain numbers, under the name of their type. ``disk_read``: by number of 1 MiB reads in flight, past
+    the page cache. ``link_in``, ``link_out``: to and from a device with memory of its own; 0 where the device computes
+    from ordinary memory. ``stream_bytes_per_s``: weights from the disk through a ring, 0 where only reads were
+    measured; ``overlap_loss``: by rows that are computed at once: by what share of the time that reading takes
+    computing takes longer when both go on (0: not at all, 1: one waits for the other). Few rows wait for memory, as
+    reading does; many hardly. ``mapped_byte_s``: seconds by which a byte of a file that is mapped and in the page cache
+    takes longer than one in memory, whose pages are larger.
 
     What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
-    ``sequence_s`` for each further sequence in it; ``mixture_s`` for each layer with experts, ``expert_s`` for each
-    expert that is met; ``elements_per_s``: activations (as many as the model and its inner layers are wide,
-    for each token and layer) that go through norms, rotation and gates; 0 where that is not known. ``waited_share``: of
-    the time in which threads had something to multiply while that was measured, the share that they waited for a core
-    that others had.
+    ``sequence_s`` for each further sequence in it; ``logit_s`` for each number that a token is drawn from;
+    ``mixture_s`` for each layer with experts, ``expert_s`` for each expert that is met. ``attention_steps``: operations
+    of attention when decoding, by sequences of a batch, besides reading keys. ``elements_per_s``: activations (as many
+    as the model and its inner layers are wide, for each token and layer) that go through norms, rotation and gates; 0
+    where that is not known. ``waited_share``: of the time in which threads had something to multiply while that was
+    measured, the share that they waited for a core that others had.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Machine:
     memcpy_one: float
     memcpy_all: float
     formats: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+    narrow: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
     disk_read: Mapping[int, float] = field(default_factory=dict)
     disk_read_buffered: float = 0.0
     disk_write: float = 0.0
@@ -65,6 +70,8 @@ class Machine:
     step_s: float = 0.0
     layer_s: float = 0.0
     sequence_s: float = 0.0
+    logit_s: float = 0.0
+    attention_steps: Mapping[int, float] = field(default_factory=dict)
     mixture_s: float = 0.0
     expert_s: float = 0.0
     elements_per_s: float = 0.0
@@ -80,8 +87,9 @@ class Machine:
         if self.kind == CUDA and not self.link_in:
             raise ConfigError("the machine's file says nothing of the link to its device: link_in must be above 0.")
         speeds = [rate for rates in self.products.values() for rate in rates.values()] + [*self.attention.values()]
-        speeds += [times for each in self.formats.values() for rates in each.values() for times in rates.values()]
-        speeds += [self.memcpy_one, self.memcpy_all, *self.disk_read.values()]
+        for found in (self.formats, self.narrow):
+            speeds += [times for each in found.values() for rates in each.values() for times in rates.values()]
+        speeds += [self.memcpy_one, self.memcpy_all, *self.disk_read.values(), *self.attention_steps.values()]
         if not all(isfinite(rate) and rate > 0 for rate in speeds):
             raise ConfigError(
                 "the machine's file holds a speed that is not above 0; measure it: stowage probe --refresh"
@@ -134,6 +142,25 @@ class Machine:
         )
         return 1 + sum(longer)
 
+    def narrow_times(self, dtype: str, outputs: Mapping[str, float], rows: float) -> float:
+        """How many times as long as one parameter in ``dtype`` so many ``outputs`` take beside their parameters, by
+        format; of plain numbers under an empty name. An output takes a time, and each of its parameters.
+        """
+        wide, narrow = self.formats.get(dtype, {}), self.narrow.get(dtype, {})
+        longer = 0.0
+        for name, count in outputs.items():
+            measured = narrow.get(name or dtype)
+            if measured:
+                usual = _between(sorted(wide[name].items()), rows) if name else 1.0
+                each = (_between(sorted(measured.items()), rows) - usual) / (1 / NARROW_WIDTH - 1 / USUAL_WIDTH)
+                longer += count * max(each, 0.0)
+        return longer
+
+    def attend_step_s(self, operations: float, sequences: int) -> float:
+        """Seconds of attention in a step, without reading keys and values."""
+        points = sorted((count, 1 / rate) for count, rate in self.attention_steps.items())
+        return operations * _between(points, sequences) if points else 0.0
+
     def cache_bytes_per_s(self, dtype: str) -> float:
         """How fast a decoding step reads keys and values: as it reads weights."""
         slower, rates = self.rates(dtype)
@@ -185,9 +212,11 @@ def from_json(text: str) -> Machine:
                 "the machine's file is of another version of Stowage; measure it: stowage probe --refresh"
             )
         products = {name: by_number(rates) for name, rates in found.pop("products").items()}
-        formats = by_format(found.pop("formats"))
-        reads, losses = by_number(found.pop("disk_read")), by_number(found.pop("overlap_loss"))
-        return Machine(products=products, formats=formats, disk_read=reads, overlap_loss=losses, **found)
+        for name in ("formats", "narrow"):
+            found[name] = by_format(found[name])
+        for name in ("disk_read", "overlap_loss", "attention_steps"):
+            found[name] = by_number(found[name])
+        return Machine(products=products, **found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             "the machine's file is not what `stowage probe --json` prints. Make one: stowage probe --json > FILE"

@@ -114,7 +114,9 @@ def predict(model: Model, machine: Machine, workload: Workload, away: Away) -> P
 def decode_step(model: Model, machine: Machine, workload: Workload, away: Away) -> Step:
     """One token for each sequence of the batch."""
     compute_s = _products_s(model, machine, workload.batch, workload.batch)
-    compute_s += workload.batch * model.step_bytes(workload.length) / machine.cache_bytes_per_s(model.dtype)
+    reading_s = model.step_bytes(workload.length) / machine.cache_bytes_per_s(model.dtype)
+    attending_s = machine.attend_step_s(model.step_operations(workload.length), workload.batch)
+    compute_s += workload.batch * (reading_s + attending_s)
     return _step(model, machine, away, compute_s, workload.batch)
 
 
@@ -149,8 +151,9 @@ def _products_s(model: Model, machine: Machine, tokens: int, logits: int) -> flo
 
 
 def _multiply_s(model: Model, machine: Machine, part: str, parameters: float, rows: float) -> float:
-    """``parameters`` of a part of the model, whose share in each format is that of the whole part."""
+    """``parameters`` of a part of the model, whose share in each format, and width, is that of the whole part."""
     times = machine.format_times(model.dtype, model.format_shares(part), rows)
+    times = max(times + machine.narrow_times(model.dtype, model.narrow_outputs(part), rows), 0.0)
     return machine.multiply_s(model.dtype, parameters, rows) * times
 
 
@@ -158,6 +161,7 @@ def _besides_s(model: Model, machine: Machine, tokens: int, sequences: int) -> f
     """What a forward takes besides products and reading keys."""
     each = machine.layer_s + max(0, sequences - 1) * machine.sequence_s
     seconds = machine.step_s + len(model.layers) * each
+    seconds += sequences * model.vocab * machine.logit_s
     if machine.elements_per_s:
         inner = sum(inner_parameters(layer) for layer in model.layers) / (_GATED * model.hidden)
         seconds += tokens * (len(model.layers) * model.hidden + inner) / machine.elements_per_s

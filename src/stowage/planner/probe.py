@@ -66,7 +66,9 @@ def measure(
         key=machine_key(directory),
         products={name: by_number(rates) for name, rates in computed.pop("products").items()},
         formats=by_format(computed.pop("formats", {})),
+        narrow=by_format(computed.pop("narrow", {})),
         overlap_loss=by_number(computed.pop("overlap_loss", {})),
+        attention_steps=by_number(computed.pop("attention_steps", {})),
         memcpy_one=memcpy_one,
         memcpy_all=memcpy_all,
         **computed,
@@ -172,12 +174,16 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
     found += _in_formats(machine)
     if machine.has_device:
         found += [("link to the device", _rate(machine.link_in)), ("link from the device", _rate(machine.link_out))]
+    for count, rate in machine.attention_steps.items():
+        name = f"attention when decoding, batch {count}, besides reading keys"
+        found.append((name, f"{rate / 1e9:,.0f} G operations/s"))
     if machine.elements_per_s:
         found.append(("activations, besides products", f"{machine.elements_per_s / 1e9:,.2f} G/s"))
     parts = {
         "a step": machine.step_s,
         "a layer": machine.layer_s,
         "a sequence of a batch, each layer": machine.sequence_s,
+        "drawing a token, of a thousand logits": 1000 * machine.logit_s,
     }
     parts |= {"a layer's router": machine.mixture_s, "an expert": machine.expert_s}
     return [*found, *((f"{name}, besides products", f"{s * 1000:.3f} ms") for name, s in parts.items() if s)]

@@ -17,6 +17,8 @@ ATTENTION, MLP, RECURRENT, ROUTER, SHARED = "attention", "mlp", "recurrent", "ro
 EXPERTS = "experts"
 DENSE, HEAD = "dense", "head"
 NORMS = "norms"
+USUAL_WIDTH = 2048
+"""Inputs of a matrix whose width is not known, and of those that a machine is measured with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +143,33 @@ class Model:
     """Of ``DENSE`` parts of layers, ``EXPERTS`` and the ``HEAD``: how many parameters lie in which format, by the names
     of ``Machine.formats``. What is in none is plain numbers.
     """
+    outputs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The same parts: of how many outputs their matrices are, by format; of plain numbers under an empty name."""
+
+    def narrow_outputs(self, part: str) -> dict[str, float]:
+        """By format, how many outputs a part has for each of its parameters beyond those that it had if all matrices
+        were ``USUAL_WIDTH`` wide.
+        """
+        formats, outputs = self.formats.get(part, {}), self.outputs.get(part, {})
+        whole = self.whole(part)
+        plain = whole - sum(formats.values())
+        return {
+            name: (count - formats.get(name, 0 if name else plain) / USUAL_WIDTH) / whole
+            for name, count in outputs.items()
+            if whole
+        }
+
+    def whole(self, part: str) -> int:
+        """Parameters of ``DENSE`` parts of layers, of all ``EXPERTS``, or that the ``HEAD`` multiplies with."""
+        if part == HEAD:
+            return self.head_reads
+        if part == EXPERTS:
+            return sum(layer.experts * layer.expert_parameters for layer in self.layers)
+        return sum(layer.multiplied for layer in self.layers)
 
     def format_shares(self, part: str) -> dict[str, float]:
         """Of the parameters of a part, how many lie in which format."""
-        whole = {
-            DENSE: sum(layer.multiplied for layer in self.layers),
-            EXPERTS: sum(layer.experts * layer.expert_parameters for layer in self.layers),
-            HEAD: self.head_reads,
-        }[part]
+        whole = self.whole(part)
         return {name: count / whole for name, count in self.formats.get(part, {}).items()} if whole else {}
 
     @property
@@ -198,6 +219,10 @@ class Model:
         """What one token after ``context`` others reads of what is kept; states are written too."""
         read = sum(one.rows(context) * one.read_bytes for one in self.attention)
         return read + 2 * sum(one.state_bytes for one in self.kept)
+
+    def step_operations(self, context: int) -> int:
+        """Of attention, of one token after ``context`` others."""
+        return sum(one.rows(context) * one.pair_operations for one in self.attention)
 
     def prompt_pair_operations(self, tokens: int) -> int:
         """Of attention, for a prompt of so many tokens."""

@@ -73,7 +73,14 @@ class Kept:
         """How many weights there are."""
         if self.spec is None:
             return prod(self.parts[""].shape)
-        return max(1, self.experts) * self.pieces * self.spec.outputs * self.spec.inputs
+        return self.outputs * self.spec.inputs
+
+    @property
+    def outputs(self) -> int:
+        """Of all matrices together; 0 where it is none."""
+        if self.spec is None:
+            return prod(self.parts[""].shape[:-1]) if len(self.parts[""].shape) > 1 else 0
+        return max(1, self.experts) * self.pieces * self.spec.outputs
 
     def names(self, path: str) -> dict[str, str]:
         """What the tensor of each part is called in the model, for the parameter at ``path`` of Transformers'."""
