@@ -22,6 +22,7 @@ _OUT, _IN = 4096, 2048
 _WEIGHTS_BYTES = 256 << 20
 _LEAST_S, _LEAST_COUNT, _SPAN_S = 0.3, 4, 0.01
 _ATTENTION = (16, 1024, 64)
+_FOLD, _BLOCK_TOKENS = 4, 16
 _LINK_BYTES = 256 << 20
 
 
@@ -126,14 +127,36 @@ def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, f
 
 
 def attention(dtype: Any, device: Any, wait: Callable[[], object]) -> float:
-    """Operations per second of causal attention."""
+    """Operations per second of causal attention; as the engine computes it."""
+    from stowage.executor import kernels
+
+    heads, tokens, size = _ATTENTION
+    attend = _by_kernels if kernels.wanted(device, dtype) else _by_torch
+    seconds = typical_s(attend(dtype, device), wait)
+    return 4 * heads * size * tokens * (tokens + 1) / 2 / seconds
+
+
+def _by_kernels(dtype: Any, device: Any) -> Callable[[int], object]:
+    import torch
+
+    from stowage.core.geometry import Kind
+    from stowage.executor.kernels import AttentionRuns, attend
+
+    heads, tokens, size = _ATTENTION
+    query = torch.full((tokens, heads, size), 0.5, dtype=dtype, device=device)
+    blocks = -(-tokens // _BLOCK_TOKENS)
+    keys = torch.full((blocks, _BLOCK_TOKENS, max(1, heads // _FOLD), size), 0.5, dtype=dtype, device=device)
+    run = torch.tensor([[0, tokens, 0, 0, 0]])
+    runs = AttentionRuns(torch.arange(blocks), run, Kind.FULL, 0, _BLOCK_TOKENS)
+    return lambda at: attend(query, keys, keys, runs, size**-0.5)
+
+
+def _by_torch(dtype: Any, device: Any) -> Callable[[int], object]:
     import torch
 
     heads, tokens, size = _ATTENTION
     query = torch.full((1, heads, tokens, size), 0.5, dtype=dtype, device=device)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    seconds = typical_s(lambda at: attend(query, query, query, is_causal=True), wait)
-    return 4 * heads * size * tokens * (tokens + 1) / 2 / seconds
+    return lambda at: torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
 
 
 def layer_s(device: Any, wait: Callable[[], object]) -> float:
