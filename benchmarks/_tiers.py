@@ -12,7 +12,7 @@ from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, IntArray, Kind
 from stowage.core.key import DIGEST_BYTES
-from stowage.core.memory import pages
+from stowage.native.memory import pages
 from stowage.storage.disk import DiskTier
 from stowage.storage.protocol import Tier
 from stowage.transfer.cpu import CpuTransfer

@@ -35,9 +35,9 @@ from benchmarks._report import median_spread, write_result
 from stowage.cache import opening
 from stowage.config.memory import Memory
 from stowage.core.key import DIGEST_BYTES
-from stowage.core.memory import pages
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
+from stowage.native.memory import pages
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System

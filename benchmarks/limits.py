@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stowage.core.memory import pages
+from stowage.native.memory import pages
 
 MIB = 1 << 20
 

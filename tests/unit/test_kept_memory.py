@@ -17,7 +17,7 @@ SOURCE = Path(stowage.__file__).parents[1]
 LAYERS = """
 import resource, sys, threading
 import numpy as np
-from stowage.core.memory import keep_freed
+from stowage.native.memory import keep_freed
 if sys.argv[1] == "kept":
     keep_freed()
 def layer():

@@ -82,3 +82,8 @@ def test_what_leaves_the_caches_keeps_its_bytes(first: int, after: int) -> None:
 def test_only_memory_that_may_be_written_leaves_the_caches() -> None:
     with pytest.raises(BufferError):
         staging.leave_caches(memoryview(b"constant"))
+
+
+def test_without_compiled_code_nothing_leaves_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "is_wanted", lambda: False)
+    staging.leave_caches(memoryview(b"constant"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from stowage.core.memory import pages
 from stowage.native import extension, is_wanted
+from stowage.native.memory import pages
 
 __all__ = ["Staging", "leave_caches"]
 

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.geometry import NULL_BLOCK, Kind
-from stowage.core.memory import pages
 from stowage.errors import BudgetError
 from stowage.models.layout import TENSOR_ALIGNMENT_BYTES, BlockLayout
+from stowage.native.memory import pages
 
 PLANNED_CONTEXT_TOKENS = 8192
 PADDING_BLOCK = 0

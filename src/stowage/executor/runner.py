@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from stowage.core.groups import GroupStrategy
-from stowage.core.memory import keep_freed
 from stowage.executor import attention, decode_attention, kernels, paged_trial
 from stowage.executor.batch import ForwardStep, Work, build, current
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
@@ -36,6 +35,7 @@ from stowage.executor.static_steps import Inputs, StaticSteps
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import cache_name, takes_rows
+from stowage.native.memory import keep_freed
 from stowage.weights.source import WeightSource
 
 

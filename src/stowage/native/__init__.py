@@ -1,4 +1,4 @@
-"""All compiled code: one optional extension, and whether it is there.
+"""All compiled code: one optional extension, and whether it is there. Beside it, memory in huge pages.
 
     policy/       the inner loops of the default eviction policy     cache.policy.native
     tables/       keys to slots, and keys to rows                    core.table.native

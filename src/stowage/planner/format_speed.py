@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import torch
 
-from stowage.core.memory import anonymous, in_huge_pages
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
+from stowage.native.memory import anonymous, in_huge_pages
 from stowage.planner.machine import INT8, NARROW_WIDTH, Machine
 from stowage.planner.shapes import USUAL_WIDTH, Model
 from stowage.weights.quantized.blocks import BlockMatrix

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from stowage.core.memory import pages
 from stowage.errors import DirectoryError
+from stowage.native.memory import pages
 
 MIB = 1 << 20
 FILE_BYTES = 256 * MIB

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stowage.core.memory import anonymous, in_huge_pages
+from stowage.native.memory import anonymous, in_huge_pages
 from stowage.planner.storage import forget
 
 _OUT, _IN, _MATRICES = 2048, 2048, 4

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray, SlabClass
-from stowage.core.memory import anonymous, in_huge_pages
 from stowage.errors import ConfigError
+from stowage.native.memory import anonymous, in_huge_pages
 
 __all__ = ["HostArena", "map_arena", "map_memory"]
 

@@ -25,9 +25,9 @@ from typing import Final
 import numpy as np
 
 from stowage.core.geometry import PAGE_BYTES
-from stowage.core.memory import HUGE_BYTES, pages
 from stowage.core.staging import Staging
 from stowage.errors import StorageError
+from stowage.native.memory import HUGE_BYTES, pages
 from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import PackedTensor
 

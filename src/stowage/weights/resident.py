@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stowage.core.memory import pages
+from stowage.native.memory import pages
 from stowage.weights.parameter_location import ALIGNED_BYTES, copy_of, phase_of
 
 __all__ = ["ResidentMemory"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.memory import anonymous, in_huge_pages
+from stowage.native.memory import anonymous, in_huge_pages
 from stowage.weights.prefetcher import Prefetcher
 from stowage.weights.reader import Read, Readers, Stall, Ticket
 

@@ -134,18 +134,15 @@ static void NAME(soften)(const Attention *job, int row, int rows, const int *fro
     }
     for (int r = 0; r < MANY; r += LANES)
         NAME(store)(shrink + r, NAME(exponential)(NAME(load)(shrink + r)));
-    NAME(vec) sums[MANY];
     for (int r = 0; r < rows; r++) {
-        sums[r] = (NAME(vec)){0};
+        float *out = s->out + (row + r) * job->value_width;
+        NAME(vec) sum = {0};
         for (int i = 0; i < KEYS; i += LANES) {
             NAME(vec) weight = NAME(exponential)(NAME(load)(scores[r] + i) - peaks[r]);
             NAME(store)(scores[r] + i, weight);
-            sums[r] += weight;
+            sum += weight;
         }
-    }
-    for (int r = 0; r < rows; r++) {
-        float *out = s->out + (row + r) * job->value_width;
-        s->sum[row + r] = s->sum[row + r] * shrink[r] + NAME(total)(sums[r]);
+        s->sum[row + r] = s->sum[row + r] * shrink[r] + NAME(total)(sum);
         if (shrink[r] != 1.0f)
             for (int64_t d = 0; d < job->value_width; d++)
                 out[d] *= shrink[r];

@@ -238,8 +238,8 @@ typedef struct {
     const Scoring *scoring;
 } Scratch;
 
-/* Scores of many rows in bfloat16 by instructions for it, with the bits of floats. A thread calls `begin` before all
- * rows of a width, and `end` after them. `lay_queries` and `score` return 0 where floats must do it. */
+/* Scores of many rows in bfloat16 by instructions for it, with the bits of floats. A thread calls `begin`, if there
+ * is one, before all rows of a width, and `end` after them. `lay_queries` and `score` return 0 where floats must do it. */
 struct Scoring {
     void (*begin)(int64_t width);
     void (*end)(void);

@@ -234,7 +234,8 @@ static void share_attention(void *argument)
         s.lanes = s.scores + ROWS * KEYS;
         s.query_pairs = (uint32_t *)(s.lanes + SCORE_LANES);
         s.key_pairs = s.query_pairs + ROWS * pairs;
-        scored->begin(job->width);
+        if (scored->begin != NULL)
+            scored->begin(job->width);
     }
     int64_t run = 0;
     for (;;) {
@@ -247,7 +248,7 @@ static void share_attention(void *argument)
         int64_t head = (at - shares->firsts[run]) / parts, begin = (at - shares->firsts[run]) % parts * ROWS;
         used->rows(job, &job->runs[run], head, begin, begin + ROWS < rows ? begin + ROWS : rows, &s);
     }
-    if (scored)
+    if (scored != NULL && scored->end != NULL)
         scored->end();
     free(room);
 }

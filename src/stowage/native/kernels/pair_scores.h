@@ -95,15 +95,6 @@ static inline int64_t pairs_of(int64_t width) /* that a lane has */
     return (width / 16 + 1) / 2;
 }
 
-static void pairs_begin(int64_t width)
-{
-    (void)width;
-}
-
-static void pairs_end(void)
-{
-}
-
 static int pairs_lay_queries(int64_t width, int rows, Scratch *s)
 {
     int64_t pairs = pairs_of(width), whole = width / 16 * 16;
@@ -218,4 +209,4 @@ static int pairs_scores(int64_t width, int rows, int low, int high, const int *f
 }
 #undef UNROLLED
 
-static const Scoring by_pairs = {pairs_begin, pairs_end, pairs_lay_queries, pairs_scores};
+static const Scoring by_pairs = {NULL, NULL, pairs_lay_queries, pairs_scores};

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from stowage.core.memory import pages
+from stowage.native.memory import pages
 from stowage.storage.disk.private import open_private
 from stowage.storage.format.batch import all_begin_on
 from stowage.storage.format.segment import PAGE_BYTES
