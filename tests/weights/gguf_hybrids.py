@@ -47,7 +47,7 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
             "ssm.inner_size": config.mamba_expand * config.hidden_size,
             "ssm.time_step_rank": config.mamba_dt_rank,
         }
-    if arch == "mamba":
+    if arch in ("mamba", "mamba2"):
         found |= {
             "attention.head_count": 0,
             "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
@@ -55,18 +55,15 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
             "feed_forward_length": 0,
             "ssm.conv_kernel": config.conv_kernel,
             "ssm.state_size": config.state_size,
+        }
+    if arch == "mamba":
+        found |= {
             "ssm.inner_size": config.intermediate_size,
             "ssm.time_step_rank": config.time_step_rank,
             "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
         }
     if arch == "mamba2":
         found |= {
-            "attention.head_count": 0,
-            "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
-            "embedding_length": config.hidden_size,
-            "feed_forward_length": 0,
-            "ssm.conv_kernel": config.conv_kernel,
-            "ssm.state_size": config.state_size,
             "ssm.group_count": config.n_groups,
             "ssm.inner_size": config.num_heads * config.head_dim,
             "ssm.time_step_rank": config.num_heads,

@@ -113,7 +113,7 @@ static inline ALWAYS NAME(vec) NAME(bend)(NAME(vec) v, float cap)
 static void NAME(soften)(const Attention *job, int row, int rows, const int *from, const int *until,
                          float *const *scores, Scratch *s)
 {
-    float peaks[MANY], shrink[LANES > MANY ? LANES : MANY] = {0};
+    float peaks[MANY], shrink[LANES] = {0}; /* there are MANY lanes at least */
     for (int r = 0; r < rows; r++) {
         float *weights = scores[r];
         for (int i = 0; i < from[r]; i++)
@@ -132,8 +132,7 @@ static void NAME(soften)(const Attention *job, int row, int rows, const int *fro
         shrink[r] = s->peak[row + r] - peaks[r];
         s->peak[row + r] = peaks[r];
     }
-    for (int r = 0; r < MANY; r += LANES)
-        NAME(store)(shrink + r, NAME(exponential)(NAME(load)(shrink + r)));
+    NAME(store)(shrink, NAME(exponential)(NAME(load)(shrink)));
     for (int r = 0; r < rows; r++) {
         float *out = s->out + (row + r) * job->value_width;
         NAME(vec) sum = {0};
