@@ -62,7 +62,7 @@ def test_every_way_is_found_and_right(rounded, more, width, dtype, forward):
     model = nn.Sequential(_class(rounded, more)(width).to(dtype))
     x = torch.randn(37, 3, 4, width, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = model(x)
-    norms.install(model)
+    norms.install(model, fused=True)
     assert isinstance(model[0].forward, norms._Norm)
     found = model(x)
     assert found.dtype is dtype and close(found, expected)
@@ -84,7 +84,7 @@ def test_what_computes_something_else_keeps_its_own(dtype, forward):
     model = nn.Sequential(Centred(64), _class(False, 2.0)(64), _class(True, 0.0, "LayerNorm")(64), two).to(dtype)
     x = torch.randn(3, 64).to(dtype)
     expected = model(x)
-    norms.install(model)
+    norms.install(model, fused=True)
     assert torch.equal(model(x), expected)
     norms.uninstall(model)
 
@@ -94,11 +94,40 @@ def test_engines_share_a_model_and_outside_of_them_it_computes_as_ever(monkeypat
     model = nn.Sequential(_class(True, 0.0)(64))
     x = torch.randn(3, 64)
     expected = model(x)
-    norms.install(model)
-    norms.install(model)
+    norms.install(model, fused=True)
+    norms.install(model, fused=True)
     norms.uninstall(model)
     assert "forward" in model[0].__dict__, "another engine still has it"
     monkeypatch.setattr(kernels, "norm", None)
     assert torch.equal(model(x), expected)
     norms.uninstall(model)
     assert "forward" not in model[0].__dict__
+
+
+class SomeRMSNormGated(nn.Module):
+    """Falcon-H1's: the dimension of tokens is gone where there is one."""
+
+    def __init__(self, squeezes: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16))
+        self.squeezes = squeezes
+
+    def forward(self, hidden_states, gate=None):
+        x = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        x = x.squeeze(1) if self.squeezes else x
+        return x * gate
+
+
+@torch.inference_mode()
+def test_a_gated_norm_that_mixes_sequences_up_norms_each_by_itself(forward):
+    own = SomeRMSNormGated(squeezes=False)
+    model = nn.ModuleList([SomeRMSNormGated(squeezes=True), own])
+    model[0].weight.copy_(own.weight)
+    x, gate = torch.randn(3, 1, 16), torch.randn(3, 1, 16)
+    assert model[0](x, gate).shape == (3, 3, 16)
+    for fused in (True, False):
+        norms.install(model, fused=fused)
+        assert torch.equal(model[0](x, gate), own(x, gate)) and torch.equal(model[0](x[:1], gate[:1]), own(x, gate)[:1])
+        assert "forward" not in own.__dict__, "it is none"
+        norms.uninstall(model)
+        assert model[0](x, gate).shape == (3, 3, 16)

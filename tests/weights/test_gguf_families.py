@@ -28,6 +28,7 @@ RELAID = {
     "ernie4_5_moe": "*=experts",
     "exaone_moe": "*=mapped",
     "falcon_h1": "*=stream",
+    "falcon h1 with a norm": "*=stream",
     "falcon_mamba": "*=mapped",
     "gemma3n": "*=mapped",
     "glm4_moe": "*=mapped",

@@ -74,8 +74,8 @@ class Runner:
         self._kernels = kernels.wanted(model.device, model.dtype)
         if model.device.type == "cpu":
             keep_freed()
+        norms.install(model, fused=self._kernels)
         if self._kernels:
-            norms.install(model)
             recurrent_layers.install(model)
         mode = mode_of(model, exact=self._exact, int8=int8)
         self._mode: AbstractContextManager[Any] = mode or nullcontext()
@@ -148,8 +148,8 @@ class Runner:
 
     def give_back(self) -> None:
         """Give the model its own norms and recurrent layers back."""
+        norms.uninstall(self._model)
         if self._kernels:
-            norms.uninstall(self._model)
             recurrent_layers.uninstall(self._model)
 
     @torch.inference_mode()

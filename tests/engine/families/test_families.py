@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from scripts.models_doc import PAGE, row
 
@@ -29,7 +31,23 @@ def test_batches_and_reuse(family, tmp_path):
     """A batch of unequal prompts, cold, in pieces of 64 tokens; then prompts that share a part of one of them, which
     comes from the device, from host, from disk, and from disk after a restart. Blocks of 16 tokens.
     """
-    world = World(family)
+    check_batches_and_reuse(World(family), tmp_path)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["gated first", "normed first"])
+def test_a_norm_that_mixes_up_the_sequences_of_a_batch(before, tmp_path):
+    """Falcon-H1's, up to Transformers 5.17: there ``generate()`` fails with two prompts."""
+    norm = {"mamba_rms_norm": True, "mamba_norm_before_gate": before, "mamba_n_groups": 2}
+    world = World("falcon_h1", **norm)
+    check_batches_and_reuse(world, tmp_path)
+    with Engine(world.model, Memory(kv_cache_memory="8MiB"), deterministic=True) as engine:
+        (alone,) = engine.generate([LONG], greedy(5))
+        (among, _) = engine.generate([LONG, random_prompt(30, 1)], greedy(5))
+        assert (among.token_ids, among.logprobs) == (alone.token_ids, alone.logprobs)
+        world.check(LONG, alone)
+
+
+def check_batches_and_reuse(world: World, tmp_path: Path) -> None:
     sizes = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "block_size": 16, "chunk_blocks": 2}
     memory = Memory(**sizes, disk=f"{tmp_path / 'cache'}:32MiB", max_num_batched_tokens=64, snapshot_tokens=64)
     engine = Engine(world.model, memory)

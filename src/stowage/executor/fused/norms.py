@@ -6,6 +6,9 @@ Owns which modules these are, and their ``forward`` while an engine is open: out
 as they did. A module is a candidate by its class's name and its one weight. It is taken when its own ``forward`` gives
 what one of the kernel's ways gives, for random weights and inputs of every size: the same but for the order of the sum
 of squares, so but for rare last bits.
+
+Gated norms that mix sequences up are kept from it, with kernels or without: Falcon-H1's drops the dimension of tokens
+where there is one (up to Transformers 5.17), and what comes next is broadcast over the batch.
 """
 
 from __future__ import annotations
@@ -29,14 +32,16 @@ _EPS = ("variance_epsilon", "eps")
 _users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-def install(model: nn.Module) -> None:
-    """Several engines may share one model."""
+def install(model: nn.Module, *, fused: bool) -> None:
+    """``fused``: also those that the kernels compute. Several engines may share one model."""
     _users[model] = _users.get(model, 0) + 1
     if _users[model] > 1:
         return
     found: dict[tuple[Any, ...], tuple[float, bool] | None] = {}
     for module in model.modules():
-        if not _is_candidate(module):
+        if _mixes_sequences(module):
+            module.forward = _OneSequence(module)
+        if not fused or not _is_candidate(module):
             continue
         sort = (type(module), module.weight.shape, module.weight.dtype, _eps(module))
         if sort not in found:
@@ -52,8 +57,38 @@ def uninstall(model: nn.Module) -> None:
         return
     del _users[model]
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), _Norm):
+        if isinstance(module.__dict__.get("forward"), _Norm | _OneSequence):
             del module.forward
+
+
+class _OneSequence:
+    """The ``forward`` of a gated norm, which is given single tokens of several sequences as tokens of one: every row is
+    normed by itself.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = module.forward
+
+    def __call__(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        if hidden_states.shape[0] == 1 or current.get(None) is None:
+            own: Tensor = self._own(hidden_states, gate)
+            return own
+        out: Tensor = self._own(hidden_states.transpose(0, 1), gate.transpose(0, 1))
+        return out.transpose(0, 1)
+
+
+@torch.inference_mode()
+def _mixes_sequences(module: nn.Module) -> bool:
+    """Whether ``module`` is a gated norm that returns two sequences of one token in another shape than it took them."""
+    weight = module._parameters.get("weight")
+    if not type(module).__name__.endswith("RMSNormGated") or weight is None or "forward" in module.__dict__:
+        return False
+    if list(inspect.signature(module.forward).parameters) != ["hidden_states", "gate"]:
+        return False
+    probe, two = copy.copy(module), torch.ones(2, 1, *weight.shape)
+    probe.__dict__["_parameters"] = {"weight": torch.ones(weight.shape)}
+    shape: torch.Size = type(module).forward(probe, two, two).shape
+    return shape != two.shape
 
 
 class _Norm:
