@@ -16,7 +16,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
 from tests.block_formats import scale
-from tests.weights import gguf_gemma, gguf_hybrids, gguf_layouts, gguf_mixtures
+from tests.weights import gguf_gemma, gguf_hybrids, gguf_kimi, gguf_layouts, gguf_mixtures
 
 _RENAMED: Mapping[str, str] = {
     "cohere": "command-r",
@@ -35,6 +35,7 @@ _RENAMED: Mapping[str, str] = {
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "kimi_linear": "kimi-linear",
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
@@ -162,7 +163,7 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
     found |= (
         _latents(config, arch) if arch == "deepseek2" else _delta(config, arch) if arch in gguf_layouts.DELTA else {}
     )
-    found |= gguf_gemma.fields(config, arch) | gguf_hybrids.fields(config, arch)
+    found |= gguf_gemma.fields(config, arch) | gguf_hybrids.fields(config, arch) | gguf_kimi.fields(config, arch)
     if f"{arch}.expert_count" in found and gguf_hybrids.is_dense(config):
         found = {key: value for key, value in found.items() if ".expert_" not in key or ".expert_shared" in key}
     if config.model_type in ("gpt_oss", "minimax_m2"):

@@ -132,6 +132,8 @@ def named(arch: str, path: str) -> str:
     """As the package gguf knows a parameter."""
     if arch in _GRANITES:
         return path.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
+    if arch == "kimi-linear":
+        return path.replace("self_attn.forget_gate.", "self_attn.")
     if arch == "ernie4_5-moe":
         return path.replace("mlp.gate.moe_statics.", "mlp.moe_statics.")
     return path.replace("model.layers.", "backbone.layers.") if arch.startswith("nemotron_h") else path

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.weights import gguf_gemma, gguf_hybrids, gguf_mixtures
+from tests.weights import gguf_gemma, gguf_hybrids, gguf_kimi, gguf_mixtures
 
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 
@@ -19,10 +19,12 @@ def written(config: Any, arch: str, path: str, values: np.ndarray) -> list[tuple
         return alone
     layer, _, own = path.removeprefix("model.layers.").removeprefix("backbone.layers.").partition(".")
     block = f"blk.{layer}"
-    if arch == "deepseek2" and own == "self_attn.kv_b_proj.weight":
+    if arch in ("deepseek2", "kimi-linear") and own == "self_attn.kv_b_proj.weight":
         heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
         keys, rest = np.split(heads, [config.qk_nope_head_dim], axis=1)
         return [(f"{block}.attn_k_b.weight", keys.swapaxes(1, 2)), (f"{block}.attn_v_b.weight", rest)]
+    if arch == "kimi-linear":
+        return gguf_kimi.written(block, own, values)
     if arch == "gemma4" and own.startswith("router.") and own.endswith("scale"):
         return [(f"{block}.{'ffn_down_exps' if 'expert' in own else 'ffn_gate_inp'}.scale", values)]
     if arch not in DELTA or not own.startswith("linear_attn."):

@@ -131,6 +131,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_dense": {},
     "hunyuan_moe": {},
     "jamba": {},
+    "kimi_linear": {"rms_norm_eps": 1e-6},
     "lfm2": {},
     "lfm2_moe": {"tie_word_embeddings": True},
     "mamba": {},

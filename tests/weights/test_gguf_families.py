@@ -35,6 +35,7 @@ RELAID = {
     "granite 4 without experts": "*=stream",
     "granitemoehybrid": "*=experts",
     "jamba": "*=experts",
+    "kimi_linear": "*=experts",
     "lfm2_moe": "*=stream",
     "hunyuan_moe": "*=experts",
     "ling 2": "*=stream",
@@ -129,6 +130,7 @@ REFUSED = (
     ("deepseek_v3", "deepseek2.rope.dimension_count", 1 << 20, "does not say how large its heads are"),
     ("deepseek_v3", "deepseek2.attention.kv_lora_rank", 16, "its fields and its tensors are of different models"),
     ("gemma4", "gemma4.attention.sliding_window_pattern", [True], "does not say which layers have a window"),
+    ("kimi_linear", "kimi-linear.kda.head_dim", 0, "does not say how large its heads are"),
 )
 
 
@@ -138,6 +140,15 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         path = gguf_files.write(plain, tmp_path / f"{number}.gguf", tokens={field: value})
         with pytest.raises(CheckpointError, match=match):
             loading.load(path)
+
+
+@pytest.mark.parametrize("family", ["afmoe", "kimi_linear"])
+def test_experts_whose_weights_are_not_to_add_up_are_refused(family: str, tmp_path: Path) -> None:
+    plain = made(family, tmp_path / "model")
+    field = f"{gguf_files.arch_of(plain.config)}.expert_weights_norm"
+    path = gguf_files.write(plain, tmp_path / "model.gguf", tokens={field: False})
+    with pytest.raises(UnsupportedModelError, match="does not make the weights of chosen experts add up to one"):
+        loading.load(path)
 
 
 CUTS = {

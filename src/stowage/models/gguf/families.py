@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.models.gguf import gemma, hybrids, mixtures, windows
+from stowage.models.gguf import gemma, hybrids, kimi, mixtures, windows
 from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
@@ -45,6 +45,7 @@ FAMILIES: Final[Mapping[str, str]] = {
     "hunyuan-moe": "hunyuan_v1_moe",
     "internlm2": "llama",
     "jamba": "jamba",
+    "kimi-linear": "kimi_linear",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "llama": "llama",
@@ -244,6 +245,7 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "cohere": windows.cohere,
     "falcon_mamba": hybrids.mamba,
     "jamba": hybrids.jamba,
+    "kimi_linear": kimi.kimi_linear,
     "mamba": hybrids.mamba,
     "mamba2": hybrids.mamba2,
     "minicpm3": _minicpm3,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stowage.models.gguf.gemma import altup_layout
 from stowage.models.gguf.hybrids import HYBRIDS, mamba_layout, shared_layout
+from stowage.models.gguf.kimi import delta_layout
 from stowage.models.gguf.mixtures import joined_heads
 from stowage.models.gguf.relaid import Layout, Made, Rows
 from stowage.weights.gguf import GgufTensor
@@ -29,6 +30,7 @@ _CALLED: Final[Mapping[str, tuple[str, str]]] = {
     "granitehybrid": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
     "granitemoe": ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
     "ernie4_5-moe": ("mlp.gate.moe_statics.", "mlp.moe_statics."),
+    "kimi-linear": ("self_attn.forget_gate.", "self_attn."),
     "nemotron_h": ("model.layers.", "backbone.layers."),
     "nemotron_h_moe": ("model.layers.", "backbone.layers."),
 }
@@ -36,7 +38,8 @@ _CALLED: Final[Mapping[str, tuple[str, str]]] = {
 _ALWAYS_FROM_1: Final = ("gemma", "gemma2", "gemma3", "nemotron")
 _ROUTERS: Final = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
 _IN_FLOAT32: Final = (
-    *("bailingmoe2", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hunyuan-moe", "nemotron_h_moe"),
+    *("bailingmoe2", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hunyuan-moe", "kimi-linear"),
+    "nemotron_h_moe",
 )
 """Families whose routers are made float32 before they are multiplied with: what is packed cannot be."""
 _HEADS_NORMS: Final = ("q_norm.weight", "k_norm.weight")
@@ -66,8 +69,10 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
         return joined_heads(config, block, own, tensors)
     if architecture in HYBRIDS:
         return mamba_layout(architecture, block, own)
-    if architecture == "deepseek2":
-        return _latents(config, block, own, tensors)
+    if architecture in ("deepseek2", "kimi-linear") and own == "kv_b_proj.weight":
+        return _latents(config, block, tensors)
+    if architecture == "kimi-linear":
+        return delta_layout(block, own)
     if architecture == "gemma4" and own in _ROUTERS:
         return Made((f"{block}.{_ROUTERS[own]}.scale",), lambda found: found[0])
     return _gated_delta(architecture, config, block, own, tensors) if architecture in _GATED_DELTA else None
@@ -80,10 +85,8 @@ def adds_1(architecture: str, path: str) -> bool:
     return architecture in _ALWAYS_FROM_1 and path.endswith("norm.weight")
 
 
-def _latents(config: Any, block: str, own: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
+def _latents(config: Any, block: str, tensors: Mapping[str, GgufTensor]) -> Layout:
     """What makes keys and values of latents: in new files apart, and keys' transposed, head by head."""
-    if own != "kv_b_proj.weight":
-        return None
     if f"{block}.attn_kv_b.weight" in tensors:
         return Made((f"{block}.attn_kv_b.weight",), lambda found: found[0])
     heads, inputs = config.num_attention_heads, config.kv_lora_rank

@@ -14,7 +14,17 @@ from stowage.models.gguf.relaid import Layout, Rows
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile, GgufTensor
 
-__all__ = ["SIGMOID", "afmoe", "ernie_moe", "exaone_moe", "hunyuan_moe", "joined_heads", "routed", "sigmoid_routed"]
+__all__ = [
+    "SIGMOID",
+    "afmoe",
+    "ernie_moe",
+    "exaone_moe",
+    "hunyuan_moe",
+    "joined_heads",
+    "refuse_other_sums",
+    "routed",
+    "sigmoid_routed",
+]
 
 SIGMOID: Final = 2
 
@@ -36,13 +46,18 @@ def sigmoid_routed(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]
     return routed(file, entries)
 
 
-def afmoe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Embeddings are always scaled, and weights of chosen experts always made to add up to one."""
+def refuse_other_sums(file: GgufFile) -> None:
+    """Of families that always make the weights of chosen experts add up to one. Raises UnsupportedModelError."""
     if file.fields.get(f"{file.architecture}.expert_weights_norm") is False:
         raise UnsupportedModelError(
             f"{file.paths[0]} does not make the weights of chosen experts add up to one, which is not read from GGUF "
-            "of afmoe. Give the Hugging Face checkpoint that it was made from."
+            f"of {file.architecture}. Give the Hugging Face checkpoint that it was made from."
         )
+
+
+def afmoe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Embeddings are always scaled."""
+    refuse_other_sums(file)
     sigmoid_routed(file, entries)
     return {"mup_enabled": True, "global_attn_every_n_layers": 4}
 

@@ -35,7 +35,8 @@ _READ_BY_SOME: Final = {
 }
 _BY_SOFTMAX: Final = (0, 1, 3)
 _BY_SIGMOID: Final = (
-    *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2", "nemotron_h_moe"),
+    *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm4moe", "kimi-linear", "lfm2moe"),
+    *("minimax-m2", "nemotron_h_moe"),
 )
 """Families whose routers may score by sigmoid: they are computed so, or refuse another way themselves."""
 
