@@ -124,31 +124,51 @@ UNIT(q8_0)
     w[0] = _mm512_cvtne2ps_pbh(coded_scaled(high, scales), coded_scaled(low, scales));
 }
 
-UNIT(q4_0)
-{
-    w[0] = coded_lookup(coded_split(at + 2), coded_twice(_mm512_mul_ps(_mm512_set1_ps(scales[0]), coded_counting(-8))));
-}
-
-UNIT(q4_1)
-{
-    w[0] = coded_lookup(coded_split(at + 4), coded_twice(coded_line(0, scales, scales + 1)));
-}
-
-UNIT(q5_0)
-{
-    __m512bh table = _mm512_cvtne2ps_pbh(coded_scaled(coded_counting(0), scales), coded_scaled(coded_counting(-16), scales));
-    w[0] = coded_lookup(coded_fifth(coded_split(at + 6), read_word(at + 2)), table);
-}
-
 static inline ALWAYS __m512bh coded_of_32(const float *scale, const float *least)
 {
     return _mm512_cvtne2ps_pbh(coded_line(16, scale, least), coded_line(0, scale, least));
 }
 
-UNIT(q5_1)
+static inline ALWAYS __m512bh coded_fp4(float scale)
 {
-    w[0] = coded_lookup(coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(scales, scales + 1));
+    return coded_twice(_mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(scale)));
 }
+
+static inline ALWAYS __m512bh coded_not_linear(const float *scale)
+{
+    return coded_twice(coded_scaled(coded_whole(_mm_loadu_si128((const __m128i *)not_linear)), scale));
+}
+
+/* A code less its zero point, times its scale. */
+static inline ALWAYS __m512bh coded_int4_table(const float *scale, const float *zero)
+{
+    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(*zero));
+    return coded_twice(_mm512_mul_ps(table, _mm512_set1_ps(*scale)));
+}
+
+/* Formats of few codes: these, and what each means. */
+#define BY_TABLE(format, CODES, TABLE)                                                                                 \
+    UNIT(format)                                                                                                       \
+    {                                                                                                                  \
+        w[0] = coded_lookup(CODES, TABLE);                                                                             \
+    }
+BY_TABLE(q4_0, coded_split(at + 2), coded_twice(_mm512_mul_ps(_mm512_set1_ps(scales[0]), coded_counting(-8))))
+BY_TABLE(q4_1, coded_split(at + 4), coded_twice(coded_line(0, scales, scales + 1)))
+BY_TABLE(q5_0, coded_fifth(coded_split(at + 6), read_word(at + 2)),
+         _mm512_cvtne2ps_pbh(coded_scaled(coded_counting(0), scales), coded_scaled(coded_counting(-16), scales)))
+BY_TABLE(q5_1, coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(scales, scales + 1))
+BY_TABLE(iq4_nl, coded_split(at + 2), coded_not_linear(scales))
+BY_TABLE(iq4_xs, coded_split(at + 8 + 16 * part), coded_not_linear(scales + 2 * part))
+BY_TABLE(mxfp4_block, coded_split(at + 1), coded_fp4(scales[0]))
+BY_TABLE(mxfp4, coded_turns(at), coded_fp4(scales[0]))
+BY_TABLE(mxfp4_four, coded_turns_of(at, part), coded_fp4(scales[part]))
+BY_TABLE(int4, coded_turns(at), coded_int4_table(scales, scales + 1))
+BY_TABLE(int4_four, coded_turns_of(at, part), coded_int4_table(scales + 2 * part, scales + 2 * part + 1))
+BY_TABLE(int4_wide, coded_turns_of(at, part), coded_int4_table(scales, scales + 1))
+/* The codes are in the low halves of bytes: what comes of a row's first inputs; and in high ones. */
+BY_TABLE(packed4, coded_bytes(at), coded_twice(coded_line(0, scales, scales + 1)))
+BY_TABLE(packed4_high, _mm512_srli_epi16(coded_bytes(at), 4), coded_twice(coded_line(0, scales, scales + 1)))
+#undef BY_TABLE
 
 /* Low and high halves of the same bytes have scales of their own, whose 16 weights fill half of a table each. */
 UNIT(q4_k)
@@ -246,75 +266,6 @@ UNIT(q6_k)
                                    _mm256_and_si256(high, _mm256_set1_epi8(48)));
     code = _mm256_sub_epi8(code, _mm256_set1_epi8(32));
     w[0] = coded_wholes(code, scales + 2 * part);
-}
-
-static inline ALWAYS __m512bh coded_fp4(float scale)
-{
-    return coded_twice(_mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(scale)));
-}
-
-static inline ALWAYS __m512 coded_not_linear(void)
-{
-    return coded_whole(_mm_loadu_si128((const __m128i *)not_linear));
-}
-
-UNIT(iq4_nl)
-{
-    w[0] = coded_lookup(coded_split(at + 2), coded_twice(coded_scaled(coded_not_linear(), scales)));
-}
-
-UNIT(iq4_xs)
-{
-    __m512 table = coded_scaled(coded_not_linear(), scales + 2 * part);
-    w[0] = coded_lookup(coded_split(at + 8 + 16 * part), coded_twice(table));
-}
-
-UNIT(mxfp4_block)
-{
-    w[0] = coded_lookup(coded_split(at + 1), coded_fp4(scales[0]));
-}
-
-UNIT(mxfp4)
-{
-    w[0] = coded_lookup(coded_turns(at), coded_fp4(scales[0]));
-}
-
-UNIT(mxfp4_four)
-{
-    w[0] = coded_lookup(coded_turns_of(at, part), coded_fp4(scales[part]));
-}
-
-/* A code less its zero point, times its scale. */
-static inline ALWAYS __m512bh coded_int4_table(const float *scale, const float *zero)
-{
-    __m512 table = _mm512_sub_ps(coded_counting(0), _mm512_set1_ps(*zero));
-    return coded_twice(_mm512_mul_ps(table, _mm512_set1_ps(*scale)));
-}
-
-UNIT(int4)
-{
-    w[0] = coded_lookup(coded_turns(at), coded_int4_table(scales, scales + 1));
-}
-
-UNIT(int4_four)
-{
-    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales + 2 * part, scales + 2 * part + 1));
-}
-
-UNIT(int4_wide)
-{
-    w[0] = coded_lookup(coded_turns_of(at, part), coded_int4_table(scales, scales + 1));
-}
-
-/* The codes are in the low halves of bytes: what comes of a row's first inputs. Others see `coded_packed4_high`. */
-UNIT(packed4)
-{
-    w[0] = coded_lookup(coded_bytes(at), coded_twice(coded_line(0, scales, scales + 1)));
-}
-
-UNIT(packed4_high)
-{
-    w[0] = coded_lookup(_mm512_srli_epi16(coded_bytes(at), 4), coded_twice(coded_line(0, scales, scales + 1)));
 }
 
 /* A float of 8 bits (e4m3) is one of 16 divided by 256: a scale has these already. */
