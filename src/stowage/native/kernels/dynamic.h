@@ -24,38 +24,24 @@ typedef struct {
     int32_t first_less[4]; /* `less` of the first 16 */
 } DynamicInputs;
 
+/* What becomes of a format's blocks, their bias, and bytes of one where scales are in it. */
+static const struct {
+    DynamicKind kind;
+    int bias, bytes;
+} dynamic_formats[FORMATS_END] = {
+    [PLAIN] = {BIASED, 128, 0}, [Q8_0] = {BIASED, 128, 34}, [Q4_0] = {BIASED, 8, 18}, [Q4_1] = {LEAST, 0, 20},
+    [Q5_0] = {BIASED, 16, 22}, [Q5_1] = {LEAST, 0, 24}, [Q4_K] = {LEAST, 0, 144}, [Q5_K] = {LEAST, 0, 176},
+    [Q6_K] = {TWO, 32, 210}, [MXFP4_BLOCK] = {BIASED, 12, 17}, [MXFP4] = {BIASED, 12, 0}, [PACKED4] = {LEAST, 0, 0},
+    [INT4_WORDS] = {BIASED, 8, 0}, [GPTQ] = {LEAST, 0, 0}, [AWQ] = {LEAST, 0, 0}};
+
 static inline DynamicKind dynamic_kind(const Linear *job)
 {
-    switch (job->format) {
-    case PLAIN:
-    case Q8_0:
-    case Q4_0:
-    case Q5_0:
-    case MXFP4_BLOCK:
-    case MXFP4:
-        return BIASED;
-    case Q6_K:
-        return TWO;
-    case INT4_WORDS:
-        return job->zeros == NULL ? BIASED : LEAST;
-    case Q4_1:
-    case Q5_1:
-    case Q4_K:
-    case Q5_K:
-    case GPTQ:
-    case AWQ:
-    case PACKED4:
-        return LEAST;
-    default:
-        return DYNAMIC_NONE;
-    }
+    return job->format == INT4_WORDS && job->zeros != NULL ? LEAST : dynamic_formats[job->format].kind;
 }
 
 static inline int dynamic_bias(const Linear *job)
 {
-    static const int biases[FORMATS_END] = {[PLAIN] = 128, [Q8_0] = 128, [Q4_0] = 8, [Q5_0] = 16, [Q6_K] = 32,
-                                            [MXFP4_BLOCK] = 12, [MXFP4] = 12, [INT4_WORDS] = 8};
-    return dynamic_kind(job) == LEAST ? 0 : biases[job->format];
+    return dynamic_kind(job) == LEAST ? 0 : dynamic_formats[job->format].bias;
 }
 
 static inline int64_t dynamic_groups(int64_t inputs)
@@ -124,12 +110,9 @@ static inline ALWAYS void dynamic_halves(const uint8_t *from, uint32_t high, uin
 /* Block `k / 32` of an output's row: its codes, scale, and least value or second scale. */
 static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_t codes[32], float *scale, float *more)
 {
-    static const int sizes[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
-                                           [MXFP4_BLOCK] = 17};
-    static const int wide[FORMATS_END] = {[Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210};
-    int64_t half = row->across, group = job->scales != NULL ? k / row->group : 0;
+    int64_t group = job->scales != NULL ? k / row->group : 0;
     int j = (int)(k % 256 / 32);
-    const uint8_t *block = row->w + (wide[job->format] ? k / 256 * wide[job->format] : k / 32 * sizes[job->format]);
+    const uint8_t *block = row->w + (k >> (job->format < Q2_K ? 5 : 8)) * dynamic_formats[job->format].bytes;
     float scales[16];
     *more = 0;
     switch (job->format) {
@@ -187,26 +170,19 @@ static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_
     case MXFP4:
         *scale = scale_of(row, k / 32) * 0.5f;
         for (int i = 0; i < 32; i++)
-            codes[i] = dynamic_fp4[row->w[(k + i) / 2] >> i % 2 * 4 & 15];
+            codes[i] = dynamic_fp4[code_of(MXFP4, row, k, i)];
         return;
     case PACKED4:
         *scale = read_half(row->scales + 2 * group);
         *more = read_half(row->zeros + 2 * group);
         for (int i = 0; i < 32; i++)
-            codes[i] = k + i < half ? row->w[k + i] & 15 : row->w[k + i - half] >> 4;
+            codes[i] = (uint8_t)code_of(PACKED4, row, k, i);
         return;
     default: /* INT4_WORDS, GPTQ, AWQ */
         *scale = scale_of(row, group);
         *more = dynamic_kind(job) == LEAST ? -(zero_of(row, group) * *scale) : 0;
-        for (int i = 0; i < 32; i++) {
-            int64_t at = k + i;
-            if (job->format == INT4_WORDS)
-                codes[i] = row->w[at / 2] >> at % 2 * 4 & 15;
-            else if (job->format == GPTQ)
-                codes[i] = read_word(row->w + at / 8 * row->across) >> at % 8 * 4 & 15;
-            else
-                codes[i] = read_word(row->w + at * row->across) >> row->shift & 15;
-        }
+        for (int i = 0; i < 32; i++)
+            codes[i] = (uint8_t)code_of(job->format, row, k, i);
     }
 }
 

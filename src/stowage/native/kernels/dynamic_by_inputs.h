@@ -36,12 +36,6 @@ static void dynamic_reorder(const DynamicInputs *from, int64_t count, int eights
     }
 }
 
-/* Lanes that are there of 16, of which `left` are there from the first on. */
-static inline ALWAYS __mmask16 dynamic_there(int left)
-{
-    return left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
-}
-
 static inline ALWAYS __m512i dynamic_four_inputs(const DynamicInputs *x, int block, int four)
 {
     int32_t codes;
@@ -177,11 +171,7 @@ static void dynamic_finish_strip(const Linear *job, int64_t n, int64_t wide, con
         for (int i = 0; i < QUARTER; i++)
             sums[dynamic_lane_output(job, i / 32, i / 16 % 2, i % 16)] =
                 ((kept[i] + kept[QUARTER + i]) + kept[2 * QUARTER + i]) + kept[3 * QUARTER + i];
-        int64_t at = r * job->outputs + n;
-        if (job->narrow)
-            avx512_narrow(sums, (uint16_t *)job->y + at, wide);
-        else
-            memcpy((float *)job->y + at, sums, (size_t)wide * 4);
+        halves_finish(job, sums, r, n, wide);
     }
 }
 
@@ -248,7 +238,7 @@ static void dynamic_block_gptq(const uint8_t *at, int64_t across, int64_t wide, 
 {
     UNROLLED for (int i = 0; i < 4; i++, at += across, to += 256)
         UNROLLED for (int c = 0; c < 2; c++) {
-            __m512i v = _mm512_maskz_loadu_epi32(dynamic_there((int)wide - 16 * c), at + 64 * c);
+            __m512i v = _mm512_maskz_loadu_epi32(dynamic_there(wide - 16 * c), at + 64 * c);
             __m512 a = (__m512)_mm512_unpacklo_epi8(dynamic_low(v), dynamic_high(v));
             __m512 b = (__m512)_mm512_unpackhi_epi8(dynamic_low(v), dynamic_high(v));
             FETCH_FAR(at + 64 * c + 16 * across);
@@ -264,7 +254,7 @@ static void dynamic_block_awq(const uint8_t *at, int64_t across, int64_t wide, u
     UNROLLED for (int i = 0; i < 8; i++, to += 128) {
         __m128i v[4];
         UNROLLED for (int j = 0; j < 4; j++, at += across) {
-            v[j] = _mm_maskz_loadu_epi32((__mmask8)dynamic_there((int)wide / 8), at);
+            v[j] = _mm_maskz_loadu_epi32((__mmask8)dynamic_there(wide / 8), at);
             FETCH_FAR(at + 64 * across);
         }
         __m128i a = _mm_unpacklo_epi8(v[0], v[1]), b = _mm_unpacklo_epi8(v[2], v[3]);

@@ -4,8 +4,9 @@
 #define UNROLLED _Pragma("GCC unroll 16")
 
 /* Format, its name here, bytes of so many groups of four blocks, what its codes are, and how large: below 16, such that
- * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before. TURNS: these too, and a byte's halves are
- * neighbours; for few rows inputs are turned instead, and codes at even places are the first 16. */
+ * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before.
+ * TURNS: these too, and a byte's halves are neighbours; for few rows inputs are turned instead, and codes at even places
+ * are the first 16. */
 enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
 #define DYNAMIC_HERE(OF)                                                                                               \
     OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \
@@ -85,33 +86,66 @@ static inline ALWAYS void dynamic_fifth(const uint8_t *at, const uint8_t *high, 
     *second = _mm512_mask_add_epi8(more, dynamic_bits(high + 2, apart), more, bit);
 }
 
-UNPACK(plain)
+/* Codes with a sign, and a bias of 128. */
+static inline ALWAYS __m512i dynamic_biased(__m512i v)
 {
-    __m512i sign = _mm512_set1_epi8((char)128);
-    dynamic_parted(_mm512_xor_si512(_mm512_loadu_si512(at), sign), _mm512_xor_si512(_mm512_loadu_si512(at + 64), sign),
-                   first, second);
+    return _mm512_xor_si512(v, _mm512_set1_epi8((char)128));
 }
+
+/* Of 128 bytes, which have a code each. */
+#define PARTED(format, CODES)                                                                                          \
+    UNPACK(format)                                                                                                     \
+    {                                                                                                                  \
+        dynamic_parted(CODES(_mm512_loadu_si512(at)), CODES(_mm512_loadu_si512(at + 64)), first, second);              \
+    }
+PARTED(plain, dynamic_biased)
+PARTED(packed4, dynamic_low)
+PARTED(packed4_high, dynamic_high)
+#undef PARTED
 
 UNPACK(q8_0)
 {
-    __m512i sign = _mm512_set1_epi8((char)128);
-    *first = _mm512_xor_si512(dynamic_four_of(at, 128, 2, 34), sign);
-    *second = _mm512_xor_si512(dynamic_four_of(at + 8, 128, 10, 34), sign);
+    *first = dynamic_biased(dynamic_four_of(at, 128, 2, 34));
+    *second = dynamic_biased(dynamic_four_of(at + 8, 128, 10, 34));
 }
 
-UNPACK(q4_0)
-{
-    __m512i v = dynamic_four_of(at, 72, 2, 18);
-    *first = dynamic_low(v);
-    *second = dynamic_high(v);
-}
+/* Of 64 bytes, whose low halves are the first 16. */
+#define HALVED(format, BYTES)                                                                                          \
+    UNPACK(format)                                                                                                     \
+    {                                                                                                                  \
+        __m512i v = BYTES;                                                                                             \
+        *first = dynamic_low(v);                                                                                       \
+        *second = dynamic_high(v);                                                                                     \
+    }
+HALVED(q4_0, dynamic_four_of(at, 72, 2, 18))
+HALVED(q4_1, dynamic_four_of(at, 80, 4, 20))
+HALVED(fp4_block, dynamic_four(at + 1, 17))
+HALVED(int4_turns, _mm512_loadu_si512(at))
+#define dynamic_int4_least_turns dynamic_int4_turns
+#undef HALVED
 
-UNPACK(q4_1)
+/* Low and high halves take turns. */
+UNPACK(int4)
 {
-    __m512i v = dynamic_four_of(at, 80, 4, 20);
-    *first = dynamic_low(v);
-    *second = dynamic_high(v);
+    __m512i v = _mm512_loadu_si512(at), low = dynamic_low(v), high = dynamic_high(v);
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
 }
+#define dynamic_int4_least dynamic_int4
+
+/* The same codes, and what those of FP4 mean. */
+#define OF_FP4(format, codes)                                                                                          \
+    UNPACK(format)                                                                                                     \
+    {                                                                                                                  \
+        __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)dynamic_fp4));                        \
+        dynamic_##codes(at, part, first, second);                                                                      \
+        *first = _mm512_shuffle_epi8(values, *first);                                                                  \
+        *second = _mm512_shuffle_epi8(values, *second);                                                                \
+    }
+OF_FP4(mxfp4_block, fp4_block)
+OF_FP4(mxfp4, int4)
+OF_FP4(mxfp4_turns, int4_turns)
+#undef OF_FP4
 
 UNPACK(q5_0)
 {
@@ -165,61 +199,6 @@ UNPACK(q6_k)
     __m512i a = _mm512_and_si512(_mm512_sllv_epi16(high, left), keep);
     __m512i b = _mm512_and_si512(_mm512_srlv_epi16(high, right), keep);
     dynamic_parted(_mm512_or_si512(dynamic_low(v), a), _mm512_or_si512(dynamic_high(v), b), first, second);
-}
-
-static inline ALWAYS __m512i dynamic_of_fp4(__m512i codes)
-{
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)dynamic_fp4)), codes);
-}
-
-UNPACK(mxfp4_block)
-{
-    __m512i v = dynamic_four(at + 1, 17);
-    *first = dynamic_of_fp4(dynamic_low(v));
-    *second = dynamic_of_fp4(dynamic_high(v));
-}
-
-/* Low and high halves take turns. */
-UNPACK(int4)
-{
-    __m512i v = _mm512_loadu_si512(at), low = dynamic_low(v), high = dynamic_high(v);
-    *first = _mm512_unpacklo_epi8(low, high);
-    *second = _mm512_unpackhi_epi8(low, high);
-}
-
-UNPACK(int4_turns)
-{
-    __m512i v = _mm512_loadu_si512(at);
-    *first = dynamic_low(v);
-    *second = dynamic_high(v);
-}
-
-#define dynamic_int4_least_turns dynamic_int4_turns
-
-UNPACK(mxfp4_turns)
-{
-    dynamic_int4_turns(at, part, first, second);
-    *first = dynamic_of_fp4(*first);
-    *second = dynamic_of_fp4(*second);
-}
-
-#define dynamic_int4_least dynamic_int4
-
-UNPACK(mxfp4)
-{
-    dynamic_int4(at, part, first, second);
-    *first = dynamic_of_fp4(*first);
-    *second = dynamic_of_fp4(*second);
-}
-
-UNPACK(packed4)
-{
-    dynamic_parted(dynamic_low(_mm512_loadu_si512(at)), dynamic_low(_mm512_loadu_si512(at + 64)), first, second);
-}
-
-UNPACK(packed4_high)
-{
-    dynamic_parted(dynamic_high(_mm512_loadu_si512(at)), dynamic_high(_mm512_loadu_si512(at + 64)), first, second);
 }
 #undef UNPACK
 

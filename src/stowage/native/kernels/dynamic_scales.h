@@ -62,10 +62,10 @@ static inline ALWAYS __m512i dynamic_sixteens(const uint8_t *const at[4], int fi
 }
 
 /* Byte `order[4 q + j]` of output i to byte j of lane 4 q + i. */
-static inline ALWAYS __m512i dynamic_dealt(__m512i v, __m128i order)
+static inline ALWAYS __m512i dynamic_dealt(__m512i v, __m512i order)
 {
     __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(order)));
+    return _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(v, order));
 }
 
 /* Half word `at` of 16 bytes of each output i, in lanes 4 q + i. */
@@ -89,7 +89,8 @@ FOUND(q4_k)
     __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(v, 0x84), 2);
     low = _mm512_and_si512(low, _mm512_set4_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
     high = _mm512_and_si512(high, _mm512_set4_epi32(0x30303030, 0, 0x30303030, 0));
-    __m512i bits = dynamic_dealt(_mm512_or_si512(low, high), _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i bits = dynamic_dealt(_mm512_or_si512(low, high), _mm512_broadcast_i32x4(order));
     __m512 scale = dynamic_half_at(v, 0), least = dynamic_half_at(v, 1);
     least = (__m512)_mm512_xor_si512((__m512i)least, _mm512_set1_epi32((int)0x80000000));
     own[0] = _mm512_mul_ps(scale, dynamic_byte(bits, 0));
@@ -108,7 +109,8 @@ static inline ALWAYS __m512 dynamic_signed_byte(__m512i v, int byte)
 FOUND(q6_k)
 {
     __m512 scale = dynamic_half_at(dynamic_sixteens(at, 194), 7);
-    __m512i bits = dynamic_dealt(dynamic_sixteens(at, 192), _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    __m512i bits = dynamic_dealt(dynamic_sixteens(at, 192), _mm512_broadcast_i32x4(order));
     own[0] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 0));
     more[0] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 1));
     own[1] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 2));
@@ -124,8 +126,7 @@ typedef struct {
 /* How a byte shuffle brings numbers of a scale's type, each of `each` blocks, to the four lanes of four blocks. */
 static __m512i dynamic_places(int kind, int64_t each)
 {
-    static const int sizes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
-    int size = sizes[kind], first = kind == SCALES_BF16 ? 2 : 0; /* bfloat16 is the upper half of a float */
+    int size = scale_bytes[kind], first = kind == SCALES_BF16 ? 2 : 0; /* bfloat16 is the upper half of a float */
     uint8_t places[16];
     for (int i = 0; i < 16; i++) {
         int byte = i % 4 - first, number = each >= 4 ? 0 : i / 4 / (int)each;
@@ -145,9 +146,7 @@ static inline ALWAYS __m512i dynamic_brought(const uint8_t *at, int64_t apart, _
 
 static inline ALWAYS __m512i dynamic_placed(__m512i v, __m512i places, int first)
 {
-    __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    places = _mm512_add_epi8(places, _mm512_set1_epi8((char)first)); /* what is to be zero stays so */
-    return _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(v, places));
+    return dynamic_dealt(v, _mm512_add_epi8(places, _mm512_set1_epi8((char)first))); /* what is to be zero stays so */
 }
 
 static inline ALWAYS __m512 dynamic_numbers(int kind, __m512i v)
@@ -167,20 +166,20 @@ typedef struct {
 /* 0: scales may begin within a group of blocks. */
 static int dynamic_laying(const Linear *job, DynamicLaying *how)
 {
-    static const int sizes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
     int64_t all = (job->inputs + job->group - 1) / job->group, each = all == 1 ? INT64_MAX / 2 : job->group / DYNAMIC_BLOCK;
     how->all = all;
     how->each = each;
     how->step = each >= 4 ? 1 : 4 / each;
-    how->size = sizes[job->kind];
+    how->size = scale_bytes[job->kind];
     how->places = dynamic_places(job->kind, each);
     how->word_places = dynamic_places(SCALES_F32, each);
     return all == 1 || each < 3 || each % 4 == 0;
 }
 
-static inline ALWAYS __mmask16 dynamic_bytes_there(int64_t bytes)
+/* Lanes that are there of 16, of which `left` are there from the first on. */
+static inline ALWAYS __mmask16 dynamic_there(int64_t left)
 {
-    return bytes >= 16 ? 0xffff : (__mmask16)((1 << bytes) - 1);
+    return left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
 }
 
 /* Of a piece of `row` and the next three from input k on. They are read 16 bytes of each output at a time, or four
@@ -192,12 +191,12 @@ static inline ALWAYS void dynamic_lay_of(int kind, int size, int packed, int wor
     int64_t at = k / DYNAMIC_BLOCK / how->each, inside = k / DYNAMIC_BLOCK % how->each, apart = how->all * size, g = 0;
     __m512i shifts = _mm512_add_epi32(_mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12)), _mm512_set1_epi32(row->zero_shift));
     for (; 4 * g < blocks; at += numbers) {
-        __mmask16 there = dynamic_bytes_there((how->all - at) * size);
+        __mmask16 there = dynamic_there((how->all - at) * size);
         __m512i raw = dynamic_brought(row->scales + at * size, apart, there), zeros = raw;
         if (packed)
             zeros = dynamic_brought(row->zeros + at * size, apart, there);
         if (words)
-            zeros = dynamic_brought(row->zeros + 4 * at, 0, dynamic_bytes_there((how->all - at) * 4));
+            zeros = dynamic_brought(row->zeros + 4 * at, 0, dynamic_there((how->all - at) * 4));
         for (int64_t i = 0; i < numbers && 4 * g < blocks; i += how->step) {
             __m512 own = dynamic_numbers(kind, dynamic_placed(raw, how->places, (int)i * size)), more = own;
             if (kind == SCALES_E8M0)

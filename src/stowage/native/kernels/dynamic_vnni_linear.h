@@ -258,13 +258,8 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
             const DynamicInputs *x = (const DynamicInputs *)job->packed + r * panel.groups;
             (kind == BIASED ? dynamic_tiles_BIASED : kind == LEAST ? dynamic_tiles_LEAST : dynamic_tiles_TWO)(
                 x, rows, &panel, sums[0]);
-            for (int64_t i = 0; i < rows; i++) {
-                int64_t at = (r + i) * job->outputs + n;
-                if (job->narrow)
-                    avx512_narrow(sums[i], (uint16_t *)job->y + at, wide);
-                else
-                    memcpy((float *)job->y + at, sums[i], (size_t)wide * 4);
-            }
+            for (int64_t i = 0; i < rows; i++)
+                halves_finish(job, sums[i], r + i, n, wide);
         }
     }
     free(memory);

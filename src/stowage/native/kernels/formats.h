@@ -28,25 +28,16 @@ static inline ALWAYS void NAME(decode_halves_of)(const uint8_t *codes, uint32_t 
     }
 }
 
-BLOCK(q4_0, 32, 18)
-{
-    NAME(decode_halves_of)(block + 2, 0, 8, read_half(block), -0.0f, to);
-}
-
-BLOCK(q4_1, 32, 20)
-{
-    NAME(decode_halves_of)(block + 4, 0, 0, read_half(block), read_half(block + 2), to);
-}
-
-BLOCK(q5_0, 32, 22)
-{
-    NAME(decode_halves_of)(block + 6, read_word(block + 2), 16, read_half(block), -0.0f, to);
-}
-
-BLOCK(q5_1, 32, 24)
-{
-    NAME(decode_halves_of)(block + 8, read_word(block + 4), 0, read_half(block), read_half(block + 2), to);
-}
+#define OF(format, BYTES, CODES, HIGH, FROM, LEAST)                                                                    \
+    BLOCK(format, 32, BYTES)                                                                                           \
+    {                                                                                                                  \
+        NAME(decode_halves_of)(block + CODES, HIGH, FROM, read_half(block), LEAST, to);                                \
+    }
+OF(q4_0, 18, 2, 0, 8, -0.0f)
+OF(q4_1, 20, 4, 0, 0, read_half(block + 2))
+OF(q5_0, 22, 6, read_word(block + 2), 16, -0.0f)
+OF(q5_1, 24, 8, read_word(block + 4), 0, read_half(block + 2))
+#undef OF
 
 BLOCK(iq4_nl, 32, 18)
 {
@@ -83,71 +74,34 @@ SUPER_BLOCKS(OF)
 #undef OF
 #undef BLOCK
 
-static void NAME(decode_mxfp4)(const Coded *row, int64_t k, int count, float *to)
-{
-    float scale = scale_of(row, k / 32);
-    (void)count;
-    for (int i = 0; i < 32; i++)
-        to[i] = fp4_values[row->w[(k + i) / 2] >> i % 2 * 4 & 15] * scale;
-}
-
-static void NAME(decode_fp8)(const Coded *row, int64_t k, int count, float *to)
-{
-    float scale = scale_of(row, k / row->group);
-    for (int i = 0; i < count; i++)
-        to[i] = fp8_value(row->w[k + i]) * scale;
-}
-
 static void NAME(decode_f32)(const Coded *row, int64_t k, int count, float *to)
 {
     memcpy(to, row->w + 4 * k, (size_t)count * 4);
 }
 
-static void NAME(decode_f16)(const Coded *row, int64_t k, int count, float *to)
-{
-    for (int i = 0; i < count; i++)
-        to[i] = read_half(row->w + 2 * (k + i));
-}
-
-static void NAME(decode_bf16)(const Coded *row, int64_t k, int count, float *to)
-{
-    for (int i = 0; i < count; i++)
-        to[i] = NAME(one_b)(read_short(row->w + 2 * (k + i)));
-}
-
-static void NAME(decode_int4)(const Coded *row, int64_t k, int count, float *to)
-{
-    float scale = scale_of(row, k / row->group), zero = zero_of(row, k / row->group);
-    (void)count;
-    for (int i = 0; i < 32; i++)
-        to[i] = ((float)(row->w[(k + i) / 2] >> i % 2 * 4 & 15) - zero) * scale;
-}
-
-/* Of GPTQ and AWQ an output's codes lie `across` bytes apart. */
-static void NAME(decode_gptq)(const Coded *row, int64_t k, int count, float *to)
-{
-    float scale = scale_of(row, k / row->group), zero = zero_of(row, k / row->group);
-    (void)count;
-    for (int i = 0; i < 32; i++)
-        to[i] = ((float)(read_word(row->w + (k + i) / 8 * row->across) >> i % 8 * 4 & 15) - zero) * scale;
-}
-
-static void NAME(decode_awq)(const Coded *row, int64_t k, int count, float *to)
-{
-    float scale = scale_of(row, k / row->group), zero = zero_of(row, k / row->group);
-    (void)count;
-    for (int i = 0; i < 32; i++)
-        to[i] = ((float)(read_word(row->w + (k + i) * row->across) >> row->shift & 15) - zero) * scale;
-}
-
-static void NAME(decode_packed4)(const Coded *row, int64_t k, int count, float *to)
-{
-    int64_t half = row->across;
-    float scale = read_half(row->scales + k / row->group * 2), least = read_half(row->zeros + k / row->group * 2);
-    (void)count;
-    for (int64_t i = k; i < k + 32; i++)
-        *to++ = (float)(i < half ? row->w[i] & 15 : row->w[i - half] >> 4) * scale + least;
-}
+/* Numbers that lie one after the other, as told by the scale of input k and by what else there is of it. */
+#define OF(format, COUNT, SCALE, MORE, VALUE)                                                                          \
+    static void NAME(decode_##format)(const Coded *row, int64_t k, int count, float *to)                               \
+    {                                                                                                                  \
+        float scale = SCALE, more = MORE;                                                                              \
+        (void)scale, (void)more, (void)count;                                                                          \
+        for (int i = 0; i < COUNT; i++)                                                                                \
+            to[i] = VALUE;                                                                                             \
+    }
+OF(f16, count, 0, 0, read_half(row->w + 2 * (k + i)))
+OF(bf16, count, 0, 0, NAME(one_b)(read_short(row->w + 2 * (k + i))))
+OF(fp8, count, scale_of(row, k / row->group), 0, fp8_value(row->w[k + i]) * scale)
+OF(mxfp4, 32, scale_of(row, k / 32), 0, fp4_values[code_of(MXFP4, row, k, i)] * scale)
+OF(packed4, 32, read_half(row->scales + k / row->group * 2), read_half(row->zeros + k / row->group * 2),
+   (float)code_of(PACKED4, row, k, i) * scale + more)
+#define WITH_ZERO(FORMAT, format)                                                                                      \
+    OF(format, 32, scale_of(row, k / row->group), zero_of(row, k / row->group),                                        \
+       ((float)code_of(FORMAT, row, k, i) - more) * scale)
+WITH_ZERO(INT4_WORDS, int4)
+WITH_ZERO(GPTQ, gptq)
+WITH_ZERO(AWQ, awq)
+#undef WITH_ZERO
+#undef OF
 
 typedef void (*NAME(decoder))(const Coded *, int64_t, int, float *);
 #define OF(FORMAT, format) [FORMAT] = NAME(decode_##format)

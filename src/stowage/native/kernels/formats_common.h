@@ -6,6 +6,7 @@
 #include "kernel.h"
 
 enum { SCALES_F32 = 0, SCALES_F16 = 1, SCALES_BF16 = 2, SCALES_E8M0 = 3 };
+static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
 
 /* From Q2_K on in blocks of 256. */
 #define ALL_FORMATS(OF)                                                                                                \
@@ -107,9 +108,24 @@ static inline float zero_of(const Coded *row, int64_t i)
     return (float)((int)(read_word(row->zeros + 4 * i * row->zero_step) >> row->zero_shift & 15) + row->zero_more);
 }
 
+/* Code k + i of 4 bits of a format whose scales lie apart; k is a multiple of eight. Of GPTQ and AWQ an output's codes
+ * lie `across` bytes apart. */
+static inline ALWAYS int code_of(int format, const Coded *row, int64_t k, int i)
+{
+    switch (format) {
+    case GPTQ:
+        return read_word(row->w + (k + i) / 8 * row->across) >> i % 8 * 4 & 15;
+    case AWQ:
+        return read_word(row->w + (k + i) * row->across) >> row->shift & 15;
+    case PACKED4:
+        return k + i < row->across ? row->w[k + i] & 15 : row->w[k + i - row->across] >> 4;
+    default: /* MXFP4, INT4_WORDS */
+        return row->w[(k + i) / 2] >> i % 2 * 4 & 15;
+    }
+}
+
 static inline Coded coded_row(const Linear *job, int64_t n)
 {
-    static const int bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
     int64_t eighth = job->outputs / 8, groups = 0;
     if (job->scales != NULL) /* what it takes to divide is felt where rows are short */
         groups = (int64_t)((uint32_t)(job->inputs + job->group - 1) / (uint32_t)job->group);
@@ -121,7 +137,7 @@ static inline Coded coded_row(const Linear *job, int64_t n)
         row.across = 4 * (awq ? eighth : job->outputs);
         row.w = (const uint8_t *)job->w + 4 * (awq ? n / 8 : n);
         row.scale_step = job->outputs;
-        row.scales += n * bytes[job->kind];
+        row.scales += n * scale_bytes[job->kind];
         row.zeros += n / 8 * 4;
         row.zero_step = eighth;
         row.shift = row.zero_shift = 4 * (awq ? awq_nibbles[n % 8] : (int)(n % 8));
@@ -131,7 +147,7 @@ static inline Coded coded_row(const Linear *job, int64_t n)
         row.scales += n * groups * 2;
         row.zeros += n * groups * 2;
     } else if (job->scales != NULL) {
-        row.scales += (job->tall == 1 ? n : n / job->tall) * groups * bytes[job->kind];
+        row.scales += (job->tall == 1 ? n : n / job->tall) * groups * scale_bytes[job->kind];
         row.zeros += job->zeros != NULL ? n / 8 * groups * 4 : 0;
     }
     return row;

@@ -254,9 +254,8 @@ static int can_multiply(int64_t form, int64_t narrow, int64_t inputs)
     return form >= HALVES ? used->halves != NULL : narrow == 0;
 }
 
-static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *linear(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
 {
-    (void)self;
     int64_t value[COMMON + EACH * TOGETHER];
     if (count <= COMMON || (count - COMMON) % EACH != 0 || count > COMMON + EACH * TOGETHER) {
         PyErr_SetString(PyExc_TypeError, "linear takes x, rows, inputs, x_row, group, form, narrow, threads, and of up "
@@ -300,9 +299,8 @@ static int look_up_rows(const Linear *job, const int64_t *ids, int64_t count)
     return 1;
 }
 
-static PyObject *look_up(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *look_up(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
 {
-    (void)self;
     int64_t value[9];
     if (count != 9) {
         PyErr_SetString(PyExc_TypeError, "look_up takes ids, their number, w, y, outputs, inputs, w_row, format, narrow");

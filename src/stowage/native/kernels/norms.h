@@ -16,9 +16,8 @@ static void spread_norm(const Norm *job, long threads)
     spread_pieces(norm_piece, job, (job->rows + NORM_ROWS - 1) / NORM_ROWS, job->rows * job->width < 65536 ? 1 : threads);
 }
 
-static PyObject *norm(PyObject *self, PyObject *args)
+static PyObject *norm(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    (void)self;
     int threads;
     Norm job;
     if (!PyArg_ParseTuple(args, "O&O&O&nnffiii", read_address, &job.x, read_address, &job.w, read_address, &job.y,

@@ -16,9 +16,8 @@ static void rotation_piece(const void *argument, int64_t at)
         used->rotate(&shares->job[i], begin, end);
 }
 
-static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *rotate(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
 {
-    (void)self;
     enum { COMMON_OF_ROTATIONS = 6, EACH_ROTATION = 5 };
     int64_t value[COMMON_OF_ROTATIONS + ROTATIONS * EACH_ROTATION];
     if (!takes("rotate", count, COMMON_OF_ROTATIONS + ROTATIONS * EACH_ROTATION) || read_numbers(args, count, value) < 0)

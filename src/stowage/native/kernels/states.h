@@ -54,9 +54,8 @@ static void delta_part(const void *argument, int64_t part, int64_t piece, float 
     used->delta(job, part / job->heads, part % job->heads, begin, end < job->values ? end : job->values, room);
 }
 
-static PyObject *delta(PyObject *self, PyObject *args)
+static PyObject *delta(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    (void)self;
     PyObject *at, *sizes, *strides;
     int64_t a[8], n[5], s[10];
     int threads;
@@ -79,16 +78,14 @@ static PyObject *delta(PyObject *self, PyObject *args)
     return spread_states(&shares, job.batch * job.tokens * job.heads * job.keys * job.values, threads);
 }
 
-static void scan_part(const void *argument, int64_t part, int64_t piece, float *room)
+static void scan_part(const void *argument, int64_t part, int64_t Py_UNUSED(piece), float *room)
 {
     const Scan *job = argument;
-    (void)piece;
     used->scan(job, part / job->heads, part % job->heads, room);
 }
 
-static PyObject *scan(PyObject *self, PyObject *args)
+static PyObject *scan(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    (void)self;
     PyObject *at, *sizes, *strides;
     int64_t a[10], n[6], s[13];
     int threads;
@@ -112,17 +109,15 @@ static PyObject *scan(PyObject *self, PyObject *args)
     return spread_states(&shares, job.batch * job.tokens * job.heads * job.width * job.states, threads);
 }
 
-static void convolve_part(const void *argument, int64_t part, int64_t piece, float *room)
+static void convolve_part(const void *argument, int64_t part, int64_t Py_UNUSED(piece), float *room)
 {
     const Convolution *job = argument;
     int64_t begin = part * CHANNELS, end = begin + CHANNELS;
-    (void)piece;
     used->convolve(job, begin, end < job->channels ? end : job->channels, room);
 }
 
-static PyObject *convolve(PyObject *self, PyObject *args)
+static PyObject *convolve(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    (void)self;
     PyObject *at, *sizes, *strides;
     int64_t a[6], n[5], s[3];
     int threads;
