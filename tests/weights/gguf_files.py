@@ -30,6 +30,7 @@ _RENAMED: Mapping[str, str] = {
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
     "glm4_moe": "glm4moe",
+    "glm_moe_dsa": "glm-dsa",
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
     "granitemoeshared": "granitemoe",
@@ -37,6 +38,7 @@ _RENAMED: Mapping[str, str] = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "kimi_linear": "kimi-linear",
     "lfm2_moe": "lfm2moe",
+    "mimo_v2_flash": "mimo2",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
@@ -161,14 +163,18 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{arch}.{key}"] = value
     found |= (
-        _latents(config, arch) if arch == "deepseek2" else _delta(config, arch) if arch in gguf_layouts.DELTA else {}
+        _latents(config, arch)
+        if arch in ("deepseek2", "glm-dsa")
+        else _delta(config, arch)
+        if arch in gguf_layouts.DELTA
+        else {}
     )
     found |= gguf_gemma.fields(config, arch) | gguf_hybrids.fields(config, arch) | gguf_kimi.fields(config, arch)
     if f"{arch}.expert_count" in found and gguf_hybrids.is_dense(config):
         found = {key: value for key, value in found.items() if ".expert_" not in key or ".expert_shared" in key}
     if config.model_type in ("gpt_oss", "minimax_m2"):
         found[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
-    if getattr(config, "norm_topk_prob", None) is not None and arch == "deepseek2":
+    if getattr(config, "norm_topk_prob", None) is not None and arch in ("deepseek2", "glm-dsa"):
         found[f"{arch}.expert_weights_norm"] = config.norm_topk_prob
     found |= gguf_mixtures.fields(config, arch)
     if config.model_type == "ministral3":

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-SIGMOID = ("afmoe", "bailingmoe2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "minimax-m2")
+SIGMOID = ("afmoe", "bailingmoe2", "dots1", "exaone-moe", "glm4moe", "lfm2moe", "mimo2", "minimax-m2")
 """Families whose routers score by sigmoid."""
 
 
@@ -42,6 +42,22 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
                 "expert_shared_count": config.num_shared_experts,
                 "expert_shared_feed_forward_length": config.moe_intermediate_size * config.num_shared_experts,
                 "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+            }
+        case "glm-dsa":
+            found |= {
+                "attention.indexer.head_count": config.index_n_heads,
+                "attention.indexer.key_length": config.index_head_dim,
+                "attention.indexer.top_k": config.index_topk,
+                "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
+            }
+        case "mimo2":
+            windows = [int(kind == "sliding_attention") for kind in config.layer_types]
+            found |= {
+                "attention.head_count_kv": [config.num_key_value_heads * (1 + window) for window in windows],
+                "attention.sliding_window_pattern": windows,
+                "attention.value_length": config.v_head_dim,
+                "attention.value_scale": config.attention_value_scale,
+                "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
             }
         case "minicpm3":
             found |= {

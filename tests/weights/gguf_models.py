@@ -59,6 +59,20 @@ DOTS = {
 }
 
 
+GLM5 = {"index_head_dim": 64, "rms_norm_eps": 1e-6}
+
+
+HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
+MIMO = {
+    "num_attention_heads": 4,
+    "rope_parameters": {
+        "full_attention": {**HALF, "rope_theta": 5e6},
+        "sliding_attention": {**HALF, "rope_theta": 1e4},
+    },
+    "v_head_dim": 32,
+}
+
+
 EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 
 
@@ -124,6 +138,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone_moe": {"norm_topk_prob": True, "head_dim": 32},
     "glm4": {},
     "glm4_moe": {"routed_scaling_factor": 1.5, "use_qk_norm": True, "head_dim": 32},
+    "glm_moe_dsa": GLM5,
     "granite": {},
     "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "granitemoehybrid": GRANITE | {"num_local_experts": 4},
@@ -136,6 +151,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"tie_word_embeddings": True},
     "mamba": {},
     "mamba2": {"chunk_size": 256},
+    "mimo_v2_flash": MIMO,
     "minicpm3": MINICPM3,
     "minimax_m2": {},
     "ministral3": {"max_position_embeddings": 256, "rope_parameters": YARN},
@@ -181,6 +197,7 @@ LING = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon h1 with a norm": ("falcon_h1", {"mamba_norm_before_gate": False, "mamba_rms_norm": True}),
     "gemma 3n e2b": ("gemma3n", GEMMA3N),
+    "glm 5.2": ("glm_moe_dsa", {**GLM5, "indexer_types": ["full", "full", "shared", "shared"]}),
     "granite 4 without experts": (
         "granitemoehybrid",
         GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 128},

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from stowage import CheckpointError, Engine, Memory, UnsupportedModelError
 from stowage.models import loading
 from stowage.models.gguf import checkpoint as gguf_checkpoint
-from stowage.models.gguf import families
+from stowage.models.gguf import families, latents
 from stowage.testing.tiny_models.table import TABLE
 from stowage.weights.gguf import GgufFile
 from tests.weights import gguf_files
@@ -32,6 +32,7 @@ RELAID = {
     "falcon_mamba": "*=mapped",
     "gemma3n": "*=mapped",
     "glm4_moe": "*=mapped",
+    "glm_moe_dsa": "*=experts",
     "granite 4 without experts": "*=stream",
     "granitemoehybrid": "*=experts",
     "jamba": "*=experts",
@@ -41,6 +42,7 @@ RELAID = {
     "ling 2": "*=stream",
     "mamba": "*=stream",
     "mamba2": "*=stream",
+    "mimo_v2_flash": "*=experts",
     "minicpm3": "*=stream",
     "minimax_m2": "*=experts",
     "nemotron 3 nano": "*=experts",
@@ -130,7 +132,11 @@ REFUSED = (
     ("deepseek_v3", "deepseek2.rope.dimension_count", 1 << 20, "does not say how large its heads are"),
     ("deepseek_v3", "deepseek2.attention.kv_lora_rank", 16, "its fields and its tensors are of different models"),
     ("gemma4", "gemma4.attention.sliding_window_pattern", [True], "does not say which layers have a window"),
+    ("glm_moe_dsa", "glm-dsa.attention.indexer.types", [False] * 4, "does not say which of its layers have an indexer"),
+    ("glm_moe_dsa", "glm-dsa.attention.indexer.top_k", 0, "does not say which keys its queries read"),
     ("kimi_linear", "kimi-linear.kda.head_dim", 0, "does not say how large its heads are"),
+    ("mimo_v2_flash", "mimo2.attention.head_count_kv", [2] * 4, "does not say how large its heads are"),
+    ("mimo_v2_flash", "mimo2.attention.value_scale", 1, "does not say by how much values are scaled"),
 )
 
 
@@ -142,13 +148,37 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             loading.load(path)
 
 
-@pytest.mark.parametrize("family", ["afmoe", "kimi_linear"])
-def test_experts_whose_weights_are_not_to_add_up_are_refused(family: str, tmp_path: Path) -> None:
-    plain = made(family, tmp_path / "model")
-    field = f"{gguf_files.arch_of(plain.config)}.expert_weights_norm"
-    path = gguf_files.write(plain, tmp_path / "model.gguf", tokens={field: False})
-    with pytest.raises(UnsupportedModelError, match="does not make the weights of chosen experts add up to one"):
+OTHERWISE = (
+    ("afmoe", "afmoe.expert_weights_norm", False, "does not make the weights of chosen experts add up to one"),
+    ("glm_moe_dsa", "glm-dsa.attention.indexer.kpool", 4, r"says attention.indexer.kpool = 4"),
+    ("kimi_linear", "kimi-linear.expert_weights_norm", False, "does not make the weights of chosen experts add up to"),
+    ("kimi_linear", "kimi-linear.kda.safe_gate", True, r"says kda.safe_gate = True"),
+    ("mimo_v2_flash", "mimo2.expert_gating_func", 1, "scores experts in another way than by sigmoid"),
+)
+
+
+@pytest.mark.parametrize(("family", "field", "value", "match"), OTHERWISE)
+def test_what_would_be_computed_otherwise_is_refused(
+    family: str, field: str, value: object, match: str, tmp_path: Path
+) -> None:
+    path = gguf_files.write(made(family, tmp_path / "model"), tmp_path / "model.gguf", tokens={field: value})
+    with pytest.raises(UnsupportedModelError, match=match):
         loading.load(path)
+
+
+def test_indexers_of_layers_that_share_one_are_left_out(tmp_path: Path) -> None:
+    plain = made("glm 5.2", tmp_path / "model")
+    unused = [(f"blk.3.indexer.{name}.weight", np.ones((64, 64), np.float32)) for name in ("attn_k", "proj")]
+    path = gguf_files.write(plain, tmp_path / "model.gguf", more=unused)
+    assert torch.allclose(logits(loading.load(path).model, prompt()), logits(plain, prompt()), atol=1e-4)
+
+
+@pytest.mark.parametrize(("context", "without"), [(1 << 20, [3, 4, 5, 7]), (202752, [])])
+def test_which_layers_of_glm_5_have_an_indexer_where_its_file_is_silent(
+    context: int, without: list[int], tmp_path: Path
+) -> None:
+    fields = {"general.architecture": "glm-dsa", "glm-dsa.block_count": 8, "glm-dsa.context_length": context}
+    assert latents.unindexed(GgufFile((tmp_path / "model.gguf",), fields, {})) == without
 
 
 CUTS = {

@@ -63,7 +63,12 @@ _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _LLAMA3_TOKENS, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 _LOCAL_THETA: Final = 10000.0
-_TWO_ROPES: Final = {"gemma3_text": _LOCAL_THETA, "gemma3n_text": _LOCAL_THETA, "olmo3": 0.0}
+_TWO_ROPES: Final = {
+    "gemma3_text": _LOCAL_THETA,
+    "gemma3n_text": _LOCAL_THETA,
+    "mimo_v2_flash": _LOCAL_THETA,
+    "olmo3": 0.0,
+}
 """Families whose layers with a window rotate otherwise, without scaling, and by which base where no field says it; 0:
 the same.
 """
@@ -78,7 +83,7 @@ _INTERLEAVED: Final = (
     *("nemotron_h_moe", "smollm3"),
 )
 """Families whose heads' rotated halves are interleaved in files, and are not in Transformers."""
-_PARTLY: Final = ("glm4", "glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_PARTLY: Final = ("glm4", "glm4_moe", "mimo_v2_flash", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Types of models whose configs take it that a part of each head is rotated where they are told nothing."""
 _HARMONY: Final = {"<|return|>", "<|call|>"}
 """gpt-oss ends its answers with these. "<|end|>" ends a message there, such as what it thinks before it answers."""
@@ -188,7 +193,11 @@ def _rope(
         rope["partial_rotary_factor"] = partial
     if family in _TWO_ROPES:
         local = file.fields.get(f"{file.architecture}.rope.freq_base_swa", _TWO_ROPES[family] or theta)
-        sliding = {"rope_type": "default", "rope_theta": local}
+        sliding = (
+            rope | {"rope_type": "default", "rope_theta": local}
+            if family == "mimo_v2_flash"
+            else {"rope_type": "default", "rope_theta": local}
+        )
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
     return {"rope_parameters": rope}
 
@@ -240,7 +249,7 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"
         found |= {name: said[key] for key, name in names.items() if key in said}
-    if file.architecture == "deepseek2" and (said_twice := said.get("yarn_log_multiplier")) is not None:
+    if file.architecture in ("deepseek2", "glm-dsa") and (said_twice := said.get("yarn_log_multiplier")) is not None:
         found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * said_twice, 4))
     if file.architecture == "mistral3":
         found |= {"mscale": 1.0, "mscale_all_dim": said.get("yarn_log_multiplier", 0.0)}

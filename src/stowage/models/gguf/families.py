@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.models.gguf import gemma, hybrids, kimi, mixtures, windows
+from stowage.models.gguf import gemma, hybrids, kimi, latents, mixtures, windows
 from stowage.models.gguf.fields import layers_of, number, sizeless
-from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
+from stowage.models.gguf.mixtures import sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
 __all__ = ["FAMILIES", "entries_of", "family_of", "unused_in"]
@@ -35,6 +35,7 @@ FAMILIES: Final[Mapping[str, str]] = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
+    "glm-dsa": "glm_moe_dsa",
     "glm4": "glm4",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
@@ -53,6 +54,7 @@ FAMILIES: Final[Mapping[str, str]] = {
     "mamba2": "mamba2",
     "minicpm": "granite",
     "minicpm3": "minicpm3",
+    "mimo2": "mimo_v2_flash",
     "minimax-m2": "minimax_m2",
     "mistral3": "ministral3",
     "nemotron": "nemotron",
@@ -81,14 +83,6 @@ none of their own there, and compute what another does: Ling 2 as GLM-4.5, Inter
 Of Qwen's models that see, text alone is rotated as in those that do not.
 """
 
-_FLASH_TOKENS: Final = 154880
-_GROUPS: Final = {
-    (60, 160): {"n_group": 8, "topk_group": 3},
-    (61, 256): {"n_group": 8, "topk_group": 4},
-}
-"""Of DeepSeek-V2, and of V3 and R1, by layers and experts: groups that a router chooses from, which older files do not
-say."""
-
 
 def family_of(file: GgufFile) -> str | None:
     """Transformers' type of the model in ``file``; ``None`` for what is not read. Raises UnsupportedModelError."""
@@ -108,7 +102,7 @@ def family_of(file: GgufFile) -> str | None:
                 "read from GGUF. Give the Hugging Face checkpoint that it was made from."
             )
         return family if f"{file.architecture}.attention.temperature_scale" in file.fields else "mistral"
-    return "deepseek_v2" if family == "deepseek_v3" and not _scores_by_sigmoid(file) else family
+    return "deepseek_v2" if family == "deepseek_v3" and not latents.scores_by_sigmoid(file) else family
 
 
 def entries_of(file: GgufFile, family: str, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,69 +112,14 @@ def entries_of(file: GgufFile, family: str, entries: Mapping[str, Any]) -> dict[
 
 
 def unused_in(file: GgufFile) -> tuple[str, ...]:
-    """With what names of tensors begin that no text is computed from: layers that guess tokens ahead, and keys and
-    values of layers that take those of others.
+    """With what names of tensors begin that no text is computed from: layers that guess tokens ahead, and keys, values
+    and indexers of layers that take those of others.
     """
     layers = layers_of(file)
     ahead = [f"blk.{layer}." for layer in range(layers, number(file, "block_count"))]
     sharing = range(max(0, layers - number(file, "attention.shared_kv_layers")), layers)
+    ahead += [f"blk.{layer}.indexer." for layer in latents.unindexed(file)]
     return (*ahead, *(f"blk.{layer}.attn_{part}." for layer in sharing for part in ("k", "k_norm", "v")))
-
-
-def _scores_by_sigmoid(file: GgufFile) -> bool:
-    """Of the experts of DeepSeek. Files that do not say it are of DeepSeek-V2, or early ones of GLM-4.7-Flash."""
-    said = number(file, "expert_gating_func")
-    vocabulary = file.tensors.get("token_embd.weight")
-    flash = layers_of(file) in (46, 47, 48) and vocabulary is not None and vocabulary.shape[0] == _FLASH_TOKENS
-    return said == SIGMOID or (not said and flash)
-
-
-def _deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of latents. New files say, as those of a head, what a head without heads of its own would have; what heads
-    are made of stands beside that.
-    """
-    heads, rotated = number(file, "attention.head_count"), number(file, "rope.dimension_count")
-    groups = {} if "n_group" in entries else _GROUPS.get((layers_of(file), number(file, "expert_count")), {})
-    whole, value = (
-        number(file, f"attention.{part}_length_mla") or number(file, f"attention.{part}_length")
-        for part in ("key", "value")
-    )
-    if not heads or not value or whole <= rotated:
-        raise sizeless(file)
-    return {
-        **routed(file, {**entries, **groups}),
-        **groups,
-        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
-        "num_key_value_heads": heads,
-        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
-        "qk_nope_head_dim": whole - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": value,
-    }
-
-
-def _deepseek_v2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    found = _deepseek(file, entries)
-    grouped = {**entries, **found}["n_group"] > 1
-    return {**found, "topk_method": "group_limited_greedy" if grouped else "greedy"}
-
-
-def _minicpm3(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
-    """By how much embeddings, residuals and logits are scaled stands in llama.cpp's code."""
-    whole, rotated = number(file, "attention.key_length"), number(file, "rope.dimension_count")
-    if not rotated or whole <= rotated or not number(file, "attention.kv_lora_rank"):
-        raise sizeless(file)
-    return {
-        "dim_model_base": 256,
-        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
-        "num_key_value_heads": number(file, "attention.head_count"),
-        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
-        "qk_nope_head_dim": whole - rotated,
-        "qk_rope_head_dim": rotated,
-        "scale_depth": 1.4,
-        "scale_emb": 12,
-        "v_head_dim": number(file, "attention.value_length") or None,
-    }
 
 
 def _gated_delta(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,8 +161,8 @@ def _stablelm(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]]] = {
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek,
+    "deepseek_v2": latents.deepseek_v2,
+    "deepseek_v3": latents.deepseek,
     "afmoe": mixtures.afmoe,
     "dots1": sigmoid_routed,
     "ernie4_5_moe": mixtures.ernie_moe,
@@ -235,6 +174,7 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "gemma3n_text": gemma.gemma3n,
     "gemma4_text": gemma.gemma4,
     "glm4_moe": _glm4_moe,
+    "glm_moe_dsa": latents.glm_dsa,
     "granite": hybrids.granite,
     "granitemoe": hybrids.granite_moe,
     "granitemoehybrid": hybrids.granite_hybrid,
@@ -248,7 +188,8 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "kimi_linear": kimi.kimi_linear,
     "mamba": hybrids.mamba,
     "mamba2": hybrids.mamba2,
-    "minicpm3": _minicpm3,
+    "mimo_v2_flash": mixtures.mimo2,
+    "minicpm3": latents.minicpm3,
     "nemotron_h": hybrids.nemotron_h,
     "olmo3": windows.olmo3,
     "qwen3_5_moe_text": _gated_delta,

@@ -38,8 +38,8 @@ _CALLED: Final[Mapping[str, tuple[str, str]]] = {
 _ALWAYS_FROM_1: Final = ("gemma", "gemma2", "gemma3", "nemotron")
 _ROUTERS: Final = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
 _IN_FLOAT32: Final = (
-    *("bailingmoe2", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hunyuan-moe", "kimi-linear"),
-    "nemotron_h_moe",
+    *("bailingmoe2", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "glm-dsa", "glm4moe", "hunyuan-moe"),
+    *("kimi-linear", "mimo2", "nemotron_h_moe"),
 )
 """Families whose routers are made float32 before they are multiplied with: what is packed cannot be."""
 _HEADS_NORMS: Final = ("q_norm.weight", "k_norm.weight")
@@ -69,7 +69,7 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
         return joined_heads(config, block, own, tensors)
     if architecture in HYBRIDS:
         return mamba_layout(architecture, block, own)
-    if architecture in ("deepseek2", "kimi-linear") and own == "kv_b_proj.weight":
+    if architecture in ("deepseek2", "glm-dsa", "kimi-linear") and own == "kv_b_proj.weight":
         return _latents(config, block, tensors)
     if architecture == "kimi-linear":
         return delta_layout(block, own)

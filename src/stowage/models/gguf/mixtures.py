@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import number, sizeless
+from stowage.models.gguf.fields import layers_of, number, of_layers, sizeless
 from stowage.models.gguf.relaid import Layout, Rows
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile, GgufTensor
@@ -21,6 +21,7 @@ __all__ = [
     "exaone_moe",
     "hunyuan_moe",
     "joined_heads",
+    "mimo2",
     "refuse_other_sums",
     "routed",
     "sigmoid_routed",
@@ -85,6 +86,30 @@ def hunyuan_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "intermediate_size": number(file, "expert_feed_forward_length") or number(file, "feed_forward_length"),
         "moe_topk": number(file, "expert_used_count"),
+    }
+
+
+def mimo2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """MiMo-V2: layers with a window have twice as many heads of keys. Raises CheckpointError, UnsupportedModelError."""
+    refuse_other_sums(file)
+    kinds, heads = kinds_of(file), of_layers(file, "attention.head_count_kv")
+    layers, scale = range(layers_of(file)), file.fields.get("mimo2.attention.value_scale")
+    full = next((count for count, kind in zip(heads, kinds or (), strict=False) if kind == "full_attention"), 0)
+    expected = [full * (1 + (kind == "sliding_attention")) for kind in kinds or ()]
+    if not full or heads != expected or not number(file, "attention.value_length"):
+        raise sizeless(file)
+    if not isinstance(scale, float):  # files of converters that left it out, though the model has one
+        raise sizeless(file, "by how much values are scaled (attention.value_scale)")
+    return {
+        **sigmoid_routed(file, entries),
+        "attention_value_scale": scale or None,
+        "layer_types": kinds,
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "dense" for layer in layers
+        ],
+        "norm_topk_prob": True,
+        "num_key_value_heads": full,
+        "v_head_dim": number(file, "attention.value_length"),
     }
 
 

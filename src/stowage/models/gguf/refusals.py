@@ -17,9 +17,12 @@ __all__ = ["refuse_other_arithmetic", "refuse_other_windows"]
 _NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
+    "attention.indexer.block_size": (0,),
+    "attention.indexer.kpool": (0, 1),
     "attention.max_alibi_bias": (0.0,),
     "attention.output_scale": (0.0, 1.0),
-    "attention.value_scale": (0.0, 1.0),
+    "kda.gate_lower_bound": (0.0,),
+    "kda.safe_gate": (False,),
     "router_logit_softcapping": (0.0,),
     "swiglu_clamp_exp": (0.0,),
     "swiglu_clamp_shexp": (0.0,),
@@ -27,6 +30,7 @@ _NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
 """Fields that no config is made of, with the values that change nothing."""
 _READ_BY_SOME: Final = {
     "attention.scale": ("attention_multiplier",),
+    "attention.value_scale": ("attention_value_scale",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "embedding_scale": ("embedding_multiplier",),
     "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
@@ -35,8 +39,8 @@ _READ_BY_SOME: Final = {
 }
 _BY_SOFTMAX: Final = (0, 1, 3)
 _BY_SIGMOID: Final = (
-    *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm4moe", "kimi-linear", "lfm2moe"),
-    *("minimax-m2", "nemotron_h_moe"),
+    *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "kimi-linear"),
+    *("lfm2moe", "mimo2", "minimax-m2", "nemotron_h_moe"),
 )
 """Families whose routers may score by sigmoid: they are computed so, or refuse another way themselves."""
 

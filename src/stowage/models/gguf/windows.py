@@ -19,7 +19,7 @@ def kinds_of(file: GgufFile) -> list[str] | None:
     said = file.fields.get(f"{file.architecture}.attention.sliding_window_pattern")
     if not isinstance(said, list):
         return None
-    if len(said) < layers_of(file) or not all(isinstance(one, bool) for one in said):
+    if len(said) < layers_of(file) or any(one not in (0, 1) for one in said):
         raise sizeless(file, "which layers have a window")
     return ["sliding_attention" if window else "full_attention" for window in said[: layers_of(file)]]
 
