@@ -12,13 +12,8 @@
 
 #define BYTES_ALONE (32 << 10) /* fewer bytes are worked on before another thread could have the interpreter's lock */
 
-#if defined(__GNUC__)
 #define ALWAYS __attribute__((always_inline))
 #define FETCH(address) __builtin_prefetch(address)
-#else
-#define ALWAYS
-#define FETCH(address) ((void)(address))
-#endif
 
 enum { KEY_BYTES = 32 };
 
@@ -50,12 +45,18 @@ static inline int takes(const char *method, Py_ssize_t given, Py_ssize_t wanted)
     return 0;
 }
 
+/* Whether an argument is a list. */
+static inline int is_list(const char *name, PyObject *argument) {
+    if (PyList_Check(argument))
+        return 1;
+    PyErr_Format(PyExc_TypeError, "%s must be a list", name);
+    return 0;
+}
+
 /* The number of keys; -1: not a list of bytes. */
 static inline Py_ssize_t count_keys(PyObject *keys) {
-    if (!PyList_Check(keys)) {
-        PyErr_SetString(PyExc_TypeError, "keys must be a list");
+    if (!is_list("keys", keys))
         return -1;
-    }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys); i++)
         if (!PyBytes_Check(PyList_GET_ITEM(keys, i))) {
             PyErr_SetString(PyExc_TypeError, "keys must be bytes");
@@ -66,6 +67,13 @@ static inline Py_ssize_t count_keys(PyObject *keys) {
 
 /* None, or NULL where an exception has been set. */
 static inline PyObject *none_unless(int failed) { return failed ? NULL : Py_NewRef(Py_None); }
+
+/* Appends what was made for it, or could not be. */
+static inline int append_new(PyObject *list, PyObject *item) {
+    int failed = item == NULL || PyList_Append(list, item) < 0;
+    Py_XDECREF(item);
+    return -failed;
+}
 
 /* An address, which Python has as a number. `read_address` is for the format O&. */
 static inline void *address(int64_t number) { return (void *)(intptr_t)number; }

@@ -14,10 +14,8 @@ static inline void fetch_first(PyObject *const *items, Py_ssize_t count) {
 
 /* The list and the range of a call. The items from `begin` on, `*count` of them; NULL: an exception is set. */
 static PyObject **range_of(PyObject *const *arguments, Py_ssize_t *count) {
-    if (!PyList_Check(arguments[0])) {
-        PyErr_SetString(PyExc_TypeError, "a list is needed");
+    if (!is_list("items", arguments[0]))
         return NULL;
-    }
     Py_ssize_t begin = PyLong_AsSsize_t(arguments[1]), end = PyLong_AsSsize_t(arguments[2]);
     if (PyErr_Occurred())
         return NULL;
@@ -135,11 +133,8 @@ static int read_rows(PyObject *const **rows, Py_ssize_t count, Py_ssize_t width,
         for (Py_ssize_t at = 0; whole > 0 && at < width; at++)
             if (PyList_Append(found, FIELD(i, at)) < 0)
                 whole = -1;
-        if (whole == 0) {
-            PyObject *index = PyLong_FromSsize_t(i);
-            whole = index == NULL || PyList_Append(missing, index) < 0 ? -1 : 0;
-            Py_XDECREF(index);
-        }
+        if (whole == 0)
+            whole = append_new(missing, PyLong_FromSsize_t(i));
         if (whole < 0)
             return -1;
     }

@@ -5,8 +5,8 @@
 
 /* Format, its name here, bytes of so many groups of four blocks, what its codes are, and how large: below 16, such that
  * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before.
- * TURNS: these too, and a byte's halves are neighbours; for few rows inputs are turned instead, and codes at even places
- * are the first 16. */
+ * TURNS: these too, and a byte's halves are neighbours; for few rows inputs are turned instead, and codes at even
+ * places are the first 16. */
 enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
 #define DYNAMIC_HERE(OF)                                                                                               \
     OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \

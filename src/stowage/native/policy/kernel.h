@@ -42,41 +42,38 @@ typedef struct {
     int16_t of_class;
 } Past;
 
+/* Slots in an order, by their neighbours, which are in arrays. NONE: there are none. */
+typedef struct {
+    int32_t first, last;
+} List;
+
 typedef struct {
     int64_t time;
-    int32_t first, last; /* slots; NONE: not in use */
+    List slots; /* none: not in use */
     int32_t before, after; /* runs of the class; `after` also links those not in use */
     int32_t of_class;
 } Run;
 
-/* The arrays that are lent, in the order in which they are given. */
-enum {
-    HERE, PRINT, USES, GAP, LAST, CLASS, SERIAL, PARENT, PARENT_SERIAL, KIDS,
-    KNOWN, ORDER, PAST,
-    USED, ENDED, WAITING, INDEX,
-    ARRAYS
-};
+/* The arrays that are lent, in the order in which they are given: items, where they are here, name and how many. */
+#define LENT(OF)                                                                                                       \
+    OF(uint8_t, here, "here", PER_SLOT) OF(uint64_t, print, "print", PER_SLOT) OF(int64_t, uses, "uses", PER_SLOT)     \
+    OF(int64_t, gap, "gap", PER_SLOT) OF(int64_t, last, "last", PER_SLOT) OF(int64_t, of_class, "class", PER_SLOT)     \
+    OF(int64_t, serial, "serial", PER_SLOT_AND_ONE) OF(int64_t, parent, "parent", PER_SLOT)                            \
+    OF(int64_t, parent_serial, "parent_serial", PER_SLOT) OF(int64_t, kids, "kids", PER_SLOT)                          \
+    OF(uint64_t, known, "prints", PER_ENTRY) OF(int64_t, order, "order", PER_ENTRY) OF(Past, past, "past", PER_ENTRY)  \
+    OF(double, used, "used", PER_AGE) OF(double, ended, "ended", PER_AGE) OF(double, waiting, "waiting", PER_EPOCH)    \
+    OF(int64_t, index, "index", PER_AGE)
 enum { PER_SLOT, PER_SLOT_AND_ONE, PER_ENTRY, PER_AGE, PER_EPOCH };
-static const struct {
-    const char *name;
-    Py_ssize_t bytes;
-    int length;
-} SHAPES[ARRAYS] = {
-    {"here", 1, PER_SLOT}, {"print", 8, PER_SLOT}, {"uses", 8, PER_SLOT}, {"gap", 8, PER_SLOT}, {"last", 8, PER_SLOT},
-    {"class", 8, PER_SLOT}, {"serial", 8, PER_SLOT_AND_ONE}, {"parent", 8, PER_SLOT}, {"parent_serial", 8, PER_SLOT},
-    {"kids", 8, PER_SLOT},
-    {"prints", 8, PER_ENTRY}, {"order", 8, PER_ENTRY}, {"past", sizeof(Past), PER_ENTRY},
-    {"used", 8, PER_AGE}, {"ended", 8, PER_AGE}, {"waiting", 8, PER_EPOCH}, {"index", 8, PER_AGE},
-};
+#define OF(...) +1
+enum { ARRAYS = 0 LENT(OF) };
+#undef OF
 
 typedef struct {
     PyObject_HEAD
     Py_buffer lent[ARRAYS];
-    uint8_t *here;
-    uint64_t *print, *known;
-    int64_t *uses, *gap, *last, *of_class, *serial, *parent, *parent_serial, *kids, *order, *index;
-    double *used, *ended, *waiting;
-    Past *past;
+#define OF(TYPE, field, ...) TYPE *field;
+    LENT(OF)
+#undef OF
     int64_t slots, rows, width;
     int64_t clock, epoch, puts, batch, length;
     int64_t remembered; /* 0: no need to look into the history, which is a cache miss per chunk */
@@ -84,10 +81,11 @@ typedef struct {
     int32_t *before, *after, *run_of; /* per slot */
     int32_t *due_before, *due_after; /* per slot, of those that are due; `due_before` of others: HELD */
     int64_t *mark; /* per slot: the last batch that it was in */
-    Run *runs;
-    int32_t unused, held_last, due_last;
+    Run *runs; /* as many as slots; behind them lie all arrays of the order */
+    List held, due;
+    int32_t unused;
     int32_t first_run[CLASSES], last_run[CLASSES], open_run[CLASSES];
-    /* Scratch space for a batch. */
+    /* Scratch space for a batch, all of it behind `some`. */
     int64_t *some, *other;
     uint64_t *prints;
     Py_ssize_t room;

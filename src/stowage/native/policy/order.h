@@ -7,26 +7,37 @@
 
 /* The order. */
 
-static void not_due(Kernel *k, int32_t slot) {
-    int32_t before = k->due_before[slot], after = k->due_after[slot];
-    if (before == HELD)
-        return;
-    if (before != NONE)
-        k->due_after[before] = after;
-    if (after != NONE)
-        k->due_before[after] = before;
+static inline void add_last(List *list, int32_t *before, int32_t *after, int32_t slot) {
+    before[slot] = list->last;
+    after[slot] = NONE;
+    if (list->last != NONE)
+        after[list->last] = slot;
     else
-        k->due_last = before;
+        list->first = slot;
+    list->last = slot;
+}
+
+static inline void drop_from(List *list, int32_t *before, int32_t *after, int32_t slot) {
+    if (before[slot] != NONE)
+        after[before[slot]] = after[slot];
+    else
+        list->first = after[slot];
+    if (after[slot] != NONE)
+        before[after[slot]] = before[slot];
+    else
+        list->last = before[slot];
+}
+
+static void not_due(Kernel *k, int32_t slot) {
+    if (k->due_before[slot] == HELD)
+        return;
+    drop_from(&k->due, k->due_before, k->due_after, slot);
     k->due_before[slot] = HELD;
 }
 
 static void make_due(Kernel *k, int32_t slot) {
     not_due(k, slot);
-    k->due_before[slot] = k->due_last;
-    k->due_after[slot] = NONE;
-    if (k->due_last != NONE)
-        k->due_after[k->due_last] = slot;
-    k->due_last = slot;
+    add_last(&k->due, k->due_before, k->due_after, slot);
 }
 
 static void drop_run(Kernel *k, int32_t number) {
@@ -41,32 +52,22 @@ static void drop_run(Kernel *k, int32_t number) {
         k->last_run[run->of_class] = run->before;
     if (k->open_run[run->of_class] == number)
         k->open_run[run->of_class] = NONE;
-    run->first = run->last = NONE;
+    run->slots = (List){NONE, NONE};
     run->after = k->unused;
     k->unused = number;
 }
 
 /* The slot is in no list any more. */
 static void take_out(Kernel *k, int32_t slot) {
-    int32_t number = k->run_of[slot], before = k->before[slot], after = k->after[slot];
+    int32_t number = k->run_of[slot];
     if (number == OUT)
         return;
-    if (before != NONE)
-        k->after[before] = after;
-    if (after != NONE)
-        k->before[after] = before;
-    if (number == HELD) {
+    List *list = number == HELD ? &k->held : &k->runs[number].slots;
+    drop_from(list, k->before, k->after, slot);
+    if (number == HELD)
         not_due(k, slot);
-        if (after == NONE)
-            k->held_last = before;
-    } else {
-        if (before == NONE)
-            k->runs[number].first = after;
-        if (after == NONE)
-            k->runs[number].last = before;
-        if (k->runs[number].first == NONE)
-            drop_run(k, number);
-    }
+    else if (list->first == NONE)
+        drop_run(k, number);
     k->run_of[slot] = OUT;
     k->length--;
 }
@@ -74,11 +75,7 @@ static void take_out(Kernel *k, int32_t slot) {
 static void hold(Kernel *k, int32_t slot) {
     take_out(k, slot);
     k->run_of[slot] = HELD;
-    k->before[slot] = k->held_last;
-    k->after[slot] = NONE;
-    if (k->held_last != NONE)
-        k->after[k->held_last] = slot;
-    k->held_last = slot;
+    add_last(&k->held, k->before, k->after, slot);
     k->length++;
 }
 
@@ -87,7 +84,7 @@ static int32_t new_run(Kernel *k, int64_t of_class) {
     int32_t number = k->unused, last = k->last_run[of_class];
     Run *run = &k->runs[number];
     k->unused = run->after;
-    *run = (Run){k->clock, NONE, NONE, last, NONE, (int32_t)of_class};
+    *run = (Run){k->clock, {NONE, NONE}, last, NONE, (int32_t)of_class};
     if (last != NONE)
         k->runs[last].after = number;
     else
@@ -107,15 +104,8 @@ static void append(Kernel *k, const int64_t *slots, Py_ssize_t count) {
         int32_t number = k->open_run[of_class];
         if (number == NONE)
             number = k->open_run[of_class] = new_run(k, of_class);
-        Run *run = &k->runs[number];
         k->run_of[slot] = number;
-        k->before[slot] = run->last;
-        k->after[slot] = NONE;
-        if (run->last != NONE)
-            k->after[run->last] = slot;
-        else
-            run->first = slot;
-        run->last = slot;
+        add_last(&k->runs[number].slots, k->before, k->after, slot);
         k->length++;
     }
 }
@@ -172,14 +162,14 @@ static int32_t least_run(Kernel *k) {
 static int64_t take_leaves(Kernel *k, int32_t number, int64_t *taken, int64_t count) {
     int64_t leaves = 0;
     int32_t parent = NONE;
-    for (int32_t slot = k->runs[number].first; slot != NONE && leaves < count; slot = k->after[slot]) {
+    for (int32_t slot = k->runs[number].slots.first; slot != NONE && leaves < count; slot = k->after[slot]) {
         if (k->kids[slot] != (parent == slot))
             break;
         parent = parent_of(k, slot);
         taken[leaves++] = slot;
     }
     if (leaves == 0)
-        hold(k, k->runs[number].first);
+        hold(k, k->runs[number].slots.first);
     leave(k, taken, leaves);
     return leaves;
 }
@@ -187,7 +177,7 @@ static int64_t take_leaves(Kernel *k, int32_t number, int64_t *taken, int64_t co
 /* From the end of a list, the last one first: of those that are due, else of all that are held. */
 static int64_t take_held(Kernel *k, int64_t *taken, int64_t count, int only_due) {
     int64_t some = 0;
-    for (int32_t slot = only_due ? k->due_last : k->held_last; slot != NONE && some < count;
+    for (int32_t slot = only_due ? k->due.last : k->held.last; slot != NONE && some < count;
          slot = only_due ? k->due_before[slot] : k->before[slot])
         taken[some++] = slot;
     leave(k, taken, some);
@@ -198,11 +188,11 @@ static int64_t take_held(Kernel *k, int64_t *taken, int64_t count, int only_due)
 static void take_victims(Kernel *k, int64_t *taken, int64_t count) {
     int32_t run = NONE; /* the least one stays the least until it is empty: nothing is appended meanwhile */
     for (int64_t some = 0; some < count;) {
-        if (k->due_last != NONE) {
+        if (k->due.last != NONE) {
             some += take_held(k, taken + some, count - some, 1);
             continue;
         }
-        if (run == NONE || k->runs[run].first == NONE)
+        if (run == NONE || k->runs[run].slots.first == NONE)
             run = least_run(k);
         if (run == NONE)
             some += take_held(k, taken + some, count - some, 0);

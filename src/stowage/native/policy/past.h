@@ -7,16 +7,7 @@
 
 /* Ages and classes: hazard.py's `age_bucket` and `class_of`, in whole numbers. */
 
-static inline int highest_bit(uint64_t number) {
-#if defined(__GNUC__)
-    return 63 - __builtin_clzll(number);
-#else
-    int bit = 0;
-    while (number >>= 1)
-        bit++;
-    return bit;
-#endif
-}
+static inline int highest_bit(uint64_t number) { return 63 - __builtin_clzll(number); }
 
 static inline int age_bucket(int64_t age) {
     if (age < 0)

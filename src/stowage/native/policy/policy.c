@@ -4,6 +4,7 @@
 
 /* Arguments. */
 
+/* Scratch space for so many slots; what was in it is lost. */
 static int make_room(Kernel *k, Py_ssize_t count) {
     if (count <= k->room)
         return 0;
@@ -11,20 +12,16 @@ static int make_room(Kernel *k, Py_ssize_t count) {
         PyErr_NoMemory();
         return -1;
     }
-    void *some = PyMem_Realloc(k->some, 2 * count * sizeof(int64_t));
-    if (some != NULL)
-        k->some = some;
-    void *other = PyMem_Realloc(k->other, 2 * count * sizeof(int64_t));
-    if (other != NULL)
-        k->other = other;
-    void *prints = PyMem_Realloc(k->prints, 2 * count * sizeof(uint64_t));
-    if (prints != NULL)
-        k->prints = prints;
-    if (some == NULL || other == NULL || prints == NULL) {
+    k->room = 2 * count;
+    PyMem_Free(k->some);
+    k->some = PyMem_Malloc(k->room * (2 * sizeof *k->some + sizeof *k->prints));
+    if (k->some == NULL) {
+        k->room = 0;
         PyErr_NoMemory();
         return -1;
     }
-    k->room = 2 * count;
+    k->other = k->some + k->room;
+    k->prints = (uint64_t *)(k->other + k->room);
     return 0;
 }
 
@@ -69,14 +66,16 @@ static Py_ssize_t read_slots(Kernel *k, PyObject *array) {
     return count;
 }
 
+static int as_many(const char *what, Py_ssize_t given, Py_ssize_t slots) {
+    if (given != slots)
+        PyErr_Format(PyExc_ValueError, "as many %s as slots", what);
+    return given == slots;
+}
+
 static int copy_prints(Kernel *k, PyObject *keys, Py_ssize_t count) {
     Py_ssize_t given = count_keys(keys);
-    if (given < 0)
+    if (given < 0 || !as_many("keys", given, count))
         return -1;
-    if (given != count) {
-        PyErr_SetString(PyExc_ValueError, "as many keys as slots");
-        return -1;
-    }
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *key = PyList_GET_ITEM(keys, i);
         k->prints[i] = fingerprint(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key));
@@ -87,24 +86,16 @@ static int copy_prints(Kernel *k, PyObject *keys, Py_ssize_t count) {
 /* Methods. */
 
 static PyObject *kernel_admit(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
-    Py_buffer slots, parents;
-    if (!takes("admit", given, 3))
-        return NULL;
-    if (view_slots(arguments[0], &slots) < 0)
-        return NULL;
-    if (view_slots(arguments[2], &parents) < 0) {
-        PyBuffer_Release(&slots);
-        return NULL;
-    }
-    Py_ssize_t count = slots.shape[0];
-    int good = 0;
-    if (parents.shape[0] != count)
-        PyErr_SetString(PyExc_ValueError, "as many parents as slots");
-    else
+    Py_buffer slots = {0}, parents = {0};
+    int good = takes("admit", given, 3) && view_slots(arguments[0], &slots) == 0 &&
+               view_slots(arguments[2], &parents) == 0 && as_many("parents", parents.shape[0], slots.shape[0]);
+    if (good) {
+        Py_ssize_t count = slots.shape[0];
         good = make_room(k, count) == 0 && copy_slots(k, &slots, 0, k->some) == 0 &&
                copy_slots(k, &parents, -1, k->other) == 0 && copy_prints(k, arguments[1], count) == 0;
-    if (good)
-        admit_all(k, count);
+        if (good)
+            admit_all(k, count);
+    }
     PyBuffer_Release(&parents);
     PyBuffer_Release(&slots);
     return none_unless(!good);
@@ -154,12 +145,9 @@ static PyObject *kernel_victims(Kernel *k, PyObject *array) {
 
 static PyObject *slots_after(Kernel *k, const int32_t *next, int32_t first) {
     PyObject *slots = PyList_New(0);
-    for (int32_t slot = first; slots != NULL && slot != NONE; slot = next[slot]) {
-        PyObject *number = PyLong_FromLong(slot);
-        if (number == NULL || PyList_Append(slots, number) < 0)
+    for (int32_t slot = first; slots != NULL && slot != NONE; slot = next[slot])
+        if (append_new(slots, PyLong_FromLong(slot)) < 0)
             Py_CLEAR(slots);
-        Py_XDECREF(number);
-    }
     return slots;
 }
 
@@ -167,26 +155,23 @@ static PyObject *kernel_runs(Kernel *k, PyObject *nothing) {
     PyObject *runs = PyList_New(0);
     for (int of_class = 0; of_class < CLASSES; of_class++)
         for (int32_t number = k->first_run[of_class]; runs != NULL && number != NONE; number = k->runs[number].after) {
-            PyObject *slots = slots_after(k, k->after, k->runs[number].first);
-            PyObject *run = slots == NULL ? NULL : Py_BuildValue("iLN", of_class, (long long)k->runs[number].time, slots);
-            if (run == NULL || PyList_Append(runs, run) < 0)
+            PyObject *slots = slots_after(k, k->after, k->runs[number].slots.first);
+            long long time = k->runs[number].time;
+            if (append_new(runs, slots == NULL ? NULL : Py_BuildValue("iLN", of_class, time, slots)) < 0)
                 Py_CLEAR(runs);
-            Py_XDECREF(run);
         }
     return runs;
 }
 
-static PyObject *kernel_held(Kernel *k, PyObject *nothing) { return slots_after(k, k->before, k->held_last); }
+static PyObject *kernel_held(Kernel *k, PyObject *nothing) { return slots_after(k, k->before, k->held.last); }
 
-static PyObject *kernel_due(Kernel *k, PyObject *nothing) { return slots_after(k, k->due_before, k->due_last); }
+static PyObject *kernel_due(Kernel *k, PyObject *nothing) { return slots_after(k, k->due_before, k->due.last); }
 
 static Py_ssize_t kernel_length(Kernel *k) { return (Py_ssize_t)k->length; }
 
 static PyObject *module_best_rates(PyObject *module, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer hazard, rates;
-    if (!takes("best_rates", given, 2))
-        return NULL;
-    if (PyObject_GetBuffer(arguments[0], &hazard, PyBUF_ND | PyBUF_FORMAT) < 0)
+    if (!takes("best_rates", given, 2) || PyObject_GetBuffer(arguments[0], &hazard, PyBUF_ND | PyBUF_FORMAT) < 0)
         return NULL;
     if (PyObject_GetBuffer(arguments[1], &rates, PyBUF_WRITABLE | PyBUF_ND | PyBUF_FORMAT) < 0) {
         PyBuffer_Release(&hazard);
@@ -212,41 +197,50 @@ static PyMethodDef functions[] = {
 /* Making and ending. */
 
 static int lend(Kernel *k, PyObject *arrays, int number) {
+    static const struct {
+        const char *name;
+        Py_ssize_t bytes;
+        size_t field;
+        int length;
+    } shapes[] = {
+#define OF(TYPE, field, name, length) {name, sizeof(TYPE), offsetof(Kernel, field), length},
+        LENT(OF)
+#undef OF
+    };
     Py_buffer *view = &k->lent[number];
-    if (PyObject_GetBuffer(PyTuple_GET_ITEM(arrays, number), view, PyBUF_CONTIG) < 0) {
-        view->obj = NULL;
+    if (PyObject_GetBuffer(PyTuple_GET_ITEM(arrays, number), view, PyBUF_CONTIG) < 0)
         return -1;
-    }
     int64_t lengths[] = {k->slots, k->slots + 1, k->rows * WAYS, CLASSES * AGES, CLASSES * EPOCHS};
-    if (view->itemsize != SHAPES[number].bytes || view->len / view->itemsize != lengths[SHAPES[number].length]) {
-        PyErr_Format(PyExc_ValueError, "the array `%s` is not as long, or as wide, as it must be", SHAPES[number].name);
+    if (view->itemsize != shapes[number].bytes || view->len / view->itemsize != lengths[shapes[number].length]) {
+        PyErr_Format(PyExc_ValueError, "the array `%s` is not as long, or as wide, as it must be", shapes[number].name);
         return -1;
     }
+    memcpy((char *)k + shapes[number].field, &view->buf, sizeof view->buf);
     return 0;
 }
 
 static int make_order(Kernel *k) {
     size_t slots = (size_t)k->slots + 1;
-    k->before = PyMem_Malloc(slots * sizeof(int32_t));
-    k->after = PyMem_Malloc(slots * sizeof(int32_t));
-    k->run_of = PyMem_Malloc(slots * sizeof(int32_t));
-    k->due_before = PyMem_Malloc(slots * sizeof(int32_t));
-    k->due_after = PyMem_Malloc(slots * sizeof(int32_t));
-    k->mark = PyMem_Malloc(slots * sizeof(int64_t));
-    k->runs = PyMem_Malloc(slots * sizeof(Run));
-    if (!k->before || !k->after || !k->run_of || !k->due_before || !k->due_after || !k->mark || !k->runs) {
+    k->runs = PyMem_Malloc(slots * (sizeof *k->runs + sizeof *k->mark + 5 * sizeof *k->before));
+    if (k->runs == NULL) {
         PyErr_NoMemory();
         return -1;
     }
+    k->mark = (int64_t *)(k->runs + slots);
+    k->before = (int32_t *)(k->mark + slots);
+    k->after = k->before + slots;
+    k->run_of = k->after + slots;
+    k->due_before = k->run_of + slots;
+    k->due_after = k->due_before + slots;
     for (size_t i = 0; i < slots; i++) {
         k->mark[i] = 0;
         k->run_of[i] = OUT;
         k->before[i] = k->after[i] = k->due_after[i] = NONE;
         k->due_before[i] = HELD;
-        k->runs[i] = (Run){0, NONE, NONE, NONE, i + 1 < slots ? (int32_t)(i + 1) : NONE, 0};
+        k->runs[i] = (Run){0, {NONE, NONE}, NONE, i + 1 < slots ? (int32_t)(i + 1) : NONE, 0};
     }
     k->unused = 0;
-    k->held_last = k->due_last = NONE;
+    k->held = k->due = (List){NONE, NONE};
     for (int of_class = 0; of_class < CLASSES; of_class++)
         k->first_run[of_class] = k->last_run[of_class] = k->open_run[of_class] = NONE;
     return make_room(k, 64);
@@ -269,32 +263,19 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *positional, PyObject *
     k->slots = slots;
     k->rows = rows;
     k->width = width;
-    for (int number = 0; number < ARRAYS; number++)
-        if (lend(k, arrays, number) < 0) {
-            Py_DECREF(k);
-            return NULL;
-        }
-    k->here = k->lent[HERE].buf, k->print = k->lent[PRINT].buf, k->uses = k->lent[USES].buf;
-    k->gap = k->lent[GAP].buf, k->last = k->lent[LAST].buf, k->of_class = k->lent[CLASS].buf;
-    k->serial = k->lent[SERIAL].buf, k->parent = k->lent[PARENT].buf, k->kids = k->lent[KIDS].buf;
-    k->parent_serial = k->lent[PARENT_SERIAL].buf, k->known = k->lent[KNOWN].buf, k->order = k->lent[ORDER].buf;
-    k->past = k->lent[PAST].buf, k->used = k->lent[USED].buf, k->ended = k->lent[ENDED].buf;
-    k->waiting = k->lent[WAITING].buf, k->index = k->lent[INDEX].buf;
-    if (make_order(k) < 0) {
-        Py_DECREF(k);
-        return NULL;
-    }
+    int failed = 0;
+    for (int number = 0; !failed && number < ARRAYS; number++)
+        failed = lend(k, arrays, number);
+    if (failed || make_order(k) < 0)
+        Py_CLEAR(k);
     return (PyObject *)k;
 }
 
 static void kernel_dealloc(Kernel *k) {
     for (int number = 0; number < ARRAYS; number++)
-        if (k->lent[number].obj != NULL)
-            PyBuffer_Release(&k->lent[number]);
-    void *owned[] = {k->before, k->after, k->run_of, k->due_before, k->due_after,
-                     k->mark, k->runs, k->some, k->other, k->prints};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)
-        PyMem_Free(owned[i]);
+        PyBuffer_Release(&k->lent[number]);
+    PyMem_Free(k->runs);
+    PyMem_Free(k->some);
     Py_TYPE(k)->tp_free(k);
 }
 
