@@ -89,10 +89,7 @@ static int64_t *make_room(Rows *r, int64_t owner, PyObject *list, Py_ssize_t cou
     }
     for (; room < count; room += EXTENT) {
         int64_t taken = take_extent(r, owner);
-        PyObject *number = taken == NO_EXTENT ? PyErr_NoMemory() : PyLong_FromLongLong(taken);
-        int appended = number != NULL && PyList_Append(list, number) == 0;
-        Py_XDECREF(number);
-        if (!appended) {
+        if (append_new(list, taken == NO_EXTENT ? PyErr_NoMemory() : PyLong_FromLongLong(taken)) < 0) {
             if (taken != NO_EXTENT)
                 free_extent(r, taken);
             goto failed;
@@ -126,22 +123,13 @@ static int insert_all(Rows *r, int64_t owner, PyObject *list, const char *keys, 
 }
 
 static PyObject *rows_insert(Rows *r, PyObject *const *arguments, Py_ssize_t given) {
-    Py_buffer keys, fields;
+    Py_buffer keys = {0}, fields = {0};
     int64_t owner;
     Py_ssize_t count = -1;
-    if (is_busy(r) || !takes("insert", given, 4) || read_owner(arguments[0], &owner) < 0)
-        return NULL;
-    if (!PyList_Check(arguments[1])) {
-        PyErr_SetString(PyExc_TypeError, "extents must be a list");
-        return NULL;
-    }
-    if (view_items(arguments[2], &keys, &count, KEY_BYTES, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (view_items(arguments[3], &fields, &count, r->width, PyBUF_SIMPLE) < 0) {
-        PyBuffer_Release(&keys);
-        return NULL;
-    }
-    int failed = insert_all(r, owner, arguments[1], keys.buf, fields.buf, count);
+    int failed = is_busy(r) || !takes("insert", given, 4) || read_owner(arguments[0], &owner) < 0 ||
+                 !is_list("extents", arguments[1]) || view_items(arguments[2], &keys, &count, KEY_BYTES, PyBUF_SIMPLE) < 0 ||
+                 view_items(arguments[3], &fields, &count, r->width, PyBUF_SIMPLE) < 0 ||
+                 insert_all(r, owner, arguments[1], keys.buf, fields.buf, count) < 0;
     PyBuffer_Release(&fields);
     PyBuffer_Release(&keys);
     return none_unless(failed);
@@ -217,12 +205,8 @@ static PyObject *rows_mark(Rows *r, PyObject *list) {
 
 /* Owner and list of extents, all of them of that owner. */
 static int check_extents(const Rows *r, PyObject *const *arguments, int64_t *owner) {
-    if (read_owner(arguments[0], owner) < 0)
+    if (read_owner(arguments[0], owner) < 0 || !is_list("extents", arguments[1]))
         return -1;
-    if (!PyList_Check(arguments[1])) {
-        PyErr_SetString(PyExc_TypeError, "extents must be a list");
-        return -1;
-    }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); i++)
         if (read_extent(r, arguments[1], i, *owner) == NO_EXTENT)
             return -1;
@@ -242,10 +226,9 @@ static PyObject *rows_marked(Rows *r, PyObject *const *arguments, Py_ssize_t giv
             if (!(wanted >> at & 1))
                 continue;
             const char *record = record_of(&r->table, number * EXTENT + at);
-            PyObject *key = PyBytes_FromStringAndSize(record, KEY_BYTES);
             Py_ssize_t bytes = PyByteArray_GET_SIZE(fields);
-            good = key != NULL && PyList_Append(keys, key) == 0 && PyByteArray_Resize(fields, bytes + r->width) == 0;
-            Py_XDECREF(key);
+            good = append_new(keys, PyBytes_FromStringAndSize(record, KEY_BYTES)) == 0 &&
+                   PyByteArray_Resize(fields, bytes + r->width) == 0;
             if (good)
                 memcpy(PyByteArray_AS_STRING(fields) + bytes, record + KEY_BYTES, (size_t)r->width);
             if (at == EXTENT - 1)

@@ -159,10 +159,9 @@ static PyObject *slots_items(Slots *s, PyObject *nothing) {
     for (int64_t slot = 0; items != NULL && slot < s->slots; slot++) {
         if (!s->taken[slot])
             continue;
-        PyObject *item = Py_BuildValue("y#L", record_of(&s->table, slot), (Py_ssize_t)KEY_BYTES, (long long)slot);
-        if (item == NULL || PyList_Append(items, item) < 0)
+        const char *key = record_of(&s->table, slot);
+        if (append_new(items, Py_BuildValue("y#L", key, (Py_ssize_t)KEY_BYTES, (long long)slot)) < 0)
             Py_CLEAR(items);
-        Py_XDECREF(item);
     }
     return items;
 }

@@ -226,7 +226,8 @@ static Bucket *new_bucket(int bits, int depth) {
 }
 
 static void free_bucket(Bucket *b) {
-    PyMem_RawFree(b->entries);
+    if (b != NULL)
+        PyMem_RawFree(b->entries);
     PyMem_RawFree(b);
 }
 
@@ -273,10 +274,8 @@ static int split(Table *t, Bucket *b, uint32_t print) {
         return -1;
     Bucket *zero = new_bucket(b->bits, b->depth + 1), *one = new_bucket(b->bits, b->depth + 1);
     if (zero == NULL || one == NULL) {
-        if (zero != NULL)
-            free_bucket(zero);
-        if (one != NULL)
-            free_bucket(one);
+        free_bucket(zero);
+        free_bucket(one);
         return -1;
     }
     for (uint32_t at = 0; at <= mask_of(b); at++)
@@ -334,8 +333,7 @@ static int make_table(Table *t, int bits_max, int depth_max, int block_bits, siz
     t->directory = PyMem_RawMalloc(sizeof *t->directory);
     Bucket *first = new_bucket(bits_max < BITS_LEAST ? bits_max : BITS_LEAST, 0);
     if (t->directory == NULL || first == NULL) {
-        if (first != NULL)
-            free_bucket(first);
+        free_bucket(first);
         PyMem_RawFree(t->directory);
         t->directory = NULL;
         return -1;
